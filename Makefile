@@ -1,0 +1,44 @@
+# Everything here runs in .venv, which is made and kept up to date by the stamp below. Set VENV to use another place.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Two workers suit two cores; each worker's tensor code then stays on one thread.
+WORKERS ?= auto
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+.PHONY: help install demo test test-fast check format bench clean
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# Reinstalled only when what to install has changed.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+install: $(STAMP) ## make the virtual environment and install into it
+
+demo: $(STAMP) ## train Medusa and EAGLE-3 heads on the embedded target and compare them with plain decoding
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
+
+test: $(STAMP) ## run every test
+	$(PYTEST) $(ARGS)
+
+test-fast: $(STAMP) ## run the tests that are not marked slow
+	$(PYTEST) -m "not slow" $(ARGS)
+
+check: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff format and fix what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## benchmark the committed heads on the embedded target
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py $(ARGS)
+
+clean: ## remove the virtual environments and caches
+	rm -rf $(VENV) $(VENV)-* .mypy_cache .pytest_cache .ruff_cache *.egg-info
