@@ -1,0 +1,62 @@
+"""Fixtures shared by every test. Nothing here reaches the network: the hub is switched off before it is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CHAT_TARGET = REPOSITORY / "examples" / "chat-13m"
+SHARED = REPOSITORY.parent / "shared"
+
+# Workers run side by side (`-n auto`); tensor code that also spread over the cores would only fight over them.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers_in_any_order() -> None:
+    """Seeds Python, NumPy and torch before each test, so that a test does not depend on the ones before it."""
+    set_seed(0)
+
+
+@pytest.fixture(scope="session")
+def chat_target_path() -> Path:
+    """The folder of the embedded target."""
+    return CHAT_TARGET
+
+
+@pytest.fixture(scope="session")
+def chat_target() -> PreTrainedModel:
+    """The embedded target in float32, in eval mode. Shared by a worker's tests: do not change it."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> PreTrainedTokenizerBase:
+    """The embedded target's tokenizer."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(CHAT_TARGET)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def stories_target_path() -> Path:
+    """stories260k, a third party's tiny Llama that is not part of this repository."""
+    path = SHARED / "targets" / "stories260k"
+    if not path.is_dir():
+        pytest.skip(f"{path} is absent: stories260k is not part of this repository")
+    return path
+
+
+@pytest.fixture(scope="session")
+def stories_target(stories_target_path: Path) -> PreTrainedModel:
+    """stories260k in float32, in eval mode. Shared by a worker's tests: do not change it."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(stories_target_path, dtype=torch.float32)
+    return model.eval()
