@@ -1,0 +1,184 @@
+"""TreeCache: the target's keys and values, allocated once, with its own length for every row.
+
+Legend: B batch, N tree nodes (or prompt tokens of one chunk), P path length, C capacity in slots, H key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+@dataclass(frozen=True)
+class PlaneSpec:
+    """One tensor a layer stores per token: keys or values (their widths differ in MLA layers)."""
+
+    num_heads: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one attention layer of the target writes into the cache."""
+
+    keys: PlaneSpec
+    values: PlaneSpec
+
+
+class TreeCache(Cache):
+    """A preallocated cache in which slot = position for every committed token of every row.
+
+    One step is: `open_slots(N)`, the model's forward (each layer's `update` writes its N rows behind the row's own
+    length), `commit(path, counts)`. Nodes that are not committed are simply overwritten by the next step.
+
+    Worked example, one row with 5 committed tokens and a tree of 4 nodes (node 0 the root, 1 and 2 its children,
+    3 the child of 2):
+
+        open_slots(4)                     nodes 0..3 go to slots 5, 6, 7, 8
+        commit([[0, 2, 3]], [3])          slots 7, 8 are copied to 6, 7; the row's length becomes 8
+
+    Attributes:
+        lengths: [B] long on the target's device, committed tokens per row. Never read on the host here.
+        length_bound: what the host knows about `lengths`: an upper bound of their maximum. It sets how many slots
+            the attention sees. A commit raises it by the path's width; a decode loop that learns the true lengths in
+            its one synchronisation per step assigns the exact maximum, which keeps the view tight. It must never be
+            below the true maximum.
+        slots: [B, N] long, the slots opened for the present forward.
+        view: number of slots the attention of the present forward sees (python int).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        batch_size: int,
+        capacity: int,
+        *,
+        device: torch.device | str | None = None,
+        view_multiple: int = 64,
+    ) -> None:
+        """Allocate zeroed buffers (a NaN in a masked slot would poison attention: 0 * NaN).
+
+        Args:
+            layers: one spec per layer, as found by Target.
+            batch_size: number of rows B.
+            capacity: slots per row: the longest sequence plus the largest tree.
+            device: where `lengths` lives; default the first layer's device.
+            view_multiple: the view grows in steps of this many slots, so that few shapes occur.
+        """
+        if batch_size < 1 or capacity < 1:
+            raise ValueError(f"a cache needs at least one row and one slot, got {batch_size=} and {capacity=}")
+        super().__init__(layers=[])
+        self.layer_specs = tuple(layers)
+        self.capacity = capacity
+        self.view_multiple = view_multiple
+        self.view = 0
+        self.length_bound = 0
+        groups: dict[PlaneSpec, int] = {}  # planes of one shape, dtype and device share a stacked buffer
+        places: list[tuple[PlaneSpec, int]] = []
+        for spec in self.layer_specs:
+            for plane in (spec.keys, spec.values):
+                places.append((plane, groups.setdefault(plane, 0)))
+                groups[plane] += 1
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode later
+            buffers = {
+                plane: torch.zeros(
+                    (count, batch_size, plane.num_heads, capacity, plane.width), dtype=plane.dtype, device=plane.device
+                )
+                for plane, count in groups.items()
+            }
+            self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device or self.layer_specs[0].keys.device)
+        self._buffers = list(buffers.values())  # each [planes, B, H, C, width]
+        planes = [buffers[plane][index] for plane, index in places]
+        self._keys, self._values = planes[0::2], planes[1::2]  # per layer [B, H, C, width]
+        self.slots = self.lengths[:, None]
+
+    @property
+    def batch_size(self) -> int:
+        return self.lengths.shape[0]
+
+    def open_slots(self, num_nodes: int) -> int:
+        """Open the next `num_nodes` slots behind every row's length for the coming forward; returns the view."""
+        needed = self.length_bound + num_nodes
+        if needed > self.capacity:
+            raise ValueError(
+                f"the cache holds {self.capacity} slots per row, but {num_nodes} new tokens behind up to "
+                f"{self.length_bound} committed ones need {needed}: create it with a larger capacity"
+            )
+        self.slots = self.lengths[:, None] + torch.arange(num_nodes, device=self.lengths.device)
+        self.view = min(self.capacity, -(-needed // self.view_multiple) * self.view_multiple)
+        return self.view
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the model's layers: write [B, H, N, width] rows into the open slots, return the view."""
+        stored = []
+        for plane, rows in ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states)):
+            slots = self.slots.to(plane.device)
+            if plane.shape[0] == 1:
+                plane.index_copy_(2, slots[0], rows)
+            else:
+                plane.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)
+            stored.append(plane[:, :, : self.view])
+        return stored[0], stored[1]
+
+    def commit(self, path: Tensor, counts: Tensor, *, is_chain: bool = False) -> None:
+        """Keep the accepted nodes of the last forward and forget the others.
+
+        Args:
+            path: [B, P] long, node indices root first (`path[:, 0]` is 0); entries from `counts[b]` on are padding.
+            counts: [B] long, nodes of the path that are kept (root included); 0 leaves a row as it was.
+            is_chain: the path is 0, 1, 2, ... in every row, so every row is already in its place.
+        """
+        assert path.shape[1] <= self.slots.shape[1], "a path cannot be longer than the tree"
+        if not is_chain and path.shape[1] > 1:
+            start = self.lengths[:, None]
+            source = start + path[:, 1:]  # [B, P-1]; the root never moves
+            destination = start + torch.arange(1, path.shape[1], device=path.device)
+            for buffer in self._buffers:
+                _move_slots(buffer, source.to(buffer.device), destination.to(buffer.device))
+        self.advance(counts, path.shape[1])
+
+    def advance(self, counts: Tensor, max_count: int) -> None:
+        """Commit the first `counts[b]` (at most `max_count`) open slots of every row as they lie."""
+        self.lengths += counts
+        self.length_bound = min(self.length_bound + max_count, self.capacity)
+
+    def reset(self) -> None:
+        """Forget every token; the buffers are kept and need no zeroing, since what they hold is finite."""
+        self.lengths.zero_()
+        self.length_bound = 0
+        self.view = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length_bound
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.capacity
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self.view, 0
+
+    def __len__(self) -> int:
+        return len(self.layer_specs)
+
+
+def _move_slots(buffer: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Copy slots `source` [B, P] to slots `destination` [B, P] in every plane of `buffer` [planes, B, H, C, width].
+
+    The rows are gathered before any is written, so overlapping ranges are safe.
+    """
+    if buffer.shape[1] == 1:
+        buffer.index_copy_(3, destination[0], buffer.index_select(3, source[0]))
+        return
+    planes, batch, heads, _, width = buffer.shape
+    shape = (planes, batch, heads, source.shape[1], width)
+    rows = buffer.gather(3, source[None, :, None, :, None].expand(shape))
+    buffer.scatter_(3, destination[None, :, None, :, None].expand(shape), rows)

@@ -1,0 +1,271 @@
+"""Target: a frozen transformers causal LM as the decode loop and the training code see it.
+
+The only file (with `target_probe.py`, which examines a model once) that depends on how transformers models work inside.
+
+Legend: B batch, L prompt length, T tokens of one pass, N tree nodes, D hidden, F = len(feature_layers) * D, V target
+vocabulary, S cache slots in view. Hidden states are numbered as transformers does: hs[0] embeddings, hs[i] the input of
+layer i, hs[n] the last state AFTER the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inference.kv_cache import TreeCache
+from inference.target_probe import examine_model, find_layer_windows, find_length_limit, unwrap_model
+from inference.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """logits: [B, N, V] in the model's dtype. features: [B, N, F], or None when no layers were asked for."""
+
+    logits: Tensor
+    features: Tensor | None
+
+
+@dataclass(frozen=True)
+class EncodeOutput:
+    """features: [B, T, F] (width 0 when no layers were asked for). last_hidden: [B, T, D], after the final norm."""
+
+    features: Tensor
+    last_hidden: Tensor
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One cached forward: last_hidden [B, T, D], features [B, T, F] | None, logits [B, T, V] only in fallback mode."""
+
+    last_hidden: Tensor
+    features: Tensor | None
+    logits: Tensor | None
+
+
+class Target:
+    """A frozen causal LM: features, tree attention masks, positions and cache shapes.
+
+    The model is used as it is and never changed. Construction runs two forwards of a few tokens to learn the cache's
+    shapes and to prove that the model honours 4-D masks and position ids and does not keep a recurrent state.
+
+    Attributes:
+        model: the model as it was given (a PEFT model keeps its adapters).
+        text_config: the config of the language model.
+        hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
+        device, dtype: of the token embedding.
+        embed_tokens, lm_head: the model's own modules.
+        max_length: positions the target is exact for, or None; `length_limit_reason` says where the limit comes from.
+
+    Raises:
+        ValueError: for a model whose steps cannot be rolled back or verified as a tree, with the reason:
+            encoder-decoder, recurrent or linear attention layers, attention other than sdpa and eager, a model in training mode.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._causal_lm = unwrap_model(model)
+        self.text_config: Any = self._causal_lm.config.get_text_config()
+        self.embed_tokens: nn.Module = self._causal_lm.get_input_embeddings()
+        self.lm_head: nn.Module = self._causal_lm.get_output_embeddings()
+        weight: Tensor = self.embed_tokens.weight  # type: ignore[assignment]
+        self.device: torch.device = weight.device
+        self.dtype: torch.dtype = weight.dtype
+        self.hidden_size: int = self.text_config.hidden_size
+        self.num_layers: int = self.text_config.num_hidden_layers
+        limit = find_length_limit(self.text_config)
+        self.max_length: int | None = limit.max_length
+        self.length_limit_reason: str = limit.reason
+        self._windows = find_layer_windows(self.text_config)
+        findings = examine_model(self._causal_lm, self.text_config, self.masks_from_allowed)
+        self._layer_specs = findings.layer_specs
+        self._scale_logits = findings.scale_logits
+        self.vocab_size: int = findings.vocab_size
+
+    def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
+        """A zeroed cache of `capacity` slots per row: the longest sequence plus the largest tree."""
+        return TreeCache(self._layer_specs, batch_size, capacity, device=self.device)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        cache: TreeCache,
+        token_ids: Tensor,
+        counts: Tensor,
+        *,
+        feature_layers: Sequence[int] = (),
+        chunk_size: int = 512,
+    ) -> TargetOutput:
+        """Read prompts, or their continuation when the cache already holds tokens, and commit them.
+
+        Args:
+            token_ids: [B, L] long, right-padded with any valid id.
+            counts: [B] long, real tokens per row; 0 leaves a row unchanged (its logits mean nothing).
+            feature_layers: hidden states to hand over, in this order.
+            chunk_size: tokens per forward, so that no [L, L] mask is built.
+
+        Returns:
+            logits [B, 1, V] of each row's last real token and features [B, L, F] of all of them (padding: unspecified).
+
+        Raises:
+            ValueError: if the prompt exceeds the cache or the target's `max_length`.
+        """
+        length = token_ids.shape[1]
+        if self.max_length is not None and cache.length_bound + length > self.max_length:
+            raise ValueError(
+                f"{length} tokens behind {cache.length_bound} exceed the target's {self.max_length} positions "
+                f"({self.length_limit_reason}): shorten the prompt"
+            )
+        features, last = [], None
+        for start in range(0, length, chunk_size):
+            chunk = token_ids[:, start : start + chunk_size]
+            size = chunk.shape[1]
+            real = (counts - start).clamp(0, size)  # [B] real tokens of this chunk
+            steps = torch.arange(size, device=counts.device)
+            depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
+            causal = (steps[:, None] >= steps).expand(chunk.shape[0], size, size)
+            output = self._forward_cached(cache, chunk, depths, causal, feature_layers)
+            ends_here = (counts > start) & (counts <= start + size)
+            source = output.last_hidden if output.logits is None else output.logits
+            row_last = source[torch.arange(len(counts), device=source.device), (real - 1).clamp(min=0)]
+            last = row_last if last is None else torch.where(ends_here[:, None], row_last, last)
+            if output.features is not None:
+                features.append(output.features)
+            cache.advance(real, size)
+        if last is None:
+            raise ValueError("an empty prompt has no next token: give at least one token")
+        logits = self.compute_logits(last) if self._scale_logits else last
+        return TargetOutput(logits[:, None], torch.cat(features, dim=1) if features else None)
+
+    @torch.inference_mode()
+    def verify(self, cache: TreeCache, tree: TokenTree, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
+        """Score every node of a tree in one forward; nothing is committed.
+
+        Node i sees the row's committed tokens and its own ancestors, at position lengths + depth. Positions are cut at
+        the target's `max_length`: no token behind that limit may be emitted, so such nodes only must not do harm.
+
+        Returns:
+            logits [B, N, V] (of the token that follows each node) and features [B, N, F].
+        """
+        depths = tree.depths.clamp(min=0).where(tree.parents >= 0, torch.zeros_like(tree.depths))
+        output = self._forward_cached(cache, tree.token_ids, depths, tree.ancestors, feature_layers)
+        logits = output.logits if output.logits is not None else self.compute_logits(output.last_hidden)
+        return TargetOutput(logits, output.features)
+
+    @torch.no_grad()
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, *, feature_layers: Sequence[int] = ()) -> EncodeOutput:
+        """One full pass without cache and without logits, for training; the outputs may enter an autograd graph.
+
+        Args:
+            input_ids: [B, T] long, right-padded.
+            attention_mask: [B, T], 1 on real tokens. Positions are 0..T-1.
+        """
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        output = self._run_backbone(input_ids, positions, attention_mask, None, feature_layers)
+        last_hidden: Tensor = output.last_hidden_state
+        features = self._join_features(output, last_hidden, feature_layers)
+        return EncodeOutput(last_hidden[..., :0] if features is None else features, last_hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The model's own logits [..., V] of post-norm states [..., D], soft-capping and scales included.
+
+        Differentiable with respect to `hidden`.
+        """
+        if self._scale_logits is None:
+            raise ValueError(
+                f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
+                f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states alone"
+            )
+        return self._scale_logits(self.lm_head(hidden))
+
+    def masks_from_allowed(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor) -> Any:
+        """Additive masks from who may see whom: [B, N, S] bool, positions [B, N] and [B, S].
+
+        Sliding windows are added here, measured in positions: a key is seen if key > query - window.
+
+        Returns:
+            One [B, 1, N, S] tensor in the model's dtype (0 or its minimum; eager attention would ADD a boolean), or
+            a dict of them per layer type for models with several.
+        """
+        masks = {}
+        for layer_type, window in self._windows.items():
+            seen = allowed
+            if window is not None:
+                seen = allowed & (key_positions[:, None, :] > query_positions[:, :, None] - window)
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+            masks[layer_type] = mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _forward_cached(
+        self, cache: TreeCache, token_ids: Tensor, depths: Tensor, ancestors: Tensor, feature_layers: Sequence[int]
+    ) -> _Pass:
+        """Run [B, N] tokens at lengths + depths; each sees the committed tokens and its ancestors [B, N, N]."""
+        batch, num_nodes = token_ids.shape
+        view = cache.open_slots(num_nodes)
+        lengths, slots = cache.lengths, cache.slots
+        positions = lengths[:, None] + depths
+        if self.max_length is not None:
+            positions = positions.clamp(max=self.max_length - 1)
+        key_positions = torch.arange(view, device=self.device).expand(batch, view)
+        committed = key_positions < lengths[:, None]
+        allowed = committed[:, None, :].repeat(1, num_nodes, 1)
+        allowed.scatter_(2, slots[:, None, :].expand(batch, num_nodes, num_nodes), ancestors)
+        masks = self.masks_from_allowed(allowed, positions, key_positions.scatter(1, slots, positions))
+        if self._scale_logits is not None:
+            output = self._run_backbone(token_ids, positions, masks, cache, feature_layers)
+            return _Pass(
+                output.last_hidden_state, self._join_features(output, output.last_hidden_state, feature_layers), None
+            )
+        layers = [*feature_layers, self.num_layers]
+        output = self._run(self._causal_lm, token_ids, positions, masks, cache, layers)
+        last_hidden = output.hidden_states[self.num_layers]
+        return _Pass(last_hidden, self._join_features(output, last_hidden, feature_layers), output.logits)
+
+    def _run_backbone(
+        self, token_ids: Tensor, positions: Tensor, masks: Any, cache: TreeCache | None, feature_layers: Sequence[int]
+    ) -> Any:
+        return self._run(self._causal_lm.base_model, token_ids, positions, masks, cache, feature_layers)
+
+    def _run(
+        self,
+        module: nn.Module,
+        token_ids: Tensor,
+        positions: Tensor,
+        masks: Any,
+        cache: TreeCache | None,
+        layers: Sequence[int],
+    ) -> Any:
+        if self.model.training:
+            raise ValueError("the target is in training mode, where dropout makes every pass different: model.eval()")
+        unknown = [layer for layer in layers if not 0 <= layer <= self.num_layers]
+        if unknown:
+            raise ValueError(
+                f"hidden states {unknown} do not exist: a target of {self.num_layers} layers has 0 (embeddings) to "
+                f"{self.num_layers} (last, after the final norm)"
+            )
+        # A list keeps only those states; releases that know no lists take it as True and keep all.
+        wanted = (
+            sorted(set(layers) - {self.num_layers}) if module is self._causal_lm.base_model else sorted(set(layers))
+        )
+        return module(
+            input_ids=token_ids,
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            output_hidden_states=wanted or False,
+            return_dict=True,
+        )
+
+    def _join_features(self, output: Any, last_hidden: Tensor, feature_layers: Sequence[int]) -> Tensor | None:
+        """Concatenate the asked hidden states on the last dimension, on the device of the last one."""
+        if not feature_layers:
+            return None
+        states = [
+            last_hidden if layer == self.num_layers else output.hidden_states[layer].to(last_hidden.device)
+            for layer in feature_layers
+        ]
+        return torch.cat(states, dim=-1)

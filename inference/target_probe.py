@@ -1,0 +1,230 @@
+"""Examine a transformers model once: can it verify a tree, and what does it write into a cache?
+
+Used by `Target` alone. Every refusal is a ValueError that says what the model does and why that cannot be rolled back
+or verified as a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from inference.kv_cache import LayerSpec, PlaneSpec
+
+# Layer types whose whole past stays readable in the cache, so that a step can be forgotten.
+_ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")
+_ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+
+MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
+ScaleLogits = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """max_length: number of positions, or None; reason: where the number comes from, for error messages."""
+
+    max_length: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """layer_specs: what each layer caches; scale_logits: from LM head output to logits, None if not reproducible."""
+
+    layer_specs: tuple[LayerSpec, ...]
+    scale_logits: ScaleLogits | None
+    vocab_size: int
+
+
+def unwrap_model(model: nn.Module) -> Any:
+    """The transformers model inside `model` (a PEFT model keeps its adapters in place), after the checks by config."""
+    causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not isinstance(causal_lm, PreTrainedModel):
+        raise ValueError(f"a target is a transformers causal LM (AutoModelForCausalLM), got {type(model).__name__}")
+    if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
+        raise ValueError("a PEFT model with virtual prompt tokens shifts every position: merge it or use LoRA")
+    name, config = type(causal_lm).__name__, causal_lm.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model: a target is a decoder-only causal LM")
+    if causal_lm.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no LM head: load it with AutoModelForCausalLM")
+    text_config = config.get_text_config()
+    other = sorted(set(getattr(text_config, "layer_types", None) or ()) - set(_ATTENTION_LAYER_TYPES))
+    if other or getattr(causal_lm, "_is_stateful", False):
+        raise ValueError(
+            f"{name} has layers that cannot be rolled back after a rejected draft "
+            f"({', '.join(other) or 'it keeps a recurrent state'}): a target has "
+            f"{' or '.join(_ATTENTION_LAYER_TYPES)} layers only"
+        )
+    implementation = text_config._attn_implementation
+    if implementation not in _ATTENTION_IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention implementation {implementation!r} cannot take a tree mask: load the model with "
+            f"attn_implementation='sdpa' or 'eager'"
+        )
+    if getattr(text_config, "use_bidirectional_attention", None) not in (None, False):
+        raise ValueError(f"{name} attends in both directions (use_bidirectional_attention): it is no causal LM")
+    if model.training:
+        raise ValueError(f"{name} is in training mode, where dropout makes every pass different: call model.eval()")
+    return causal_lm
+
+
+def find_layer_windows(text_config: Any) -> dict[str, int | None]:
+    """Sliding window in positions, or None for full attention, per distinct layer type."""
+    window = getattr(text_config, "sliding_window", None)
+    if getattr(text_config, "use_sliding_window", True) is False:
+        window = None
+    layer_types = getattr(text_config, "layer_types", None)
+    if not layer_types:  # every layer the same (llama; mistral, phi3 with a window)
+        return {"full_attention": None} if window is None else {"sliding_attention": int(window)}
+    windows: dict[str, int | None] = {}
+    for layer_type in sorted(set(layer_types)):
+        if layer_type == "sliding_attention" and window is None:
+            raise ValueError(f"the config has sliding_attention layers but no sliding_window ({window!r})")
+        windows[layer_type] = int(window) if layer_type == "sliding_attention" and window is not None else None
+    return windows
+
+
+def find_length_limit(text_config: Any) -> LengthLimit:
+    """Positions the model is exact for: its position limit, or where its RoPE starts to depend on the whole pass."""
+    limit = getattr(text_config, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) and limit > 0 else None
+    found = LengthLimit(limit, f"max_position_embeddings={limit}")
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    settings = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # one, or one per layer type
+    for setting in settings:
+        rope_type = setting.get("rope_type", setting.get("type", "default"))
+        if rope_type is None or ("dynamic" not in rope_type and rope_type != "longrope"):
+            continue
+        switch = limit
+        if rope_type == "longrope":
+            switch = setting.get("original_max_position_embeddings") or limit
+        if switch is not None and (found.max_length is None or switch <= found.max_length):
+            found = LengthLimit(
+                switch,
+                f"RoPE of type {rope_type!r} rescales every position once a pass goes beyond {switch}, so tokens "
+                f"verified together would differ from tokens decoded one by one",
+            )
+    return found
+
+
+class _RecordingCache(Cache):
+    """Hands keys and values straight back and remembers their shapes; refuses any other kind of state."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(layers=[])
+        self.name = name
+        self.specs: dict[int, LayerSpec] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        planes = [
+            PlaneSpec(rows.shape[1], rows.shape[3], rows.dtype, rows.device) for rows in (key_states, value_states)
+        ]
+        self.specs[layer_idx] = LayerSpec(*planes)
+        return key_states, value_states
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            f"{self.name} keeps a state besides keys and values (recurrent, convolution or index), which cannot be "
+            f"rolled back after a rejected draft"
+        )
+
+    update_conv_state = update_recurrent_state = update_indexer = has_previous_state = _refuse
+    get_conv_state = get_recurrent_state = _refuse
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return 4, 0
+
+
+@torch.inference_mode()
+def examine_model(model: Any, text_config: Any, make_masks: MakeMasks) -> Findings:
+    """Two forwards of a small tree: cache shapes, proof that masks and positions are honoured, the way to the logits.
+
+    The tree is a root, a child, another child and the first child's twin: the twins must come out alike, which fails
+    if the model ignores the mask (it would see its siblings) or the position ids (it would stand two further right).
+    """
+    name = type(model).__name__
+    embedding: Tensor = model.get_input_embeddings().weight
+    device, num_layers = embedding.device, text_config.num_hidden_layers
+    token_ids = torch.tensor([[1, 2, 3, 2]], device=device) % embedding.shape[0]
+    positions = torch.tensor([[0, 1, 1, 1]], device=device)
+    allowed = torch.eye(4, dtype=torch.bool, device=device)[None].clone()
+    allowed[..., 0] = True
+    masks = make_masks(allowed, positions, positions)
+
+    def run(module: nn.Module, cache: Cache, hidden_states: list[int]) -> Any:
+        return module(
+            input_ids=token_ids,
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=hidden_states,
+            return_dict=True,
+        )
+
+    cache = _RecordingCache(name)
+    output = run(model.base_model, cache, [0])
+    missing = sorted(set(range(num_layers)) - set(cache.specs))
+    if missing:
+        raise ValueError(
+            f"layers {missing} of {name} never write keys and values into the cache (shared or recurrent layers), so "
+            f"a rejected draft could not be rolled back there"
+        )
+    if output.hidden_states is None or len(output.hidden_states) != num_layers + 1:
+        found = None if output.hidden_states is None else len(output.hidden_states)
+        raise ValueError(f"{name} reports {found} hidden states where {num_layers + 1} are expected")
+    hidden = output.last_hidden_state
+    tolerance = 1e-3 if hidden.dtype in (torch.float32, torch.float64) else 0.1
+    twins_differ = (hidden[0, 1] - hidden[0, 3]).float().norm() / hidden[0, 1].float().norm()
+    if not twins_differ <= tolerance:
+        raise ValueError(
+            f"{name} does not compute a tree as separate continuations (two equal branches differ by "
+            f"{float(twins_differ):.2g}): it ignores 4-D masks or position ids"
+        )
+    logits = run(model, _RecordingCache(name), [num_layers]).logits
+    lm_head = model.get_output_embeddings()
+    scale_logits = _find_logit_scaling(text_config, lm_head(hidden), logits)
+    return Findings(tuple(cache.specs[layer] for layer in range(num_layers)), scale_logits, logits.shape[-1])
+
+
+def _find_logit_scaling(config: Any, raw: Tensor, logits: Tensor) -> ScaleLogits | None:
+    """What turns the LM head's output `raw` [1, 4, V] into the model's `logits`; None if nothing does.
+
+    The config's names are not enough: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X, so each is tried.
+    """
+    cap = getattr(config, "final_logit_softcapping", None)
+    factors = [1.0]
+    for key in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
+        value = getattr(config, key, None)
+        if isinstance(value, (int, float)) and value not in (0, 1):
+            factors += [float(value), 1.0 / float(value)]
+    for factor in factors:
+        scale = _LogitScaling(factor, cap)
+        if raw.shape == logits.shape and torch.allclose(scale(raw).float(), logits.float(), rtol=1e-3, atol=1e-3):
+            return scale
+    return None
+
+
+@dataclass(frozen=True)
+class _LogitScaling:
+    """logits = cap * tanh(raw * factor / cap), in the steps and the dtype in which the models do it."""
+
+    factor: float
+    cap: float | None
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        logits = raw if self.factor == 1.0 else raw * self.factor
+        if self.cap is None:
+            return logits
+        return torch.tanh(logits / self.cap) * self.cap
