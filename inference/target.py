@@ -62,7 +62,7 @@ class Target:
 
     Raises:
         ValueError: for a model whose steps cannot be rolled back or verified as a tree, with the reason:
-            encoder-decoder, recurrent or linear attention layers, attention other than sdpa and eager, a model in training mode.
+            encoder-decoder, recurrent or linear attention layers, attention other than sdpa and eager, training mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,7 +71,7 @@ class Target:
         self.text_config: Any = self._causal_lm.config.get_text_config()
         self.embed_tokens: nn.Module = self._causal_lm.get_input_embeddings()
         self.lm_head: nn.Module = self._causal_lm.get_output_embeddings()
-        weight: Tensor = self.embed_tokens.weight  # type: ignore[assignment]
+        weight: Tensor = self.embed_tokens.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
         self.hidden_size: int = self.text_config.hidden_size

@@ -44,7 +44,7 @@ class Findings:
 def unwrap_model(model: nn.Module) -> Any:
     """The transformers model inside `model` (a PEFT model keeps its adapters in place), after the checks by config."""
     causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not isinstance(causal_lm, PreTrainedModel):
+    if not issubclass(type(causal_lm), PreTrainedModel):
         raise ValueError(f"a target is a transformers causal LM (AutoModelForCausalLM), got {type(model).__name__}")
     if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
         raise ValueError("a PEFT model with virtual prompt tokens shifts every position: merge it or use LoRA")
@@ -201,7 +201,7 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks) -> Findin
 def _find_logit_scaling(config: Any, raw: Tensor, logits: Tensor) -> ScaleLogits | None:
     """What turns the LM head's output `raw` [1, 4, V] into the model's `logits`; None if nothing does.
 
-    The config's names are not enough: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X, so each is tried.
+    The config's names are not enough: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X.
     """
     cap = getattr(config, "final_logit_softcapping", None)
     factors = [1.0]
