@@ -5,6 +5,7 @@ Legend: B batch, N tree nodes, K depth.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +18,8 @@ class TokenTree:
     """A tree of drafted tokens per row, in an order where a parent stands before its children.
 
     Node 0 is the root: the last accepted token, not yet in the KV cache, depth 0, parent -1. Rows with fewer nodes
-    are padded with nodes that hang on nothing: parent -1, depth 0, any valid token id, log-probability -inf.
+    are padded with nodes that hang on nothing: parent -1, depth 0, any valid token id, log-probability -inf. They see
+    themselves alone and are never accepted.
 
     Worked example: after "the", the drafts "cat sat", "cat ran" and "dog":
 
@@ -37,32 +39,135 @@ class TokenTree:
         parents: [B, N] long, node indices.
         depths: [B, N] long, edges between the root and the node.
         log_probs: [B, N] float32, the drafter's log-probability of the path from the root to the node (root 0).
+        max_depth: a bound of `depths` that the host knows (it sizes paths without a synchronisation); None = N - 1.
     """
 
     token_ids: Tensor
     parents: Tensor
     depths: Tensor
     log_probs: Tensor
+    max_depth: int | None = None
+
+    @classmethod
+    def from_root(cls, token_ids: Tensor) -> TokenTree:
+        """The tree of plain decoding: nothing drafted behind the root tokens [B]."""
+        zeros = torch.zeros_like(token_ids)[:, None]
+        return cls(token_ids[:, None], zeros - 1, zeros, zeros.float(), max_depth=0)
 
     @property
     def num_nodes(self) -> int:
         """Nodes per row N, root and padding included."""
         return self.token_ids.shape[1]
 
+    @property
+    def path_width(self) -> int:
+        """Nodes of the longest possible path K + 1, root included."""
+        return 1 + (self.num_nodes - 1 if self.max_depth is None else self.max_depth)
+
     @cached_property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: row i is True at j if j is i or an ancestor of i."""
-        return compute_ancestors(self.parents)
+        return compute_ancestors(self.parents, max_depth=self.path_width - 1)
 
 
-def compute_ancestors(parents: Tensor) -> Tensor:
-    """Reflexive, transitive closure of `parents` [..., N] (-1 = none) as bool [..., N, N]; see TokenTree's example.
+def compute_ancestors(parents: Tensor, *, max_depth: int | None = None) -> Tensor:
+    """Who is above whom: bool [..., N, N] from `parents` [..., N] (-1 = none); TokenTree has the worked example.
 
-    Squares the one-step relation, so it takes log2(N) small matrix products whatever the depths are.
+    Squares the relation "self or parent" until it spans `max_depth` edges (default N - 1): log2 of the depth products.
     """
     num_nodes = parents.shape[-1]
     nodes = torch.arange(num_nodes, device=parents.device)
-    reach = ((parents[..., None] == nodes) | (nodes[:, None] == nodes)).float()  # self and parent
-    for _ in range(max(num_nodes - 1, 1).bit_length()):
+    reach = ((parents[..., None] == nodes) | (nodes[:, None] == nodes)).float()
+    longest = num_nodes - 1 if max_depth is None else max_depth
+    for _ in range(max(longest - 1, 0).bit_length()):
         reach = (reach @ reach).clamp_(max=1.0)
     return reach > 0.5
+
+
+def compute_depths(parents: Tensor, *, max_depth: int | None = None) -> Tensor:
+    """Edges between each node and its root: long [..., N] from `parents` [..., N]."""
+    return compute_ancestors(parents, max_depth=max_depth).sum(-1) - 1
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of a static tree, the same in every step: which ranks of which candidates are drafted.
+
+    Nodes are sorted by depth, then by path, so levels are contiguous. Worked example, `paths_to_topology([[0], [0, 0],
+    [0, 1], [1]])`, the shape of TokenTree's example:
+
+        node       0   1   2   3   4
+        parents   -1   0   0   1   1
+        depths     0   1   1   2   2
+        ranks      0   0   1   0   1
+
+    Attributes:
+        parents, depths: as in TokenTree, root included.
+        ranks: the node is the candidate of this rank (0 = best) of its parent; the root's is 0.
+    """
+
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes N, root included."""
+        return len(self.parents)
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.depths)
+
+    @property
+    def num_ranks(self) -> int:
+        """Candidates a node must have at most: the largest rank plus one (0 for a root alone)."""
+        return max((rank + 1 for rank, depth in zip(self.ranks, self.depths, strict=True) if depth), default=0)
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """Node indices of each depth; levels[0] is (0,)."""
+        return tuple(
+            tuple(node for node, depth in enumerate(self.depths) if depth == level)
+            for level in range(self.max_depth + 1)
+        )
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks from the root to each node (the root: empty)."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            paths.append((*paths[parent], rank))
+        return tuple(paths)
+
+
+def paths_to_topology(paths: Sequence[Sequence[int]]) -> Topology:
+    """A static tree from the rank paths of its nodes, root left out; see Topology's worked example.
+
+    Args:
+        paths: one list of ranks per node: [1] is the root's second-best candidate, [1, 0] that node's best one.
+
+    Raises:
+        ValueError: an empty path (the root is implied), a rank below 0 or no integer, a node named twice, or a node
+            whose parent is missing.
+    """
+    nodes: set[tuple[int, ...]] = set()
+    for path in paths:
+        ranks = tuple(path)
+        if not ranks:
+            raise ValueError("an empty path stands for the root, which every tree has: leave it out")
+        if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in ranks):
+            raise ValueError(f"path {list(path)}: ranks are integers from 0 (the best candidate) upwards")
+        if ranks in nodes:
+            raise ValueError(f"path {list(path)} stands twice in the tree: leave one out")
+        nodes.add(ranks)
+    ordered: list[tuple[int, ...]] = [(), *sorted(nodes, key=lambda path: (len(path), path))]
+    index = {path: node for node, path in enumerate(ordered)}
+    for path in ordered[1:]:
+        if path[:-1] not in index:
+            raise ValueError(f"path {list(path)} has no parent: add {list(path[:-1])}")
+    return Topology(
+        parents=(-1, *(index[path[:-1]] for path in ordered[1:])),
+        depths=tuple(len(path) for path in ordered),
+        ranks=(0, *(path[-1] for path in ordered[1:])),
+    )
