@@ -1,0 +1,153 @@
+"""Options from YAML and from the command line: what wins, what is refused, and what a refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import TrainingArguments
+
+from training.arguments import ARGUMENT_CLASSES, parse_arguments, resolve_arguments
+
+REQUIRED = ["--target", "t", "--head_type", "kind", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
+
+
+def write(folder: Path, settings: dict[str, Any] | str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(settings if isinstance(settings, str) else yaml.safe_dump(settings), encoding="utf-8")
+    return str(path)
+
+
+def test_yaml_alone(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        "target: t\nhead_type: kind\nhead_overrides: {num_heads: 4, rope: [1, 2]}\ndataset: [a.jsonl, b.jsonl]\n"
+        "learning_rate: 1e-3\nbf16: false\nuse_cpu: true\nmax_samples: null\nmax_steps: -1\n"
+        "lr_scheduler_kwargs: {num_cycles: 0.5}\n",
+    )
+    model, data, training = parse_arguments(["--config", config])
+    assert model.parse_head_overrides() == {"num_heads": 4, "rope": [1, 2]}
+    assert data.dataset == ["a.jsonl", "b.jsonl"]
+    assert data.max_samples is None
+    assert training.learning_rate == 1e-3, "YAML 1.1 reads 1e-3 as a string"
+    assert training.lr_scheduler_kwargs == {"num_cycles": 0.5}
+    assert training.bf16 is False
+
+
+def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        {
+            "target": "yaml",
+            "head_type": "kind",
+            "head_overrides": {"num_heads": 4, "num_layers": 2},
+            "dataset": ["a", "b"],
+            "max_length": 100,
+            "bf16": True,
+            "use_cpu": True,
+        },
+    )
+    flags = ["--target", "flag", "--dataset", "c", "--max-length", "7", "--no_bf16"]
+    overrides = ["--head_overrides", "num_heads=5", "--head_overrides", "name=x", "other=1e-5"]
+    model, data, training = parse_arguments([*flags, "--config", config, *overrides])
+    assert (model.target, data.dataset, data.max_length, training.bf16) == ("flag", ["c"], 7, False)
+    assert model.parse_head_overrides() == {"num_heads": 5, "num_layers": 2, "name": "x", "other": 1e-5}
+
+
+def test_defaults_leave_the_machine_alone() -> None:
+    _, _, training = parse_arguments(REQUIRED)
+    assert training.report_to == []
+    assert training.remove_unused_columns is False
+    assert training.prediction_loss_only is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [*REQUIRED, "--learning_rat", "1"],
+            "unknown key 'learning_rat' on the command line; did you mean 'learning_rate'",
+        ),
+        ([*REQUIRED, "--max-lenght=3"], "did you mean 'max_length'"),
+        ([*REQUIRED, "--no_bf1"], "did you mean 'bf16'"),
+        (["--head_typ", "kind"], "did you mean 'head_type'"),
+        ([*REQUIRED, "stray"], "unexpected value 'stray'"),
+        ([*REQUIRED, "--max_length", "many"], "max_length.*invalid int value: 'many'"),
+        ([*REQUIRED, "--max_length", "0"], "got max_length 0: it must be at least 1"),
+        ([*REQUIRED, "--num_eval_prompts", "-1"], "got num_eval_prompts -1"),
+        ([*REQUIRED, "--validation_fraction", "1.5"], r"got validation_fraction 1.5: it is a share, from 0 to below 1"),
+        ([*REQUIRED, "--step_decay", "0"], "got step_decay 0.0: it must be above 0"),
+        ([*REQUIRED, "--loss_type", "hinge"], "loss_type.*'hinge'.*cross_entropy"),
+        ([*REQUIRED, "--target_dtype", "int8"], "target_dtype.*int8.*bfloat16"),
+        ([*REQUIRED, "--init_heads", "h"], "give head_type to create heads, or init_heads"),
+        (["--target", "t", "--dataset", "d"], "give head_type to create heads, or init_heads"),
+        (
+            ["--target", "t", "--dataset", "d", "--init_heads", "h", "--head_overrides", "a=1"],
+            "leave head_overrides out",
+        ),
+        ([*REQUIRED, "--head_overrides", "num_heads"], "got --head_overrides 'num_heads': write key=value"),
+        ([*REQUIRED, "--remove_unused_columns"], "got remove_unused_columns True"),
+        ([*REQUIRED, "--prediction_loss_only", "false"], "got prediction_loss_only False"),
+        (["--target", "t"], "required: --dataset"),
+        (["--config", "absent.yaml"], "got --config absent.yaml: cannot read it .No such file.*configs/train"),
+    ],
+)
+def test_bad_command_lines_say_what_to_do(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("targt: x", r"unknown key 'targt' in .*config.yaml; did you mean 'target'"),
+        ("no_bf16: true", "unknown key 'no_bf16'"),
+        ("- target", "holds list: write one `key: value` per line"),
+        ("target: [", "is not valid YAML"),
+        ("", "holds NoneType"),
+        ("max_length: null", "got max_length: null"),
+        ("head_overrides: [num_heads=4]", "in YAML it is a mapping"),
+        ("max_length: [1, 2]", "unexpected value '2'"),
+        ("max_length: {a: 1}", "max_length.*invalid int value"),
+    ],
+)
+def test_bad_files_say_what_to_do(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_arguments([*REQUIRED, "--config", write(tmp_path, text)])
+
+
+def test_resolved_options_read_back_to_the_same_run(tmp_path: Path) -> None:
+    # max_grad_norm 1.0 is transformers' default and not ours: it must survive all the same.
+    flags = ["--max_grad_norm", "1.0", "--weight_decay", "0.1", "--head_overrides", "a=[1]", "--hub_token", "secret"]
+    arguments = parse_arguments([*REQUIRED, *flags, "--report_to", "tensorboard", "--eval_strategy", "epoch"])
+    settings = resolve_arguments(*arguments)
+    assert settings["max_grad_norm"] == 1.0
+    assert "secret" not in str(settings)
+    assert "hub_token" not in settings
+    again = parse_arguments(["--config", write(tmp_path, settings)])
+    assert again[:2] == arguments[:2]
+    one, other = (dataclasses.replace(a[2], hub_token=None).to_dict() for a in (arguments, again))
+    assert one == other
+    assert resolve_arguments(*again) == settings
+
+
+def test_every_option_is_documented_once() -> None:
+    stock = {key.name for key in dataclasses.fields(TrainingArguments)}
+    names = [key.name for kind in ARGUMENT_CLASSES for key in dataclasses.fields(kind) if key.init]
+    assert len(names) == len(set(names))
+    for kind in ARGUMENT_CLASSES:
+        for key in dataclasses.fields(kind):
+            if key.init and (key.name not in stock or key.name in kind.__annotations__):
+                assert len(key.metadata.get("help", "")) > 15, f"{kind.__name__}.{key.name} has no help text"
+
+
+def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse_arguments(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert "--config FILE.yaml" in text
+    assert "--head_overrides" in text
