@@ -1,0 +1,106 @@
+"""Every file in configs/ loads, by whoever reads it in earnest."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from heads import HEAD_TYPES
+from inference.tree import paths_to_topology
+from tests.conftest import REPOSITORY
+from training.arguments import parse_arguments
+
+CONFIGS = REPOSITORY / "configs"
+TRAIN = sorted((CONFIGS / "train").glob("*.yaml"))
+ACCELERATE = sorted((CONFIGS / "accelerate").glob("*.yaml"))
+DEEPSPEED = sorted((CONFIGS / "deepspeed").glob("*.json"))
+TREES = sorted((CONFIGS / "trees").glob("*.yaml"))
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+def load_tree(path: Path) -> list[list[int]]:
+    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert list(settings) == ["paths"]
+    paths: list[list[int]] = settings["paths"]
+    return paths
+
+
+def likeliest_paths(num_nodes: int, max_depth: int) -> list[list[int]]:
+    """The rule in configs/trees/static*.yaml: best first by the product of 0.6 * 0.9**(depth - 1) * 0.4**rank."""
+
+    def chance(path: tuple[int, ...]) -> float:
+        return math.prod(0.6 * 0.9**depth * 0.4**rank for depth, rank in enumerate(path))
+
+    chosen, candidates = [], [(-chance((0,)), (0,))]
+    while len(chosen) < num_nodes:
+        _, path = heapq.heappop(candidates)
+        chosen.append(path)
+        nearest = [(*path[:-1], path[-1] + 1)] + ([(*path, 0)] if len(path) < max_depth else [])
+        for other in nearest:
+            heapq.heappush(candidates, (-chance(other), other))
+    return [list(path) for path in sorted(chosen, key=lambda path: (len(path), path))]
+
+
+def test_every_file_is_covered_by_a_test_here() -> None:
+    files = {path for path in CONFIGS.rglob("*") if path.is_file()}
+    assert files == {*TRAIN, *ACCELERATE, *DEEPSPEED, *TREES}
+    assert TRAIN
+    assert ACCELERATE
+    assert DEEPSPEED
+    assert TREES
+
+
+@pytest.mark.parametrize("path", TRAIN, ids=name)
+def test_training_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    model, data, training = parse_arguments(["--config", str(path), "--use_cpu", "true"])
+    assert model.head_type is not None
+    kind = HEAD_TYPES[model.head_type].config_class
+    config = kind(**model.parse_head_overrides())
+    assert config.head_type == model.head_type
+    assert Path(training.output_dir).parts[0] == "outputs", "what runs write is ignored by git under outputs/"
+    assert path.stem == Path(training.output_dir).name
+    for used in (model.target, *data.dataset, *data.eval_dataset, *filter(None, [data.eval_prompts])):
+        is_made_by_the_user = Path(used).parts[0] == "outputs"
+        assert is_made_by_the_user or Path(used).exists(), f"{path.name} names {used}, which is not in the repository"
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=name)
+def test_accelerate_config(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert config.distributed_type == settings["distributed_type"]
+    if file := settings.get("deepspeed_config", {}).get("deepspeed_config_file"):
+        assert REPOSITORY / file in DEEPSPEED
+        assert not settings["use_cpu"], "with use_cpu accelerate silently falls back to plain data parallel"
+
+
+@pytest.mark.parametrize("path", DEEPSPEED, ids=name)
+def test_deepspeed_config(path: Path) -> None:
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    assert settings["zero_optimization"]["stage"] in (1, 2), "ZeRO-3 would split the frozen target as well"
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        assert settings[key] == "auto", "the training config decides"
+
+
+@pytest.mark.parametrize("path", TREES, ids=name)
+def test_tree(path: Path) -> None:
+    paths = load_tree(path)
+    topology = paths_to_topology(paths)
+    assert topology.num_nodes == len(paths) + 1
+    assert [list(ranks) for ranks in topology.paths[1:]] == paths, "write nodes by depth, then by rank"
+
+
+@pytest.mark.parametrize(("stem", "num_nodes", "max_depth"), [("static12", 12, 4), ("static32", 32, 5)])
+def test_static_trees_are_made_as_they_say(stem: str, num_nodes: int, max_depth: int) -> None:
+    assert load_tree(CONFIGS / "trees" / f"{stem}.yaml") == likeliest_paths(num_nodes, max_depth)
