@@ -62,7 +62,8 @@ class TokenTree:
     @property
     def path_width(self) -> int:
         """Nodes of the longest possible path K + 1, root included."""
-        return 1 + (self.num_nodes - 1 if self.max_depth is None else self.max_depth)
+        deepest = self.num_nodes - 1
+        return 1 + (deepest if self.max_depth is None else min(deepest, self.max_depth))
 
     @cached_property
     def ancestors(self) -> Tensor:

@@ -1,0 +1,129 @@
+"""NgramDrafter: prompt look-up. What followed the present n-gram earlier in the text is drafted again.
+
+Not trained and free of charge, so it is the yardstick for text that repeats itself. The idea is prompt look-up decoding
+(A. Saxena, 2023), here for trees: every node of the tree looks up its own suffix.
+
+Legend: B batch, S slots handed over, W frontier nodes, C candidate columns, E positions of the history in view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference.drafter import DraftLogits
+
+
+@dataclass
+class NgramState:
+    """history: [B, capacity + 1] long, the text so far (its last column takes writes of padding); lengths: [B] long;
+    view: host bound of `lengths`; paths: [B, W, depth] long, drafted tokens down to each node of the last frontier."""
+
+    history: Tensor
+    lengths: Tensor
+    view: int
+    paths: Tensor
+
+
+class NgramDrafter:
+    """Drafts the continuations of earlier occurrences of the last tokens.
+
+    For every node, the longest suffix of (text + drafted path) of at most `max_ngram` tokens that occurs earlier in
+    the text is looked up; its latest occurrences come first, then those of shorter suffixes. Continuations that were
+    already found are skipped, so a node's columns carry distinct tokens; columns that stay empty have the score -inf.
+
+    Worked example with `max_ngram=2, num_candidates=3`:
+
+        text          a b c   a b d   x b e   a b
+        suffix "a b"  followed by d (latest), then c
+        suffix "b"    followed by e (latest), d and c again
+        columns       d  c  e     scores  2  1  -1   (n-gram length - column)
+
+    Attributes:
+        feature_layers: (), the target hands over no features.
+        max_depth: None, any depth can be drafted.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    max_depth: int | None = None
+
+    def __init__(self, *, max_ngram: int = 3, num_candidates: int = 4) -> None:
+        """
+        Args:
+            max_ngram: longest suffix that is looked up, in tokens.
+            num_candidates: columns C, continuations per node.
+        """
+        if max_ngram < 1 or num_candidates < 1:
+            raise ValueError(f"max_ngram and num_candidates start at 1, got {max_ngram=} and {num_candidates=}")
+        self.max_ngram = max_ngram
+        self.num_candidates = num_candidates
+
+    def start(
+        self, batch_size: int, max_length: int, num_scratch: int, device: torch.device | str = "cpu"
+    ) -> NgramState:
+        """Empty histories for rows of at most `max_length` tokens; the first `extend` moves them to its device."""
+        history = torch.zeros((batch_size, max_length + 1), dtype=torch.long, device=device)
+        lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return NgramState(history, lengths, 0, history.new_zeros((batch_size, 1, 0)))
+
+    def extend(
+        self, state: NgramState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        """Append certain tokens [B, S], counts [B] of them real, and look up the root's children (Drafter.extend)."""
+        if state.history.device != next_token_ids.device:
+            state.history = state.history.to(next_token_ids.device)
+            state.lengths = state.lengths.to(next_token_ids.device)
+        batch, num_slots = next_token_ids.shape
+        steps = torch.arange(num_slots, device=next_token_ids.device)
+        dump = state.history.shape[1] - 1
+        slots = torch.where(steps < counts[:, None], state.lengths[:, None] + steps, dump)
+        state.history.scatter_(1, slots, next_token_ids)
+        state.lengths = state.lengths + counts
+        state.view = max_slots
+        state.paths = next_token_ids.new_zeros((batch, 1, 0))
+        return self._look_up(state)
+
+    def expand(self, state: NgramState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        """Look up the children of the frontier [B, W] (Drafter.expand)."""
+        index = parents[..., None].expand(*parents.shape, state.paths.shape[2])
+        state.paths = torch.cat([state.paths.gather(1, index), token_ids[..., None]], dim=2)
+        return self._look_up(state)
+
+    def _look_up(self, state: NgramState) -> DraftLogits:
+        """Scores and tokens [B, W, C] of the children of the frontier whose paths are in `state`."""
+        history = state.history[:, : state.view]  # [B, E]
+        suffix, is_token = self._read_suffixes(state)  # [B, W, max_ngram], latest token first
+        ends = torch.arange(state.view, device=history.device)  # a continuation candidate at each position
+        matched = torch.zeros((*suffix.shape[:2], state.view), dtype=torch.long, device=history.device)
+        still = (ends < state.lengths[:, None])[:, None, :].expand_as(matched)
+        for back in range(self.max_ngram):
+            earlier = history.roll(back + 1, dims=1)  # earlier[e] = history[e - back - 1]
+            fits = (earlier[:, None, :] == suffix[..., back, None]) & is_token[..., back, None] & (ends > back)
+            still = still & fits
+            matched += still
+        rank = torch.where(matched > 0, matched * state.view + ends, -1)  # longest match first, then the latest
+        tokens, lengths = [], []
+        for _ in range(self.num_candidates):
+            best, place = rank.max(-1, keepdim=True)  # [B, W, 1]
+            token = history[:, None, :].expand_as(rank).gather(2, place)
+            tokens.append(torch.where(best >= 0, token, 0))
+            lengths.append(torch.where(best >= 0, matched.gather(2, place), -1))
+            rank = rank.masked_fill(history[:, None, :] == token, -1)
+        length = torch.cat(lengths, dim=2)
+        logits = length.float() - torch.arange(self.num_candidates, device=history.device)
+        return DraftLogits(logits.masked_fill(length < 0, -torch.inf), torch.cat(tokens, dim=2))
+
+    def _read_suffixes(self, state: NgramState) -> tuple[Tensor, Tensor]:
+        """The last `max_ngram` tokens of (text + path) of every frontier node, latest first, and whether they exist."""
+        batch, num_nodes, depth = state.paths.shape
+        num_text = max(self.max_ngram - depth, 0)
+        places = state.lengths[:, None] - 1 - torch.arange(num_text, device=state.lengths.device)  # [B, num_text]
+        text = state.history.gather(1, places.clamp(min=0))
+        path = state.paths.flip(2)[..., : self.max_ngram]
+        suffix = torch.cat([path, text[:, None].expand(batch, num_nodes, num_text)], dim=2)
+        exists = torch.cat(
+            [torch.ones_like(path, dtype=torch.bool), (places >= 0)[:, None].expand(batch, num_nodes, num_text)], dim=2
+        )
+        return suffix, exists
