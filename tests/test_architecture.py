@@ -1,0 +1,138 @@
+"""The house rules that a reader can rely on: import direction, names, sizes, and one file per head kind."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from heads import HEAD_TYPES
+from tests.conftest import REPOSITORY
+
+# Each may import those to its left, and itself.
+PACKAGES = ("inference", "heads", "training", "scripts")
+# What `inference` and `heads` may need: the base dependencies of pyproject.toml and what those bring along.
+BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml"}
+MAX_LINES = 500
+
+MODULES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
+PROGRAMS = [*MODULES, *sorted((REPOSITORY / "examples").glob("*.py"))]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_packages(path: Path) -> Iterator[str]:
+    """Top-level names of everything a module imports, wherever in it."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield path.relative_to(REPOSITORY).parts[0] if node.level else (node.module or "").split(".")[0]
+
+
+def conditions(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every expression on which code branches, and every comparison."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.match_case):
+            yield node.pattern
+        elif isinstance(node, ast.Compare):
+            yield node
+
+
+def kinds_branched_on(tree: ast.AST) -> set[str]:
+    """Head kinds that a condition names, as a string or by a class of their module (`MedusaHeads`, `heads.medusa`)."""
+    words = {
+        word.lower()
+        for condition in conditions(tree)
+        for node in ast.walk(condition)
+        for word in (
+            node.value if isinstance(node, ast.Constant) else None,
+            node.id if isinstance(node, ast.Name) else None,
+            node.attr if isinstance(node, ast.Attribute) else None,
+        )
+        if isinstance(word, str)
+    }
+    # The longest name counts: "eagle3" is not about a kind named "eagle".
+    return {max(kinds, key=len) for word in words if (kinds := [kind for kind in HEAD_TYPES if kind in word])}
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert {path.relative_to(REPOSITORY).parts[0] for path in MODULES} == set(PACKAGES)
+    assert HEAD_TYPES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_imports_point_one_way(path: Path) -> None:
+    package = path.relative_to(REPOSITORY).parts[0]
+    forbidden = {*PACKAGES[PACKAGES.index(package) + 1 :], "tests", "examples", "scripts"}
+    wrong = forbidden & set(imported_packages(path))
+    assert not wrong, f"{package} may import {PACKAGES[: PACKAGES.index(package)]}, not {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if name(path).startswith(("inference", "heads"))], ids=name)
+def test_decoding_needs_the_base_dependencies_only(path: Path) -> None:
+    own = {"inference", "heads"}
+    foreign = set(imported_packages(path)) - sys.stdlib_module_names - own - BASE_DEPENDENCIES
+    assert not foreign, f"imported where only the base dependencies are: {sorted(foreign)}"
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=name)
+def test_module_names_shadow_nothing(path: Path) -> None:
+    """`python DIR/program.py` puts DIR first on sys.path: a module there named like a library would replace it."""
+    if path.stem == "__init__":
+        return
+    libraries = set(packages_distributions()) - {*PACKAGES}
+    assert path.stem not in sys.stdlib_module_names, "a module of the standard library has that name"
+    assert path.stem not in libraries, "an installed library has that name"
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=name)
+def test_modules_are_one_concept_of_readable_size(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    assert path.stem not in ("utils", "helpers", "common", "misc"), "name the concept"
+    assert not re.search(r"_(new|old|legacy|v\d+)$", path.stem), "replace the old one; versions are git's business"
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=name)
+def test_only_its_own_file_asks_for_a_kind_of_heads(path: Path) -> None:
+    wrong = kinds_branched_on(parse(path)) - {path.stem}
+    assert not wrong, f"branches on {sorted(wrong)}: let the kind answer, through a method or a field of the contract"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if config.head_type == 'KIND': pass",
+        "x = 1 if kind in ('KIND', 'other') else 2",
+        "match kind:\n    case 'KIND': pass",
+        "x = [a for a in b if a.startswith('KIND')]",
+        "is_fast = head_type != 'KIND'",
+        "if isinstance(heads, KINDHeads): pass",
+    ],
+)
+@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+def test_the_check_above_sees_every_way_to_ask(kind: str, code: str) -> None:
+    assert kinds_branched_on(ast.parse(code.replace("KIND", kind))) == {kind}
+
+
+def test_every_package_folder_is_a_package() -> None:
+    for path in MODULES:
+        if path.relative_to(REPOSITORY).parts[0] != "scripts":
+            assert (path.parent / "__init__.py").exists(), f"{name(path.parent)} has no __init__.py"
+    for package in PACKAGES[:-1]:
+        assert (REPOSITORY / package / "py.typed").exists()
