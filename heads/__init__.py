@@ -1,0 +1,41 @@
+"""Trained draft heads: `DraftHeads.from_pretrained` loads any kind, `create_heads` builds untrained ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from heads.base import DraftHeads, DraftHeadsConfig, DraftStep
+from heads.eagle3 import Eagle3Heads
+from heads.medusa import MedusaHeads
+from inference.target import Target
+
+HEAD_TYPES: dict[str, type[DraftHeads]] = {
+    "eagle3": Eagle3Heads,
+    "medusa": MedusaHeads,
+}
+
+__all__ = ["HEAD_TYPES", "DraftHeads", "DraftHeadsConfig", "DraftStep", "create_heads"]
+
+
+def create_heads(head_type: str, target: Target | PreTrainedModel, **overrides: Any) -> DraftHeads:
+    """Builds untrained heads of a kind for a target, bound to it, on its device, in float32.
+
+    Args:
+        head_type: one of `HEAD_TYPES`.
+        target: any stock transformers causal LM.
+        **overrides: keys of the kind's config (for example `num_heads=3`).
+
+    Raises:
+        ValueError: unknown kind or key, each with what is known.
+    """
+    if head_type not in HEAD_TYPES:
+        raise ValueError(f"unknown head_type {head_type!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}")
+    if not isinstance(target, Target):
+        target = Target(target)
+    kind = HEAD_TYPES[head_type]
+    heads = kind(kind.config_class.from_target(target, **overrides))
+    heads.bind(target).to(target.device)
+    heads.init_from_target(target)
+    return heads

@@ -1,0 +1,305 @@
+"""DraftHeads: the contract every kind of trained heads keeps, and how heads are saved, loaded and bound to a target.
+
+Legend: B batch, T sequence length, F feature width (number of tapped layers x target hidden size), D hidden size.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import shutil
+import tempfile
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from inference.drafter import DraftLogits
+from inference.target import Target
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+
+
+class DraftHeadsConfig(PreTrainedConfig):
+    """What every kind of heads records about itself and the target it was made for.
+
+    Args:
+        target_name_or_path: where the target came from (a note for people; never loaded by itself).
+        target_model_type: the target's `model_type`.
+        target_hidden_size: the target's hidden size.
+        target_vocab_size: rows of the target's LM head.
+        target_num_layers: the target's number of decoder layers.
+        feature_layers: tapped layers, as indices into transformers' `hidden_states` (0 = embeddings, n = post-norm).
+        format_version: version of the checkpoint layout.
+        **kwargs: keys of `PreTrainedConfig`; any other key is an error.
+
+    Raises:
+        ValueError: for an unknown key (naming the nearest known one) or a newer `format_version`.
+    """
+
+    head_type: ClassVar[str] = ""
+    has_no_defaults_at_init = True
+
+    def __init__(
+        self,
+        *,
+        target_name_or_path: str = "",
+        target_model_type: str = "",
+        target_hidden_size: int = 0,
+        target_vocab_size: int = 0,
+        target_num_layers: int = 0,
+        feature_layers: tuple[int, ...] | list[int] = (),
+        format_version: int = FORMAT_VERSION,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.pop("head_type", None)
+        if format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"these heads have format_version {format_version}, this release reads up to {FORMAT_VERSION}: "
+                "upgrade draftsmith"
+            )
+        self.target_name_or_path = target_name_or_path
+        self.target_model_type = target_model_type
+        self.target_hidden_size = target_hidden_size
+        self.target_vocab_size = target_vocab_size
+        self.target_num_layers = target_num_layers
+        self.feature_layers = list(feature_layers)
+        self.format_version = format_version
+        self._refuse_unknown_keys(kwargs)
+        super().__init__(**kwargs)
+
+    def _refuse_unknown_keys(self, keys: dict[str, Any]) -> None:
+        reserved = {*vars(PreTrainedConfig()), "dtype", "torch_dtype", "name_or_path", "model_type", "attn_implementation"}
+        own = [key for key in vars(self) if not key.startswith("_")]
+        for key in keys:
+            if not key.startswith("_") and key not in reserved and not hasattr(PreTrainedConfig, key):
+                near = difflib.get_close_matches(key, own, n=1, cutoff=0.0)
+                raise ValueError(
+                    f"unknown config key {key!r} for {self.head_type or 'draft'} heads; did you mean {near[0]!r}? "
+                    f"Known keys: {', '.join(sorted(own))}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "head_type": self.head_type}
+
+    @classmethod
+    def from_target(cls, target: Target, **overrides: Any) -> Self:
+        """A config for heads of this kind on `target`; kinds add their own sizes, `overrides` win."""
+        values: dict[str, Any] = {
+            "target_name_or_path": target.model.config._name_or_path,
+            "target_model_type": target.text_config.model_type,
+            "target_hidden_size": target.hidden_size,
+            "target_vocab_size": target.vocab_size,
+            "target_num_layers": target.num_layers,
+        }
+        return cls(**{**values, **overrides})
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """One drafting step of an unroll over a whole sequence: from slot t it predicts the token at t + shift.
+
+    Attributes:
+        shift: >= 2; slot t holds the feature of t, and token t + 1 is already certain when drafting starts.
+        hidden: [B, T, D] the states the LM head reads.
+        head: maps [..., D] to logits [..., C] over `draft_token_ids` (all of the target's vocabulary when that is None).
+    """
+
+    shift: int
+    hidden: Tensor
+    head: Callable[[Tensor], Tensor]
+
+
+class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
+    """A small trained module that drafts for a frozen target; base class of every kind.
+
+    A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend` and
+    `expand` (decoding: the `inference.drafter.Drafter` protocol). `default_loss` names its usual objective.
+
+    `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
+    """
+
+    config_class = DraftHeadsConfig
+    base_model_prefix = "heads"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = False
+    default_loss: ClassVar[str] = "distillation"
+    default_step_decay: ClassVar[float] = 0.8
+
+    def __init__(self, config: DraftHeadsConfig) -> None:
+        super().__init__(config)
+        # A list hides the target from nn.Module: borrowed modules are never saved and never trained by accident.
+        self._bound: list[Target] = []
+
+    # What the decode loop reads.
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(self.config.feature_layers)
+
+    @property
+    def max_depth(self) -> int | None:
+        return None
+
+    @property
+    def draft_token_ids(self) -> Tensor | None:
+        """[C] int64, the target's id of each draft vocabulary entry; None = the target's own vocabulary."""
+        return None
+
+    @abstractmethod
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any: ...
+
+    @abstractmethod
+    def extend(
+        self, state: Any, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits: ...
+
+    @abstractmethod
+    def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits: ...
+
+    # Training.
+
+    @abstractmethod
+    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
+        """All drafting steps over whole right-padded sequences.
+
+        Args:
+            features: [B, T, F] the target's features of every position.
+            input_ids: [B, T] int64.
+
+        Returns:
+            one `DraftStep` per depth; entries whose predicted position t + shift lies beyond T - 1 are meaningless.
+        """
+
+    def forward(self, features: Tensor, input_ids: Tensor, loss_fn: Callable[[list[DraftStep]], Any] | None = None) -> Any:
+        """Unrolls and, when given, applies `loss_fn` to the steps: inside forward, so that the hooks of DDP, FSDP and
+        ZeRO see every parameter that is used."""
+        steps = self.unroll(features, input_ids)
+        return steps if loss_fn is None else loss_fn(steps)
+
+    @property
+    def wants_token_counts(self) -> bool:
+        """Whether `fit_vocabulary` must be called before training."""
+        return False
+
+    def fit_vocabulary(self, token_counts: Tensor) -> None:
+        """Chooses the draft vocabulary from how often each target token is to be predicted ([V] int64). Kinds without a
+        reduced vocabulary do nothing."""
+
+    def init_from_target(self, target: Target) -> None:
+        """Starts weights from the target's where the method says so. Kinds override it."""
+
+    # Binding.
+
+    def bind(self, target: Target | PreTrainedModel) -> Self:
+        """Lends the heads the target's embedding and LM head.
+
+        Raises:
+            ValueError: when the target has another width, vocabulary or number of layers than the heads were made for.
+        """
+        if not isinstance(target, Target):
+            target = Target(target)
+        for what, mine, theirs in (
+            ("hidden size", self.config.target_hidden_size, target.hidden_size),
+            ("vocabulary size", self.config.target_vocab_size, target.vocab_size),
+            ("number of layers", self.config.target_num_layers, target.num_layers),
+        ):
+            if mine != theirs:
+                raise ValueError(
+                    f"these {self.config.head_type} heads were made for a target with {what} {mine}, this target "
+                    f"({target.model.config._name_or_path or type(target.model).__name__}) has {theirs}: load the target "
+                    f"the heads were trained for ({self.config.target_name_or_path or 'not recorded'}), or train new heads"
+                )
+        self._bound[:] = [target]
+        return self
+
+    @property
+    def target(self) -> Target:
+        if not self._bound:
+            raise RuntimeError("these heads are not bound to a target: call heads.bind(target) first")
+        return self._bound[0]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's (frozen) input embeddings of `token_ids`, in the heads' dtype: [..., D]."""
+        with torch.no_grad():
+            return cast(Tensor, self.target.embed_tokens(token_ids)).to(self.dtype)
+
+    # Saving and loading.
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Modules initialise themselves in their constructors; transformers would overwrite special initial values."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """`PreTrainedModel.save_pretrained`, but never half-written: files are written beside the directory and renamed
+        into it, weights first, so that a full disk or a kill leaves the previous checkpoint loadable."""
+        directory = Path(save_directory)
+        if kwargs.pop("push_to_hub", False):
+            raise ValueError("save_pretrained(push_to_hub=True) is not supported: call heads.push_to_hub(repo_id)")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        try:
+            super().save_pretrained(scratch, *args, **kwargs)
+            scratch.chmod(0o755)
+            if not directory.exists():
+                scratch.rename(directory)
+                return
+            for file in sorted(scratch.iterdir(), key=lambda path: path.suffix == ".json"):
+                file.replace(directory / file.name)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """Loads heads of any kind from a directory or a hub id.
+
+        Raises:
+            ValueError: no heads there, an unknown kind, or missing, unexpected, mis-shaped, truncated or non-finite
+                tensors, each named.
+        """
+        from heads import HEAD_TYPES
+
+        path = str(pretrained_model_name_or_path)
+        hub_keys = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+        hub = {key: kwargs[key] for key in hub_keys if key in kwargs}
+        config_dict, _ = PreTrainedConfig.get_config_dict(path, **hub)
+        kind = config_dict.get("head_type")
+        if kind not in HEAD_TYPES:
+            raise ValueError(
+                f"{path}: config.json has head_type {kind!r}; this release knows {', '.join(sorted(HEAD_TYPES))}. "
+                "Is this a directory written by DraftHeads.save_pretrained?"
+            )
+        kind_class = HEAD_TYPES[kind]
+        if not issubclass(kind_class, cls):
+            raise ValueError(f"{path} holds {kind} heads, not {cls.__name__}: load it with DraftHeads.from_pretrained")
+        wants_info = kwargs.pop("output_loading_info", False)
+        heads, info = kind_class._load(path, *args, **kwargs)
+        return (heads, info) if wants_info else heads
+
+    @classmethod
+    def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
+        from safetensors import SafetensorError
+
+        try:
+            heads, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: the weights file is damaged or truncated ({error}); copy or train it again") from error
+        except RuntimeError as error:
+            if "size mismatch" in str(error) or "mismatch" in str(error):
+                raise ValueError(f"{path}: tensors do not have the shapes the config asks for: {error}") from error
+            raise
+        problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        if any(problems.values()):
+            found = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys)}" for name, keys in problems.items() if keys)
+            raise ValueError(f"{path}: the checkpoint does not fit its config ({found})")
+        for name, tensor in heads.state_dict().items():
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise ValueError(f"{path}: tensor {name} holds NaN or infinite values; the checkpoint is not usable")
+        return heads.eval(), info

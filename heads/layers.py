@@ -1,0 +1,242 @@
+"""Building blocks shared by drafters with an attention layer: RoPE, attention over a draft cache or an unroll, MLP.
+
+Legend: B batch, T sequence length, Q queries, W new rows of one call, S slots of the draft cache, R scratch rows,
+H query heads, G key/value heads, d head size, D hidden size, K unroll steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+QUERY_CHUNK = 256
+
+
+def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """The shape a draft decoder layer inherits from a target's (text) config: heads, head size, MLP width, activation,
+    RoPE and norm settings, each under the name the heads' config uses."""
+    num_heads = int(config.num_attention_heads)
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope = rope.get("full_attention", rope)  # Gemma 3 keeps one entry per layer type
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        # Both scale by the length of the whole pass, which slots drafted one by one do not have.
+        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"
+    norm_eps = next(
+        (value for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if (value := getattr(config, key, None))), 1e-6
+    )
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or num_heads),
+        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+        "intermediate_size": int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        "hidden_act": activation,
+        "rms_norm_eps": float(norm_eps),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
+        "max_position_embeddings": int(getattr(config, "max_position_embeddings", None) or 2048),
+    }
+
+
+class RotaryEmbedding:
+    """cos and sin tables for the config's `rope_parameters`. Not a module: a non-persistent buffer comes back as garbage
+    from `from_pretrained`, so the frequencies are computed at first use on each device."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+        self.frequencies: dict[torch.device, tuple[Tensor, float]] = {}
+
+    def _frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        if device not in self.frequencies:
+            rope = self.config.rope_parameters
+            if rope["rope_type"] == "default":
+                exponents = torch.arange(0, self.config.head_dim, 2, device=device).float() / self.config.head_dim
+                self.frequencies[device] = (rope["rope_theta"] ** -exponents, 1.0)
+            else:
+                self.frequencies[device] = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
+        return self.frequencies[device]
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B, Q] int64 -> cos, sin [B, 1, Q, d] float32."""
+        frequencies, scale = self._frequencies(positions.device)
+        angles = positions[:, None, :, None].float() * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies RoPE (half-split layout, as Llama's) to x [B, H, Q, d] in float32, back in x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, back in the input's dtype (torch's own falls off its fused path, with a warning,
+    when autocast hands it bf16 beside a float32 weight)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
+
+
+class DraftCache:
+    """Keys and values of one draft layer: R scratch rows for the tree in front, then one slot per certain position.
+
+    Scratch in front keeps both regions at fixed columns for every row, whatever its length. `num_scratch` rows are used
+    level by level; `extend` of the drafter drops them by `reset_scratch`.
+
+    Args:
+        shape: (B, G, d).
+        num_slots: certain slots a row can hold.
+        num_scratch: R.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], *, num_slots: int, num_scratch: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        batch, groups, size = shape
+        self.num_scratch = num_scratch
+        # One more column than is ever seen: padding of rows that are full is written there.
+        self.keys = torch.zeros(batch, groups, num_scratch + num_slots + 1, size, device=device, dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.columns = torch.arange(num_scratch + num_slots, device=device)
+        self.rows = torch.arange(batch, device=device)[:, None]
+        self.max_slots = 0
+        self.used_scratch = 0
+
+    def append(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes W certain slots behind each row's own, [B, G, W, d]; only the first counts[b] become certain.
+
+        Returns:
+            keys and values [B, G, S, d] up to the last slot written, and the mask [B, 1, W, S] (True = sees).
+        """
+        width = keys.shape[2]
+        slots_BW = self.lengths[:, None] + torch.arange(width, device=keys.device)
+        view = self.num_scratch + max_slots
+        # Rows with fewer real slots than W write their padding into slots that the next call overwrites.
+        columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
+        self.keys[self.rows, :, columns] = keys.transpose(1, 2)
+        self.values[self.rows, :, columns] = values.transpose(1, 2)
+        slot_of_column = self.columns[:view] - self.num_scratch
+        mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
+        self.lengths = self.lengths + counts
+        self.max_slots = max_slots
+        self.used_scratch = 0
+        return self.keys[:, :, :view], self.values[:, :, :view], mask_BWS[:, None]
+
+    def append_scratch(self, keys: Tensor, values: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes one level's W frontier rows. `ancestors` [B, W, used + W] says which scratch rows each sees."""
+        width, start = keys.shape[2], self.used_scratch
+        if start + width > self.num_scratch:
+            raise ValueError(
+                f"the tree has more than num_scratch={self.num_scratch} frontier nodes: start() the drafter with more"
+            )
+        self.keys[:, :, start : start + width] = keys
+        self.values[:, :, start : start + width] = values
+        self.used_scratch = start + width
+        view = self.num_scratch + self.max_slots
+        certain_BS = (self.columns[:view] >= self.num_scratch) & (
+            self.columns[:view] - self.num_scratch < self.lengths[:, None]
+        )
+        mask_BWS = certain_BS[:, None].repeat(1, width, 1)
+        mask_BWS[:, :, : self.used_scratch] = ancestors
+        return self.keys[:, :, :view], self.values[:, :, :view], mask_BWS[:, None]
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention whose input may be wider than the hidden size (EAGLE-3 reads 2D)."""
+
+    def __init__(self, config: PreTrainedConfig, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.head_dim: int = config.head_dim
+        self.num_heads: int = config.num_attention_heads
+        self.num_groups: int = config.num_key_value_heads
+        self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.num_groups * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.num_groups * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=False)
+        self.rope = RotaryEmbedding(config)
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, Q, input], positions [B, Q] -> q [B, H, Q, d], k and v [B, G, Q, d], rotated."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            projection(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = self.rope(positions)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def output(self, attended: Tensor) -> Tensor:
+        """[B, H, Q, d] -> [B, Q, D]."""
+        return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """q [B, H, Q, d] over keys and values [B, G, S, d] where mask [B, 1, Q, S] is True -> [B, Q, D]."""
+        use_groups = self.num_groups != self.num_heads
+        return self.output(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=use_groups))
+
+    def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """The training-time test's attention (EAGLE-3, arXiv 2503.01840, section 3.2): query i of step k sees the keys
+        j <= i of step 0 and, of each later step, its own slot's only.
+
+        Step 0 is a causal matmul, each later step an elementwise dot, under one softmax; done in query chunks that are
+        recomputed in the backward pass, so that no [T, T] tensor is kept.
+
+        Args:
+            q: [B, H, T, d] of the newest step.
+            keys, values: one [B, G, T, d] per step so far, step 0 first.
+        """
+        chunks = []
+        for start in range(0, q.shape[2], QUERY_CHUNK):
+            end = min(start + QUERY_CHUNK, q.shape[2])
+            own = [x[:, :, start:end] for x in (*keys[1:], *values[1:])]
+            args = (q[:, :, start:end], keys[0][:, :, :end], values[0][:, :, :end], start, *own)
+            if torch.is_grad_enabled() and q.shape[2] > QUERY_CHUNK:
+                chunks.append(checkpoint(self._attend_chunk, *args, use_reentrant=False))
+            else:
+                chunks.append(self._attend_chunk(*args))
+        return self.output(torch.cat(chunks, dim=2))
+
+    def _attend_chunk(self, q: Tensor, keys: Tensor, values: Tensor, start: int, *own: Tensor) -> Tensor:
+        batch, _, queries, size = q.shape
+        if not own:
+            mask = torch.ones(queries, keys.shape[2], dtype=torch.bool, device=q.device).tril(start)
+            use_groups = self.num_groups != self.num_heads
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=use_groups)
+        own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
+        # Query heads are grouped as [G, H / G], so that keys and values are broadcast and not repeated.
+        q = q.reshape(batch, self.num_groups, -1, queries, size) * size**-0.5
+        causal = torch.ones(queries, keys.shape[2], dtype=torch.bool, device=q.device).tril(start)
+        scores = (q @ keys[:, :, None].transpose(-1, -2)).float().masked_fill(~causal, float("-inf"))
+        own_scores = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k in own_keys]
+        weights = torch.cat([scores, *own_scores], dim=-1).softmax(-1).to(values.dtype)
+        attended = weights[..., : keys.shape[2]] @ values[:, :, None]
+        for step, v in enumerate(own_values):
+            attended = attended + weights[..., keys.shape[2] + step, None] * v[:, :, None]
+        return attended.reshape(batch, self.num_heads, queries, size)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: PreTrainedConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden_size, bias=False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x)))

@@ -1,0 +1,108 @@
+"""Medusa-1 (arXiv 2401.10774): K independent heads over the target's last hidden state.
+
+Legend: B batch, T sequence length, S slots handed over, D hidden size, V target vocabulary, K heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import DraftHeads, DraftHeadsConfig, DraftStep
+from inference.drafter import DraftLogits
+from inference.target import Target
+
+
+class MedusaConfig(DraftHeadsConfig):
+    """Args:
+    num_heads: how many tokens past the certain next one are predicted (the paper trains 5; section 2.1.1).
+    num_layers: residual blocks before each head's projection (the paper uses 1).
+    """
+
+    model_type = "draftsmith_medusa"
+    head_type: ClassVar[str] = "medusa"
+
+    def __init__(self, *, num_heads: int = 5, num_layers: int = 1, **kwargs: Any) -> None:
+        if num_heads < 1 or num_layers < 0:
+            raise ValueError(f"num_heads is {num_heads} and num_layers {num_layers}; allowed are >= 1 and >= 0")
+        self.num_heads = num_heads
+        self.num_layers = num_layers
+        super().__init__(**kwargs)
+
+    @classmethod
+    def from_target(cls, target: Target, **overrides: Any) -> Self:
+        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Wx + b), W and b zero at the start: an untrained head repeats the LM head (section 2.1.1)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + nn.functional.silu(self.linear(hidden))
+
+
+class MedusaHead(nn.Module):
+    def __init__(self, size: int, vocab_size: int, num_layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(ResidualBlock(size) for _ in range(num_layers)))
+        self.lm_head = nn.Linear(size, vocab_size, bias=False)
+
+
+@dataclass
+class MedusaState:
+    """logits: [B, K, V] of all heads at each row's last slot."""
+
+    logits: Tensor | None = None
+
+
+class MedusaHeads(DraftHeads):
+    """K heads; head i reads h_t and predicts x_{t+2+i}, whatever was drafted before it."""
+
+    config_class = MedusaConfig
+    default_loss = "cross_entropy"
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        self.heads = nn.ModuleList(
+            MedusaHead(config.target_hidden_size, config.target_vocab_size, config.num_layers)
+            for _ in range(config.num_heads)
+        )
+        self.post_init()
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.config.num_heads)
+
+    def init_from_target(self, target: Target) -> None:
+        with torch.no_grad():
+            for head in self.heads:
+                head.lm_head.weight.copy_(target.lm_head.weight)
+
+    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
+        hidden = features.to(self.dtype)
+        return [DraftStep(2 + i, head.blocks(hidden), head.lm_head) for i, head in enumerate(self.heads)]
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> MedusaState:
+        return MedusaState()
+
+    def extend(
+        self, state: MedusaState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        assert features is not None
+        last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
+        hidden_BD = features.gather(1, last)[:, 0].to(self.dtype)
+        state.logits = torch.stack([head.lm_head(head.blocks(hidden_BD)) for head in self.heads], dim=1)
+        return DraftLogits(state.logits[:, :1])
+
+    def expand(self, state: MedusaState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        assert state.logits is not None
+        return DraftLogits(state.logits[:, depth : depth + 1])

@@ -1,0 +1,111 @@
+"""The Drafter protocol: everything the decode loop knows about whatever proposes tokens.
+
+Legend: B batch, S slots handed over, W frontier nodes of one tree level, C candidate columns, F feature width.
+
+Draft slot t pairs the target's feature of position t with the token at position t + 1 (EAGLE, arXiv 2401.15077,
+section 3.1); a drafter that needs only one of the two ignores the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftLogits:
+    """Scores for the children of W frontier nodes.
+
+    Attributes:
+        logits: [B, W, C], or [B, 1, C] when every frontier node shares them; unnormalised log-probabilities of any
+            floating dtype. A column of -inf is no candidate.
+        token_ids: the target's token id of each column: None (the column number is the id), [C], or [B, W, C]; int64.
+    """
+
+    logits: Tensor
+    token_ids: Tensor | None = None
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What the decode loop asks of a drafter. Trained heads implement it, and so do drafters that are not trained.
+
+    Attributes:
+        feature_layers: indices into transformers' `hidden_states` (0 = embeddings, n = after the final norm) that the
+            target hands over, concatenated on the last dimension in this order; () = none.
+        max_depth: the deepest tree level the drafter can propose; None = any.
+    """
+
+    feature_layers: tuple[int, ...]
+    max_depth: int | None
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any:
+        """Returns a fresh state for rows of at most `max_length` tokens and trees of at most `num_scratch` frontier
+        nodes (all levels together)."""
+
+    def extend(
+        self, state: Any, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        """Takes in slots that are certain, drops what was drafted, and scores the children of the root.
+
+        Args:
+            state: what `start` returned; updated in place.
+            features: [B, S, F] the target's features of the S positions, or None when `feature_layers` is empty.
+            next_token_ids: [B, S] int64, the token one position after each feature; the last one is the root.
+            counts: [B] int64; only the first counts[b] slots of row b are real. 0 leaves the row as it was (its scores
+                are then unspecified).
+            max_slots: the largest number of certain slots of any row after this call (a host integer, so that no
+                synchronisation is needed to size the attention).
+
+        Returns:
+            [B, 1, C] scores of the root's children.
+        """
+
+    def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        """Scores the children of one level's frontier nodes.
+
+        Args:
+            state: as in `extend`; the frontier is added to its scratch rows.
+            token_ids: [B, W] int64, the frontier nodes' target token ids.
+            parents: [B, W] int64, each node's parent as an index into the PREVIOUS frontier (all 0 at depth 1).
+            depth: the frontier's depth; 1 = children of the root.
+
+        Returns:
+            [B, W or 1, C] scores of the frontier nodes' children.
+        """
+
+
+@dataclass(frozen=True)
+class DraftSampling:
+    """How candidates are picked from draft scores: as the target will pick its own token.
+
+    Attributes:
+        warp: the target's prefix-free logits processors, applied to draft logits [R, C] (arXiv 2211.17192, section 2.2:
+            every sampling setting is an adjusted distribution, applied to p and q alike); None = greedy decoding.
+        noise: [B, depth + 1, V] float32 Gumbel noise: entry d is that of the token drawn at tree depth d's nodes; None =
+            greedy, or uncoupled drafting.
+    """
+
+    warp: Callable[[Tensor], Tensor] | None = None
+    noise: Tensor | None = None
+
+    def score(self, draft: DraftLogits, depth: int) -> Tensor:
+        """Log-scores [B, W or 1, C] float32 of the children of nodes at `depth` (root 0): log q, plus the target's own
+        Gumbel noise when drafting is coupled (arXiv 2408.07978), normalised over the columns."""
+        logits = draft.logits.float()
+        if self.warp is not None:
+            logits = self.warp(logits.flatten(0, 1)).view_as(logits)
+        if self.noise is not None:
+            noise_BV = self.noise[:, depth]
+            if draft.token_ids is None:
+                noise = noise_BV[:, None, :]
+            elif draft.token_ids.dim() == 1:
+                noise = noise_BV[:, None, draft.token_ids]
+            else:
+                noise = torch.gather(noise_BV, 1, draft.token_ids.flatten(1)).view_as(draft.token_ids)
+            logits = torch.log_softmax(logits, dim=-1) + noise
+        return torch.log_softmax(logits, dim=-1)

@@ -1,0 +1,262 @@
+"""Decoder and generate(): draft a token tree, verify it in one forward pass, accept, commit, repeat.
+
+Legend: B batch, L prompt length, N tree nodes, P path length (tree depth + 1), V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inference.acceptance import Sampler, accept_exact
+from inference.drafter import Drafter, DraftSampling
+from inference.hf_request import Request, run_with_generate
+from inference.kv_cache import TreeCache
+from inference.noise import row_seeds
+from inference.policy import TreePolicy, resolve_policy
+from inference.stats import GenerationStats, PhaseClock
+from inference.target import Target
+from inference.tree import TokenTree
+
+PREFILL_CHUNK = 512
+
+StepCallback = Callable[[list[int], int], None]
+
+
+@dataclass
+class GenerationOutput:
+    """sequences: [B, L + new] int64, as transformers' generate returns them: the prompts as given, then the new tokens,
+    padded on the right. stats: what it took."""
+
+    sequences: Tensor
+    stats: GenerationStats
+
+
+class Decoder:
+    """Decodes with one target and one drafter; keeps its buffers from call to call.
+
+    Args:
+        target: a frozen causal LM of transformers, or a `Target`.
+        drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
+        tree: "dynamic" (EAGLE-2, the default), "chain", a tree file, a list of rank paths, or a `TreePolicy`.
+        is_coupled: at temperature > 0, let the drafter read the target's own Gumbel noise (more is accepted; the text is
+            the same either way).
+        is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits the time truly.
+
+    The text depends on the target and the seed alone: not on the drafter, the tree or the other rows of the batch.
+    """
+
+    def __init__(
+        self,
+        target: Target | nn.Module,
+        drafter: Drafter | None = None,
+        *,
+        tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
+        is_coupled: bool = True,
+        is_synchronised: bool = False,
+    ) -> None:
+        self.target = target if isinstance(target, Target) else Target(target)
+        self.drafter = drafter
+        self.is_coupled = is_coupled
+        self.is_synchronised = is_synchronised
+        self.policy: TreePolicy | None = None
+        if drafter is not None:
+            if (bind := getattr(drafter, "bind", None)) is not None:
+                bind(self.target)
+            self.policy = resolve_policy(tree, drafter.max_depth)
+        elif tree is not None:
+            raise ValueError(f"tree is {tree!r} but there is no drafter: pass heads, or leave tree out for plain decoding")
+        self._cache: TreeCache | None = None
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+        streamer: Any = None,
+        on_step: StepCallback | None = None,
+        tokenizer: Any = None,
+        stop_strings: str | list[str] | None = None,
+        **generate_kwargs: Any,
+    ) -> GenerationOutput:
+        """Generates through transformers' own `generate`: its config, processors and stopping criteria mean what they do
+        there.
+
+        Args:
+            input_ids: [B, L] int64.
+            attention_mask: [B, L], 0 on padding.
+            seed: one integer (row b uses hash(seed, b)), one per row, or None to draw from torch's global generator.
+            streamer: a transformers streamer (batch 1); receives every token as it is emitted.
+            on_step: called after every step of a batch of 1 with the tokens kept and how many of them were drafted.
+            tokenizer, stop_strings: as in transformers.
+            **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...).
+
+        Raises:
+            ValueError: for an empty or too long prompt, beams, and options this loop does not have, each with the cure.
+        """
+        stats = GenerationStats()
+        clock = PhaseClock(stats, self.target.device, is_synchronised=self.is_synchronised)
+
+        def decode(request: Request) -> Tensor:
+            return self._decode(request, seed, stats, clock, on_step)
+
+        sequences = run_with_generate(
+            self.target,
+            decode,
+            input_ids,
+            attention_mask,
+            streamer=streamer,
+            tokenizer=tokenizer,
+            stop_strings=stop_strings,
+            generate_kwargs=generate_kwargs,
+        )
+        clock.finish()
+        return GenerationOutput(sequences, stats)
+
+    @torch.inference_mode()
+    def _decode(
+        self,
+        request: Request,
+        seed: int | Sequence[int] | None,
+        stats: GenerationStats,
+        clock: PhaseClock,
+        on_step: StepCallback | None,
+    ) -> Tensor:
+        """The loop. One host synchronisation per step: reading what was emitted."""
+        target, drafter, policy = self.target, self.drafter, self.policy
+        layers = drafter.feature_layers if drafter is not None else ()
+        batch = request.batch_size
+        num_nodes = policy.num_nodes if policy is not None else 1
+        capacity = request.max_length + num_nodes
+        cache = self._get_cache(batch, capacity)
+        sampler = Sampler(
+            request.processors,
+            do_sample=request.do_sample,
+            row_seeds=row_seeds(seed, batch, target.device) if request.do_sample else None,
+            eos_token_ids=request.eos_token_ids,
+        )
+
+        clock.start()
+        output = target.prefill(
+            cache, request.prompt_ids, request.prompt_counts, feature_layers=layers, chunk_size=PREFILL_CHUNK
+        )
+        stats.num_target_forwards += -(-request.prompt_ids.shape[1] // PREFILL_CHUNK)
+        clock.stop("prefill")
+
+        # The first token is drawn from the prefill; its "tree" is the last prompt token, which is already committed.
+        first = TokenTree.from_root(request.last_prompt_ids)
+        accepted = accept_exact(
+            sampler,
+            first,
+            output.logits,
+            cache.lengths - 1,
+            prefixes=None if sampler.is_prefix_free else request.prefixes(),
+        )
+        is_first, features, counts = True, output.features, request.prompt_counts
+        next_ids = _shift_in(request.prompt_ids, request.prompt_counts, accepted.next_tokens[:, 0])
+        state = drafter.start(batch, capacity, policy.num_scratch) if drafter is not None and policy is not None else None
+        emitted, emitted_counts = accepted.next_tokens, accepted.counts
+
+        while True:
+            # The step's one synchronisation: both tensors in one copy.
+            *rows, num_emitted = torch.cat([emitted, emitted_counts[:, None]], dim=1).T.tolist()
+            kept = request.emit(list(zip(*rows, strict=True)), num_emitted)
+            if not is_first:
+                for row, count in enumerate(num_emitted):
+                    if count:
+                        stats.count_step(count - 1)
+            if on_step is not None and batch == 1 and kept[0]:
+                on_step(kept[0], 0 if is_first else min(len(kept[0]), num_emitted[0] - 1))
+            clock.stop("accept")
+            if request.is_finished:
+                break
+            # Host knowledge of the true lengths keeps the attention's view tight.
+            cache.length_bound = request.max_committed
+            active = request.active_mask() if batch > 1 else None
+            if active is not None:
+                cache.lengths *= active  # finished rows stop growing, and give up what they overshot
+
+            root_ids = next_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+            noise = sampler.draw_noise(cache.lengths, policy.max_depth + 1 if policy else 1, target.vocab_size)
+            if drafter is not None and policy is not None:
+                draft = drafter.extend(state, features, next_ids, counts, max_slots=request.max_committed)
+                sampling = DraftSampling(
+                    warp=sampler.warp_draft if request.do_sample else None, noise=noise if self.is_coupled else None
+                )
+                tree = policy.grow(drafter, state, root_ids, draft, sampling)
+                stats.num_drafted += (tree.num_nodes - 1) * len(request.unfinished)
+            else:
+                tree = TokenTree.from_root(root_ids)
+            clock.stop("draft")
+
+            output = target.verify(cache, tree, feature_layers=layers)
+            stats.num_target_forwards += 1
+            clock.stop("verify")
+
+            accepted = accept_exact(
+                sampler,
+                tree,
+                output.logits,
+                cache.lengths,
+                noise=noise,
+                prefixes=None if sampler.is_prefix_free else request.prefixes(),
+                max_tokens=request.budgets,
+            )
+            counts = accepted.counts if active is None else accepted.counts * active
+            clock.stop("accept")
+
+            cache.commit(accepted.path, counts, is_chain=policy is None or policy.is_chain)
+            next_ids = accepted.next_tokens
+            if output.features is not None:
+                path = accepted.path[..., None].expand(-1, -1, output.features.shape[-1])
+                features = output.features.gather(1, path)
+            emitted, emitted_counts, is_first = accepted.next_tokens, counts, False
+            clock.stop("commit")
+
+        stats.num_new_tokens += request.num_new_tokens
+        return request.sequences()
+
+    def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:
+        cache = self._cache
+        if cache is None or cache.batch_size != batch_size or cache.capacity < capacity:
+            self._cache = cache = None  # free the old one first
+            rounded = -(-capacity // 256) * 256
+            self._cache = cache = self.target.new_cache(batch_size, rounded)
+        cache.reset()
+        return cache
+
+
+def _shift_in(prompt_ids: Tensor, counts: Tensor, first_ids: Tensor) -> Tensor:
+    """The token one position after each prompt token: [B, L]. Row b ends, at counts[b] - 1, with first_ids[b].
+
+    >>> _shift_in(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]), torch.tensor([1, 2]))
+    tensor([[6, 7, 1],
+            [9, 2, 0]])
+    """
+    shifted = nn.functional.pad(prompt_ids[:, 1:], (0, 1))
+    return shifted.scatter(1, (counts - 1)[:, None], first_ids[:, None])
+
+
+def generate(
+    target: Target | nn.Module,
+    drafter: Drafter | None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
+    seed: int | Sequence[int] | None = None,
+    is_coupled: bool = True,
+    **generate_kwargs: Any,
+) -> GenerationOutput:
+    """One call of a fresh `Decoder`; see there. `generate(target, None, ...)` is plain decoding on the same stack.
+
+    >>> out = generate(target, heads, **tokenizer("Hi", return_tensors="pt"), max_new_tokens=64)   # doctest: +SKIP
+    >>> out.sequences, out.stats.acceptance_length                                                 # doctest: +SKIP
+    """
+    decoder = Decoder(target, drafter, tree=tree if drafter is not None else None, is_coupled=is_coupled)
+    return decoder.generate(input_ids, attention_mask, seed=seed, **generate_kwargs)

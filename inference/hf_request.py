@@ -1,0 +1,249 @@
+"""One call of transformers' `generate`, as the decode loop sees it: prompts in, tokens out, when to stop.
+
+`run_with_generate` goes through the model's own `generate(custom_generate=...)`, which merges generation configs, builds
+logits processors and stopping criteria and expands `num_return_sequences`; what that hook drops is handled here.
+
+Legend: B batch, L padded prompt length as given, T longest prompt without padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from inference.target import Target
+
+logger = logging.getLogger(__name__)
+
+# Options transformers would accept silently and this loop cannot honour: name -> (values that are fine, what to do).
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((None, 1), "beam search keeps several texts a row; use num_beams=1, with do_sample=True for variety"),
+    "num_beam_groups": ((None, 1), "use num_beams=1"),
+    "penalty_alpha": ((None, 0.0), "contrastive search is another decoding method; leave it out"),
+    "prompt_lookup_num_tokens": ((None,), "pass an inference.ngram.NgramDrafter as the drafter instead"),
+    "assistant_early_exit": ((None,), "pass heads as the drafter instead"),
+    "use_mtp": ((None, False), "pass heads as the drafter instead"),
+    "use_cache": ((None, True), "the loop needs its cache; leave it out"),
+    "output_scores": ((None, False), "scores of the emitted tokens are not collected; leave it out"),
+    "output_logits": ((None, False), "logits of the emitted tokens are not collected; leave it out"),
+    "output_attentions": ((None, False), "a verify step has attention over a tree; leave it out"),
+    "output_hidden_states": ((None, False), "hidden states are not collected; leave it out"),
+}
+_REFUSED_ARGUMENTS = ("assistant_model", "past_key_values", "inputs_embeds", "position_ids", "custom_generate", "synced_gpus")
+
+
+class Request:
+    """The rows of one call and what was emitted so far. All of its state lives on the host.
+
+    Attributes:
+        prompt_ids: [B, T] int64, right-padded; prompt_counts: [B] int64 real tokens.
+        last_prompt_ids: [B] the last real token of each prompt.
+        processors: transformers' logits processors, in order.
+        max_length: tokens a row may reach at most, prompt without padding included.
+        unfinished: rows still decoding.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        processors: LogitsProcessorList,
+        criteria: Sequence[Any],
+        config: GenerationConfig,
+        target: Target,
+        streamer: Any,
+    ) -> None:
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; expected [batch, length] with at least 1 token")
+        self.input_ids = input_ids.to(target.device)
+        mask = torch.ones_like(self.input_ids) if attention_mask is None else attention_mask.to(target.device)
+        counts: list[int] = mask.sum(1).tolist()
+        if min(counts) < 1:
+            raise ValueError(f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token")
+        self.prompt_counts = torch.tensor(counts, device=target.device)
+        # A stable sort moves the real tokens to the front in their order, whichever side the padding is on.
+        order = mask.to(torch.long).argsort(dim=1, descending=True, stable=True)
+        self.prompt_ids = self.input_ids.gather(1, order)[:, : max(counts)]
+        self.last_prompt_ids = self.prompt_ids.gather(1, (self.prompt_counts - 1)[:, None])[:, 0]
+
+        self.processors = processors
+        self.do_sample = bool(config.do_sample)
+        self.streamer = streamer
+        self.eos_token_ids: set[int] = set()
+        self.criteria: list[Any] = []
+        limit: int | None = None  # on input_ids, padding included, as transformers counts
+        for criterion in criteria:
+            if isinstance(criterion, EosTokenCriteria):
+                self.eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
+            elif isinstance(criterion, MaxLengthCriteria):
+                limit = criterion.max_length if limit is None else min(limit, criterion.max_length)
+            else:
+                self.criteria.append(criterion)
+        if limit is None:
+            raise ValueError("there is no length limit: pass max_new_tokens or max_length")
+        self.pad_token_id = _pad_token_id(config)
+        self._prompt_lengths = counts
+        self._new: list[list[int]] = [[] for _ in counts]
+        self.unfinished = list(range(len(counts)))
+        self.budgets = [limit - self.input_ids.shape[1]] * len(counts)
+        if target.max_length is not None:
+            self._cut_budgets(target.max_length, target.length_limit_reason)
+        self.max_length = max(count + budget for count, budget in zip(counts, self.budgets, strict=True))
+
+    def _cut_budgets(self, max_length: int, reason: str) -> None:
+        longest = max(self._prompt_lengths)
+        if longest >= max_length:
+            raise ValueError(
+                f"the prompt has {longest} tokens; this target takes fewer than {max_length} ({reason}): shorten the prompt"
+            )
+        cut = [min(b, max_length - n) for b, n in zip(self.budgets, self._prompt_lengths, strict=True)]
+        if cut != self.budgets:
+            logger.warning(
+                "generation will stop at the target's limit of %d tokens (%s), before max_new_tokens", max_length, reason
+            )
+        self.budgets = cut
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._new)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.unfinished
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(map(len, self._new))
+
+    @property
+    def max_committed(self) -> int:
+        """Largest number of tokens of any row in the cache: all but the newest, which is the next tree's root."""
+        return max(n + len(new) - 1 for n, new in zip(self._prompt_lengths, self._new, strict=True))
+
+    def active_mask(self) -> Tensor:
+        """[B] int64, 1 for rows still decoding."""
+        mask = torch.zeros(self.batch_size, dtype=torch.long)
+        mask[self.unfinished] = 1
+        return mask.to(self.input_ids.device)
+
+    def prefixes(self) -> list[Tensor]:
+        """Each row as transformers would show it to a processor: the prompt as given, then the new tokens; [1, L + new]."""
+        return [
+            torch.cat([self.input_ids[row], torch.tensor(new, dtype=torch.long, device=self.input_ids.device)])[None]
+            for row, new in enumerate(self._new)
+        ]
+
+    def emit(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """Takes what each row emitted (the first counts[b] of tokens[b]), cuts it where the row ends, and returns what was
+        kept. Finished rows have a count of 0."""
+        kept: list[list[int]] = [[] for _ in counts]
+        for row in list(self.unfinished):
+            for token in tokens[row][: counts[row]]:
+                self._new[row].append(token)
+                kept[row].append(token)
+                self.budgets[row] -= 1
+                if self.streamer is not None:
+                    self.streamer.put(torch.tensor([token]))
+                if token in self.eos_token_ids or self.budgets[row] <= 0 or self._meets_criteria(row):
+                    self.unfinished.remove(row)
+                    break
+        if self.is_finished and self.streamer is not None:
+            self.streamer.end()
+        return kept
+
+    def _meets_criteria(self, row: int) -> bool:
+        if not self.criteria:
+            return False
+        new = torch.tensor(self._new[row], dtype=torch.long, device=self.input_ids.device)
+        text = torch.cat([self.input_ids[row], new])[None]
+        return any(bool(torch.as_tensor(criterion(text, None)).all()) for criterion in self.criteria)
+
+    def sequences(self) -> Tensor:
+        """[B, L + longest continuation], padded on the right."""
+        longest = max(map(len, self._new))
+        rows = [new + [self.pad_token_id] * (longest - len(new)) for new in self._new]
+        new_ids = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        return torch.cat([self.input_ids, new_ids], dim=1)
+
+
+def _pad_token_id(config: GenerationConfig) -> int:
+    pad = config.pad_token_id
+    if pad is None:
+        eos = config.eos_token_id
+        pad = eos[0] if isinstance(eos, list) else eos
+    return int(pad) if pad is not None else 0
+
+
+def run_with_generate(
+    target: Target,
+    decode: Callable[[Request], Tensor],
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    streamer: Any,
+    tokenizer: Any,
+    stop_strings: str | list[str] | None,
+    generate_kwargs: dict[str, Any],
+) -> Tensor:
+    """Calls `model.generate` with `decode` as its decoding method.
+
+    Raises:
+        ValueError: for options that transformers would take and this loop cannot honour.
+    """
+    for name in _REFUSED_ARGUMENTS:
+        if generate_kwargs.get(name) is not None:
+            raise ValueError(f"{name} is not supported by this decode loop: leave it out")
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids is empty (shape {tuple(input_ids.shape)}): give each row at least one token")
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
+    model = cast(Any, target.model)
+    kwargs = dict(generate_kwargs)
+    # transformers would look for the tokenizer, which the hook never sees: the stop-string criterion is built here.
+    config = kwargs.get("generation_config") or model.generation_config
+    if config.stop_strings is not None:
+        stop_strings = stop_strings or config.stop_strings
+        kwargs["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    criteria = list(kwargs.pop("stopping_criteria", None) or [])
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError(f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=...")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+
+    def custom_generate(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Sequence[Any],
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        for name, (fine, cure) in _REFUSED.items():
+            if (value := getattr(generation_config, name, None)) not in fine:
+                raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
+        mask = model_kwargs.get("attention_mask")
+        return decode(Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer))
+
+    sequences = model.generate(
+        input_ids,
+        attention_mask=attention_mask,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        custom_generate=custom_generate,
+        streamer=streamer,
+        **kwargs,
+    )
+    return cast(Tensor, sequences)

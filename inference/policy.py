@@ -1,0 +1,305 @@
+"""Tree policies: which of a drafter's candidates become nodes of the tree that the target verifies.
+
+Legend: B batch, N tree nodes (root included), W frontier nodes of one level, C candidate columns, k `top_k`,
+P nodes of the pool that a dynamic tree is chosen from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.drafter import Drafter, DraftLogits, DraftSampling
+from inference.tree import Topology, TokenTree, paths_to_topology
+
+
+class TreePolicy(ABC):
+    """Grows one tree a step.
+
+    Attributes:
+        max_depth: deepest level it can reach.
+        num_nodes: nodes of its trees, root included.
+        num_scratch: frontier nodes (nodes whose children are scored by `expand`) of all levels together.
+    """
+
+    max_depth: int
+    num_nodes: int
+    num_scratch: int
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether node i is always the child of node i - 1."""
+        return False
+
+    @abstractmethod
+    def grow(
+        self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
+    ) -> TokenTree:
+        """Builds the tree.
+
+        Args:
+            root_ids: [B] the last accepted tokens.
+            draft: scores of the root's children, as `drafter.extend` returned them.
+            sampling: how scores become candidates.
+        """
+
+    def limit_depth(self, max_depth: int | None) -> TreePolicy:
+        """This policy for a drafter that proposes at most `max_depth` levels.
+
+        Raises:
+            ValueError: when its shape asks for more levels.
+        """
+        if max_depth is not None and self.max_depth > max_depth:
+            raise ValueError(
+                f"the tree is {self.max_depth} levels deep, the drafter proposes at most {max_depth}: "
+                "use a shallower tree, or heads with more levels"
+            )
+        return self
+
+
+class StaticTree(TreePolicy):
+    """A fixed shape (Medusa, arXiv 2401.10774, section 2.1.2): node [0, 2] is the third-best child of the best child.
+
+    Args:
+        paths: rank paths; every proper prefix of a path must be there too (see `paths_to_topology`).
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+        self.topology = paths_to_topology(paths)
+        self.max_depth = self.topology.max_depth
+        self.num_nodes = self.topology.num_nodes
+        if self.num_nodes < 2:
+            raise ValueError("a static tree needs at least one path, such as [[0]]")
+        self.num_scratch = sum(len(set(parents)) for parents in self._level_parents()[1:])
+        self._plans: dict[torch.device, _StaticPlan] = {}
+
+    def _level_parents(self) -> list[list[int]]:
+        """For each depth from 1 on, the parent of each of its nodes."""
+        return [[self.topology.parents[node] for node in level] for level in self.topology.levels[1:]]
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> StaticTree:
+        """Reads `paths: [[0], [0, 0], [1], ...]` from a YAML file (see configs/trees)."""
+        import yaml
+
+        content = yaml.safe_load(Path(path).read_text())
+        if not isinstance(content, dict) or set(content) != {"paths"}:
+            raise ValueError(f"{path}: a tree file holds one key `paths`, a list of rank paths such as [[0], [0, 0], [1]]")
+        return cls(content["paths"])
+
+    @property
+    def is_chain(self) -> bool:
+        return self.num_nodes == self.max_depth + 1
+
+    def grow(
+        self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
+    ) -> TokenTree:
+        batch, device = root_ids.shape[0], root_ids.device
+        if device not in self._plans:
+            self._plans[device] = _StaticPlan.build(self.topology, device)
+        plan = self._plans[device]
+        token_ids, log_probs = [root_ids[:, None]], [torch.zeros(batch, 1, device=device)]
+        for depth, level in enumerate(plan.levels):
+            if depth > 0:
+                parents = level.frontier_parents.expand(batch, -1)
+                draft = drafter.expand(state, token_ids[-1][:, level.frontier], parents, depth)
+            top, ids = top_candidates(draft, sampling, depth, level.num_ranks)
+            missing = level.num_ranks - top.shape[-1]
+            if missing > 0:  # the drafter has fewer candidates than the tree has ranks
+                top = torch.nn.functional.pad(top, (0, missing), value=float("-inf"))
+                ids = torch.nn.functional.pad(ids, (0, missing))
+            which = level.child_frontier if top.shape[1] > 1 else torch.zeros_like(level.child_frontier)
+            above = log_probs[-1][:, level.frontier[level.child_frontier]]
+            log_probs.append(above + top[:, which, level.child_ranks])
+            token_ids.append(ids[:, which, level.child_ranks])
+        return mask_absent(
+            TokenTree(
+                torch.cat(token_ids, dim=1),
+                plan.parents.expand(batch, -1),
+                plan.depths.expand(batch, -1),
+                torch.cat(log_probs, dim=1),
+                max_depth=self.max_depth,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Level:
+    """How the nodes of depth d + 1 are drafted. All int64; indices within a level count that level's nodes.
+
+    frontier: [W] which nodes of depth d have children. frontier_parents: [1, W] their parents as indices into the frontier
+    before. child_frontier, child_ranks: [nodes of depth d + 1] each child's frontier node and candidate rank.
+    """
+
+    frontier: Tensor
+    frontier_parents: Tensor
+    child_frontier: Tensor
+    child_ranks: Tensor
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class _StaticPlan:
+    """A topology as index tensors on one device. parents, depths: [1, N]."""
+
+    levels: list[_Level]
+    parents: Tensor
+    depths: Tensor
+
+    @classmethod
+    def build(cls, topology: Topology, device: torch.device) -> _StaticPlan:
+        def tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        levels, before = [], [0]
+        for nodes, children in zip(topology.levels[:-1], topology.levels[1:], strict=True):
+            frontier = sorted({topology.parents[child] for child in children})
+            ranks = [topology.ranks[child] for child in children]
+            levels.append(
+                _Level(
+                    frontier=tensor([node - nodes[0] for node in frontier]),
+                    frontier_parents=tensor([before.index(max(topology.parents[node], 0)) for node in frontier])[None],
+                    child_frontier=tensor([frontier.index(topology.parents[child]) for child in children]),
+                    child_ranks=tensor(ranks),
+                    num_ranks=max(ranks) + 1,
+                )
+            )
+            before = frontier
+        return cls(levels, tensor(topology.parents)[None], tensor(topology.depths)[None])
+
+
+def chain(depth: int) -> StaticTree:
+    """The best token, and the best after it, `depth` times."""
+    if depth < 1:
+        raise ValueError(f"a chain has a depth of at least 1, got {depth}")
+    return StaticTree([[0] * (length + 1) for length in range(depth)])
+
+
+class DynamicTree(TreePolicy):
+    """EAGLE-2 (arXiv 2406.16858, section 4): per level the `top_k` most likely nodes are expanded into `top_k` children
+    each; the whole pool is then re-ranked and the best nodes are verified.
+
+    Args:
+        depth: levels of the tree.
+        top_k: beam width and children per node.
+        num_nodes: nodes verified, root included.
+
+    The paper verifies 60 nodes on 7-8B models with depth 6 and top_k 10; the defaults here are smaller because a node
+    costs more beside a plain step on a CPU.
+    """
+
+    def __init__(self, depth: int = 6, top_k: int = 8, num_nodes: int = 32) -> None:
+        if depth < 1 or top_k < 1 or num_nodes < 2:
+            raise ValueError(
+                f"got depth={depth}, top_k={top_k}, num_nodes={num_nodes}; allowed are depth >= 1, top_k >= 1, num_nodes >= 2"
+            )
+        self.max_depth = depth
+        self.top_k = top_k
+        self.num_nodes = min(num_nodes, 1 + top_k + (depth - 1) * top_k**2)
+        self.num_scratch = (depth - 1) * top_k
+
+    def limit_depth(self, max_depth: int | None) -> TreePolicy:
+        if max_depth is None or self.max_depth <= max_depth:
+            return self
+        return DynamicTree(max_depth, self.top_k, self.num_nodes)
+
+    def grow(
+        self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
+    ) -> TokenTree:
+        batch, device = root_ids.shape[0], root_ids.device
+        scores, ids = (x[:, 0] for x in top_candidates(draft, sampling, 0, self.top_k))
+        k = scores.shape[1]
+        # The pool keeps levels in order, so that a parent always stands before its children.
+        pool_ids, pool_scores = [ids], [scores]
+        pool_parents = [torch.full((batch, k), -1, device=device)]
+        frontier_ids, frontier_scores = ids, scores
+        frontier_pool = torch.arange(k, device=device).expand(batch, -1)
+        frontier_parents = torch.zeros_like(frontier_pool)
+        pool_size = k
+        for depth in range(1, self.max_depth):
+            draft = drafter.expand(state, frontier_ids, frontier_parents, depth)
+            top, ids = top_candidates(draft, sampling, depth, self.top_k)
+            width = frontier_ids.shape[1]
+            scores = (frontier_scores[:, :, None] + top).flatten(1)  # [B, W * k]
+            ids = ids.expand(-1, width, -1).flatten(1)
+            pool_ids.append(ids)
+            pool_scores.append(scores)
+            pool_parents.append(frontier_pool.repeat_interleave(top.shape[-1], dim=1))
+            if depth + 1 < self.max_depth:
+                frontier_scores, best = scores.topk(min(self.top_k, scores.shape[1]), dim=-1)
+                frontier_ids = ids.gather(1, best)
+                frontier_parents = best // top.shape[-1]
+                frontier_pool = best + pool_size
+            pool_size += scores.shape[1]
+        return self._rerank(root_ids, torch.cat(pool_ids, 1), torch.cat(pool_scores, 1), torch.cat(pool_parents, 1))
+
+    def _rerank(self, root_ids: Tensor, ids: Tensor, scores: Tensor, parents: Tensor) -> TokenTree:
+        """Keeps the best nodes of the pool [B, P]. A stable sort breaks ties by index, so that a parent always outranks
+        its child, even one of probability 1."""
+        batch, pool_size = ids.shape
+        keep = min(self.num_nodes - 1, pool_size)
+        kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, :keep].sort(dim=-1).values
+        # Tree index of each pool node; the last entry stands for the root, which pool parents call -1.
+        place = torch.zeros(batch, pool_size + 1, dtype=torch.long, device=ids.device)
+        place.scatter_(1, kept, torch.arange(1, keep + 1, device=ids.device).expand(batch, -1))
+        kept_parents = place.gather(1, parents.gather(1, kept) % (pool_size + 1))
+        root = torch.zeros(batch, 1, dtype=torch.long, device=ids.device)
+        tree_parents = torch.cat([root - 1, kept_parents], dim=1)
+        depths = torch.zeros_like(tree_parents)
+        for _ in range(self.max_depth):
+            depths = torch.where(tree_parents >= 0, depths.gather(1, tree_parents.clamp(min=0)) + 1, depths)
+        return mask_absent(
+            TokenTree(
+                token_ids=torch.cat([root_ids[:, None], ids.gather(1, kept)], dim=1),
+                parents=tree_parents,
+                depths=depths,
+                log_probs=torch.cat([root.float(), scores.gather(1, kept)], dim=1),
+                max_depth=self.max_depth,
+            )
+        )
+
+
+def top_candidates(draft: DraftLogits, sampling: DraftSampling, depth: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """The best children of nodes at `depth`: log-scores and target token ids, both [B, W or 1, min(top_k, C)]."""
+    scores = sampling.score(draft, depth)
+    top, columns = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
+    if draft.token_ids is None:
+        return top, columns
+    if draft.token_ids.dim() == 1:
+        return top, draft.token_ids[columns]
+    return top, draft.token_ids.gather(-1, columns)
+
+
+def mask_absent(tree: TokenTree) -> TokenTree:
+    """Turns nodes of score -inf (the drafter had no such candidate) into padding, which hangs on nothing."""
+    absent = tree.log_probs.isneginf()
+    parents, depths = tree.parents.masked_fill(absent, -1), tree.depths.masked_fill(absent, 0)
+    return TokenTree(tree.token_ids, parents, depths, tree.log_probs, max_depth=tree.max_depth)
+
+
+def resolve_policy(tree: TreePolicy | str | Path | Sequence[Sequence[int]] | None, max_depth: int | None) -> TreePolicy:
+    """A policy from what users write: a policy; "dynamic" (the default), "chain"; a tree file; a list of rank paths.
+
+    Raises:
+        ValueError: for anything else, and for trees deeper than the drafter goes.
+    """
+    if tree is None or tree == "dynamic":
+        return DynamicTree().limit_depth(max_depth)
+    if tree == "chain":
+        return chain(min(5, max_depth or 5))
+    if isinstance(tree, TreePolicy):
+        return tree.limit_depth(max_depth)
+    if isinstance(tree, (str, Path)):
+        if not Path(tree).is_file():
+            raise ValueError(
+                f"tree is {str(tree)!r}; allowed are 'dynamic', 'chain', a tree file such as configs/trees/NAME.yaml, "
+                "a list of rank paths, or a TreePolicy"
+            )
+        return StaticTree.from_file(tree).limit_depth(max_depth)
+    return StaticTree(tree).limit_depth(max_depth)

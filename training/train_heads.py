@@ -1,0 +1,33 @@
+"""Trains draft heads: accelerate launch training/train_heads.py --config configs/train/NAME.yaml [--any_key value]."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    # Launched as a file, Python puts training/ first on the path; the packages beside it must be ours (another
+    # distribution also ships one named `inference`).
+    sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "training")]
+    import inference
+
+    if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
+        sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
+    from training.arguments import parse_arguments
+    from training.run import run_training
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        arguments = parse_arguments()
+    except ValueError as error:
+        sys.exit(f"train_heads.py: {error}")
+    run_training(*arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
