@@ -1,0 +1,118 @@
+"""What the documents tell people to type works: commands have the options they use, files exist, Python runs.
+
+A block under `<!-- not tested: REASON -->` is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from training.arguments import parse_arguments
+
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^(?P<skip><!-- not tested: .+ -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#([^)]*))?\)")
+# What a reader brings along or makes with an earlier command.
+BROUGHT_ALONG = re.compile(r"^(outputs/|YOURS)")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    matches = BLOCK.finditer(path.read_text(encoding="utf-8"))
+    return [match["code"] for match in matches if match["language"] == language and not match["skip"]]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """(document, words) of every command, comments left out and continued lines joined."""
+    for path in DOCUMENTS:
+        for block in blocks(path, "bash"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield name(path), words
+
+
+COMMANDS = list(commands())
+
+
+@cache
+def help_of(program: str) -> str:
+    """What `python program --help` prints."""
+    environment = {**os.environ, "COLUMNS": "200"}
+    run = subprocess.run(
+        [sys.executable, program, "--help"],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def check_paths(words: list[str]) -> None:
+    for word in words:
+        if "/" in word and not word.startswith("-") and not BROUGHT_ALONG.match(word):
+            assert (REPOSITORY / word).exists(), f"{word} is not in the repository"
+
+
+@pytest.mark.parametrize(("document", "words"), COMMANDS, ids=[f"{d}: {' '.join(w)}"[:70] for d, w in COMMANDS])
+def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    match words:
+        case ["make", target]:
+            makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+            assert re.search(rf"^{target}:", makefile, re.M), f"the Makefile has no target {target}"
+        case ["pip", "install", *rest]:
+            assert rest[:2] == ["-c", "constraints.txt"]
+        case ["accelerate", "launch", *rest]:
+            start = rest.index("training/train_heads.py")
+            check_paths(rest[:start])
+            check_paths([word for word in rest[start:] if word.startswith("configs/")])
+            parse_arguments([*rest[start + 1 :], "--use_cpu", "true", "--bf16", "false"])
+        case ["python", program, *rest]:
+            text = help_of(program)
+            for word in rest:
+                if word.startswith("--"):
+                    option = word.partition("=")[0]
+                    assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{program} has no option {option}"
+            check_paths(rest)
+        case _:
+            pytest.fail(f"{document} has a command that no test knows: {shlex.join(words)}")
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=name)
+def test_python_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    namespace: dict[str, object] = {}
+    for code in blocks(path, "python"):
+        exec(compile(code, str(path), "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for file, anchor in LINK.findall(path.read_text(encoding="utf-8")):
+        linked = path.parent / file
+        assert linked.exists(), f"{file} is not there"
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.M)
+            slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in slugs, f"{file} has no section #{anchor}"
+
+
+def test_there_is_something_to_test() -> None:
+    assert len(COMMANDS) > 5
+    assert blocks(REPOSITORY / "README.md", "python")
