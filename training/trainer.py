@@ -66,6 +66,14 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._add_metrics(output, is_training=model.training)
         return (output.loss, {}) if return_outputs else output.loss
 
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        """Evaluation needs the loss and our own metrics; nothing of size [B, T, V] is gathered."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
     def _add_metrics(self, output: LossOutput, *, is_training: bool) -> None:
         sums = self._sums[is_training]
         for name in ("step_losses", "top1", "top5", "positions"):
