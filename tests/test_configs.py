@@ -13,7 +13,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from heads import HEAD_TYPES
-from inference.tree import paths_to_topology
+from inference import StaticTree
 from tests.conftest import REPOSITORY
 from training.arguments import parse_arguments
 
@@ -96,7 +96,7 @@ def test_deepspeed_config(path: Path) -> None:
 @pytest.mark.parametrize("path", TREES, ids=name)
 def test_tree(path: Path) -> None:
     paths = load_tree(path)
-    topology = paths_to_topology(paths)
+    topology = StaticTree.from_file(path).topology
     assert topology.num_nodes == len(paths) + 1
     assert [list(ranks) for ranks in topology.paths[1:]] == paths, "write nodes by depth, then by rank"
 
