@@ -128,10 +128,10 @@ class Target:
             depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
             causal = (steps[:, None] >= steps).expand(chunk.shape[0], size, size)
             output = self._forward_cached(cache, chunk, depths, causal, feature_layers)
-            ends_here = (counts > start) & (counts <= start + size)
+            has_tokens = counts > start
             source = output.last_hidden if output.logits is None else output.logits
             row_last = source[torch.arange(len(counts), device=source.device), (real - 1).clamp(min=0)]
-            last = row_last if last is None else torch.where(ends_here[:, None], row_last, last)
+            last = row_last if last is None else torch.where(has_tokens[:, None], row_last, last)
             if output.features is not None:
                 features.append(output.features)
             cache.advance(real, size)

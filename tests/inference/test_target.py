@@ -131,6 +131,25 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
         assert cache.lengths.tolist() == [len(text) for text in texts]
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_a_tree_deeper_than_the_window(family: str) -> None:
+    """The window counts positions: a node's ancestors may lie in slots far behind its own position."""
+    model = calm_target(family)
+    target = Target(model)
+    texts = [random_prompt(length, seed=length)[0].tolist() for length in (3, 11)]
+    cache = target.new_cache(2, 64)
+    target.prefill(cache, *pad_rows(texts))
+    depth = SLIDING_WINDOW + 3
+    # Two branches side by side: node 2d - 1 and node 2d have depth d.
+    parents = torch.tensor([[-1, 0, 0, *range(1, 2 * depth - 1)]]).expand(2, -1)
+    token_ids = random_prompt(2 * depth + 1, seed=5, batch_size=2)
+    tree = TokenTree(token_ids, parents, compute_depths(parents), torch.zeros(2, 2 * depth + 1))
+    assert int(tree.depths.max()) == depth
+    output = target.verify(cache, tree, feature_layers=(2, 0, 6))
+    assert output.features is not None
+    check_tree(model, texts, tree, output.logits, output.features)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_row_and_plain_steps_equal_a_plain_pass(family: str) -> None:
     """B = 1 takes its own, cheaper way through the cache; a tree of a root alone is plain decoding."""
