@@ -179,6 +179,8 @@ class HeadsTrainingArguments(TrainingArguments):
         if self.step_decay is not None and not 0 < self.step_decay <= 1:
             raise ValueError(f"got step_decay {self.step_decay}: it must be above 0 and at most 1")
         super().__post_init__()
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
 
 ARGUMENT_CLASSES: tuple[Any, ...] = (ModelArguments, DataArguments, HeadsTrainingArguments)
@@ -236,14 +238,15 @@ def resolve_arguments(model: ModelArguments, data: DataArguments, training: Head
     """Returns the options as one flat mapping that, written as YAML, `--config` reads back to the same run.
 
     Of `TrainingArguments` it holds the fields named in this file and those that differ from transformers' defaults;
-    secrets are left out.
+    secrets are left out, and so is what the machine decided.
     """
     settings = {**dataclasses.asdict(model), "head_overrides": model.parse_head_overrides(), **dataclasses.asdict(data)}
     stock = TrainingArguments(output_dir=training.output_dir).to_dict()
     ours = set(HeadsTrainingArguments.__annotations__)
+    left_out = {key for key in _known_keys() if key.endswith("_token")} | {"dataloader_pin_memory", "local_rank"}
     for key, value in training.to_dict().items():
         is_ours_or_changed = key in ours or value != stock.get(key)
-        if is_ours_or_changed and key in _known_keys() and not key.endswith("_token"):
+        if is_ours_or_changed and key in _known_keys() and key not in left_out:
             settings[key] = value
     settings["report_to"] = settings["report_to"] or ["none"]
     return {key: value for key, value in settings.items() if value not in (None, [], {})}
