@@ -44,7 +44,7 @@ class Findings:
 def unwrap_model(model: nn.Module) -> Any:
     """The transformers model inside `model` (a PEFT model keeps its adapters in place), after the checks by config."""
     causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not issubclass(type(causal_lm), PreTrainedModel):
+    if not isinstance(causal_lm, PreTrainedModel):
         raise ValueError(f"a target is a transformers causal LM (AutoModelForCausalLM), got {type(model).__name__}")
     if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
         raise ValueError("a PEFT model with virtual prompt tokens shifts every position: merge it or use LoRA")
@@ -54,12 +54,12 @@ def unwrap_model(model: nn.Module) -> Any:
     if causal_lm.get_output_embeddings() is None:
         raise ValueError(f"{name} has no LM head: load it with AutoModelForCausalLM")
     text_config = config.get_text_config()
-    other = sorted(set(getattr(text_config, "layer_types", None) or ()) - set(_ATTENTION_LAYER_TYPES))
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    other = ", ".join(sorted(layer_types - set(_ATTENTION_LAYER_TYPES)))
     if other or getattr(causal_lm, "_is_stateful", False):
         raise ValueError(
-            f"{name} has layers that cannot be rolled back after a rejected draft "
-            f"({', '.join(other) or 'it keeps a recurrent state'}): a target has "
-            f"{' or '.join(_ATTENTION_LAYER_TYPES)} layers only"
+            f"{name} has layers of a kind that cannot be rolled back after a rejected draft, or that masks by rules of "
+            f"its own ({other or 'a recurrent state'}): a target has {' and '.join(_ATTENTION_LAYER_TYPES)} layers only"
         )
     implementation = text_config._attn_implementation
     if implementation not in _ATTENTION_IMPLEMENTATIONS:
@@ -113,6 +113,10 @@ def find_length_limit(text_config: Any) -> LengthLimit:
     return found
 
 
+class _CannotRollBackError(ValueError):
+    """Raised from inside a model's forward, when it asks the cache for another state than keys and values."""
+
+
 class _RecordingCache(Cache):
     """Hands keys and values straight back and remembers their shapes; refuses any other kind of state."""
 
@@ -131,7 +135,7 @@ class _RecordingCache(Cache):
         return key_states, value_states
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(
+        raise _CannotRollBackError(
             f"{self.name} keeps a state besides keys and values (recurrent, convolution or index), which cannot be "
             f"rolled back after a rejected draft"
         )
@@ -163,15 +167,20 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks) -> Findin
     masks = make_masks(allowed, positions, positions)
 
     def run(module: nn.Module, cache: Cache, hidden_states: list[int]) -> Any:
-        return module(
-            input_ids=token_ids,
-            attention_mask=masks,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            output_hidden_states=hidden_states,
-            return_dict=True,
-        )
+        try:
+            return module(
+                input_ids=token_ids,
+                attention_mask=masks,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                output_hidden_states=hidden_states,
+                return_dict=True,
+            )
+        except _CannotRollBackError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} does not run with a 4-D mask, position ids and a cache: {error}") from error
 
     cache = _RecordingCache(name)
     output = run(model.base_model, cache, [0])

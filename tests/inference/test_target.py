@@ -9,6 +9,8 @@ import torch
 from tiny_targets import FAMILIES, SLIDING_WINDOW, random_prompt, tiny_target
 from torch import Tensor, nn
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     GemmaConfig,
@@ -21,6 +23,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     PreTrainedModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -294,6 +298,28 @@ def test_a_fresh_cache_is_zeroed() -> None:
     assert all(bool((buffer == 0).all()) for buffer in cache._buffers)
 
 
+def test_peft_models_keep_their_adapters() -> None:
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    model = calm_target("llama")
+    text = random_prompt(6)[0].tolist()
+    plain = run_plainly(model, text).logits[0, -1]
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).eval()
+    target = Target(adapted)
+    assert target.model is adapted
+    logits = target.prefill(target.new_cache(1, 16), torch.tensor([text]), torch.tensor([6])).logits[0, 0]
+    torch.testing.assert_close(logits, run_plainly(adapted, text).logits[0, -1], atol=ATOL, rtol=0)
+    assert (logits - plain).abs().max() > 0.1
+    with adapted.disable_adapter():
+        logits = target.prefill(target.new_cache(1, 16), torch.tensor([text]), torch.tensor([6])).logits[0, 0]
+    torch.testing.assert_close(logits, plain, atol=ATOL, rtol=0)
+    prompted = peft.get_peft_model(
+        calm_target("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    with pytest.raises(ValueError, match="virtual prompt tokens"):
+        Target(prompted.eval())
+
+
 class TestLogits:
     """The way from the last hidden state to the logits differs by family."""
 
@@ -413,7 +439,7 @@ class TestRefusals:
 
     def test_state_space_model(self) -> None:
         model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
-        with pytest.raises(ValueError, match="MambaForCausalLM has layers that cannot be rolled back"):
+        with pytest.raises(ValueError, match="MambaForCausalLM has layers of a kind that cannot be rolled back"):
             Target(model.eval())
 
     def test_linear_attention(self) -> None:
@@ -432,7 +458,7 @@ class TestRefusals:
             shared_expert_intermediate_size=16,
             layer_types=["linear_attention", "full_attention"],
         )
-        with pytest.raises(ValueError, match=r"rolled back after a rejected draft \(linear_attention\)"):
+        with pytest.raises(ValueError, match=r"rolled back after a rejected draft.*\(linear_attention\)"):
             Target(Qwen3NextForCausalLM(config).eval())
 
     def test_recurrent_layers(self) -> None:
@@ -487,6 +513,34 @@ class TestRefusals:
             model.ignored = ignored
             with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
                 Target(model)
+
+    def test_positions_by_distance_in_slots(self) -> None:
+        """ALiBi counts slots, so a sibling's slot would change a node's scores."""
+        config = MptConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2, initializer_range=0.3)
+        config._attn_implementation = "eager"
+        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+            Target(MptForCausalLM(config).eval())
+
+    def test_a_model_that_takes_no_4d_mask(self) -> None:
+        config = BloomConfig(vocab_size=64, hidden_size=32, n_head=4, n_layer=2)
+        config._attn_implementation = "eager"
+        with pytest.raises(ValueError, match="BloomForCausalLM does not run with a 4-D mask"):
+            Target(BloomForCausalLM(config).eval())
+
+    def test_a_state_that_no_config_names(self) -> None:
+        class ConvolvedLlama(LlamaForCausalLM):
+            """Keeps a convolution state beside keys and values, as hybrids do."""
+
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.layers[1].register_forward_pre_hook(self.touch, with_kwargs=True)
+
+            @staticmethod
+            def touch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+                kwargs["past_key_values"].update_conv_state(torch.zeros(1), 1)
+
+        with pytest.raises(ValueError, match="ConvolvedLlama keeps a state besides keys and values"):
+            Target(ConvolvedLlama(calm_target("llama").config).eval())
 
     def test_unknown_layer_and_empty_prompt(self) -> None:
         target = Target(calm_target("llama"))
