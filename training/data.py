@@ -18,8 +18,9 @@ import json
 import logging
 import re
 import zlib
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ _ROLES = {
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _MESSAGE_FEATURES = [{"role": datasets.Value("string"), "content": datasets.Value("string")}]
 _PARSED = datasets.Features({"messages": _MESSAGE_FEATURES, "problem": datasets.Value("string")})
+_TOKENIZED = datasets.Features(
+    {
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "loss_mask": datasets.Sequence(datasets.Value("int8")),
+        "problem": datasets.Value("string"),
+    }
+)
 # Part of the cache key of what is read and tokenized: raise it when the code below gives another result.
 _CACHE_VERSION = 1
 
@@ -93,9 +101,13 @@ def load_conversations(
     Raises:
         ValueError: a missing file, no conversation at all, or (BadLineError) a malformed line, with file and line.
     """
+    if max_samples is not None and max_samples < 1:
+        raise ValueError(f"max_samples is {max_samples}; give a number of at least 1, or none for all")
     parts: list[datasets.Dataset] = []
     missing = max_samples
     for path in paths:
+        if missing == 0:
+            break
         for part in _read_path(path, split, missing):
             problems = [problem for problem in part["problem"] if problem]
             if problems and not skip_bad_lines:
@@ -160,10 +172,10 @@ def _parse_row(row: dict[str, Any], index: int, name: str) -> dict[str, Any]:
 
 def _generate_rows(file: str, max_samples: int | None, key: dict[str, int]) -> Iterator[dict[str, Any]]:
     """Good and bad lines alike, so that the cached result can be used with and without `skip_bad_lines`."""
-    num_good = 0
+    num_good = number = 0
     for number, record in _read_records(Path(file)):
         if num_good == max_samples:
-            return
+            break
         try:
             if isinstance(record, Exception):
                 raise ValueError(str(record))
@@ -171,6 +183,8 @@ def _generate_rows(file: str, max_samples: int | None, key: dict[str, int]) -> I
             num_good += 1
         except ValueError as error:
             yield {"messages": [], "problem": f"{file}, line {number}: {error}"}
+    if number == 0:  # `datasets` has no tables without rows
+        yield {"messages": [], "problem": f"{file}, line 1: the file is empty"}
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
@@ -181,7 +195,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            if ".json" in (path.suffix, Path(path.stem).suffix):
+            if path.name.removesuffix(".gz").endswith(".json"):
                 text = lines.read()
                 if text.lstrip().startswith("["):
                     try:
@@ -205,8 +219,8 @@ def tokenize_conversations(
 ) -> datasets.Dataset:
     """Rows `input_ids` and `loss_mask`, cut to `max_length` tokens.
 
-    Conversations without a token of the assistant's left, and those the chat template cannot render or mask, are dropped
-    and counted in a warning.
+    Conversations without a token of the assistant's left, and those the chat template cannot render or mask, are
+    dropped and counted in a warning.
 
     Raises:
         ValueError: a tokenizer without chat template or character offsets, or no row left.
@@ -222,6 +236,7 @@ def tokenize_conversations(
     rows = conversations.map(
         _tokenize_row,
         fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "version": _CACHE_VERSION},
+        features=_TOKENIZED,
         remove_columns=conversations.column_names,
         num_proc=num_proc if num_proc and num_proc > 1 else None,
         desc="Tokenizing conversations",
@@ -252,59 +267,57 @@ def tokenize_conversation(messages: Messages, tokenizer: Any) -> tuple[list[int]
     """Token ids of a conversation under the tokenizer's chat template, and 1 where the assistant wrote the token (its
     end-of-turn token included, its header not).
 
-    The template's `{% generation %}` markers say where that is; without them, `find_replies` does.
+    The template's `{% generation %}` markers say where that is; without them, the rendering is searched.
 
     Raises:
         ValueError: the template renders the conversation so that the replies cannot be found in it.
     """
     if re.search(r"\{%-?\s*generation\b", tokenizer.get_chat_template()):
-        encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        encoded = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+        )
         return list(encoded["input_ids"]), [int(bit) for bit in encoded["assistant_masks"]]
     text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_special_tokens_mask=True)
-    input_ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    special_ids = _special_ids(tokenizer)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    input_ids = list(encoded["input_ids"])
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    special = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     loss_mask = [0] * len(input_ids)
-    for begin, end in find_replies(messages, text, tokenizer):
-        position = 0
-        for position, (start, stop) in enumerate(offsets):
-            if begin <= start < end and start < stop:
-                loss_mask[position] = 1
-            if start >= end:
-                break
-        # The special token behind the text ends the turn; further text (a line break, say) is the template's.
-        starts_behind = offsets[position][0] >= end
-        if starts_behind and input_ids[position] in special_ids and not text[end : offsets[position][0]].strip():
-            loss_mask[position] = 1
+    for begin, end in _find_replies(messages, text, tokenizer, special.values()):
+        first, behind = bisect_left(starts, begin), bisect_left(starts, end)
+        # The next special token ends the turn, unless text stands between: text of the template's, not the assistant's.
+        turn_end = next((place for place in range(behind, len(starts)) if input_ids[place] in special), None)
+        if turn_end is not None and not text[end : starts[turn_end]].strip():
+            behind = turn_end + 1
+        loss_mask[first:behind] = [1] * (behind - first)
     return input_ids, loss_mask
 
 
-def find_replies(messages: Messages, text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
-    """Where in a rendered conversation each reply's text stands: its first character, and the one behind its last.
+def _find_replies(
+    messages: Messages, text: str, tokenizer: Any, special_tokens: Collection[str]
+) -> Iterator[tuple[int, int]]:
+    """Where each reply stands in the rendered conversation: its first character, and the one behind its last.
 
-    A reply begins where the rendering of everything before it, with the generation prompt, ends. Its own end is looked
-    up rather than taken from the rendering up to it: several templates (Qwen3's, for one) render a last reply differently.
-
-    Raises:
-        ValueError: a prefix is rendered differently, or a reply is not in the rendering as it is.
+    A reply begins where the rendering of all before it, with the generation prompt, ends. Its end is looked up, not
+    taken from the rendering up to it, because templates (Qwen3's, for one) may render the last reply unlike the others.
     """
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before: str = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
-        reply = message["content"].strip()  # templates may trim
-        place = text.find(reply, len(before))
-        if not text.startswith(before) or place < 0:
+        begin, reply = len(before), message["content"]
+        place = text.find(reply, begin)
+        if place < 0:  # many templates trim
+            reply = reply.strip()
+            place = text.find(reply, begin)
+        # A special token in between: what was found is the same text in a later turn.
+        is_elsewhere = any(token in text[begin:place] for token in special_tokens)
+        if not text.startswith(before) or place < 0 or is_elsewhere:
             raise ValueError(
                 "the chat template renders replies differently inside a conversation, so that the assistant's tokens "
                 "cannot be told apart; add {% generation %} markers to the template"
             )
-        end = place + len(reply)
-        yield len(before), end
-
-
-def _special_ids(tokenizer: Any) -> set[int]:
-    return {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        yield begin, place + len(reply)
 
 
 class ConversationCollator:
@@ -344,10 +357,13 @@ def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for batch in rows.with_format("arrow").iter(1000):
         input_ids, loss_mask = (
-            torch.from_numpy(batch[name].combine_chunks().flatten().to_numpy().copy()) for name in ("input_ids", "loss_mask")
+            torch.from_numpy(batch[name].combine_chunks().flatten().to_numpy().copy())
+            for name in ("input_ids", "loss_mask")
         )
         ids = input_ids[loss_mask == 1]
         if ids.numel() and int(ids.max()) >= vocab_size:
-            raise ValueError(f"token id {int(ids.max())} with a vocabulary of {vocab_size}: tokenize for this target again")
+            raise ValueError(
+                f"token id {int(ids.max())} with a vocabulary of {vocab_size}: tokenize for this target again"
+            )
         counts += torch.bincount(ids, minlength=vocab_size)
     return counts
