@@ -298,6 +298,8 @@ def test_a_fresh_cache_is_zeroed() -> None:
     assert all(bool((buffer == 0).all()) for buffer in cache._buffers)
 
 
+# peft asks transformers by a name that transformers has deprecated.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_peft_models_keep_their_adapters() -> None:
     peft = pytest.importorskip("peft", reason="peft is an optional extra")
     model = calm_target("llama")
