@@ -516,11 +516,27 @@ class TestRefusals:
             with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
                 Target(model)
 
+    def test_a_model_that_reads_the_mask_upside_down(self) -> None:
+        class InvertedLlama(LlamaForCausalLM):
+            """Takes every 4-D mask for 1 = seen, as some releases of MPT do, and so sees all or nothing."""
+
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.register_forward_pre_hook(self.invert, with_kwargs=True)
+
+            @staticmethod
+            def invert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                mask = kwargs.get("attention_mask")
+                return args, kwargs if mask is None else kwargs | {"attention_mask": torch.full_like(mask, -1e30)}
+
+        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+            Target(InvertedLlama(calm_target("llama").config).eval())
+
     def test_positions_by_distance_in_slots(self) -> None:
         """ALiBi counts slots, so a sibling's slot would change a node's scores."""
         config = MptConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2, initializer_range=0.3)
         config._attn_implementation = "eager"
-        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+        with pytest.raises(ValueError, match=r"MptForCausalLM does not (compute a tree|run with a 4-D mask)"):
             Target(MptForCausalLM(config).eval())
 
     def test_a_model_that_takes_no_4d_mask(self) -> None:
