@@ -38,7 +38,9 @@ format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## benchmark the committed heads on the embedded target
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py --target examples/chat-13m \
+		--heads examples/heads/medusa examples/heads/eagle3 --tree dynamic chain \
+		--prompts examples/prompts.jsonl --json outputs/benchmark.json $(ARGS)
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) $(VENV)-* .mypy_cache .pytest_cache .ruff_cache *.egg-info
