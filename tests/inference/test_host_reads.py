@@ -1,0 +1,78 @@
+"""Inside a step nothing may ask the device for a value: on a GPU each such question waits for all queued work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny_targets import random_prompt, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from inference.acceptance import Sampler, accept_exact
+from inference.ngram import NgramDrafter
+from inference.noise import row_seeds
+from inference.target import Target
+from inference.tree import TokenTree, compute_depths
+
+# Operators whose result (a number, or a shape that depends on values) the host must wait for.
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+
+class RefuseHostReads(TorchDispatchMode):
+    """Raises where a tensor's values would reach the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if any(func.name().split("::")[1].split(".")[0] == read for read in READS):
+            raise AssertionError(f"{func} reads a value on the host")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_guard_works() -> None:
+    with RefuseHostReads():
+        for read in (lambda x: x.item(), lambda x: bool(x), lambda x: x[x > 0]):
+            with pytest.raises(AssertionError, match="reads a value on the host"):
+                read(torch.tensor([2]))
+
+
+@pytest.fixture
+def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU `tolist` and `numpy` read memory directly, past the dispatcher."""
+
+    def refuse(tensor: torch.Tensor) -> None:
+        raise AssertionError("a tensor's values are read on the host")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", refuse)
+    monkeypatch.setattr(torch.Tensor, "numpy", refuse)
+
+
+@pytest.mark.usefixtures("no_lists")
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_step_reads_nothing_on_the_host(family: str, batch_size: int, do_sample: bool) -> None:
+    target = Target(tiny_target(family))
+    cache = target.new_cache(batch_size, 64)
+    processors = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)] if do_sample else []
+    seeds = row_seeds(0, batch_size, "cpu") if do_sample else None
+    sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
+    drafter = NgramDrafter()
+    state = drafter.start(batch_size, 64, 8)
+    prompt = random_prompt(9, batch_size=batch_size)
+    counts = torch.tensor([9, 4, 7][:batch_size])
+    parents = torch.tensor([[-1, 0, 0, 1, 1]]).expand(batch_size, 5)
+    frontier = torch.tensor([[0, 0]]).expand(batch_size, 2)
+    depths = compute_depths(parents)
+    with RefuseHostReads():
+        target.prefill(cache, prompt, counts, feature_layers=(1, 6), chunk_size=4)
+        for _ in range(2):
+            draft = drafter.extend(state, None, prompt[:, :5], counts.clamp(max=5), max_slots=10)
+            assert draft.token_ids is not None
+            drafter.expand(state, draft.token_ids[:, 0, :2], frontier, 1)
+            tree = TokenTree(random_prompt(5, batch_size=batch_size), parents, depths, depths.float(), max_depth=2)
+            noise = sampler.draw_noise(cache.lengths, 3, target.vocab_size)
+            output = target.verify(cache, tree, feature_layers=(1, 6))
+            accepted = accept_exact(sampler, tree, output.logits, cache.lengths, noise=noise)
+            cache.commit(accepted.path, accepted.counts)
