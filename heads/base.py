@@ -77,7 +77,14 @@ class DraftHeadsConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
     def _refuse_unknown_keys(self, keys: dict[str, Any]) -> None:
-        reserved = {*vars(PreTrainedConfig()), "dtype", "torch_dtype", "name_or_path", "model_type", "attn_implementation"}
+        reserved = {
+            *vars(PreTrainedConfig()),
+            "dtype",
+            "torch_dtype",
+            "name_or_path",
+            "model_type",
+            "attn_implementation",
+        }
         own = [key for key in vars(self) if not key.startswith("_")]
         for key in keys:
             if not key.startswith("_") and key not in reserved and not hasattr(PreTrainedConfig, key):
@@ -179,7 +186,9 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
             one `DraftStep` per depth; entries whose predicted position t + shift lies beyond T - 1 are meaningless.
         """
 
-    def forward(self, features: Tensor, input_ids: Tensor, loss_fn: Callable[[list[DraftStep]], Any] | None = None) -> Any:
+    def forward(
+        self, features: Tensor, input_ids: Tensor, loss_fn: Callable[[list[DraftStep]], Any] | None = None
+    ) -> Any:
         """Unrolls and, when given, applies `loss_fn` to the steps: inside forward, so that the hooks of DDP, FSDP and
         ZeRO see every parameter that is used."""
         steps = self.unroll(features, input_ids)
@@ -290,12 +299,16 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         try:
             heads, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            raise ValueError(f"{path}: the weights file is damaged or truncated ({error}); copy or train it again") from error
+            raise ValueError(
+                f"{path}: the weights file is damaged or truncated ({error}); copy or train it again"
+            ) from error
         except RuntimeError as error:
             if "size mismatch" in str(error) or "mismatch" in str(error):
                 raise ValueError(f"{path}: tensors do not have the shapes the config asks for: {error}") from error
             raise
-        problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        problems = {
+            name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        }
         if any(problems.values()):
             found = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys)}" for name, keys in problems.items() if keys)
             raise ValueError(f"{path}: the checkpoint does not fit its config ({found})")

@@ -79,11 +79,15 @@ class Eagle3Config(DraftHeadsConfig):
         super().__init__(**kwargs)
         size, layers = self.target_vocab_size, self.target_num_layers
         if draft_vocab_size is not None and size and not 0 < draft_vocab_size <= size:
-            raise ValueError(f"draft_vocab_size is {draft_vocab_size}; allowed is 1 to the target's {size}, or null for all")
+            raise ValueError(
+                f"draft_vocab_size is {draft_vocab_size}; allowed is 1 to the target's {size}, or null for all"
+            )
         if ttt_steps < 1:
             raise ValueError(f"ttt_steps is {ttt_steps}; allowed is 1 or more (the authors use 7)")
         if layers and (bad := [i for i in self.feature_layers if not 0 <= i <= layers]):
-            raise ValueError(f"feature_layers {bad} do not exist; allowed are 0 (embeddings) to {layers} (after the norm)")
+            raise ValueError(
+                f"feature_layers {bad} do not exist; allowed are 0 (embeddings) to {layers} (after the norm)"
+            )
         if len(set(self.feature_layers)) < len(self.feature_layers):
             raise ValueError(f"feature_layers {self.feature_layers} repeat a layer; give distinct ones")
 
@@ -208,7 +212,9 @@ class Eagle3Heads(DraftHeads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> Eagle3State:
         if self.wants_token_counts:
-            raise ValueError("these heads have no draft vocabulary yet: train them, or call fit_vocabulary(token_counts)")
+            raise ValueError(
+                "these heads have no draft vocabulary yet: train them, or call fit_vocabulary(token_counts)"
+            )
         attention = self.midlayer.self_attn
         cache = DraftCache(
             (batch_size, attention.num_groups, attention.head_dim),

@@ -31,7 +31,12 @@ def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"
     norm_eps = next(
-        (value for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if (value := getattr(config, key, None))), 1e-6
+        (
+            value
+            for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+            if (value := getattr(config, key, None))
+        ),
+        1e-6,
     )
     return {
         "num_attention_heads": num_heads,

@@ -111,7 +111,11 @@ def _eval_prompts(data_args: DataArguments, eval_set: datasets.Dataset | None, t
         with open(data_args.eval_prompts, encoding="utf-8") as lines:
             turns = [json.loads(line)["turns"][0] for line in lines if line.strip()][: data_args.num_eval_prompts]
         return [
-            list(tokenizer.apply_chat_template([{"role": "user", "content": turn}], add_generation_prompt=True, return_dict=False))
+            list(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": turn}], add_generation_prompt=True, return_dict=False
+                )
+            )
             for turn in turns
         ]
     if eval_set is None:

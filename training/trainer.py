@@ -51,9 +51,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         heads: DraftHeads = self.accelerator.unwrap_model(model)
-        encoded = self.target.encode(
-            inputs["input_ids"], inputs["attention_mask"], feature_layers=heads.feature_layers
-        )
+        encoded = self.target.encode(inputs["input_ids"], inputs["attention_mask"], feature_layers=heads.feature_layers)
         teacher = compute_teacher(self.target, encoded.last_hidden, inputs["input_ids"], heads.draft_token_ids)
         loss_fn = partial(
             draft_loss,
@@ -86,7 +84,9 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if not sums:
             return {}
         total = {
-            name: self.accelerator.gather(value[None].to(torch.float64 if value.device.type != "mps" else torch.float32))
+            name: self.accelerator.gather(
+                value[None].to(torch.float64 if value.device.type != "mps" else torch.float32)
+            )
             .sum(0)
             .tolist()
             for name, value in sums.items()
@@ -101,7 +101,9 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
             logs = {**logs, **{k: v for k, v in self._take_metrics(is_training=True).items() if k.startswith("top1")}}
-        super().log({k: round(v, 4) if k.startswith(("top", "eval_top")) else v for k, v in logs.items()}, *args, **kwargs)
+        super().log(
+            {k: round(v, 4) if k.startswith(("top", "eval_top")) else v for k, v in logs.items()}, *args, **kwargs
+        )
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Loss, per-depth top-1 and top-5 accuracy, and the acceptance length measured by decoding."""
