@@ -25,7 +25,11 @@ class RefuseHostReads(TorchDispatchMode):
     """Raises where a tensor's values would reach the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if any(func.name().split("::")[1].split(".")[0] == read for read in READS):
+        name = func.name().split("::")[1].split(".")[0]
+        is_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in READS or is_mask:
             raise AssertionError(f"{func} reads a value on the host")
         return func(*args, **(kwargs or {}))
 
