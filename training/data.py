@@ -173,7 +173,7 @@ def _parse_row(row: dict[str, Any], index: int, name: str) -> dict[str, Any]:
 def _generate_rows(file: str, max_samples: int | None, key: dict[str, int]) -> Iterator[dict[str, Any]]:
     """Good and bad lines alike, so that the cached result can be used with and without `skip_bad_lines`."""
     num_good = number = 0
-    for number, record in _read_records(Path(file)):
+    for number, record in read_records(Path(file)):
         if num_good == max_samples:
             break
         try:
@@ -187,7 +187,7 @@ def _generate_rows(file: str, max_samples: int | None, key: dict[str, int]) -> I
         yield {"messages": [], "problem": f"{file}, line 1: the file is empty"}
 
 
-def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
+def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     """(line number from 1, parsed record or the error) of a JSON or JSON-lines file, gzipped or not.
 
     A JSON file may hold one array instead, ShareGPT's original form; the numbers are then those of its items.

@@ -349,7 +349,7 @@ def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, mo
     file = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo")])
     rows = tokenize_conversations(load_conversations([file]), tokenizer, max_length=64)
     fail = pytest.fail  # neither reads nor tokenizes a second time
-    monkeypatch.setattr("training.data._read_records", lambda path: fail("read again"))
+    monkeypatch.setattr("training.data.read_records", lambda path: fail("read again"))
     again = AutoTokenizer.from_pretrained(CHAT_TARGET)
     monkeypatch.setattr("training.data.tokenize_conversation", lambda messages, tokenizer: fail("tokenized again"))
     assert tokenize_conversations(load_conversations([file]), again, max_length=64).to_dict() == rows.to_dict()
