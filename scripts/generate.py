@@ -1,0 +1,252 @@
+"""Writes text with a target and draft heads, and shows what was drafted while it appears.
+
+    python scripts/generate.py --target examples/chat-13m --heads examples/heads/eagle3 --prompt "Tell me a story."
+
+Without --prompt it is a chat in a terminal (/new forgets what was said, Ctrl-C ends a reply, Ctrl-D the program), and
+otherwise one prompt per line of the standard input. Text goes to the standard output, the counts below it to the error
+output.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model_loading import DTYPES, TREE_HELP, encode_messages, load_heads, load_target, parse_tree
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+from transformers import HfArgumentParser
+
+from inference import Decoder, GenerationStats
+
+DRAFTED_STYLE = "bold green"
+
+
+@dataclass
+class GenerateArguments:
+    target: str = field(metadata={"help": "The target: a folder or a hub id."})
+    heads: str | None = field(
+        default=None, metadata={"help": "Draft heads: a folder or a hub id; none = plain decoding."}
+    )
+    prompt: str | None = field(
+        default=None, metadata={"help": "What to ask; none = chat, or lines of the standard input."}
+    )
+    system: str | None = field(default=None, metadata={"help": "System message in front of every conversation."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Longest reply in tokens."})
+    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 = greedy."})
+    top_k: int = field(default=0, metadata={"help": "Sample from the k likeliest tokens only; 0 = from all."})
+    top_p: float = field(default=1.0, metadata={"help": "Sample from the likeliest tokens of this total probability."})
+    seed: int | None = field(default=None, metadata={"help": "Seed of the sampling; none = another text each time."})
+    tree: str | None = field(default=None, metadata={"help": f"Token tree: {TREE_HELP}."})
+    dtype: str = field(
+        default="auto", metadata={"help": "Weights; auto = as they were saved.", "choices": list(DTYPES)}
+    )
+    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
+    raw: bool = field(default=False, metadata={"help": "Continue the prompt as it is, without the chat template."})
+    color: bool = field(default=True, metadata={"help": "Accepted drafted tokens in colour (in a terminal)."})
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"got --max_new_tokens {self.max_new_tokens}: give at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"got --temperature {self.temperature}: give 0 for greedy decoding, or a positive number")
+        if self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"got --top_k {self.top_k} and --top_p {self.top_p}: top_k starts at 0, top_p is in (0, 1]"
+            )
+        if self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0):
+            raise ValueError("--top_k and --top_p change sampled text only: give a --temperature above 0 with them")
+        if self.raw and self.system is not None:
+            raise ValueError("--system is part of the chat template, which --raw leaves out: drop one of the two")
+        if self.heads is None and self.tree is not None:
+            raise ValueError(f"got --tree {self.tree} without --heads: nothing is drafted in plain decoding")
+
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of `Decoder.generate`."""
+        kwargs: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0}
+        if kwargs["do_sample"]:
+            kwargs |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "seed": self.seed}
+        return kwargs
+
+
+class IncrementalDetokenizer:
+    """Text of a growing token sequence, piece by piece; the pieces joined are the text decoded at once.
+
+    A character whose bytes are spread over tokens appears with the last of them. Only the tokens since the last piece
+    but one are decoded again: one piece of context, because what a token looks like may depend on the one before it.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0  # the tokens before the pending ones begin here
+        self._pending = 0  # the tokens without a piece begin here
+
+    def add(self, token_id: int) -> str:
+        """The text that becomes certain with this token; may be empty."""
+        self._ids.append(token_id)
+        return self._take(is_last=False)
+
+    def flush(self) -> str:
+        """What is left at the end: a character that was never completed."""
+        return self._take(is_last=True)
+
+    def _take(self, *, is_last: bool) -> str:
+        known = self._decode(self._ids[self._context : self._pending])
+        text = self._decode(self._ids[self._context :])
+        if text.endswith("\ufffd") and not is_last:  # bytes of a character that is not complete yet
+            return ""
+        if len(text) > len(known):
+            self._context, self._pending = self._pending, len(self._ids)
+        return text[len(known) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class SpeculationPrinter:
+    """An `on_step` callback that prints each step's tokens: accepted drafted ones in colour, the bonus token plain.
+
+    Args:
+        has_brackets: put [brackets] around what was drafted, for places without colour.
+    """
+
+    def __init__(self, tokenizer: Any, console: Console, *, has_brackets: bool = False) -> None:
+        self.console = console
+        self.has_brackets = has_brackets
+        self.text = ""
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+
+    def __call__(self, token_ids: list[int], num_drafted: int) -> None:
+        pieces = [self._detokenizer.add(token_id) for token_id in token_ids]
+        self._print("".join(pieces[:num_drafted]), is_drafted=True)
+        self._print("".join(pieces[num_drafted:]), is_drafted=False)
+
+    def finish(self) -> None:
+        """Prints what was held back, and ends the line."""
+        self._print(self._detokenizer.flush(), is_drafted=False)
+        self.console.print()
+
+    def _print(self, piece: str, *, is_drafted: bool) -> None:
+        if not piece:
+            return
+        self.text += piece
+        shown = piece.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")  # a model's text must not steer the terminal
+        if is_drafted and self.has_brackets:
+            shown = f"[{shown}]"
+        self.console.print(Text(shown, style=DRAFTED_STYLE if is_drafted else ""), end="", soft_wrap=True)
+        self.console.file.flush()
+
+
+def describe(stats: GenerationStats, *, has_drafter: bool, has_color: bool) -> Text:
+    """The line below a reply."""
+    seconds = stats.seconds["total"]
+    line = Text(f"{stats.num_new_tokens} tokens in {seconds:.2f} s, {stats.num_new_tokens / seconds:.1f} tokens/s")
+    if has_drafter:
+        line.append(f", acceptance length {stats.acceptance_length:.2f}")
+        if has_color:
+            line.append("; ").append("drafted and accepted", DRAFTED_STYLE).append(", plain: the target's own")
+    return line
+
+
+def read_turns(console: Console) -> Iterator[str]:
+    """User turns typed in a terminal, or lines of a file or pipe."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    console.print("[dim]/new starts a new conversation, Ctrl-C ends a reply, Ctrl-D the program[/dim]")
+    while True:
+        try:
+            if turn := console.input("[bold]> [/bold]").strip():
+                yield turn
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+
+
+class Conversation:
+    """Messages of a chat and how the next prompt is made of them."""
+
+    def __init__(self, tokenizer: Any, *, system: str | None, is_raw: bool) -> None:
+        if not is_raw and not tokenizer.chat_template:
+            raise ValueError("the target's tokenizer has no chat template: use --raw, or set tokenizer.chat_template")
+        self.tokenizer = tokenizer
+        self.system = system
+        self.is_raw = is_raw
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+
+    def ask(self, turn: str) -> Tensor:
+        """Adds a user turn; the prompt as [1, L] token ids."""
+        if self.is_raw:
+            input_ids: Tensor = self.tokenizer(turn, return_tensors="pt")["input_ids"]
+            return input_ids
+        self.messages.append({"role": "user", "content": turn})
+        return encode_messages(self.tokenizer, self.messages)
+
+    def answer(self, reply: str) -> None:
+        self.messages.append({"role": "assistant", "content": reply})
+
+
+def reply_to(
+    turn: str, conversation: Conversation, decoder: Decoder, console: Console, args: GenerateArguments
+) -> None:
+    """Prints the reply as it is decoded and keeps it in the conversation."""
+    input_ids = conversation.ask(turn).to(decoder.target.device)
+    printer = SpeculationPrinter(conversation.tokenizer, console)
+    stats: GenerationStats | None = None
+    try:
+        stats = decoder.generate(input_ids, on_step=printer, **args.generate_kwargs()).stats
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+    printer.finish()
+    conversation.answer(printer.text)
+    if stats is not None:
+        has_color = not console.no_color and console.is_terminal
+        line = describe(stats, has_drafter=decoder.drafter is not None, has_color=has_color)
+        Console(stderr=True, no_color=console.no_color, highlight=False).print(line, soft_wrap=True)
+
+
+def run(args: GenerateArguments) -> None:
+    tree = parse_tree(args.tree)
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
+    decoder = Decoder(target, load_heads(args.heads, target) if args.heads else None, tree=tree)
+    console = Console(no_color=not args.color or None, highlight=False)
+    conversation = Conversation(tokenizer, system=args.system, is_raw=args.raw)
+    is_chat = args.prompt is None and sys.stdin.isatty()
+    for turn in [args.prompt] if args.prompt is not None else read_turns(console):
+        if not is_chat or turn == "/new":
+            conversation.reset()
+        if is_chat and turn == "/new":
+            continue
+        try:
+            reply_to(turn, conversation, decoder, console, args)
+        except ValueError as error:  # a conversation that has grown beyond the target's positions, most of all
+            if not is_chat:
+                raise
+            console.print(f"{error}\nStarting a new conversation.", style="red", markup=False)
+            conversation.reset()
+
+
+def main() -> None:
+    parser = HfArgumentParser(GenerateArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
+    try:
+        (args,) = parser.parse_args_into_dataclasses()
+        run(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"generate.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What the programs that decode share: loading a target and heads, naming a tree, turning messages into token ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from heads import DraftHeads
+from inference import DynamicTree, Target, TreePolicy, chain
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+TREE_HELP = "dynamic (EAGLE-2; the default), dynamic:DEPTH,TOP_K,NODES, chain, chain:DEPTH, or a file of configs/trees"
+
+
+def load_target(name: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Target, Any]:
+    """A frozen target and its tokenizer.
+
+    Args:
+        name: folder or hub id.
+        dtype: one of `DTYPES`; auto = the one its weights were saved in.
+        device: None = cuda if there is one, else cpu.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"got dtype {dtype!r}; allowed are {', '.join(DTYPES)}")
+    disable_progress_bar()  # one bar for each file of weights would stand between the lines of a chat
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).requires_grad_(False).eval().to(device)
+    return Target(model), AutoTokenizer.from_pretrained(name)
+
+
+def load_heads(name: str, target: Target) -> DraftHeads:
+    """Heads of any kind from a folder or hub id, bound to the target, in its dtype and on its device."""
+    heads: DraftHeads = DraftHeads.from_pretrained(name, dtype=target.dtype)
+    return heads.bind(target).to(target.device)
+
+
+def parse_tree(text: str | None) -> TreePolicy | str | None:
+    """What `Decoder(tree=...)` takes, from an option's text (see `TREE_HELP`).
+
+    >>> parse_tree("dynamic:4,6,16").num_nodes, parse_tree("chain:3").max_depth, parse_tree("dynamic")
+    (16, 3, 'dynamic')
+    """
+    if text is None or not (match := re.fullmatch(r"(dynamic|chain):(.*)", text)):
+        return text
+    name, numbers = match.groups()
+    form = {"dynamic": "DEPTH,TOP_K,NODES", "chain": "DEPTH"}[name]
+    values = numbers.split(",")
+    if len(values) != form.count(",") + 1 or not all(value.strip().isdigit() for value in values):
+        raise ValueError(f"got the tree {text!r}: write {name}:{form} with whole numbers, or {name}")
+    sizes = [int(value) for value in values]
+    return DynamicTree(*sizes) if name == "dynamic" else chain(*sizes)
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Tensor:
+    """[1, L] int64: messages under the tokenizer's chat template, up to where the assistant's reply begins."""
+    encoded = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    input_ids: Tensor = encoded["input_ids"]
+    return input_ids
