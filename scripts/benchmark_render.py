@@ -95,7 +95,7 @@ def _text_notes(rows: Sequence[Row]) -> list[str]:
         gaps = [(abs(d.gap), d.resolution) for d in row.differences if d.gap is not None and d.resolution is not None]
         if gaps:
             gap, resolution = max(gaps)
-            note += f"; where they part, the target's two logits are at most {gap:.2g} apart (its dtype resolves {resolution:.2g})"
+            note += f"; the target's two logits are at most {gap:.2g} apart there (its dtype resolves {resolution:.2g})"
         notes.append(note)
     return notes
 

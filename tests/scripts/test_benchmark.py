@@ -1,0 +1,307 @@
+"""The benchmark's numbers against numbers worked out by hand, and a small run from prompts to files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import HfArgumentParser, PreTrainedModel
+
+from tests.conftest import CHAT_TARGET, REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import benchmark
+from benchmark import BenchmarkArguments, name_heads
+from benchmark_measure import (
+    PLAIN,
+    TRANSFORMERS,
+    Contender,
+    Prompt,
+    Run,
+    Settings,
+    load_prompts,
+    make_contenders,
+    measure,
+)
+from benchmark_render import make_grids
+from benchmark_report import (
+    describe_environment,
+    find_difference,
+    make_rows,
+    share_of_repeated_ngrams,
+    split_step,
+    write_json,
+)
+from model_loading import encode_messages
+
+from heads import create_heads
+from inference import GenerationStats, Target
+from inference.ngram import NgramDrafter
+
+
+@pytest.fixture(scope="module")
+def target(chat_target: PreTrainedModel) -> Target:
+    return Target(chat_target)
+
+
+def prompt(index: int = 0) -> Prompt:
+    return Prompt(f"p{index}", index, torch.tensor([[1, 50 + index, 60]]))
+
+
+def stats_of(accepted: list[int], **seconds: float) -> GenerationStats:
+    stats = GenerationStats()
+    for count in accepted:
+        stats.count_step(count)
+    stats.seconds |= seconds
+    return stats
+
+
+def contender(name: str, runs: list[list[Run]]) -> Contender:
+    return Contender(name, runs=runs, profiled=[run for repeat in runs for run in repeat])
+
+
+# What is measured.
+
+
+def test_contenders_take_turns_in_rotating_order() -> None:
+    calls: list[tuple[str, int | None]] = []
+
+    def recording(name: str) -> Contender:
+        def decode(prompt: Prompt, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+            calls.append((name, max_new_tokens))
+            return Run([1], 1.0, 1)
+
+        return Contender(name, decode=decode)
+
+    contenders = [recording(name) for name in "ab"] + [Contender("c", problem="too deep")]
+    measure(contenders, [prompt(0), prompt(1), prompt(2)], Settings(max_new_tokens=100, repeats=2))
+    assert calls[:2] == [("a", 32), ("b", 32)], "warming up comes first and is short"
+    assert [name for name, _ in calls[2:]] == ["a", "b", "b", "a", "a", "b"] + ["b", "a", "a", "b", "b", "a"]
+    assert [len(runs) for runs in contenders[0].runs] == [3, 3]
+    assert contenders[2].runs == []
+
+
+def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) -> None:
+    heads = create_heads("medusa", target, num_heads=2)
+    contenders = make_contenders(target, {"two": heads}, ["chain:2", "chain:3"], Settings())
+    problems = {(one.name, one.tree): one.problem for one in contenders if one.problem}
+    assert list(problems) == [("two", "chain:3")]
+    assert "3 levels deep, the drafter proposes at most 2" in problems["two", "chain:3"]
+    with pytest.raises(ValueError, match="allowed are 'dynamic', 'chain'"):
+        make_contenders(target, {"two": heads}, ["dynamc"], Settings())
+
+
+def test_sampling_adds_uncoupled_drafting(target: Target) -> None:
+    names = [one.name for one in make_contenders(target, {"h": NgramDrafter()}, ["chain"], Settings(temperature=1.0))]
+    assert names[-2:] == ["h", "h, uncoupled"]
+
+
+def test_prompts_of_both_formats_and_too_long_ones(target: Target, chat_tokenizer: Any, tmp_path: Path) -> None:
+    rows = [
+        {"id": "first", "turns": ["Hi there", "not this one"]},
+        {"id": "long", "turns": ["word " * 900]},
+        {"id": "second", "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]},
+        {"id": "third", "turns": ["left out by num_prompts"]},
+    ]
+    path = tmp_path / "prompts.jsonl.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    prompts, num_too_long = load_prompts(path, chat_tokenizer, target, num_prompts=2, max_new_tokens=200)
+    assert [(one.id, one.index) for one in prompts] == [("first", 0), ("second", 1)]
+    assert num_too_long == 1
+    assert chat_tokenizer.decode(prompts[0].input_ids[0]).endswith("Hi there<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(ValueError, match="no prompt that leaves room for 1024 tokens"):
+        load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=1024)
+
+
+# What the numbers say.
+
+
+def test_rows_by_hand(target: Target) -> None:
+    """Two prompts, two repeats: generate takes 1 s for 4 tokens, plain decoding 2 s, the drafter 0.5 s and then 1 s."""
+    text = [5, 6, 7, 8]
+    seconds = {"prefill": 0.1, "draft": 0.2, "verify": 0.3, "accept": 0.05, "commit": 0.05, "total": 0.8}
+    mine = [Run(text, spent, 2, stats_of([1, 0], **seconds), draft_forward_seconds=0.15) for spent in (0.5, 1.0)]
+    contenders = [
+        contender(TRANSFORMERS, [[Run(text, 1.0, 4), Run(text, 1.0, 4)] for _ in range(2)]),
+        contender(PLAIN, [[Run(text, 2.0, 4, stats_of([0, 0, 0], **seconds)) for _ in range(2)] for _ in range(2)]),
+        contender("mine", [[run, run] for run in mine]),
+        Contender("broken", problem="too deep"),
+    ]
+    generate, plain, row, broken = make_rows(contenders, [prompt(0), prompt(1)], Settings(), target)
+    assert generate.tokens_per_second == 4.0
+    assert (generate.over_transformers, plain.over_transformers) == (1.0, 0.5)
+    assert (row.tokens_per_second, row.tokens_per_second_range) == (6.0, (4.0, 8.0))
+    # Ratios of the four pairs: 2, 2, 1, 1.
+    assert (row.over_transformers, row.over_transformers_quartiles, row.over_plain) == (1.5, (1.0, 2.0), 3.0)
+    assert (generate.acceptance_length, plain.acceptance_length, row.acceptance_length) == (1.0, 1.0, 1.5)
+    assert (row.accepted_histogram, row.acceptance_by_depth) == ([4, 4], [0.5])
+    assert (row.num_identical, row.num_compared, row.reference) == (2, 2, TRANSFORMERS)
+    # Each run: 0.7 s for two steps; outside the drafter and the target 0.7 - 0.15 - 0.3.
+    assert row.step_milliseconds == pytest.approx(
+        {"step": 350, "draft": 75, "grow": 25, "verify": 150, "accept": 25, "commit": 25, "other": 50}
+    )
+    assert row.overhead_share == pytest.approx(0.25 / 0.7)
+    assert broken.problem == "too deep"
+    assert broken.num_compared == 0
+
+
+def test_parts_of_a_step_add_up() -> None:
+    parts = split_step(stats_of([1], prefill=1.0, draft=0.5, verify=2.0, accept=0.25, commit=0.25, total=4.5), 0.25)
+    assert parts.pop("step") == 3500
+    assert sum(parts.values()) == 3500
+    assert parts["other"] == 500
+
+
+def test_repeated_4grams() -> None:
+    assert share_of_repeated_ngrams([[1, 2, 1, 2, 1, 2, 3]]) == 0.25
+    assert share_of_repeated_ngrams([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == 0.0, "other texts do not count"
+    assert share_of_repeated_ngrams([[1, 2, 3]]) == 0.0
+
+
+def test_another_text_in_any_repeat_is_counted_with_both_logits(target: Target, chat_tokenizer: Any) -> None:
+    one = Prompt("sea", 0, encode_messages(chat_tokenizer, [{"role": "user", "content": "Tell me about the sea."}]))
+    length = one.input_ids.shape[1]
+    text = target.model.generate(one.input_ids, max_new_tokens=6, do_sample=False)[0, length:].tolist()
+    wrong = [*text[:3], (text[3] + 1) % 4096, *text[4:]]
+    contenders = [
+        contender(TRANSFORMERS, [[Run(text, 1.0, 6)], [Run(text, 1.0, 6)]]),
+        contender("mine", [[Run(one_text, 1.0, 6, stats_of([1], total=1.0))] for one_text in (text, wrong)]),
+    ]
+    row = make_rows(contenders, [one], replace(Settings(), repeats=2), target)[1]
+    assert (row.num_identical, row.num_compared) == (0, 1)
+    (difference,) = row.differences
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([[*one.input_ids[0].tolist(), *text[:3]]])).logits[0, -1]
+    assert difference.position == 3
+    assert difference.gap == pytest.approx(float(logits[text[3]] - logits[wrong[3]]))
+    assert difference.gap > 0, "the reference took the argmax"
+    shorter = find_difference(one, text, text[:2], target, has_gap=True)
+    assert (shorter.position, shorter.gap) == (2, None)
+
+
+def test_resolution_is_the_distance_of_neighbouring_numbers(target: Target) -> None:
+    one = prompt()
+    text = target.model.generate(one.input_ids, max_new_tokens=1, do_sample=False)[0, 3:].tolist()
+    difference = find_difference(one, text, [text[0] ^ 1], target, has_gap=True)
+    with torch.inference_mode():
+        logit = target.model(one.input_ids).logits[0, -1, text[0]].abs()
+    assert difference.resolution == float(torch.nextafter(logit, torch.tensor(torch.inf)) - logit)
+
+
+def test_names_of_heads_are_short_and_distinct() -> None:
+    assert name_heads(["a/heads/medusa", "b/heads/medusa", "b/heads/eagle3/"]) == {
+        "a/heads/medusa": "a/heads/medusa",
+        "b/heads/medusa": "b/heads/medusa",
+        "eagle3": "b/heads/eagle3/",
+    }
+    with pytest.raises(ValueError, match="twice"):
+        name_heads(["a", "a"])
+
+
+@pytest.mark.parametrize("spelling", ["--max-new-tokens", "--max_new_tokens"])
+def test_both_spellings_of_an_option(spelling: str) -> None:
+    parser = HfArgumentParser(BenchmarkArguments)
+    (args,) = parser.parse_args_into_dataclasses(["--target", "t", "--prompts", "p", spelling, "7", "--tree", "a", "b"])
+    assert (args.max_new_tokens, args.tree) == (7, ["a", "b"])
+    with pytest.raises(ValueError, match="--repeats 0"):
+        parser.parse_args_into_dataclasses(["--target", "t", "--prompts", "p", "--repeats", "0"])
+
+
+# From prompts to files.
+
+
+@pytest.fixture(scope="module")
+def heads_path(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("heads") / "untrained"
+    create_heads("medusa", target, num_heads=2).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_small_run(temperature: float, heads_path: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": str(n), "turns": [f"Count to {n}"]}) + "\n" for n in range(2)))
+    files = {name: str(tmp_path / "out" / f"report.{name}") for name in ("json", "plot", "markdown")}
+    console = Console(file=io.StringIO(), width=150)
+    benchmark.run(
+        BenchmarkArguments(
+            target=str(CHAT_TARGET),
+            prompts=str(prompts),
+            heads=[str(heads_path)],
+            max_new_tokens=8,
+            temperature=temperature,
+            tree=["chain", "dynamic:2,2,4"],
+            repeats=2,
+            device="cpu",
+            **files,
+        ),
+        console,
+    )
+    report = json.loads(Path(files["json"]).read_text())
+    rows = {row["name"] + row["tree"]: row for row in report["rows"]}
+    assert {TRANSFORMERS, PLAIN, "transformers prompt look-up", "n-gram drafterchain", "untraineddynamic:2,2,4"} <= set(
+        rows
+    )
+    assert ("untrained, uncoupledchain" in rows) == (temperature > 0)
+    for row in rows.values():
+        assert row["tokens_per_second"] > 0
+        assert row["over_transformers"] > 0
+        is_compared = temperature == 0 or not row["name"].startswith("transformers")
+        assert (row["num_identical"], row["num_compared"]) == ((2, 2) if is_compared else (None, 0))
+    environment = report["environment"]
+    assert (environment["dtype"], environment["num_prompts"], environment["temperature"]) == ("float32", 2, temperature)
+    assert environment["cpu"]
+    assert Path(files["plot"]).read_bytes().startswith(b"\x89PNG")
+    assert "| untrained, chain |" in Path(files["markdown"]).read_text()
+    assert "untrained, chain" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "report.json",
+        "report.markdown",
+        "report.plot",
+    ]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.json"
+    rows = make_rows([contender(TRANSFORMERS, [[Run([1, 2], 1.0, 2)]])], [prompt()], Settings(), target)
+    environment = describe_environment(target, Settings(), target="t", num_prompts=1)
+    contenders = [contender(TRANSFORMERS, [[Run([1, 2], 1.0, 2)]])]
+    write_json(path, environment, rows, contenders)
+    before = path.read_text()
+
+    def fail(self: Path, *_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, environment, rows, contenders)
+    assert path.read_text() == before
+
+
+def test_near_ties_and_what_did_not_run_are_told(target: Target) -> None:
+    text = [5, 6, 7, 8]
+    contenders = [
+        contender(TRANSFORMERS, [[Run(text, 1.0, 4)]]),
+        contender("mine", [[Run([5, 6, 7, 9], 1.0, 4, stats_of([1], verify=0.1, total=0.2))]]),
+        Contender("other", "chain:9", problem="the tree is 9 levels deep"),
+    ]
+    rows = make_rows(contenders, [prompt()], Settings(), target)
+    grid, _ = make_grids(rows, describe_environment(target, Settings(), target="t", num_prompts=1))
+    assert [line[5] for line in grid.cells] == ["reference", "0/1"]
+    assert grid.notes[0] == "other, chain:9 did not run: the tree is 9 levels deep"
+    assert grid.notes[1].startswith(
+        "mine: 1 of 1 texts differ from transformers generate; the target's two logits are at"
+    )

@@ -1,0 +1,196 @@
+"""The terminal program: text appears whole, drafted tokens in colour, and options that cannot work say so."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedModel
+
+from tests.conftest import CHAT_TARGET, REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import generate
+from generate import Conversation, GenerateArguments, IncrementalDetokenizer, SpeculationPrinter
+from model_loading import encode_messages, parse_tree
+
+from inference import Decoder, StaticTree
+from inference.ngram import NgramDrafter
+
+ODD_TEXT = "Grüße, 日本語のテキスト 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000 too"
+REPEATING = "one two three four five six seven. one two three four five six seven. one two three"
+
+
+def console(**options: Any) -> Console:
+    return Console(file=io.StringIO(), highlight=False, width=80, **options)
+
+
+def shown(place: Console) -> str:
+    assert isinstance(place.file, io.StringIO)
+    return place.file.getvalue()
+
+
+@pytest.mark.parametrize("text", [ODD_TEXT, "plain", "", "🙂", REPEATING])
+def test_pieces_are_whole_characters_and_add_up(chat_tokenizer: Any, text: str) -> None:
+    token_ids = chat_tokenizer(text, add_special_tokens=False)["input_ids"]
+    detokenizer = IncrementalDetokenizer(chat_tokenizer)
+    pieces = [detokenizer.add(token_id) for token_id in token_ids]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) + detokenizer.flush() == text
+    if text == "🙂":
+        assert len(token_ids) > 1, "this text is here because its bytes are spread over tokens"
+
+
+def test_pieces_keep_the_spaces_of_a_sentencepiece_tokenizer(stories_target_path: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stories_target_path)
+    token_ids = tokenizer("Once upon a time, there was a café.", add_special_tokens=False)["input_ids"]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.add(token_id) for token_id in token_ids]
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids)
+
+
+def test_a_character_that_is_never_completed_appears_at_the_end(chat_tokenizer: Any) -> None:
+    first_bytes = chat_tokenizer("🙂", add_special_tokens=False)["input_ids"][:1]
+    detokenizer = IncrementalDetokenizer(chat_tokenizer)
+    assert [detokenizer.add(token_id) for token_id in first_bytes] == [""]
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_special_tokens_are_not_shown(chat_tokenizer: Any) -> None:
+    token_ids = [*chat_tokenizer("Yes", add_special_tokens=False)["input_ids"], chat_tokenizer.eos_token_id]
+    detokenizer = IncrementalDetokenizer(chat_tokenizer)
+    assert "".join(map(detokenizer.add, token_ids)) + detokenizer.flush() == "Yes"
+
+
+def test_drafted_tokens_are_coloured_and_bonus_tokens_are_not(chat_tokenizer: Any) -> None:
+    token_ids = chat_tokenizer(" one two three", add_special_tokens=False)["input_ids"]
+    last = chat_tokenizer.decode(token_ids[-1:])
+    drafted = chat_tokenizer.decode(token_ids[:-1])
+    colourful = console(force_terminal=True, color_system="standard")
+    SpeculationPrinter(chat_tokenizer, colourful)(token_ids, len(token_ids) - 1)
+    assert shown(colourful) == f"\x1b[1;32m{drafted}\x1b[0m{last}"
+    bracketed = console(no_color=True)
+    SpeculationPrinter(chat_tokenizer, bracketed, has_brackets=True)(token_ids, len(token_ids) - 1)
+    assert shown(bracketed) == f"[{drafted}]{last}"
+
+
+def test_markup_and_escape_sequences_are_only_text(chat_tokenizer: Any) -> None:
+    text = "[red]x[/red] \x1b[31m"
+    place = console()
+    printer = SpeculationPrinter(chat_tokenizer, place)
+    printer(chat_tokenizer(text, add_special_tokens=False)["input_ids"], 0)
+    assert shown(place) == text.replace("\x1b", "␛")
+    assert printer.text == text
+
+
+def test_what_is_printed_is_what_was_decoded(chat_target: PreTrainedModel, chat_tokenizer: Any) -> None:
+    input_ids = encode_messages(chat_tokenizer, [{"role": "user", "content": REPEATING}])
+    place = console(force_terminal=True, color_system="standard")
+    printer = SpeculationPrinter(chat_tokenizer, place)
+    decoder = Decoder(chat_target, NgramDrafter(), tree=StaticTree([[0], [0, 0], [0, 0, 0]]))
+    output = decoder.generate(input_ids, on_step=printer, max_new_tokens=48, do_sample=False)
+    printer.finish()
+    new = output.sequences[0, input_ids.shape[1] :]
+    assert torch.equal(output.sequences, chat_target.generate(input_ids, max_new_tokens=48, do_sample=False))
+    assert printer.text == chat_tokenizer.decode(new, skip_special_tokens=True)
+    # A run that holds a line break is coloured line by line.
+    num_coloured = shown(place).replace("\x1b[0m\n\x1b[1;32m", "\n").count("\x1b[1;32m")
+    num_accepting = sum(output.stats.accepted_histogram[1:])
+    assert 0 < num_coloured <= num_accepting, "every accepting step shows at most one run of drafted tokens"
+
+
+def test_a_chat_keeps_its_turns_and_raw_text_does_not(chat_tokenizer: Any) -> None:
+    chat = Conversation(chat_tokenizer, system="Be kind.", is_raw=False)
+    chat.ask("Hi")
+    chat.answer("Hello")
+    prompt = chat_tokenizer.decode(chat.ask("And you?")[0])
+    assert [prompt.count(text) for text in ("Be kind.", "Hi", "Hello", "And you?")] == [1, 1, 1, 1]
+    chat.reset()
+    assert "Hello" not in chat_tokenizer.decode(chat.ask("Hi")[0])
+    raw = Conversation(chat_tokenizer, system=None, is_raw=True)
+    assert chat_tokenizer.decode(raw.ask("Once upon")[0]) == "Once upon"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_new_tokens": 0}, "--max_new_tokens 0"),
+        ({"temperature": -1.0}, "--temperature -1.0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "--top_p 0.0"),
+        ({"top_k": 5}, "--temperature above 0"),
+        ({"raw": True, "system": "x"}, "--raw"),
+        ({"tree": "chain"}, "--heads"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GenerateArguments(target="t", **changes)
+
+
+def test_trees_are_named_on_the_command_line() -> None:
+    tree = parse_tree("dynamic:4,6,16")
+    assert not isinstance(tree, str)
+    assert tree is not None
+    assert (tree.max_depth, tree.num_nodes) == (4, 16)
+    chain = parse_tree("chain:3")
+    assert not isinstance(chain, str)
+    assert chain is not None
+    assert chain.max_depth == 3
+    assert parse_tree("dynamic") == "dynamic"
+    assert parse_tree(None) is None
+    for wrong in ("dynamic:4", "chain:a", "chain:", "dynamic:1,2,3,4"):
+        with pytest.raises(ValueError, match=r"write (dynamic|chain):"):
+            parse_tree(wrong)
+
+
+@pytest.fixture
+def run_program(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the program in this process on given standard input; returns what it printed."""
+
+    def run_with(**options: Any) -> str:
+        generate.run(GenerateArguments(target=str(CHAT_TARGET), dtype="float32", device="cpu", **options))
+        return capsys.readouterr().out
+
+    return run_with
+
+
+def test_each_line_of_the_standard_input_is_a_prompt_of_its_own(
+    run_program: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = [run_program(prompt=prompt, max_new_tokens=6) for prompt in ("Hi", "Tell me a story")]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n\nTell me a story\n"))
+    assert run_program(max_new_tokens=6) == "".join(replies)
+    assert "\x1b" not in replies[0], "no colour where there is no terminal"
+
+
+def test_raw_text_is_continued_as_it_is(run_program: Callable[..., str]) -> None:
+    assert run_program(prompt="Once upon a", raw=True, max_new_tokens=4).strip()
+
+
+def test_a_seed_repeats_a_sampled_text(run_program: Callable[..., str]) -> None:
+    options = {"prompt": "Tell me a story", "temperature": 1.0, "top_k": 50, "top_p": 0.9, "max_new_tokens": 8}
+    assert run_program(seed=3, **options) == run_program(seed=3, **options)
+
+
+def test_a_mistake_ends_the_program_with_one_line() -> None:
+    command = [sys.executable, "scripts/generate.py", "--target", "examples/chat-13m", "--top-k", "3"]
+    run = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert run.returncode == 1
+    assert run.stderr.strip().splitlines()[-1].startswith("generate.py: --top_k and --top_p change sampled text only")
+    assert "Traceback" not in run.stderr
