@@ -36,6 +36,6 @@ def create_heads(head_type: str, target: Target | PreTrainedModel, **overrides: 
         target = Target(target)
     kind = HEAD_TYPES[head_type]
     heads = kind(kind.config_class.from_target(target, **overrides))
-    heads.bind(target).to(target.device)
+    heads.bind(target)
     heads.init_from_target(target)
     return heads

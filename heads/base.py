@@ -6,10 +6,8 @@ Legend: B batch, T sequence length, F feature width (number of tapped layers x t
 from __future__ import annotations
 
 import difflib
-import logging
+import inspect
 import os
-import shutil
-import tempfile
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from heads.checkpoint import replace_checkpoint
 from inference.drafter import DraftLogits
 from inference.target import Target
-
-logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 
@@ -34,7 +31,7 @@ class DraftHeadsConfig(PreTrainedConfig):
     Args:
         target_name_or_path: where the target came from (a note for people; never loaded by itself).
         target_model_type: the target's `model_type`.
-        target_hidden_size: the target's hidden size.
+        target_hidden_size: the target's hidden size; 0, as in the next two, when there is no target yet.
         target_vocab_size: rows of the target's LM head.
         target_num_layers: the target's number of decoder layers.
         feature_layers: tapped layers, as indices into transformers' `hidden_states` (0 = embeddings, n = post-norm).
@@ -60,7 +57,8 @@ class DraftHeadsConfig(PreTrainedConfig):
         format_version: int = FORMAT_VERSION,
         **kwargs: Any,
     ) -> None:
-        kwargs.pop("head_type", None)
+        if (kind := kwargs.pop("head_type", self.head_type)) != self.head_type:
+            raise ValueError(f"head_type is {kind!r}, but this is the config of {self.head_type} heads: leave it out")
         if format_version > FORMAT_VERSION:
             raise ValueError(
                 f"these heads have format_version {format_version}, this release reads up to {FORMAT_VERSION}: "
@@ -73,6 +71,12 @@ class DraftHeadsConfig(PreTrainedConfig):
         self.target_num_layers = target_num_layers
         self.feature_layers = list(feature_layers)
         self.format_version = format_version
+        if target_num_layers and (bad := [i for i in self.feature_layers if not 0 <= i <= target_num_layers]):
+            raise ValueError(
+                f"feature_layers {bad} do not exist; allowed are 0 (embeddings) to {target_num_layers} (after the norm)"
+            )
+        if len(set(self.feature_layers)) < len(self.feature_layers):
+            raise ValueError(f"feature_layers {self.feature_layers} repeat a layer; give distinct ones")
         self._refuse_unknown_keys(kwargs)
         super().__init__(**kwargs)
 
@@ -101,13 +105,18 @@ class DraftHeadsConfig(PreTrainedConfig):
     def from_target(cls, target: Target, **overrides: Any) -> Self:
         """A config for heads of this kind on `target`; kinds add their own sizes, `overrides` win."""
         values: dict[str, Any] = {
-            "target_name_or_path": target.model.config._name_or_path,
+            "target_name_or_path": _name_of(target),
             "target_model_type": target.text_config.model_type,
             "target_hidden_size": target.hidden_size,
             "target_vocab_size": target.vocab_size,
             "target_num_layers": target.num_layers,
         }
         return cls(**{**values, **overrides})
+
+
+def _name_of(target: Target) -> str:
+    """Where the target came from; empty for one made in memory."""
+    return str(cast(Any, target.model).config._name_or_path)
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,7 @@ class DraftStep:
     Attributes:
         shift: >= 2; slot t holds the feature of t, and token t + 1 is already certain when drafting starts.
         hidden: [B, T, D] the states the LM head reads.
-        head: maps [..., D] to logits [..., C] over `draft_token_ids` (all of the target's vocabulary when that is None).
+        head: maps [..., D] to logits [..., C] over `draft_token_ids` (the target's vocabulary when that is None).
     """
 
     shift: int
@@ -128,8 +137,8 @@ class DraftStep:
 class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     """A small trained module that drafts for a frozen target; base class of every kind.
 
-    A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend` and
-    `expand` (decoding: the `inference.drafter.Drafter` protocol). `default_loss` names its usual objective.
+    A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
+    and `expand` (decoding: the `inference.drafter.Drafter` protocol). `default_loss` names its usual objective.
 
     `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
     """
@@ -145,6 +154,10 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         super().__init__(config)
         # A list hides the target from nn.Module: borrowed modules are never saved and never trained by accident.
         self._bound: list[Target] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the target behind: they come back unbound."""
+        return {**self.__dict__, "_bound": []}
 
     # What the decode loop reads.
 
@@ -209,7 +222,7 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     # Binding.
 
     def bind(self, target: Target | PreTrainedModel) -> Self:
-        """Lends the heads the target's embedding and LM head.
+        """Lends the heads the target's embedding and LM head, and moves them to the target's device.
 
         Raises:
             ValueError: when the target has another width, vocabulary or number of layers than the heads were made for.
@@ -224,11 +237,11 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
             if mine != theirs:
                 raise ValueError(
                     f"these {self.config.head_type} heads were made for a target with {what} {mine}, this target "
-                    f"({target.model.config._name_or_path or type(target.model).__name__}) has {theirs}: load the target "
-                    f"the heads were trained for ({self.config.target_name_or_path or 'not recorded'}), or train new heads"
+                    f"({_name_of(target) or type(target.model).__name__}) has {theirs}: load the target the heads were "
+                    f"trained for ({self.config.target_name_or_path or 'not recorded'}), or train new heads"
                 )
         self._bound[:] = [target]
-        return self
+        return cast(Self, cast(nn.Module, self).to(target.device))
 
     @property
     def target(self) -> Target:
@@ -246,27 +259,37 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def _init_weights(self, module: nn.Module) -> None:
         """Modules initialise themselves in their constructors; transformers would overwrite special initial values."""
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """`PreTrainedModel.save_pretrained`, but never half-written: files are written beside the directory and renamed
-        into it, weights first, so that a full disk or a kill leaves the previous checkpoint loadable."""
+    def save_pretrained(  # type: ignore[override, unused-ignore]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """`PreTrainedModel.save_pretrained`, but never half-written: a full disk or a kill leaves the previous
+        checkpoint loadable (see `replace_checkpoint`).
+
+        Args:
+            is_main_process: False on the processes that must not write.
+            push_to_hub: upload as well, with the keywords of `push_to_hub`; `repo_id` defaults to the directory's name.
+            **kwargs: those of transformers, such as `state_dict` and `max_shard_size`.
+        """
+        if not is_main_process:
+            super().save_pretrained(save_directory, is_main_process=False, **kwargs)
+            return
         directory = Path(save_directory)
-        if kwargs.pop("push_to_hub", False):
-            raise ValueError("save_pretrained(push_to_hub=True) is not supported: call heads.push_to_hub(repo_id)")
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        try:
-            super().save_pretrained(scratch, *args, **kwargs)
-            scratch.chmod(0o755)
-            if not directory.exists():
-                scratch.rename(directory)
-                return
-            for file in sorted(scratch.iterdir(), key=lambda path: path.suffix == ".json"):
-                file.replace(directory / file.name)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        hub_keys = inspect.signature(super().push_to_hub).parameters.keys() - {"max_shard_size"}
+        hub = {key: kwargs.pop(key) for key in hub_keys & kwargs.keys()}
+        with replace_checkpoint(directory) as scratch:
+            super().save_pretrained(scratch, **kwargs)
+        if push_to_hub:
+            self.push_to_hub(**{"repo_id": directory.resolve().name, **hub})
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(  # type: ignore[override, unused-ignore]
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> Any:
         """Loads heads of any kind from a directory or a hub id.
 
         Raises:
@@ -276,6 +299,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         from heads import HEAD_TYPES
 
         path = str(pretrained_model_name_or_path)
+        if os.path.isdir(path) and not (Path(path) / kwargs.get("subfolder", "") / "config.json").is_file():
+            raise ValueError(f"{path} has no config.json: give a directory written by DraftHeads.save_pretrained")
         hub_keys = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub = {key: kwargs[key] for key in hub_keys if key in kwargs}
         config_dict, _ = PreTrainedConfig.get_config_dict(path, **hub)
@@ -296,22 +321,25 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
         from safetensors import SafetensorError
 
+        kwargs["ignore_mismatched_sizes"] = True  # as an error of transformers it would name no tensor
         try:
-            heads, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise ValueError(
                 f"{path}: the weights file is damaged or truncated ({error}); copy or train it again"
             ) from error
-        except RuntimeError as error:
-            if "size mismatch" in str(error) or "mismatch" in str(error):
-                raise ValueError(f"{path}: tensors do not have the shapes the config asks for: {error}") from error
-            raise
+        heads, info = loaded
         problems = {
-            name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            "missing": sorted(info["missing_keys"]),
+            "unexpected": sorted(info["unexpected_keys"]),
+            "of another shape": [
+                f"{name} is {list(stored)} and should be {list(wanted)}"
+                for name, stored, wanted in sorted(info["mismatched_keys"])
+            ],
         }
         if any(problems.values()):
-            found = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys)}" for name, keys in problems.items() if keys)
-            raise ValueError(f"{path}: the checkpoint does not fit its config ({found})")
+            found = "; ".join(f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names)
+            raise ValueError(f"{path}: the tensors do not fit config.json ({found})")
         for name, tensor in heads.state_dict().items():
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise ValueError(f"{path}: tensor {name} holds NaN or infinite values; the checkpoint is not usable")

@@ -10,7 +10,7 @@ drafted node is its parent's output before the final norm.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,15 @@ class Eagle3Config(DraftHeadsConfig):
         max_position_embeddings: int = 2048,
         **kwargs: Any,
     ) -> None:
+        if ttt_steps < 1:
+            raise ValueError(f"ttt_steps is {ttt_steps}; allowed is 1 or more (the authors use 7)")
+        if num_attention_heads % num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
+                "the first must be a multiple of the second"
+            )
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
         self.draft_vocab_size = draft_vocab_size
         self.ttt_steps = ttt_steps
         self.num_attention_heads = num_attention_heads
@@ -77,19 +86,13 @@ class Eagle3Config(DraftHeadsConfig):
         self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
         self.max_position_embeddings = max_position_embeddings
         super().__init__(**kwargs)
-        size, layers = self.target_vocab_size, self.target_num_layers
+        size = self.target_vocab_size
         if draft_vocab_size is not None and size and not 0 < draft_vocab_size <= size:
             raise ValueError(
                 f"draft_vocab_size is {draft_vocab_size}; allowed is 1 to the target's {size}, or null for all"
             )
-        if ttt_steps < 1:
-            raise ValueError(f"ttt_steps is {ttt_steps}; allowed is 1 or more (the authors use 7)")
-        if layers and (bad := [i for i in self.feature_layers if not 0 <= i <= layers]):
-            raise ValueError(
-                f"feature_layers {bad} do not exist; allowed are 0 (embeddings) to {layers} (after the norm)"
-            )
-        if len(set(self.feature_layers)) < len(self.feature_layers):
-            raise ValueError(f"feature_layers {self.feature_layers} repeat a layer; give distinct ones")
+        if self.target_num_layers and not self.feature_layers:
+            raise ValueError("feature_layers is empty; EAGLE-3 reads at least one layer (the authors use three)")
 
     @property
     def hidden_size(self) -> int:
@@ -125,7 +128,7 @@ class Eagle3Layer(nn.Module):
 
     def finish(self, g: Tensor, attended: Tensor) -> Tensor:
         hidden = g + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
 @dataclass
@@ -177,15 +180,15 @@ class Eagle3Heads(DraftHeads):
         token_ids = most_frequent_tokens(token_counts, self.config.vocab_size).to(self.device)
         self.d2t, self.t2d = map_tensors(token_ids, self.config.target_vocab_size)
         with torch.no_grad():
-            self.lm_head.weight.copy_(self.target.lm_head.weight[token_ids])
+            self.lm_head.weight.copy_(cast(Tensor, self.target.lm_head.weight)[token_ids])
 
     def init_from_target(self, target: Target) -> None:
         if not self.has_draft_vocab:
             with torch.no_grad():
-                self.lm_head.weight.copy_(target.lm_head.weight)
+                self.lm_head.weight.copy_(cast(Tensor, target.lm_head.weight))
 
     def score(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+        return cast(Tensor, self.lm_head(self.norm(hidden)))
 
     # Training.
 

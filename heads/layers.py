@@ -51,8 +51,8 @@ def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 class RotaryEmbedding:
-    """cos and sin tables for the config's `rope_parameters`. Not a module: a non-persistent buffer comes back as garbage
-    from `from_pretrained`, so the frequencies are computed at first use on each device."""
+    """cos and sin tables for the config's `rope_parameters`. Not a module: a non-persistent buffer comes back as
+    garbage from `from_pretrained`, so the frequencies are computed at first use on each device."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
@@ -83,8 +83,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, back in the input's dtype (torch's own falls off its fused path, with a warning,
-    when autocast hands it bf16 beside a float32 weight)."""
+    """Root-mean-square norm in float32, back in the input's dtype (torch's own falls off its fused path, with a
+    warning, when autocast hands it bf16 beside a float32 weight)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class DraftAttention(nn.Module):
         for start in range(0, q.shape[2], QUERY_CHUNK):
             end = min(start + QUERY_CHUNK, q.shape[2])
             own = [x[:, :, start:end] for x in (*keys[1:], *values[1:])]
-            args = (q[:, :, start:end], keys[0][:, :, :end], values[0][:, :, :end], start, *own)
+            args: tuple[Any, ...] = (q[:, :, start:end], keys[0][:, :, :end], values[0][:, :, :end], start, *own)
             if torch.is_grad_enabled() and q.shape[2] > QUERY_CHUNK:
                 chunks.append(checkpoint(self._attend_chunk, *args, use_reentrant=False))
             else:

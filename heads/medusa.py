@@ -6,7 +6,7 @@ Legend: B batch, T sequence length, S slots handed over, D hidden size, V target
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,10 @@ class MedusaConfig(DraftHeadsConfig):
         self.num_heads = num_heads
         self.num_layers = num_layers
         super().__init__(**kwargs)
+        if self.target_num_layers and len(self.feature_layers) != 1:
+            raise ValueError(
+                f"feature_layers is {self.feature_layers}; Medusa reads one layer (the last, in the paper)"
+            )
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
@@ -56,6 +60,9 @@ class MedusaHead(nn.Module):
         self.blocks = nn.Sequential(*(ResidualBlock(size) for _ in range(num_layers)))
         self.lm_head = nn.Linear(size, vocab_size, bias=False)
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.lm_head(self.blocks(hidden)))
+
 
 @dataclass
 class MedusaState:
@@ -79,17 +86,21 @@ class MedusaHeads(DraftHeads):
         self.post_init()
 
     @property
+    def each_head(self) -> list[MedusaHead]:
+        return cast(list[MedusaHead], list(self.heads))
+
+    @property
     def max_depth(self) -> int:
         return int(self.config.num_heads)
 
     def init_from_target(self, target: Target) -> None:
         with torch.no_grad():
-            for head in self.heads:
-                head.lm_head.weight.copy_(target.lm_head.weight)
+            for head in self.each_head:
+                head.lm_head.weight.copy_(cast(Tensor, target.lm_head.weight))
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         hidden = features.to(self.dtype)
-        return [DraftStep(2 + i, head.blocks(hidden), head.lm_head) for i, head in enumerate(self.heads)]
+        return [DraftStep(2 + i, head.blocks(hidden), head.lm_head) for i, head in enumerate(self.each_head)]
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MedusaState:
         return MedusaState()
@@ -100,7 +111,7 @@ class MedusaHeads(DraftHeads):
         assert features is not None
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
         hidden_BD = features.gather(1, last)[:, 0].to(self.dtype)
-        state.logits = torch.stack([head.lm_head(head.blocks(hidden_BD)) for head in self.heads], dim=1)
+        state.logits = torch.stack([head(hidden_BD) for head in self.each_head], dim=1)
         return DraftLogits(state.logits[:, :1])
 
     def expand(self, state: MedusaState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:

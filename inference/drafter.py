@@ -40,8 +40,11 @@ class Drafter(Protocol):
         max_depth: the deepest tree level the drafter can propose; None = any.
     """
 
-    feature_layers: tuple[int, ...]
-    max_depth: int | None
+    @property
+    def feature_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def max_depth(self) -> int | None: ...
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any:
         """Returns a fresh state for rows of at most `max_length` tokens and trees of at most `num_scratch` frontier

@@ -74,7 +74,7 @@ def run_training(
 def _make_heads(model_args: ModelArguments, target: Target) -> DraftHeads:
     if model_args.init_heads is not None:
         heads: DraftHeads = DraftHeads.from_pretrained(model_args.init_heads, dtype=torch.float32)
-        return heads.bind(target).to(target.device)
+        return heads.bind(target)
     assert model_args.head_type is not None
     return create_heads(model_args.head_type, target, **model_args.parse_head_overrides())
 

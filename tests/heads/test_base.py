@@ -1,0 +1,417 @@
+"""DraftHeads and its config: what is refused, and that a save is complete or did not happen."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import HfApi
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import heads as heads_package
+from heads import DraftHeads, create_heads
+from heads.base import FORMAT_VERSION
+from heads.eagle3 import Eagle3Config, Eagle3Heads
+from heads.medusa import MedusaConfig, MedusaHeads
+from inference import Target
+from tests.conftest import REPOSITORY
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama"))
+
+
+@pytest.fixture
+def saved(target: Target, tmp_path: Path) -> Path:
+    """Eagle3 heads with a draft vocabulary, saved."""
+    tiny_heads("eagle3", target, draft_vocab_size=40).save_pretrained(tmp_path / "heads")
+    return tmp_path / "heads"
+
+
+def edit_weights(folder: Path, **changes: Tensor | None) -> None:
+    """Replaces tensors of a saved checkpoint; None removes one."""
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Changes keys of a saved config; None removes one."""
+    config = {**json.loads((folder / "config.json").read_text()), **changes}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+class TestLoading:
+    def test_the_kind_is_read_from_the_config(self, saved: Path) -> None:
+        assert type(DraftHeads.from_pretrained(saved)) is Eagle3Heads
+        assert type(DraftHeads.from_pretrained(str(saved))) is Eagle3Heads
+        assert type(Eagle3Heads.from_pretrained(saved)) is Eagle3Heads
+        with pytest.raises(ValueError, match="holds eagle3 heads, not MedusaHeads: load it with DraftHeads"):
+            MedusaHeads.from_pretrained(saved)
+
+    def test_keywords_of_transformers(self, saved: Path) -> None:
+        loaded, info = DraftHeads.from_pretrained(saved, dtype=torch.bfloat16, output_loading_info=True)
+        assert loaded.dtype == torch.bfloat16
+        assert not info["missing_keys"]
+        assert DraftHeads.from_pretrained(saved.parent, subfolder="heads").config.draft_vocab_size == 40
+
+    def test_heads_keep_the_dtype_they_were_saved_in(self, saved: Path) -> None:
+        DraftHeads.from_pretrained(saved).to(torch.bfloat16).save_pretrained(saved)
+        assert DraftHeads.from_pretrained(saved).dtype == torch.bfloat16
+
+    def test_missing_tensor(self, saved: Path) -> None:
+        edit_weights(saved, **{"norm.weight": None})
+        with pytest.raises(ValueError, match=r"missing: norm\.weight"):
+            DraftHeads.from_pretrained(saved)
+
+    def test_unexpected_tensor(self, saved: Path) -> None:
+        edit_weights(saved, embed_tokens=torch.ones(2, 2))
+        with pytest.raises(ValueError, match="unexpected: embed_tokens"):
+            DraftHeads.from_pretrained(saved)
+
+    def test_misshaped_tensor(self, saved: Path) -> None:
+        edit_weights(saved, **{"fc.weight": torch.ones(32, 64)})
+        with pytest.raises(ValueError, match=r"of another shape: fc\.weight is \[32, 64\] and should be \[32, 96\]"):
+            DraftHeads.from_pretrained(saved)
+        with pytest.raises(ValueError, match=r"fc\.weight"):
+            DraftHeads.from_pretrained(saved, ignore_mismatched_sizes=True)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    def test_tensor_that_is_not_finite(self, saved: Path, value: float) -> None:
+        weight = load_file(saved / "model.safetensors")["lm_head.weight"]
+        weight[3, 5] = value
+        edit_weights(saved, **{"lm_head.weight": weight})
+        with pytest.raises(ValueError, match=r"tensor lm_head\.weight holds NaN or infinite values"):
+            DraftHeads.from_pretrained(saved)
+
+    @pytest.mark.parametrize("size", [0, 5, 100, -1])
+    def test_truncated_file(self, saved: Path, size: int) -> None:
+        content = (saved / "model.safetensors").read_bytes()
+        (saved / "model.safetensors").write_bytes(content[:size])
+        with pytest.raises(ValueError, match="weights file is damaged or truncated"):
+            DraftHeads.from_pretrained(saved)
+
+    def test_no_weights_file(self, saved: Path) -> None:
+        (saved / "model.safetensors").unlink()
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            DraftHeads.from_pretrained(saved)
+
+    def test_no_config(self, saved: Path) -> None:
+        (saved / "config.json").unlink()
+        with pytest.raises(ValueError, match=r"has no config\.json: give a directory written by DraftHeads"):
+            DraftHeads.from_pretrained(saved)
+
+    @pytest.mark.parametrize("kind", ["eagle9", None])
+    def test_unknown_kind(self, saved: Path, kind: str | None) -> None:
+        edit_config(saved, head_type=kind)
+        with pytest.raises(ValueError, match=f"head_type {kind!r}; this release knows eagle3, medusa"):
+            DraftHeads.from_pretrained(saved)
+
+    def test_a_target_is_not_heads(self, chat_target_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"head_type None.*Is this a directory written by DraftHeads"):
+            DraftHeads.from_pretrained(chat_target_path)
+
+    def test_newer_format(self, saved: Path) -> None:
+        edit_config(saved, format_version=FORMAT_VERSION + 1)
+        with pytest.raises(ValueError, match=rf"format_version {FORMAT_VERSION + 1}.* up to {FORMAT_VERSION}: upgrade"):
+            DraftHeads.from_pretrained(saved)
+
+    def test_unknown_key_in_the_file(self, saved: Path) -> None:
+        edit_config(saved, ttt_step=3)
+        with pytest.raises(ValueError, match="unknown config key 'ttt_step' for eagle3 heads; did you mean 'ttt_steps"):
+            DraftHeads.from_pretrained(saved)
+
+
+class TestConfig:
+    def test_an_unknown_key_names_the_nearest(self, target: Target) -> None:
+        with pytest.raises(ValueError, match="unknown config key 'num_head' for medusa heads; did you mean 'num_heads"):
+            create_heads("medusa", target, num_head=3)
+        with pytest.raises(ValueError, match="did you mean 'draft_vocab_size'"):
+            create_heads("eagle3", target, vocab_size_draft=3)
+
+    def test_every_key_is_written_and_read(self) -> None:
+        config = Eagle3Config(target_hidden_size=8, target_vocab_size=9, draft_vocab_size=4, feature_layers=[1, 2, 5])
+        again = Eagle3Config.from_dict(config.to_dict())
+        assert again.to_dict() == config.to_dict()
+        assert config.to_dict()["head_type"] == "eagle3"
+        assert json.loads(config.to_json_string())["draft_vocab_size"] == 4
+
+    def test_the_key_of_another_kind_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="head_type is 'eagle3', but this is the config of medusa heads"):
+            MedusaConfig.from_dict({"head_type": "eagle3"})
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ({"draft_vocab_size": 0}, "draft_vocab_size is 0; allowed is 1 to the target's 128"),
+            ({"draft_vocab_size": 129}, "draft_vocab_size is 129; allowed is 1 to the target's 128"),
+            ({"ttt_steps": 0}, "ttt_steps is 0"),
+            ({"feature_layers": [1, 2, 7]}, r"feature_layers \[7\] do not exist; allowed are 0 .* to 6"),
+            ({"feature_layers": [1, -1, 2]}, r"feature_layers \[-1\] do not exist"),
+            ({"feature_layers": [1, 2, 1]}, r"feature_layers \[1, 2, 1\] repeat a layer"),
+            ({"feature_layers": []}, "feature_layers is empty"),
+            ({"num_key_value_heads": 3}, "num_attention_heads is 4 and num_key_value_heads 3"),
+            ({"head_dim": 7}, "head_dim is 7"),
+        ],
+    )
+    def test_eagle3_values(self, target: Target, overrides: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            create_heads("eagle3", target, **overrides)
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ({"num_heads": 0}, "num_heads is 0 and num_layers 1; allowed are >= 1 and >= 0"),
+            ({"num_layers": -1}, "num_heads is 5 and num_layers -1"),
+            ({"feature_layers": [2, 6]}, r"feature_layers is \[2, 6\]; Medusa reads one layer"),
+            ({"feature_layers": [7]}, r"feature_layers \[7\] do not exist"),
+        ],
+    )
+    def test_medusa_values(self, target: Target, overrides: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            create_heads("medusa", target, **overrides)
+
+    def test_unknown_kind(self, target: Target) -> None:
+        with pytest.raises(ValueError, match="unknown head_type 'eagle'; known kinds: eagle3, medusa"):
+            create_heads("eagle", target)
+
+
+class TestBinding:
+    @pytest.mark.parametrize("head_type", heads_package.HEAD_TYPES)
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ({"hidden_size": 64, "head_dim": 8}, "hidden size 32, this target .* has 64"),
+            ({"vocab_size": 100}, "vocabulary size 128, this target .* has 100"),
+            ({"num_hidden_layers": 7}, "number of layers 6, this target .* has 7"),
+        ],
+    )
+    def test_another_target(self, target: Target, head_type: str, overrides: dict[str, Any], message: str) -> None:
+        heads = create_heads(head_type, target)
+        with pytest.raises(ValueError, match=message + ".*: load the target the heads were trained for"):
+            heads.bind(tiny_target("llama", **overrides))
+        assert heads.target is target, "a refused target must not replace the one that fits"
+
+    def test_unbound(self, saved: Path) -> None:
+        heads = DraftHeads.from_pretrained(saved)
+        with pytest.raises(RuntimeError, match=r"not bound to a target: call heads\.bind\(target\) first"):
+            heads.unroll(torch.zeros(1, 4, 96), random_prompt(4))
+        with pytest.raises(RuntimeError, match="not bound"):
+            heads.embed(random_prompt(4))
+
+    def test_a_transformers_model_will_do(self, saved: Path) -> None:
+        model = tiny_target("llama")
+        heads = DraftHeads.from_pretrained(saved)
+        assert heads.bind(model) is heads
+        assert heads.target.model is model
+
+    def test_heads_follow_their_target_to_its_device(self, saved: Path) -> None:
+        heads = DraftHeads.from_pretrained(saved).to("meta")
+        model = tiny_target("llama")
+        fake = Target(model)
+        fake.device = torch.device("meta")
+        assert heads.bind(fake).device == fake.device
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda heads: pickle.loads(pickle.dumps(heads))])
+    def test_copies_leave_the_target_behind(self, target: Target, duplicate: Any) -> None:
+        heads = tiny_heads("eagle3", target, draft_vocab_size=40)
+        copied = duplicate(heads)
+        with pytest.raises(RuntimeError, match="not bound"):
+            _ = copied.target
+        assert heads.target is target
+        input_ids, features = random_prompt(6), torch.randn(1, 6, 96)
+        expected = heads.unroll(features, input_ids)[-1].hidden
+        assert torch.equal(copied.bind(target).unroll(features, input_ids)[-1].hidden, expected)
+
+    def test_borrowed_modules_are_not_registered(self, target: Target) -> None:
+        heads = create_heads("eagle3", target)
+        modules = set(map(id, heads.modules()))
+        assert not modules & {id(module) for module in target.model.modules()}
+        assert isinstance(heads.target.embed_tokens, nn.Embedding)
+
+
+class TestSaving:
+    def test_what_the_trainer_passes(self, target: Target, tmp_path: Path) -> None:
+        heads = tiny_heads("medusa", target)
+        state = {name: tensor + 1 for name, tensor in heads.state_dict().items()}
+        heads.save_pretrained(str(tmp_path), state_dict=dict(state), is_main_process=True)
+        loaded = DraftHeads.from_pretrained(tmp_path)
+        for name, tensor in loaded.state_dict().items():
+            assert torch.equal(tensor, state[name])
+
+    def test_other_processes_write_nothing(self, target: Target, tmp_path: Path) -> None:
+        create_heads("medusa", target).save_pretrained(tmp_path / "heads", is_main_process=False)
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    def test_a_relative_and_a_nested_path(
+        self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        heads = create_heads("medusa", target)
+        heads.save_pretrained("a/b/c")
+        monkeypatch.chdir("a/b/c")
+        heads.save_pretrained(".")
+        assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c", "config.json", "model.safetensors"]
+
+    def test_into_a_file(self, target: Target, tmp_path: Path) -> None:
+        (tmp_path / "heads").write_text("a note")
+        with pytest.raises(ValueError, match="heads is a file: heads are saved into a directory"):
+            create_heads("medusa", target).save_pretrained(tmp_path / "heads")
+        assert (tmp_path / "heads").read_text() == "a note"
+
+    def test_other_files_stay(self, target: Target, saved: Path) -> None:
+        (saved / "README.md").write_text("mine")
+        create_heads("medusa", target).save_pretrained(saved)
+        assert sorted(path.name for path in saved.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+    def test_files_are_written_on_the_directorys_own_file_system(
+        self, target: Target, saved: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A mounted volume: what stands beside it cannot be renamed into it."""
+        written: list[Path] = []
+
+        def note(tensors: dict[str, Tensor], path: str, **kwargs: Any) -> None:
+            written.append(Path(path))
+            save_file(tensors, path, **kwargs)
+
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", note)
+        create_heads("medusa", target).save_pretrained(saved)
+        assert written
+        assert all(saved in path.parents for path in written)
+
+    def test_a_full_disk(self, target: Target, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = DraftHeads.from_pretrained(saved).state_dict()
+
+        def fail(tensors: dict[str, Tensor], path: str, **kwargs: Any) -> None:
+            Path(path).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
+        with pytest.raises(OSError, match="No space left"):
+            create_heads("medusa", target).save_pretrained(saved)
+        assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+        assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+        after = DraftHeads.from_pretrained(saved).state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+    def test_a_kill(self, saved: Path) -> None:
+        """Kills a process while it writes the weights, and another one between two renames; then saves once more."""
+        program = """
+            import os, pathlib, signal, sys
+            import transformers.modeling_utils
+            from heads import DraftHeads
+
+            def die_while_writing(tensors, path, **kwargs):
+                pathlib.Path(path).write_bytes(bytes(1000))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            def die_after_the_first_rename(self, place):
+                os.replace(self, place)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            def save_and_die(moment):
+                if moment == "writing":
+                    transformers.modeling_utils.safe_save_file = die_while_writing
+                else:
+                    pathlib.Path.replace = die_after_the_first_rename
+                heads = DraftHeads.from_pretrained(sys.argv[1])
+                heads.fc.weight.data.fill_(2.0)
+                heads.save_pretrained(sys.argv[1])
+
+            for moment in ("writing", "renaming"):
+                if os.fork() == 0:
+                    save_and_die(moment)
+                _, status = os.wait()
+                assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+                print(moment, DraftHeads.from_pretrained(sys.argv[1]).fc.weight.eq(2.0).all().item())
+        """
+        command = [sys.executable, "-c", textwrap.dedent(program), str(saved)]
+        result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines() == ["writing False", "renaming True"]
+        assert (saved / ".incomplete").exists()
+        DraftHeads.from_pretrained(saved).save_pretrained(saved)
+        assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+
+    def test_shards_and_a_single_file_replace_each_other(self, target: Target, tmp_path: Path) -> None:
+        def assert_loads(heads: DraftHeads) -> None:
+            loaded = DraftHeads.from_pretrained(tmp_path).state_dict()
+            assert all(torch.equal(tensor, loaded[name]) for name, tensor in heads.state_dict().items())
+
+        sizes = ["10KB", "1GB", "20KB", "10KB", "1GB"]
+        counts = []
+        for seed, size in enumerate(sizes):
+            heads = tiny_heads("eagle3", target, seed=seed)
+            heads.save_pretrained(tmp_path, max_shard_size=size)
+            assert_loads(heads)
+            counts.append(len(list(tmp_path.glob("model*.safetensors"))))
+            assert (tmp_path / "model.safetensors.index.json").exists() == (size != "1GB")
+        assert counts[0] == counts[3] > counts[2] > counts[1] == counts[4] == 1
+
+    def test_a_variant_stands_beside_the_default(self, target: Target, tmp_path: Path) -> None:
+        one, other = (tiny_heads("medusa", target, seed=seed) for seed in (1, 2))
+        one.save_pretrained(tmp_path)
+        other.save_pretrained(tmp_path, variant="fp16")
+        for heads, variant in ((one, None), (other, "fp16")):
+            loaded = DraftHeads.from_pretrained(tmp_path, variant=variant)
+            assert torch.equal(loaded.heads[0].lm_head.weight, heads.heads[0].lm_head.weight)
+
+
+class TestHub:
+    """The hub's client is replaced: what is asked of it is noted, and nothing leaves the machine."""
+
+    @pytest.fixture
+    def uploads(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        uploads: list[dict[str, Any]] = []
+
+        def create_repo(self: HfApi, repo_id: str, **kwargs: Any) -> Any:
+            return type("RepoUrl", (str,), {"repo_id": repo_id})()
+
+        def create_commit(self: HfApi, repo_id: str, operations: list[Any], **kwargs: Any) -> str:
+            files = {file.path_in_repo: Path(file.path_or_fileobj).read_bytes() for file in operations}
+            uploads.append({"repo_id": repo_id, "files": files, **kwargs})
+            return "done"
+
+        monkeypatch.setattr(HfApi, "create_repo", create_repo)
+        monkeypatch.setattr(HfApi, "create_branch", lambda self, **kwargs: None)
+        monkeypatch.setattr(HfApi, "create_commit", create_commit)
+        return uploads
+
+    def assert_uploaded(self, heads: DraftHeads, upload: dict[str, Any], folder: Path) -> None:
+        assert set(upload["files"]) == {"README.md", "config.json", "model.safetensors"}
+        folder.mkdir(exist_ok=True)
+        for name, content in upload["files"].items():
+            (folder / name).write_bytes(content)
+        loaded = DraftHeads.from_pretrained(folder)
+        assert all(torch.equal(tensor, heads.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+    def test_push_to_hub(self, target: Target, uploads: list[dict[str, Any]], tmp_path: Path) -> None:
+        heads = tiny_heads("eagle3", target, draft_vocab_size=40)
+        heads.push_to_hub("me/my-heads", commit_message="first")
+        (upload,) = uploads
+        assert (upload["repo_id"], upload["commit_message"]) == ("me/my-heads", "first")
+        self.assert_uploaded(heads, upload, tmp_path)
+
+    def test_save_pretrained_with_push_to_hub(
+        self, target: Target, uploads: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
+        heads = tiny_heads("medusa", target)
+        heads.save_pretrained(tmp_path / "my-heads", push_to_hub=True)
+        heads.save_pretrained(tmp_path / "my-heads", push_to_hub=True, repo_id="me/other", revision="next")
+        assert [upload["repo_id"] for upload in uploads] == ["my-heads", "me/other"]
+        assert uploads[1]["revision"] == "next"
+        self.assert_uploaded(heads, uploads[0], tmp_path / "uploaded")
+        assert DraftHeads.from_pretrained(tmp_path / "my-heads").config.head_type == "medusa"

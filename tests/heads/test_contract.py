@@ -1,0 +1,389 @@
+"""What every kind of heads promises, checked over the registry: a new kind is covered by being registered.
+
+Legend: B batch, L prefix length (the last token is the root), W frontier nodes, C draft vocabulary, F feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from heads import HEAD_TYPES, DraftHeads, create_heads
+from inference import Decoder, Target, generate
+from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
+from training.losses import LOSS_TYPES, compute_teacher, draft_loss
+
+every_kind = pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def config_of(heads: DraftHeads) -> dict[str, Any]:
+    """The config without what transformers notes about a file."""
+    notes = ("_name_or_path", "architectures", "dtype", "transformers_version")
+    return {key: value for key, value in heads.config.to_dict().items() if key not in notes}
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor, other[name]), name
+
+
+class TestIndependenceOfTheTarget:
+    @every_kind
+    def test_saved_and_loaded_heads_are_the_same(
+        self, head_type: str, overrides: dict[str, Any], tmp_path: Path
+    ) -> None:
+        target = Target(tiny_target("qwen3"))
+        heads = tiny_heads(head_type, target, **overrides)
+        heads.save_pretrained(tmp_path / "heads")
+        loaded = DraftHeads.from_pretrained(tmp_path / "heads")
+        assert type(loaded) is HEAD_TYPES[head_type]
+        assert not loaded.training
+        assert_same_tensors(heads.state_dict(), loaded.state_dict())
+        assert config_of(loaded) == config_of(heads)
+        assert loaded.feature_layers == heads.feature_layers
+        assert not loaded.wants_token_counts
+        prompt = random_prompt(9)
+        outputs = [generate(target, each, prompt, max_new_tokens=12, do_sample=False) for each in (heads, loaded)]
+        assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+        assert outputs[0].stats.accepted_histogram == outputs[1].stats.accepted_histogram
+
+    @every_kind
+    @every_family
+    def test_no_tensor_of_the_target_is_saved_or_trained(
+        self, head_type: str, overrides: dict[str, Any], family: str, tmp_path: Path
+    ) -> None:
+        model = tiny_target(family)
+        heads = tiny_heads(head_type, Target(model), **overrides)
+        heads.save_pretrained(tmp_path)
+        targets_memory = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+        assert not targets_memory & {tensor.untyped_storage().data_ptr() for tensor in heads.state_dict().values()}
+        assert not {id(parameter) for parameter in model.parameters()} & {id(p) for p in heads.parameters()}
+        with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+            assert set(file.keys()) == set(heads.state_dict())
+        assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+    @every_kind
+    def test_the_target_stays_as_it_was(self, head_type: str, overrides: dict[str, Any]) -> None:
+        model = tiny_target("llama")
+        model.lm_head.weight.requires_grad_(False)
+        before, flags = snapshot(model), [parameter.requires_grad for parameter in model.parameters()]
+        target = Target(model)
+        heads = create_heads(head_type, target, **overrides)
+        if heads.wants_token_counts:
+            heads.fit_vocabulary(torch.arange(target.vocab_size))
+        take_gradients(heads, target, LOSS_TYPES[0])
+        heads.eval()
+        generate(target, heads, random_prompt(9), max_new_tokens=8, do_sample=False)
+        assert_same_tensors(before, snapshot(model))
+        assert [parameter.requires_grad for parameter in model.parameters()] == flags
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    @every_kind
+    def test_each_pair_of_heads_has_its_own_weights(self, head_type: str, overrides: dict[str, Any]) -> None:
+        target = Target(tiny_target("llama"))
+        one, other = (create_heads(head_type, target, **overrides) for _ in range(2))
+        pointers = [tensor.untyped_storage().data_ptr() for tensor in one.state_dict().values()]
+        assert len(set(pointers)) == len(pointers), "two modules of the heads share a tensor"
+        assert not set(pointers) & {tensor.untyped_storage().data_ptr() for tensor in other.state_dict().values()}
+
+
+def take_gradients(heads: DraftHeads, target: Target, loss_type: str) -> Tensor:
+    """One loss and its backward pass over two rows, one of them padded."""
+    input_ids = random_prompt(24, seed=3, batch_size=2)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, 15:] = 0
+    loss_mask = attention_mask.clone()
+    loss_mask[:, :4] = 0
+    encoded = target.encode(input_ids, attention_mask, feature_layers=heads.feature_layers)
+    teacher = compute_teacher(target, encoded.last_hidden, input_ids, heads.draft_token_ids)
+    heads.train().zero_grad()
+    output = heads(
+        encoded.features,
+        input_ids,
+        loss_fn=lambda steps: draft_loss(steps, teacher, loss_mask, loss_type=loss_type, step_decay=0.8),
+    )
+    output.loss.backward()
+    loss: Tensor = output.loss.detach()
+    return loss
+
+
+class TestTraining:
+    @every_kind
+    @every_family
+    def test_unroll_gives_one_step_per_depth(self, head_type: str, overrides: dict[str, Any], family: str) -> None:
+        target = Target(tiny_target(family))
+        heads = tiny_heads(head_type, target, **overrides)
+        input_ids = random_prompt(11, batch_size=2)
+        features = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
+        steps = heads.unroll(features, input_ids)
+        assert [step.shift for step in steps] == list(range(2, 2 + len(steps)))
+        if heads.max_depth is not None:
+            assert len(steps) == heads.max_depth
+        columns = target.vocab_size if heads.draft_token_ids is None else heads.draft_token_ids.numel()
+        for step in steps:
+            assert step.hidden.shape == (2, 11, target.hidden_size)
+            assert step.head(step.hidden).shape == (2, 11, columns)
+            assert step.head(step.hidden[0, 3]).shape == (columns,)
+        assert torch.equal(heads(features, input_ids)[-1].hidden, steps[-1].hidden)
+
+    @every_kind
+    def test_padding_changes_no_real_position(self, head_type: str, overrides: dict[str, Any]) -> None:
+        target = Target(tiny_target("llama"))
+        heads = tiny_heads(head_type, target, **overrides)
+        input_ids = random_prompt(12, batch_size=2)
+        features = torch.randn(2, 12, len(heads.feature_layers) * target.hidden_size)
+        steps = heads.unroll(features, input_ids)
+        garbage = torch.cat([features, 100 * torch.randn(2, 5, features.shape[-1])], dim=1)
+        padded = heads.unroll(garbage, torch.nn.functional.pad(input_ids, (0, 5), value=1))
+        for step, other in zip(steps, padded, strict=True):
+            real = 12 - step.shift  # slots whose predicted token is real, and with it every token they read
+            torch.testing.assert_close(other.hidden[:, :real], step.hidden[:, :real])
+
+    @pytest.mark.parametrize("loss_type", LOSS_TYPES)
+    @every_kind
+    @every_family
+    def test_every_parameter_learns(
+        self, head_type: str, overrides: dict[str, Any], family: str, loss_type: str
+    ) -> None:
+        target = Target(tiny_target(family))
+        heads = tiny_heads(head_type, target, **overrides)
+        assert take_gradients(heads, target, loss_type).isfinite()
+        for name, parameter in heads.named_parameters():
+            assert parameter.requires_grad, name
+            assert parameter.grad is not None, f"{name} has no gradient"
+            assert parameter.grad.isfinite().all(), name
+            assert parameter.grad.abs().max() > 0, f"the gradient of {name} is zero"
+
+
+class Prefix:
+    """Rows of certain tokens of different lengths, the features the target would have handed over, and what the scores
+    behind a drafted path must be: those of a whole unroll over the row's own tokens."""
+
+    def __init__(self, heads: DraftHeads, lengths: list[int], seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        width = len(heads.feature_layers) * heads.target.hidden_size
+        self.heads = heads
+        self.lengths = lengths
+        shape = (len(lengths), max(lengths))
+        self.token_ids = torch.randint(2, heads.target.vocab_size, shape, generator=generator)
+        self.features = torch.randn(*shape, width, generator=generator)
+
+    @property
+    def counts(self) -> Tensor:
+        """Slots of each row: all its tokens but the root have a feature."""
+        return torch.tensor(self.lengths) - 1
+
+    def expected(self, row: int, path: list[int]) -> Tensor:
+        """[C] scores of the children of the node at the end of `path` (token ids behind the root)."""
+        length = self.lengths[row]
+        input_ids = torch.cat([self.token_ids[row, :length], torch.tensor(path, dtype=torch.long)])[None]
+        features = torch.full((1, input_ids.shape[1], self.features.shape[-1]), 50.0)  # of the root on: not known yet
+        features[0, : length - 1] = self.features[row, : length - 1]
+        step = self.heads.unroll(features, input_ids)[len(path)]
+        return step.head(step.hidden[0, length - 2])
+
+    def extend(self, state: Any, starts: list[int], ends: list[int]) -> Tensor:
+        """Hands over slots starts[b] to ends[b] of every row; scores [B, C] of the root's children."""
+        rows = range(len(starts))
+        width = max(max(end - start for start, end in zip(starts, ends, strict=True)), 1)
+        features = torch.full((len(starts), width, self.features.shape[-1]), 70.0)
+        token_ids = torch.ones(len(starts), width, dtype=torch.long)
+        for row in rows:
+            count = ends[row] - starts[row]
+            features[row, :count] = self.features[row, starts[row] : ends[row]]
+            token_ids[row, :count] = self.token_ids[row, starts[row] + 1 : ends[row] + 1]
+        counts = torch.tensor(ends) - torch.tensor(starts)
+        draft = self.heads.extend(state, features, token_ids, counts, max_slots=max(ends))
+        assert draft.logits.shape[:2] == (len(starts), 1)
+        if draft.token_ids is not None:
+            assert torch.equal(draft.token_ids, self.heads.draft_token_ids)
+        return draft.logits[:, 0]
+
+
+def assert_scores(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def draw_tree(widths: list[int], batch: int, vocab_size: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens and parents [B, W] of each level's frontier; every row has its own, and siblings may share a token."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(2, vocab_size, (batch, width), generator=generator) for width in widths]
+    parents = [
+        torch.randint(0, before, (batch, width), generator=generator)
+        for before, width in zip([1, *widths[:-1]], widths, strict=True)
+    ]
+    return tokens, parents
+
+
+def assert_tree_matches(prefix: Prefix, state: Any, seed: int) -> None:
+    """Drafts a tree with several frontier nodes a level, and compares each node's scores with its own path's unroll."""
+    heads = prefix.heads
+    depth = len(heads.unroll(torch.zeros(1, 8, prefix.features.shape[-1]), random_prompt(8))) - 1
+    widths = [3, 4, 1, 5, 2, 3][:depth]
+    batch = len(prefix.lengths)
+    tokens, parents = draw_tree(widths, batch, heads.target.vocab_size, seed)
+    paths: list[list[list[int]]] = [[[]] for _ in range(batch)]
+    for level, (ids, above) in enumerate(zip(tokens, parents, strict=True)):
+        logits = heads.expand(state, ids, above, level + 1).logits
+        assert logits.shape[1] in (1, ids.shape[1])
+        paths = [
+            [[*paths[row][above[row, node]], int(ids[row, node])] for node in range(ids.shape[1])]
+            for row in range(batch)
+        ]
+        for row in range(batch):
+            for node, path in enumerate(paths[row]):
+                assert_scores(logits[row, min(node, logits.shape[1] - 1)], prefix.expected(row, path))
+
+
+class TestDrafting:
+    @pytest.fixture(autouse=True)
+    def _no_gradients(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    @every_kind
+    def test_a_branching_tree_equals_each_paths_unroll(self, head_type: str, overrides: dict[str, Any]) -> None:
+        heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
+        prefix = Prefix(heads, [9, 3, 14])
+        state = heads.start(3, 32, 32)
+        found = prefix.extend(state, [0, 0, 0], prefix.counts.tolist())
+        for row in range(3):
+            assert_scores(found[row], prefix.expected(row, []))
+        assert_tree_matches(prefix, state, seed=1)
+
+    @every_kind
+    def test_a_second_tree_knows_nothing_of_the_first(self, head_type: str, overrides: dict[str, Any]) -> None:
+        heads = tiny_heads(head_type, Target(tiny_target("qwen3")), **overrides)
+        prefix = Prefix(heads, [12, 8])
+        state = heads.start(2, 32, 32)
+        prefix.extend(state, [0, 0], [6, 2])
+        tokens, parents = draw_tree([5, 5], 2, heads.target.vocab_size, seed=5)
+        for level in range(2):
+            heads.expand(state, tokens[level], parents[level], level + 1)
+        found = prefix.extend(state, [6, 2], [11, 7])
+        for row in range(2):
+            assert_scores(found[row], prefix.expected(row, []))
+        assert_tree_matches(prefix, state, seed=2)
+
+    @every_kind
+    @pytest.mark.parametrize(
+        "ends",
+        [
+            pytest.param([[13, 8, 19]], id="at once"),
+            pytest.param([[1, 1, 1], [2, 3, 4], [2, 8, 4], [9, 8, 4], [13, 8, 19]], id="some rows wait"),
+            pytest.param([[min(n, end) for end in (13, 8, 19)] for n in range(1, 20)], id="one by one"),
+        ],
+    )
+    def test_arrears(self, head_type: str, overrides: dict[str, Any], ends: list[list[int]]) -> None:
+        heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
+        prefix = Prefix(heads, [14, 9, 20])
+        state = heads.start(3, 32, 32)
+        before = [0, 0, 0]
+        for after in ends:
+            found = prefix.extend(state, before, after)
+            for row in range(3):
+                if after[row] > before[row] and after[row] == prefix.counts[row]:
+                    assert_scores(found[row], prefix.expected(row, []))
+            before = after
+        # Rows whose last hand-over was empty have unspecified scores of the root's children, and nothing below them:
+        # hand the last slot of all rows over together.
+        state = heads.start(3, 32, 32)
+        before = [0, 0, 0]
+        last = [int(count) - 1 for count in prefix.counts]
+        for after in ends:
+            after = [min(a, b) for a, b in zip(after, last, strict=True)]
+            prefix.extend(state, before, after)
+            before = after
+        prefix.extend(state, last, prefix.counts.tolist())
+        assert_tree_matches(prefix, state, seed=3)
+
+    @every_kind
+    def test_long_prompts_are_handed_over_in_chunks(self, head_type: str, overrides: dict[str, Any]) -> None:
+        heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
+        prefix = Prefix(heads, [601, 514, 3])
+        state = heads.start(3, 640, 32)
+        found = prefix.extend(state, [0, 0, 0], prefix.counts.tolist())
+        tokens, parents = draw_tree([2], 3, heads.target.vocab_size, seed=4)
+        below = heads.expand(state, tokens[0], parents[0], 1).logits
+        for row in range(3):
+            assert_scores(found[row], prefix.expected(row, []))
+            assert_scores(below[row, -1], prefix.expected(row, tokens[0][row, -1:].tolist()))
+
+    @every_kind
+    def test_a_full_row_takes_padding_from_longer_hand_overs(self, head_type: str, overrides: dict[str, Any]) -> None:
+        """Row 0 fills its last slot while row 1 still hands over many: what pads row 0 has no slot to go to."""
+        heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
+        prefix = Prefix(heads, [12, 12])
+        state = heads.start(2, 11, 16)
+        prefix.extend(state, [0, 0], [10, 2])
+        found = prefix.extend(state, [10, 2], [11, 11])
+        for row in range(2):
+            assert_scores(found[row], prefix.expected(row, []))
+        assert_tree_matches(prefix, state, seed=6)
+
+
+STATIC_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+
+
+class TestDecoding:
+    @every_kind
+    @every_family
+    def test_greedy_text_is_the_targets_own(self, head_type: str, overrides: dict[str, Any], family: str) -> None:
+        model = tiny_target(family)
+        prompt = random_prompt(12)
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+        target = Target(model)
+        heads = tiny_heads(head_type, target, **overrides)
+        for tree in (STATIC_TREE, "dynamic"):
+            output = generate(target, heads, prompt, tree=tree, max_new_tokens=12, do_sample=False)
+            assert torch.equal(output.sequences, expected)
+
+    @every_kind
+    def test_a_decoder_serves_shorter_and_longer_prompts(self, head_type: str, overrides: dict[str, Any]) -> None:
+        model = tiny_target("gemma3")
+        target = Target(model)
+        decoder = Decoder(target, tiny_heads(head_type, target, **overrides), tree="chain")
+        for length, new in ((20, 8), (3, 12), (70, 8), (1, 6)):
+            prompt = random_prompt(length, seed=length)
+            expected = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False
+            )
+            assert torch.equal(decoder.generate(prompt, max_new_tokens=new, do_sample=False).sequences, expected)
+
+    @every_kind
+    def test_bfloat16_heads_on_a_float32_target(self, head_type: str, overrides: dict[str, Any]) -> None:
+        model = tiny_target("qwen2")
+        prompt = random_prompt(12)
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False)
+        target = Target(model)
+        heads = tiny_heads(head_type, target, **overrides).to(torch.bfloat16)
+        assert torch.equal(generate(target, heads, prompt, max_new_tokens=20, do_sample=False).sequences, expected)
+
+    @every_kind
+    def test_float32_heads_on_a_bfloat16_target(self, head_type: str, overrides: dict[str, Any]) -> None:
+        model = tiny_target("qwen2", dtype=torch.bfloat16)
+        target = Target(model)
+        heads = tiny_heads(head_type, target, **overrides)
+        assert heads.dtype == torch.float32
+        prompt = random_prompt(12)
+        text = generate(target, heads, prompt, max_new_tokens=20, do_sample=False).sequences
+        assert text.shape == (1, 32)
+        # Passes of different widths round differently in bfloat16: each token is the best, or ties with it.
+        with torch.no_grad():
+            logits = model(text).logits[0, 11:-1].float()
+        behind = logits.amax(-1) - logits.gather(1, text[0, 12:, None])[:, 0]
+        assert behind.max() <= 0.04 * logits.abs().amax()

@@ -1,0 +1,34 @@
+"""Random heads of every kind, far from how training starts: zero blocks and copied LM heads would hide mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from heads import HEAD_TYPES, DraftHeads, create_heads
+from inference import Target
+
+# Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
+_VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "eagle3": ({"ttt_steps": 5}, {"ttt_steps": 4, "draft_vocab_size": 40, "num_key_value_heads": 4}),
+    "medusa": ({}, {"num_heads": 3, "num_layers": 2}),
+}
+VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]
+VARIANT_IDS = [f"{kind}-{index}" for kind in HEAD_TYPES for index in range(len(_VARIANTS.get(kind, ({},))))]
+
+
+def tiny_heads(head_type: str, target: Target, seed: int = 0, **overrides: Any) -> DraftHeads:
+    """Builds heads for `target` whose every parameter is random, with a fitted vocabulary, in eval mode."""
+    heads = create_heads(head_type, target, **overrides)
+    generator = torch.Generator().manual_seed(seed)
+    if heads.wants_token_counts:
+        heads.fit_vocabulary(torch.randint(0, 1000, (target.vocab_size,), generator=generator))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.2 * noise)
+    return heads.eval()
