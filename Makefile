@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP) ## make the virtual environment and install into it
 
 demo: $(STAMP) ## train Medusa and EAGLE-3 heads on the embedded target and compare them with plain decoding
-	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP) ## run every test
 	$(PYTEST) $(ARGS)
@@ -40,7 +40,7 @@ format: $(STAMP) ## let ruff format and fix what it can
 bench: $(STAMP) ## benchmark the committed heads on the embedded target
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py --target examples/chat-13m \
 		--heads examples/heads/medusa examples/heads/eagle3 --tree dynamic chain \
-		--prompts examples/prompts.jsonl --json outputs/benchmark.json $(ARGS)
+		--prompts examples/prompts.jsonl --json outputs/benchmark.json --plot outputs/benchmark.png $(ARGS)
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) $(VENV)-* .mypy_cache .pytest_cache .ruff_cache *.egg-info

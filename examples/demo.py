@@ -1,0 +1,192 @@
+"""The whole road in a few minutes: train every kind of draft heads on the embedded target, then decode with each.
+
+    make demo        # or: python examples/demo.py [--max_steps 20] [--num_prompts 2] ...
+
+Heads are trained by training/train_heads.py, in front of you, on conversations that the target wrote itself. Then
+prompts they never saw are decoded by transformers, without heads, with the fresh heads and with those of
+examples/heads, which were trained longer. Writes report.json, plot.png and the heads into examples/output.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from benchmark_measure import Contender, Prompt, Settings, load_prompts, make_contenders, measure
+from benchmark_render import draw_plot, make_grids
+from benchmark_report import Row, describe_environment, make_rows, write_json
+from generate import DRAFTED_STYLE, SpeculationPrinter
+from model_loading import load_heads, load_target, parse_tree
+from rich.console import Console
+from rich.text import Text
+from transformers import HfArgumentParser
+
+from heads import DraftHeads
+from inference import Decoder, Drafter, Target
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG_ENDING = "-chat-13m-quick"
+
+
+@dataclass
+class DemoArguments:
+    target: str = field(default="examples/chat-13m", metadata={"help": "The target."})
+    conversations: str = field(
+        default="examples/conversations.jsonl.gz", metadata={"help": "What the target wrote, to train on."}
+    )
+    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Held-out prompts to decode."})
+    output: str = field(default="examples/output", metadata={"help": "Folder for the report, the plot and the heads."})
+    max_steps: int | None = field(default=None, metadata={"help": "Training steps of each kind; none = its config's."})
+    train_options: list[str] = field(
+        default_factory=list, metadata={"help": "Further training options, key=value (see train_heads.py --help)."}
+    )
+    tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree (see scripts/benchmark.py --help)."})
+    num_prompts: int = field(default=6, metadata={"help": "Prompts to decode."})
+    max_new_tokens: int = field(default=96, metadata={"help": "Tokens decoded for each prompt."})
+    repeats: int = field(default=2, metadata={"help": "Rounds over the prompts."})
+    threads: int | None = field(default=None, metadata={"help": "CPU threads; none = one for each core."})
+
+
+def find_recipes() -> dict[str, Path]:
+    """The quick training config of every kind of heads."""
+    configs = sorted((ROOT / "configs" / "train").glob(f"*{CONFIG_ENDING}.yaml"))
+    return {path.stem.removesuffix(CONFIG_ENDING): path.relative_to(ROOT) for path in configs}
+
+
+def train_command(recipe: Path, output: Path, args: DemoArguments) -> list[str]:
+    """Arguments of `accelerate launch`, as a user would type them in the repository's root."""
+    options = {"target": args.target, "dataset": args.conversations, "output_dir": str(output)}
+    if args.max_steps is not None:
+        options["max_steps"] = str(args.max_steps)
+    options |= dict(option.split("=", 1) for option in args.train_options)
+    words = [word for key, value in options.items() for word in (f"--{key}", value)]
+    return ["--config_file", "configs/accelerate/cpu.yaml", "training/train_heads.py", "--config", str(recipe), *words]
+
+
+def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> float:
+    """Trains one kind with its output shown; returns the seconds it took."""
+    command = train_command(recipe, output, args)
+    console.print(Text(f"$ accelerate launch {shlex.join(command)}", "bold cyan"), soft_wrap=True)
+    console.file.flush()
+    shutil.rmtree(output, ignore_errors=True)  # what an earlier demo left
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    start = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, env=environment, check=True
+    )
+    return time.perf_counter() - start
+
+
+def gather_heads(trained: dict[str, Path], target: Target) -> dict[str, DraftHeads]:
+    """The heads that were just trained, each followed by those of its kind in the repository."""
+    heads = {}
+    for kind, path in trained.items():
+        heads[f"{kind}, trained here"] = load_heads(str(path), target)
+        committed = ROOT / "examples" / "heads" / kind
+        if (committed / "config.json").is_file():
+            heads[f"{kind}, trained longer"] = load_heads(str(committed), target)
+    return heads
+
+
+def compare(
+    heads: dict[str, DraftHeads], target: Target, prompts: list[Prompt], args: DemoArguments, console: Console
+) -> tuple[list[Contender], list[Row]]:
+    """Decodes the prompts with everything there is, in turns."""
+    settings = make_settings(args)
+    contenders = make_contenders(target, heads, [args.tree], settings)
+    num_runs = args.repeats * len(prompts) * len(contenders)
+    with console.status(f"decoding {len(prompts)} prompts in {len(contenders)} ways, {num_runs} texts"):
+        measure(contenders, prompts, settings)
+    return contenders, make_rows(contenders, prompts, settings, target)
+
+
+def make_settings(args: DemoArguments) -> Settings:
+    return Settings(max_new_tokens=args.max_new_tokens, repeats=args.repeats)
+
+
+def show_sample(
+    drafter: Drafter, prompt: Prompt, tokenizer: Any, target: Target, args: DemoArguments, console: Console
+) -> None:
+    """One text with what was drafted in colour, or in brackets where there is no colour."""
+    has_brackets = not console.is_terminal or console.no_color
+    legend = Text("[brackets]" if has_brackets else "coloured", "" if has_brackets else DRAFTED_STYLE)
+    console.print(
+        Text.assemble("\n", legend, " = drafted by the heads and accepted; the rest the target added itself\n")
+    )
+    console.print(Text(tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True).strip(), "dim"))
+    printer = SpeculationPrinter(tokenizer, console, has_brackets=has_brackets)
+    decoder = Decoder(target, drafter, tree=parse_tree(args.tree))
+    decoder.generate(prompt.input_ids, on_step=printer, **make_settings(args).generate_kwargs())
+    printer.finish()
+
+
+def conclude(rows: list[Row], names: list[str]) -> str:
+    """One sentence about the fastest heads, from the measured rows."""
+    best = max((row for row in rows if row.name in names), key=lambda row: row.over_transformers or 0.0)
+    return (
+        f"Fastest heads: {best.name}: {best.over_transformers:.2f} × the speed of transformers' generate, "
+        f"{best.acceptance_length:.2f} tokens per forward pass of the target, {best.num_identical} of "
+        f"{best.num_compared} texts identical."
+    )
+
+
+def run(args: DemoArguments, console: Console) -> list[Row]:
+    os.chdir(ROOT)
+    start = time.perf_counter()
+    torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
+    output = Path(args.output)
+    trained = {kind: output / "heads" / kind for kind in find_recipes()}
+    seconds = {kind: train(recipe, trained[kind], args, console) for kind, recipe in find_recipes().items()}
+
+    target, tokenizer = load_target(args.target, dtype="float32", device="cpu")
+    prompts, _ = load_prompts(
+        Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
+    )
+    heads = gather_heads(trained, target)
+    contenders, rows = compare(heads, target, prompts, args, console)
+    environment = describe_environment(
+        target,
+        make_settings(args),
+        target=args.target,
+        trees=[args.tree],
+        prompts=args.prompts,
+        num_prompts=len(prompts),
+        training_seconds=seconds,
+    )
+    grids = make_grids(rows, environment)
+    for grid in grids:
+        grid.print(console)
+    write_json(output / "report.json", environment, rows, contenders)
+    draw_plot(output / "plot.png", rows, grids[0].title)
+    show_sample(list(heads.values())[-1], prompts[0], tokenizer, target, args, console)
+    console.print(conclude(rows, list(heads)), markup=False)
+    minutes = (time.perf_counter() - start) / 60
+    console.print(
+        f"{output}/report.json, {output}/plot.png and {output}/heads were written; {minutes:.1f} minutes in all."
+    )
+    return rows
+
+
+def main() -> None:
+    parser = HfArgumentParser(DemoArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
+    try:
+        (args,) = parser.parse_args_into_dataclasses()
+        run(args, Console(width=None if sys.stdout.isatty() else 150, highlight=False))
+    except (ValueError, OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"demo.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

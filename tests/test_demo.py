@@ -1,0 +1,131 @@
+"""`make demo` with tiny budgets, and its parts."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import HfArgumentParser, PreTrainedModel
+
+from tests.conftest import CHAT_TARGET, REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "examples"))
+
+import demo
+from benchmark_measure import Prompt
+from benchmark_report import Row
+from model_loading import encode_messages
+
+from heads import HEAD_TYPES
+from inference import Target
+from inference.ngram import NgramDrafter
+from training.arguments import parse_arguments
+
+QUESTIONS = ["What do you like about autumn?", "Tell me a story.", "Where do swallows go?", "Thank you!"]
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> demo.DemoArguments:
+    conversations, prompts = tmp_path / "conversations.jsonl", tmp_path / "prompts.jsonl"
+    turns = [[{"from": "human", "value": text}, {"from": "gpt", "value": f"You ask: {text}"}] for text in QUESTIONS * 4]
+    conversations.write_text("".join(json.dumps({"conversations": turn}) + "\n" for turn in turns))
+    prompts.write_text("".join(json.dumps({"id": text[:4], "turns": [text]}) + "\n" for text in QUESTIONS))
+    return demo.DemoArguments(
+        target=str(CHAT_TARGET),
+        conversations=str(conversations),
+        prompts=str(prompts),
+        output=str(tmp_path / "output"),
+        max_steps=2,
+        train_options=[
+            "per_device_train_batch_size=2",
+            "max_eval_samples=2",
+            "num_eval_prompts=1",
+            "eval_max_new_tokens=4",
+        ],
+        num_prompts=2,
+        max_new_tokens=6,
+        repeats=1,
+        threads=1,
+    )
+
+
+def test_there_is_a_recipe_for_every_kind() -> None:
+    assert set(demo.find_recipes()) == set(HEAD_TYPES)
+
+
+def test_the_training_command_is_one_that_the_trainer_takes(
+    args: demo.DemoArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    for kind, recipe in demo.find_recipes().items():
+        command = demo.train_command(recipe, Path("examples/output/heads") / kind, args)
+        start = command.index("training/train_heads.py") + 1
+        model, data, training = parse_arguments([*command[start:], "--use_cpu", "true"])
+        assert model.head_type == kind
+        assert (data.dataset, data.max_eval_samples) == ([args.conversations], 2)
+        assert (training.max_steps, training.output_dir) == (2, f"examples/output/heads/{kind}")
+
+
+def test_defaults_need_no_option_and_no_file_of_the_user() -> None:
+    (defaults,) = HfArgumentParser(demo.DemoArguments).parse_args_into_dataclasses([])
+    for path in (defaults.target, defaults.conversations, defaults.prompts):
+        assert (REPOSITORY / path).exists(), f"{path} is not in the repository"
+    ignored = (REPOSITORY / ".gitignore").read_text().splitlines()
+    assert f"/{defaults.output}/" in ignored
+
+
+def test_the_sample_shows_what_was_drafted(
+    chat_target: PreTrainedModel, chat_tokenizer: Any, args: demo.DemoArguments
+) -> None:
+    target = Target(chat_target)
+    prompt = Prompt("p", 0, encode_messages(chat_tokenizer, [{"role": "user", "content": "Count: 1 1 1 1 1 1 1 1 1"}]))
+    args.max_new_tokens, args.tree = 24, "chain"
+    console = Console(file=io.StringIO(), width=100)
+    demo.show_sample(NgramDrafter(), prompt, chat_tokenizer, target, args, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[brackets] = drafted by the heads and accepted" in text
+    assert "Count: 1 1 1" in text
+    sequences = chat_target.generate(prompt.input_ids, max_new_tokens=24, do_sample=False)
+    reply = chat_tokenizer.decode(sequences[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
+    shown = text[text.rindex("assistant\n") :].removeprefix("assistant\n").removesuffix("\n")
+    assert "[" in shown, "the n-gram drafter continues what is repeated"
+    assert shown.replace("[", "").replace("]", "") == reply
+
+
+def test_the_conclusion_names_the_fastest_heads() -> None:
+    rows = [
+        Row("prompt look-up", over_transformers=9.0),
+        Row("slow", over_transformers=1.1),
+        Row("fast", over_transformers=1.7, acceptance_length=3.21, num_identical=6, num_compared=6),
+    ]
+    sentence = demo.conclude(rows, ["slow", "fast"])
+    assert "fast: 1.70 × the speed" in sentence
+    assert "3.21 tokens per forward pass" in sentence
+    assert "6 of 6 texts identical" in sentence
+
+
+@pytest.mark.slow
+def test_demo_from_training_to_report(args: demo.DemoArguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    console = Console(file=io.StringIO(), width=150)
+    rows = demo.run(args, console)
+    output = Path(args.output)
+    fresh = {f"{kind}, trained here" for kind in HEAD_TYPES}
+    assert fresh <= {row.name for row in rows}
+    assert all(row.num_identical == row.num_compared == 2 for row in rows)
+    report = json.loads((output / "report.json").read_text())
+    assert set(report["environment"]["training_seconds"]) == set(HEAD_TYPES)
+    assert [row["name"] for row in report["rows"]] == [row.name for row in rows]
+    assert (output / "plot.png").read_bytes().startswith(b"\x89PNG")
+    for kind in HEAD_TYPES:
+        assert (output / "heads" / kind / "model.safetensors").is_file()
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "$ accelerate launch --config_file configs/accelerate/cpu.yaml training/train_heads.py" in printed
+    assert "Fastest heads: " in printed
