@@ -89,8 +89,8 @@ class DraftSampling:
     Attributes:
         warp: the target's prefix-free logits processors, applied to draft logits [R, C] (arXiv 2211.17192, section 2.2:
             every sampling setting is an adjusted distribution, applied to p and q alike); None = greedy decoding.
-        noise: [B, depth + 1, V] float32 Gumbel noise: entry d is that of the token drawn at tree depth d's nodes; None =
-            greedy, or uncoupled drafting.
+        noise: [B, depth + 1, V] float32 Gumbel noise: entry d is that of the token drawn at the nodes of depth d;
+            None = greedy, or uncoupled drafting.
     """
 
     warp: Callable[[Tensor], Tensor] | None = None
@@ -111,4 +111,5 @@ class DraftSampling:
             else:
                 noise = torch.gather(noise_BV, 1, draft.token_ids.flatten(1)).view_as(draft.token_ids)
             logits = torch.log_softmax(logits, dim=-1) + noise
-        return torch.log_softmax(logits, dim=-1)
+        # A node without any candidate normalises to NaN.
+        return torch.log_softmax(logits, dim=-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))

@@ -43,9 +43,9 @@ class Decoder:
         target: a frozen causal LM of transformers, or a `Target`.
         drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
         tree: "dynamic" (EAGLE-2, the default), "chain", a tree file, a list of rank paths, or a `TreePolicy`.
-        is_coupled: at temperature > 0, let the drafter read the target's own Gumbel noise (more is accepted; the text is
-            the same either way).
-        is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits the time truly.
+        is_coupled: at temperature > 0, let the drafter read the target's own Gumbel noise (more is accepted; the text
+            is the same either way).
+        is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits time truly.
 
     The text depends on the target and the seed alone: not on the drafter, the tree or the other rows of the batch.
     """
@@ -69,7 +69,9 @@ class Decoder:
                 bind(self.target)
             self.policy = resolve_policy(tree, drafter.max_depth)
         elif tree is not None:
-            raise ValueError(f"tree is {tree!r} but there is no drafter: pass heads, or leave tree out for plain decoding")
+            raise ValueError(
+                f"tree is {tree!r} but there is no drafter: pass heads, or leave tree out for plain decoding"
+            )
         self._cache: TreeCache | None = None
 
     def generate(
@@ -84,8 +86,8 @@ class Decoder:
         stop_strings: str | list[str] | None = None,
         **generate_kwargs: Any,
     ) -> GenerationOutput:
-        """Generates through transformers' own `generate`: its config, processors and stopping criteria mean what they do
-        there.
+        """Generates through transformers' own `generate`: its config, processors and stopping criteria mean what they
+        do there.
 
         Args:
             input_ids: [B, L] int64.
@@ -159,7 +161,9 @@ class Decoder:
         )
         is_first, features, counts = True, output.features, request.prompt_counts
         next_ids = _shift_in(request.prompt_ids, request.prompt_counts, accepted.next_tokens[:, 0])
-        state = drafter.start(batch, capacity, policy.num_scratch) if drafter is not None and policy is not None else None
+        state = (
+            drafter.start(batch, capacity, policy.num_scratch) if drafter is not None and policy is not None else None
+        )
         emitted, emitted_counts = accepted.next_tokens, accepted.counts
 
         while True:
@@ -167,7 +171,7 @@ class Decoder:
             *rows, num_emitted = torch.cat([emitted, emitted_counts[:, None]], dim=1).T.tolist()
             kept = request.emit(list(zip(*rows, strict=True)), num_emitted)
             if not is_first:
-                for row, count in enumerate(num_emitted):
+                for count in num_emitted:
                     if count:
                         stats.count_step(count - 1)
             if on_step is not None and batch == 1 and kept[0]:

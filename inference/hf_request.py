@@ -1,7 +1,7 @@
 """One call of transformers' `generate`, as the decode loop sees it: prompts in, tokens out, when to stop.
 
-`run_with_generate` goes through the model's own `generate(custom_generate=...)`, which merges generation configs, builds
-logits processors and stopping criteria and expands `num_return_sequences`; what that hook drops is handled here.
+`run_with_generate` goes through the model's own `generate(custom_generate=...)`, which merges generation configs,
+builds logits processors and stopping criteria and expands `num_return_sequences`; what that hook drops is handled here.
 
 Legend: B batch, L padded prompt length as given, T longest prompt without padding.
 """
@@ -42,7 +42,14 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "output_attentions": ((None, False), "a verify step has attention over a tree; leave it out"),
     "output_hidden_states": ((None, False), "hidden states are not collected; leave it out"),
 }
-_REFUSED_ARGUMENTS = ("assistant_model", "past_key_values", "inputs_embeds", "position_ids", "custom_generate", "synced_gpus")
+_REFUSED_ARGUMENTS = (
+    "assistant_model",
+    "past_key_values",
+    "inputs_embeds",
+    "position_ids",
+    "custom_generate",
+    "synced_gpus",
+)
 
 
 class Request:
@@ -67,12 +74,16 @@ class Request:
         streamer: Any,
     ) -> None:
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; expected [batch, length] with at least 1 token")
+            raise ValueError(
+                f"input_ids has shape {tuple(input_ids.shape)}; expected [batch, length] with at least 1 token"
+            )
         self.input_ids = input_ids.to(target.device)
         mask = torch.ones_like(self.input_ids) if attention_mask is None else attention_mask.to(target.device)
         counts: list[int] = mask.sum(1).tolist()
         if min(counts) < 1:
-            raise ValueError(f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token")
+            raise ValueError(
+                f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token"
+            )
         self.prompt_counts = torch.tensor(counts, device=target.device)
         # A stable sort moves the real tokens to the front in their order, whichever side the padding is on.
         order = mask.to(torch.long).argsort(dim=1, descending=True, stable=True)
@@ -107,12 +118,14 @@ class Request:
         longest = max(self._prompt_lengths)
         if longest >= max_length:
             raise ValueError(
-                f"the prompt has {longest} tokens; this target takes fewer than {max_length} ({reason}): shorten the prompt"
+                f"the prompt has {longest} tokens; this target takes fewer than {max_length} ({reason}): shorten it"
             )
         cut = [min(b, max_length - n) for b, n in zip(self.budgets, self._prompt_lengths, strict=True)]
         if cut != self.budgets:
             logger.warning(
-                "generation will stop at the target's limit of %d tokens (%s), before max_new_tokens", max_length, reason
+                "generation will stop at the target's limit of %d tokens (%s), before max_new_tokens",
+                max_length,
+                reason,
             )
         self.budgets = cut
 
@@ -140,15 +153,15 @@ class Request:
         return mask.to(self.input_ids.device)
 
     def prefixes(self) -> list[Tensor]:
-        """Each row as transformers would show it to a processor: the prompt as given, then the new tokens; [1, L + new]."""
+        """Each row as transformers shows it to a processor: the prompt as given, then the new tokens; [1, L + new]."""
         return [
             torch.cat([self.input_ids[row], torch.tensor(new, dtype=torch.long, device=self.input_ids.device)])[None]
             for row, new in enumerate(self._new)
         ]
 
     def emit(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Takes what each row emitted (the first counts[b] of tokens[b]), cuts it where the row ends, and returns what was
-        kept. Finished rows have a count of 0."""
+        """Takes what each row emitted (the first counts[b] of tokens[b]), cuts it where the row ends, and returns what
+        was kept. Finished rows have a count of 0."""
         kept: list[list[int]] = [[] for _ in counts]
         for row in list(self.unfinished):
             for token in tokens[row][: counts[row]]:
@@ -236,7 +249,9 @@ def run_with_generate(
             if (value := getattr(generation_config, name, None)) not in fine:
                 raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
         mask = model_kwargs.get("attention_mask")
-        return decode(Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer))
+        return decode(
+            Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
+        )
 
     sequences = model.generate(
         input_ids,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inference.drafter import Drafter, DraftLogits, DraftSampling
-from inference.tree import Topology, TokenTree, paths_to_topology
+from inference.tree import TokenTree, Topology, paths_to_topology
 
 
 class TreePolicy(ABC):
@@ -90,7 +90,9 @@ class StaticTree(TreePolicy):
 
         content = yaml.safe_load(Path(path).read_text())
         if not isinstance(content, dict) or set(content) != {"paths"}:
-            raise ValueError(f"{path}: a tree file holds one key `paths`, a list of rank paths such as [[0], [0, 0], [1]]")
+            raise ValueError(
+                f"{path}: a tree file holds one key `paths`, a list of rank paths such as [[0], [0, 0], [1]]"
+            )
         return cls(content["paths"])
 
     @property
@@ -133,8 +135,8 @@ class StaticTree(TreePolicy):
 class _Level:
     """How the nodes of depth d + 1 are drafted. All int64; indices within a level count that level's nodes.
 
-    frontier: [W] which nodes of depth d have children. frontier_parents: [1, W] their parents as indices into the frontier
-    before. child_frontier, child_ranks: [nodes of depth d + 1] each child's frontier node and candidate rank.
+    frontier: [W] which nodes of depth d have children. frontier_parents: [1, W] their parents as indices into the
+    frontier before. child_frontier, child_ranks: [nodes of depth d + 1] each child's frontier node and candidate rank.
     """
 
     frontier: Tensor
@@ -197,7 +199,7 @@ class DynamicTree(TreePolicy):
     def __init__(self, depth: int = 6, top_k: int = 8, num_nodes: int = 32) -> None:
         if depth < 1 or top_k < 1 or num_nodes < 2:
             raise ValueError(
-                f"got depth={depth}, top_k={top_k}, num_nodes={num_nodes}; allowed are depth >= 1, top_k >= 1, num_nodes >= 2"
+                f"got depth={depth}, top_k={top_k}, num_nodes={num_nodes}; allowed are at least 1, 1 and 2"
             )
         self.max_depth = depth
         self.top_k = top_k

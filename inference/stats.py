@@ -1,7 +1,7 @@
 """What a generation did and what it cost, counted so that it cannot flatter.
 
-Acceptance length = tokens emitted by verify steps / verify steps, per row: the bonus token is counted, the prefill and the
-token drawn from it are not, and tokens cut off by EOS or by the length limit are counted as the step emitted them.
+Acceptance length = tokens emitted by verify steps / verify steps, per row: the bonus token is counted, the prefill and
+the token drawn from it are not, and tokens cut off by EOS or by the length limit are counted as the step emitted them.
 """
 
 from __future__ import annotations

@@ -66,11 +66,11 @@ class Target:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model: Any = model
         self._causal_lm = unwrap_model(model)
         self.text_config: Any = self._causal_lm.config.get_text_config()
         self.embed_tokens: nn.Module = self._causal_lm.get_input_embeddings()
-        self.lm_head: nn.Module = self._causal_lm.get_output_embeddings()
+        self.lm_head: Any = self._causal_lm.get_output_embeddings()
         weight: Tensor = self.embed_tokens.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype

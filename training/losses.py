@@ -5,8 +5,8 @@ Legend: B batch, T sequence length, M rows with a loss, C draft vocabulary, D hi
 A step of shift s predicts, at slot t, the token x_{t+s}. Its label is x_{t+s}; its teacher is the target's distribution
 at position t + s - 1 (the one x_{t+s} was drawn from).
 
-Worked example: the loss mask is [0, 0, 1, 1, 1] (tokens 2 to 4 are the assistant's). A step of shift 2 has a loss at slots
-0, 1, 2 with teachers at positions 1, 2, 3; a step of shift 3 at slots 0, 1 with teachers at 2, 3.
+Worked example: the loss mask is [0, 0, 1, 1, 1] (tokens 2 to 4 are the assistant's). A step of shift 2 has a loss at
+slots 0, 1, 2 with teachers at positions 1, 2, 3; a step of shift 3 at slots 0, 1 with teachers at 2, 3.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Teacher:
 
     Attributes:
         logits: [B, T, C] over the draft vocabulary, in the target's dtype.
-        argmax: [B, T] int64, draft index of the target's most likely token over its WHOLE vocabulary; -1 when that token
-            is outside the draft vocabulary.
+        argmax: [B, T] int64, draft index of the target's most likely token over its WHOLE vocabulary; -1 when that
+            token is outside the draft vocabulary.
         labels: [B, T] int64, draft index of x_t; -1 when outside.
     """
 
@@ -92,9 +92,9 @@ def draft_loss(
 
     Args:
         loss_mask: [B, T], 1 where x_t is to be predicted.
-        loss_type: `cross_entropy` to the data's tokens or `distillation`: soft cross-entropy to the teacher's softmax over
-            the draft vocabulary. Positions whose label (or teacher's argmax) is outside the draft vocabulary get no loss;
-            the mean runs over the positions that have one.
+        loss_type: `cross_entropy` to the data's tokens or `distillation`: soft cross-entropy to the teacher's softmax
+            over the draft vocabulary. Positions whose label (or teacher's argmax) is outside the draft vocabulary get
+            no loss; the mean runs over the positions that have one.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type is {loss_type!r}; allowed are {', '.join(LOSS_TYPES)}")

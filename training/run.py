@@ -105,8 +105,8 @@ def load_datasets(
 
 
 def _eval_prompts(data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the prompts that acceptance is measured on: up to the first assistant token of held-out conversations,
-    or the first turns of a prompt file."""
+    """Token ids of the prompts that acceptance is measured on: up to the first assistant token of held-out
+    conversations, or the first turns of a prompt file."""
     if data_args.eval_prompts is not None:
         with open(data_args.eval_prompts, encoding="utf-8") as lines:
             turns = [json.loads(line)["turns"][0] for line in lines if line.strip()][: data_args.num_eval_prompts]

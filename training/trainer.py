@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         target: the frozen target the heads are bound to.
         loss_type: see `training.losses.draft_loss`.
         step_decay: weight of depth k is step_decay^k.
-        measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by decoding
-            held-out prompts with the heads as they are.
+        measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
+            decoding held-out prompts with the heads as they are.
         **kwargs: those of `transformers.Trainer`.
     """
 
@@ -108,13 +108,15 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Loss, per-depth top-1 and top-5 accuracy, and the acceptance length measured by decoding."""
         self._sums[False].clear()
-        metrics: dict[str, float] = super().evaluate(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        kwargs["metric_key_prefix"] = metric_key_prefix
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         extra = defaultdict(float, self._take_metrics(is_training=False))
         if self.measure_acceptance is not None:
-            was_training = self.model.training
-            self.model.eval()
+            heads = cast(DraftHeads, self.model)
+            was_training = heads.training
+            heads.eval()
             extra.update(self.measure_acceptance())
-            self.model.train(was_training)
+            heads.train(was_training)
         named = {f"{metric_key_prefix}_{name}": value for name, value in extra.items()}
         self.log(named)
         metrics.update(named)
