@@ -24,8 +24,10 @@ def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
     RoPE and norm settings, each under the name the heads' config uses."""
     num_heads = int(config.num_attention_heads)
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    rope = rope.get("full_attention", rope)  # Gemma 3 keeps one entry per layer type
-    rope = {key: value for key, value in rope.items() if value is not None}
+    if per_layer_type := [value for value in rope.values() if isinstance(value, dict)]:  # Gemma 3
+        rope = rope.get("full_attention", per_layer_type[0])
+    # The draft layer turns whole heads, whatever share of them the target turns.
+    rope = {key: value for key, value in rope.items() if value is not None and key != "partial_rotary_factor"}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         # Both scale by the length of the whole pass, which slots drafted one by one do not have.
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}

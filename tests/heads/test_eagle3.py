@@ -1,0 +1,286 @@
+"""EAGLE-3 against a reference that loops over slots and steps, its alignment, its vocabulary and its positions.
+
+Legend: B batch, T sequence length, K unroll steps, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heads import DraftHeads, create_heads
+from heads import layers as layers_module
+from heads.eagle3 import Eagle3Heads, default_feature_layers
+from inference import Target, generate
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+
+def eagle3(target: Target, **overrides: Any) -> Eagle3Heads:
+    heads = tiny_heads("eagle3", target, **overrides)
+    assert isinstance(heads, Eagle3Heads)
+    return heads
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama"))
+
+
+class TestFeatureLayers:
+    @pytest.mark.parametrize("num_layers", range(2, 41))
+    def test_are_three_distinct_layers_in_order(self, num_layers: int) -> None:
+        low, middle, high = default_feature_layers(num_layers)
+        assert 0 <= low < middle < high <= num_layers
+        if num_layers >= 7:
+            assert [low, middle, high] == [2, num_layers // 2, num_layers - 3]
+
+    def test_the_worked_examples(self) -> None:
+        assert default_feature_layers(32) == [2, 16, 29]
+        assert default_feature_layers(5) == [1, 2, 3]
+
+    def test_a_target_of_one_layer(self) -> None:
+        with pytest.raises(ValueError, match=r"a target of 1 layer\(s\) has too few"):
+            create_heads("eagle3", tiny_target("llama", num_hidden_layers=1))
+
+    @pytest.mark.parametrize("num_layers", [2, 3, 4])
+    def test_shallow_targets_decode(self, num_layers: int) -> None:
+        model = tiny_target("llama", num_hidden_layers=num_layers)
+        prompt = random_prompt(6)
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+        target = Target(model)
+        assert torch.equal(
+            generate(target, eagle3(target), prompt, max_new_tokens=8, do_sample=False).sequences, expected
+        )
+
+    def test_are_stored_in_the_order_given(self, target: Target, tmp_path: Path) -> None:
+        heads = eagle3(target, feature_layers=[5, 0, 6])
+        heads.save_pretrained(tmp_path)
+        assert DraftHeads.from_pretrained(tmp_path).feature_layers == (5, 0, 6)
+        assert heads.fc.weight.shape == (32, 96)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean() + eps).sqrt() * weight
+
+
+def turn(x: Tensor, position: int, theta: float) -> Tensor:
+    """RoPE of heads x [H, d] at one position."""
+    half = x.shape[-1] // 2
+    angles = torch.tensor([position * theta ** (-i / half) for i in range(half)])
+    first, second = x[:, :half], x[:, half:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def unroll_slowly(heads: Eagle3Heads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:
+    """[K][T'] outputs before the final norm, for one sequence: one slot and one step at a time, straight from section 3
+    of the paper. A slot whose token x_{t+k+1} does not exist has no output from step k on."""
+    config, weights = heads.config, heads.state_dict()
+    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    size, eps = config.head_dim, config.rms_norm_eps
+    repeats = config.num_attention_heads // config.num_key_value_heads
+    length = len(token_ids)
+    g = [weights["fc.weight"] @ features[t] for t in range(length)]
+    keys: list[list[Tensor]] = []
+    values: list[list[Tensor]] = []
+    outputs: list[list[Tensor]] = []
+    for k in range(config.ttt_steps):
+        keys.append([])
+        values.append([])
+        outputs.append([])
+        for t in range(length - k - 1):
+            token = table[token_ids[t + k + 1]]
+            inputs = torch.cat(
+                [
+                    norm(token, weights["midlayer.input_layernorm.weight"], eps),
+                    norm(g[t], weights["midlayer.hidden_norm.weight"], eps),
+                ]
+            )
+            q, key, value = (
+                (weights[f"midlayer.self_attn.{name}_proj.weight"] @ inputs).view(-1, size) for name in "qkv"
+            )
+            theta = config.rope_parameters["rope_theta"]
+            q, key = turn(q, t + k, theta), turn(key, t + k, theta)
+            keys[k].append(key.repeat_interleave(repeats, 0))
+            values[k].append(value.repeat_interleave(repeats, 0))
+            seen = [(0, j) for j in range(t + 1)] + [(m, t) for m in range(1, k + 1)]
+            scores = torch.stack([(q * keys[m][j]).sum(-1) / math.sqrt(size) for m, j in seen])  # [seen, H]
+            attended = (scores.softmax(0)[..., None] * torch.stack([values[m][j] for m, j in seen])).sum(0)
+            hidden = g[t] + weights["midlayer.self_attn.o_proj.weight"] @ attended.flatten()
+            x = norm(hidden, weights["midlayer.post_attention_layernorm.weight"], eps)
+            gate, up = (weights[f"midlayer.mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
+            outputs[k].append(hidden + weights["midlayer.mlp.down_proj.weight"] @ (F.silu(gate) * up))
+        g = outputs[k]
+    return outputs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("query_chunk", [256, 3])
+def test_unroll_equals_the_slow_reference(target: Target, query_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
+    heads = eagle3(target, ttt_steps=4)
+    input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)
+    steps = heads.unroll(features, input_ids)
+    weights = heads.state_dict()
+    for row in range(2):
+        expected = unroll_slowly(heads, features[row], input_ids[row].tolist())
+        for step, outputs in zip(steps, expected, strict=True):
+            found = step.hidden[row, : len(outputs)]
+            torch.testing.assert_close(found, torch.stack(outputs), rtol=1e-4, atol=1e-4)
+            normed = torch.stack([norm(x, weights["norm.weight"], heads.config.rms_norm_eps) for x in outputs])
+            torch.testing.assert_close(step.head(found), normed @ weights["lm_head.weight"].T, rtol=1e-4, atol=1e-4)
+
+
+class TestAlignment:
+    """By hand, T = 6: slot 2 of step 0 pairs the feature of position 2 with the token x_3 and predicts x_4."""
+
+    @torch.no_grad()
+    def changed_slots(self, heads: Eagle3Heads, position: int, *, token: bool) -> list[set[int]]:
+        """Per step, the slots whose output changes with the token (or else the feature) at `position`."""
+        input_ids, features = random_prompt(6, seed=1), torch.randn(1, 6, 96)
+        other_ids, other_features = input_ids.clone(), features.clone()
+        if token:
+            other_ids[0, position] = (input_ids[0, position] + 1) % 128
+        else:
+            other_features[0, position] += 1
+        before, after = heads.unroll(features, input_ids), heads.unroll(other_features, other_ids)
+        return [
+            {t for t in range(6) if not torch.equal(one.hidden[0, t], other.hidden[0, t])}
+            for one, other in zip(before, after, strict=True)
+        ]
+
+    def test_of_features(self, target: Target) -> None:
+        heads = eagle3(target, ttt_steps=3)
+        assert self.changed_slots(heads, 2, token=False) == [{2, 3, 4, 5}] * 3
+
+    def test_of_tokens(self, target: Target) -> None:
+        heads = eagle3(target, ttt_steps=3)
+        # x_3 enters at slot 2 first; step k of a slot t has read x_{t+k+1} as well.
+        assert self.changed_slots(heads, 3, token=True) == [{2, 3, 4, 5}, {1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}]
+        assert self.changed_slots(heads, 0, token=True) == [set()] * 3, "x_0 is in the features already"
+
+
+class TestGradients:
+    def test_reach_every_step_and_stop_at_the_target(self, target: Target) -> None:
+        """The last step's loss trains fc through all steps before it; the target's embedding gets nothing."""
+        heads = eagle3(target, ttt_steps=3)
+        features = torch.randn(1, 8, 96, requires_grad=True)
+        heads.unroll(features, random_prompt(8))[-1].hidden[0, 4].sum().backward()
+        assert heads.fc.weight.grad is not None
+        assert features.grad is not None
+        assert features.grad[0, 4].abs().max() > 0
+        assert features.grad[0, 5:].abs().max() == 0
+        assert all(parameter.grad is None for parameter in target.model.parameters())
+
+    def test_do_not_depend_on_the_query_chunk(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        heads = eagle3(target, ttt_steps=4)
+        input_ids, features = random_prompt(11, batch_size=2), torch.randn(2, 11, 96)
+        found = []
+        for chunk in (256, 4):
+            monkeypatch.setattr(layers_module, "QUERY_CHUNK", chunk)
+            heads.zero_grad()
+            steps = heads.unroll(features, input_ids)
+            loss = torch.stack([step.head(step.hidden[:, :7]).square().mean() for step in steps]).sum()
+            loss.backward()
+            found.append([loss.detach(), *(parameter.grad.clone() for parameter in heads.parameters())])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+class TestVocabulary:
+    def test_is_chosen_by_frequency_and_starts_from_the_targets_rows(self, target: Target) -> None:
+        heads = create_heads("eagle3", target, draft_vocab_size=3)
+        assert heads.wants_token_counts
+        counts = torch.zeros(128, dtype=torch.long)
+        counts[[7, 100, 20, 5]] = torch.tensor([3, 9, 4, 1])
+        heads.fit_vocabulary(counts)
+        assert not heads.wants_token_counts
+        assert heads.draft_token_ids is not None
+        assert heads.draft_token_ids.tolist() == [7, 20, 100]
+        assert heads.d2t.tolist() == [7, 19, 98]
+        assert heads.t2d.nonzero().flatten().tolist() == [7, 20, 100]
+        assert torch.equal(heads.lm_head.weight, target.lm_head.weight[[7, 20, 100]])
+
+    def test_is_never_chosen_again(self, target: Target, tmp_path: Path) -> None:
+        heads = eagle3(target, draft_vocab_size=10)
+        before, weight = heads.draft_token_ids, heads.lm_head.weight.detach().clone()
+        heads.save_pretrained(tmp_path)
+        for each in (heads, DraftHeads.from_pretrained(tmp_path).bind(target)):
+            assert not each.wants_token_counts
+            each.fit_vocabulary(torch.arange(128))
+            assert torch.equal(each.draft_token_ids, before)
+            assert torch.equal(each.lm_head.weight, weight)
+
+    def test_all_of_the_targets_needs_no_map(self, target: Target) -> None:
+        for size in (None, 128):
+            heads = create_heads("eagle3", target, draft_vocab_size=size)
+            assert heads.draft_token_ids is None
+            assert not heads.wants_token_counts
+            assert not [name for name in heads.state_dict() if name in ("d2t", "t2d")]
+            assert torch.equal(heads.lm_head.weight, target.lm_head.weight)
+            assert heads.lm_head.weight.data_ptr() != target.lm_head.weight.data_ptr()
+
+    def test_must_be_chosen_before_decoding(self, target: Target) -> None:
+        heads = create_heads("eagle3", target, draft_vocab_size=10).eval()
+        with pytest.raises(ValueError, match=r"no draft vocabulary yet: train them, or call fit_vocabulary"):
+            generate(target, heads, random_prompt(4), max_new_tokens=4)
+
+    def test_maps_drafted_columns_to_the_targets_ids(self, target: Target) -> None:
+        heads = eagle3(target, draft_vocab_size=10)
+        state = heads.start(1, 16, 4)
+        draft = heads.extend(state, torch.randn(1, 3, 96), random_prompt(3), torch.tensor([3]), max_slots=3)
+        assert draft.logits.shape == (1, 1, 10)
+        assert draft.token_ids is not None
+        assert draft.token_ids.tolist() == heads.t2d.nonzero().flatten().tolist()
+
+
+class TestPositions:
+    @torch.no_grad()
+    @pytest.mark.parametrize("rope", [None, {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}])
+    def test_drafting_goes_on_beyond_the_configs_limit(self, rope: dict[str, Any] | None) -> None:
+        """`max_position_embeddings` (64 here, 2048 in many published heads) is no table's size: nothing ends there."""
+        if rope is not None:
+            rope = {**rope, "original_max_position_embeddings": 32}
+        target = Target(tiny_target("llama", max_position_embeddings=64, rope_parameters=rope))
+        heads = eagle3(target, ttt_steps=2)
+        assert heads.config.max_position_embeddings == 64
+        length = 2101
+        input_ids, features = random_prompt(length), torch.randn(1, length, 96)
+        state = heads.start(1, length, 4)
+        count = torch.tensor([length - 2])
+        draft = heads.extend(state, features[:, : length - 2], input_ids[:, 1:-1], count, max_slots=length - 2)
+        first, second = heads.unroll(features, input_ids)
+        torch.testing.assert_close(draft.logits[0, 0], first.head(first.hidden[0, -3]), rtol=1e-3, atol=1e-3)
+        below = heads.expand(state, input_ids[:, -1:], torch.zeros(1, 1, dtype=torch.long), 1)
+        torch.testing.assert_close(below.logits[0, 0], second.head(second.hidden[0, -3]), rtol=1e-3, atol=1e-3)
+
+
+class TestGemma3:
+    def test_embeddings_are_scaled_as_the_target_scales_them(self) -> None:
+        model: Any = tiny_target("gemma3")
+        target = Target(model)
+        heads = eagle3(target)
+        input_ids = random_prompt(5)
+        expected = model(input_ids, output_hidden_states=True).hidden_states[0]
+        assert torch.equal(heads.embed(input_ids), expected)
+        assert not torch.allclose(heads.embed(input_ids), model.get_input_embeddings().weight[input_ids])
+
+    def test_the_full_attentions_rope_is_inherited(self) -> None:
+        heads = eagle3(Target(tiny_target("gemma3")))
+        assert heads.config.rope_parameters["rope_theta"] == 1_000_000.0
+        assert heads.config.hidden_act == "gelu_pytorch_tanh"
+
+
+def test_embeddings_come_in_the_heads_dtype() -> None:
+    target = Target(tiny_target("llama", dtype=torch.bfloat16))
+    heads = eagle3(target)
+    assert heads.embed(random_prompt(3)).dtype == torch.float32
+    assert heads.to(torch.bfloat16).embed(random_prompt(3)).dtype == torch.bfloat16

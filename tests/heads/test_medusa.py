@@ -1,0 +1,65 @@
+"""Medusa: what head i reads and predicts, and how it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from heads import create_heads
+from inference import Target
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+
+def test_each_head_is_its_own_residual_blocks_and_projection() -> None:
+    target = Target(tiny_target("llama"))
+    heads: Any = tiny_heads("medusa", target, num_heads=3, num_layers=2)
+    features = torch.randn(2, 5, 32)
+    steps = heads.unroll(features, random_prompt(5, batch_size=2))
+    weights = heads.state_dict()
+    assert len(weights) == 3 * (2 * 2 + 1)
+    for i, step in enumerate(steps):
+        x = features
+        for layer in range(2):
+            name = f"heads.{i}.blocks.{layer}.linear"
+            x = x + F.silu(x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"])
+        torch.testing.assert_close(step.head(step.hidden), x @ weights[f"heads.{i}.lm_head.weight"].T)
+        assert step.shift == 2 + i
+
+
+def test_an_untrained_head_repeats_the_lm_head() -> None:
+    model: Any = tiny_target("qwen2")
+    target = Target(model)
+    heads = create_heads("medusa", target)
+    input_ids = random_prompt(9)
+    encoded = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
+    assert heads.feature_layers == (6,)
+    assert torch.equal(encoded.features, encoded.last_hidden)
+    expected = model(input_ids).logits
+    for step in heads.unroll(encoded.features, input_ids):
+        torch.testing.assert_close(step.head(step.hidden), expected)
+
+
+def test_no_residual_blocks_is_a_linear_probe() -> None:
+    heads = tiny_heads("medusa", Target(tiny_target("llama")), num_layers=0)
+    features = torch.randn(1, 4, 32)
+    assert torch.equal(heads.unroll(features, random_prompt(4))[0].hidden, features)
+
+
+def test_another_layer_can_be_read() -> None:
+    target = Target(tiny_target("llama"))
+    assert tiny_heads("medusa", target, feature_layers=[3]).feature_layers == (3,)
+
+
+def test_what_was_drafted_changes_nothing() -> None:
+    heads = tiny_heads("medusa", Target(tiny_target("llama")))
+    state = heads.start(1, 32, 8)
+    features, ids = torch.randn(1, 4, 32), random_prompt(4)
+    heads.extend(state, features, ids, torch.tensor([4]), max_slots=4)
+    for tokens in ([[3, 4]], [[5, 6]]):
+        assert torch.equal(
+            heads.expand(state, torch.tensor(tokens), torch.zeros(1, 2, dtype=torch.long), 1).logits,
+            heads.expand(state, torch.tensor([[9]]), torch.zeros(1, 1, dtype=torch.long), 1).logits,
+        )
