@@ -184,6 +184,7 @@ class Decoder:
             active = request.active_mask() if batch > 1 else None
             if active is not None:
                 cache.lengths *= active  # finished rows stop growing, and give up what they overshot
+                counts = counts * active
 
             root_ids = next_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
             noise = sampler.draw_noise(cache.lengths, policy.max_depth + 1 if policy else 1, target.vocab_size)

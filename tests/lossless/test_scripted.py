@@ -1,0 +1,133 @@
+"""The scripted drafter through every policy: greedy text is transformers', sampled text is plain decoding's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference import Decoder, DynamicTree, GenerationStats, StaticTree, TreePolicy, chain, generate
+from tests.lossless.near_tie import assert_same_text
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
+
+NEW_TOKENS = 64
+POLICIES: dict[str, TreePolicy] = {
+    "chain": chain(4),
+    "static": StaticTree([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0], [0, 1, 0]]),
+    "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=24),
+}
+SAMPLING = {
+    "T=0.7": {"temperature": 0.7},
+    "T=1": {"temperature": 1.0},
+    "top-k": {"temperature": 1.0, "top_k": 5},
+    "top-p": {"temperature": 0.9, "top_p": 0.8},
+    "min-p": {"temperature": 1.0, "min_p": 0.05},
+    "repetition penalty": {"temperature": 0.8, "repetition_penalty": 1.3},
+    "no repeated bigram": {"temperature": 1.0, "no_repeat_ngram_size": 2},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_transformers_generate(family: str, attention: str, policy: str) -> None:
+    # Prompts of 5 and 30 tokens: below and beyond the window of 8 of Mistral and Gemma 3.
+    model = tiny_target(family, attn_implementation=attention, initializer_range=0.3)
+    offered: set[tuple[int, int]] = set()
+    stats = GenerationStats()
+    for length in (5, 30):
+        prompt = random_prompt(length, seed=length)
+        expected = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+        drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE, offered=offered)
+        output = generate(model, drafter, prompt, max_new_tokens=NEW_TOKENS, do_sample=False, tree=POLICIES[policy])
+        assert_same_text(model, expected, output.sequences)
+        stats += output.stats
+    histogram = stats.accepted_histogram
+    assert len(histogram) == 5, f"not every depth was reached: {histogram}"
+    assert min(histogram) > 0, f"not every depth was reached: {histogram}"
+    assert stats.acceptance_length > 1.5
+    if policy != "chain":
+        assert {rank for _, rank in offered} == {0, 1, 2, 3}, f"not every branch was offered: {offered}"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("settings", SAMPLING)
+@pytest.mark.parametrize("is_coupled", [True, False], ids=["coupled", "uncoupled"])
+def test_sampled_text_is_plain_decoding(settings: str, policy: str, is_coupled: bool) -> None:
+    model = tiny_target("qwen3", initializer_range=0.3)
+    prompt = random_prompt(9)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 5, **SAMPLING[settings]}
+    expected = generate(model, None, prompt, **options).sequences
+    drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE)
+    output = generate(model, drafter, prompt, tree=POLICIES[policy], is_coupled=is_coupled, **options)
+    assert torch.equal(output.sequences, expected)
+    assert sum(output.stats.accepted_histogram[1:]) > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prefix_readers_match_transformers_greedy(policy: str) -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    prompt = random_prompt(7)
+    options = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.4, "min_new_tokens": 10}
+    expected = model.generate(prompt, **options)
+    drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE)
+    output = generate(model, drafter, prompt, tree=POLICIES[policy], **options)
+    assert_same_text(model, expected, output.sequences)
+    assert output.stats.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_of_a_batch_do_not_depend_on_each_other(policy: str) -> None:
+    """Left-padded rows of different lengths and speeds, sampled: each is the text it has alone with its seed."""
+    model = tiny_target("gemma3", initializer_range=0.3)
+    lengths, seeds = (4, 17, 11), [3, 14, 15]
+    options = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.9}
+    rows = [random_prompt(length, seed=length) for length in lengths]
+    alone = [
+        generate(model, None, row, seed=[seed], **options).sequences[0] for row, seed in zip(rows, seeds, strict=True)
+    ]
+    longest = max(lengths)
+    padded = torch.stack([torch.nn.functional.pad(row[0], (longest - row.shape[1], 0)) for row in rows])
+    mask = torch.stack([(torch.arange(longest) >= longest - length).long() for length in lengths])
+    drafter = ScriptedDrafter(alone, VOCAB_SIZE)
+    output = generate(model, drafter, padded, mask, seed=seeds, tree=POLICIES[policy], **options)
+    for row, text in enumerate(alone):
+        assert torch.equal(output.sequences[row, longest - lengths[row] :], text), f"row {row}"
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 9))
+def test_never_longer_than_asked(max_new_tokens: int) -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    prompt = random_prompt(6)
+    expected = model.generate(prompt, max_new_tokens=40, do_sample=False)
+    drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE, ranks=(0,))
+    output = generate(model, drafter, prompt, max_new_tokens=max_new_tokens, do_sample=False, tree=POLICIES["dynamic"])
+    assert torch.equal(output.sequences, expected[:, : 6 + max_new_tokens])
+    assert output.stats.num_new_tokens == max_new_tokens
+
+
+@pytest.mark.parametrize("place", range(1, 12))
+def test_trimmed_after_eos(place: int) -> None:
+    """Whatever token of a step is EOS, nothing follows it."""
+    model = tiny_target("llama", initializer_range=0.3)
+    prompt = random_prompt(6)
+    free = model.generate(prompt, max_new_tokens=30, do_sample=False)
+    eos = int(free[0, 6 + place])
+    expected = model.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=eos)
+    drafter = ScriptedDrafter([free[0]], VOCAB_SIZE, ranks=(0,))
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": eos}
+    output = generate(model, drafter, prompt, tree=POLICIES["dynamic"], **options)
+    assert torch.equal(output.sequences, expected)
+
+
+def test_one_decoder_serves_shorter_and_longer_prompts() -> None:
+    model = tiny_target("mistral", initializer_range=0.3)
+    drafter = ScriptedDrafter([torch.zeros(1, dtype=torch.long)], VOCAB_SIZE)
+    decoder = Decoder(model, drafter, tree=POLICIES["static"])
+    for length, new in ((40, 30), (3, 60), (100, 20), (3, 10)):
+        prompt = random_prompt(length, seed=length)
+        expected = model.generate(prompt, max_new_tokens=new, do_sample=False)
+        drafter.texts = [expected[0]]
+        output = decoder.generate(prompt, max_new_tokens=new, do_sample=False)
+        assert_same_text(model, expected, output.sequences)
+        assert output.stats.acceptance_length > 1.5
