@@ -1,6 +1,7 @@
 """The draft losses: every step of an unroll against the target's distribution or the data's tokens.
 
-Legend: B batch, T sequence length, M rows with a loss, C draft vocabulary, D hidden size.
+Legend: B batch, T sequence length, P positions whose next token is predicted, M rows that one step scores,
+C draft vocabulary, V target vocabulary, D hidden size.
 
 A step of shift s predicts, at slot t, the token x_{t+s}. Its label is x_{t+s}; its teacher is the target's distribution
 at position t + s - 1 (the one x_{t+s} was drawn from).
@@ -28,119 +29,136 @@ CHUNK_ELEMENTS = 2**25  # largest float32 logits tensor kept alive: 128 MiB
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's view of a batch.
+    """The target's view of a batch, at the P positions whose next token is predicted.
 
     Attributes:
-        logits: [B, T, C] over the draft vocabulary, in the target's dtype.
+        logits: [P, C] over the draft vocabulary, in the target's dtype; None when nothing is distilled.
+        rows: [B, T] int64, a position's row of `logits`; meaningless where no next token is predicted.
         argmax: [B, T] int64, draft index of the target's most likely token over its WHOLE vocabulary; -1 when that
-            token is outside the draft vocabulary.
+            token is outside the draft vocabulary, or no next token is predicted.
         labels: [B, T] int64, draft index of x_t; -1 when outside.
+        num_columns: C.
     """
 
-    logits: Tensor
+    logits: Tensor | None
+    rows: Tensor
     argmax: Tensor
     labels: Tensor
+    num_columns: int
 
 
 @torch.no_grad()
-def compute_teacher(target: Target, last_hidden: Tensor, input_ids: Tensor, draft_token_ids: Tensor | None) -> Teacher:
-    """Runs the target's LM head in chunks, so that no [B, T, V] float32 tensor is ever alive.
+def compute_teacher(
+    target: Target,
+    last_hidden: Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    draft_token_ids: Tensor | None,
+    *,
+    loss_type: str,
+) -> Teacher:
+    """Runs the target's LM head where it is needed and in chunks, so that no [B, T, V] float32 tensor is ever alive.
 
     Args:
         last_hidden: [B, T, D] the target's post-norm states.
+        loss_mask: [B, T], 1 where x_t is to be predicted.
         draft_token_ids: [C] target ids of the draft vocabulary; None = all.
+        loss_type: as in `draft_loss`; cross-entropy to the data's tokens needs no logits.
     """
-    batch, length, _ = last_hidden.shape
-    rows = last_hidden.flatten(0, 1)
-    columns = target.vocab_size if draft_token_ids is None else draft_token_ids.numel()
-    logits = torch.empty(rows.shape[0], columns, dtype=rows.dtype, device=rows.device)
-    argmax = torch.empty(rows.shape[0], dtype=torch.long, device=rows.device)
+    num_columns = target.vocab_size if draft_token_ids is None else draft_token_ids.numel()
+    is_used_BT = F.pad(loss_mask[:, 1:], (0, 1)).bool()
+    hidden_PD = last_hidden[is_used_BT]
+    argmax_P = torch.empty(hidden_PD.shape[0], dtype=torch.long, device=hidden_PD.device)
+    logits_PC = hidden_PD.new_empty(hidden_PD.shape[0], num_columns) if loss_type == "distillation" else None
     chunk = max(1, CHUNK_ELEMENTS // target.vocab_size)
-    for start in range(0, rows.shape[0], chunk):
-        full = target.compute_logits(rows[start : start + chunk])
-        argmax[start : start + chunk] = full.argmax(-1)
-        logits[start : start + chunk] = full if draft_token_ids is None else full[:, draft_token_ids]
+    for start in range(0, hidden_PD.shape[0], chunk):
+        part = slice(start, start + chunk)
+        full = target.compute_logits(hidden_PD[part])
+        argmax_P[part] = full.argmax(-1)
+        if logits_PC is not None:
+            logits_PC[part] = full if draft_token_ids is None else full[:, draft_token_ids]
     labels = input_ids
     if draft_token_ids is not None:
-        index = torch.full((target.vocab_size,), -1, dtype=torch.long, device=rows.device)
-        index[draft_token_ids] = torch.arange(columns, device=rows.device)
-        argmax, labels = index[argmax], index[input_ids]
-    return Teacher(logits.view(batch, length, -1), argmax.view(batch, length), labels)
+        index = torch.full((target.vocab_size,), -1, dtype=torch.long, device=hidden_PD.device)
+        index[draft_token_ids] = torch.arange(num_columns, device=hidden_PD.device)
+        argmax_P, labels = index[argmax_P], index[input_ids]
+    argmax_BT = torch.full_like(input_ids, -1).masked_scatter(is_used_BT, argmax_P)
+    rows_BT = is_used_BT.flatten().cumsum(0).view_as(input_ids) - 1
+    return Teacher(logits_PC, rows_BT, argmax_BT, labels, num_columns)
 
 
 @dataclass
 class LossOutput:
-    """loss: scalar. Per step, detached sums: step_losses, top1 and top5 hits of the target's argmax, and the number of
-    positions (those outside the draft vocabulary count as misses)."""
+    """loss: scalar with gradients. The lists hold one detached scalar per step:
+
+    loss_sums, loss_counts: the loss summed over the positions that have one, and their number.
+    top1, top5, positions: hits of the target's argmax among the best 1 and 5 draft tokens, and the number of positions
+        that are predicted at all (an argmax outside the draft vocabulary is a miss).
+    """
 
     loss: Tensor
-    step_losses: list[Tensor] = field(default_factory=list)
+    loss_sums: list[Tensor] = field(default_factory=list)
+    loss_counts: list[Tensor] = field(default_factory=list)
     top1: list[Tensor] = field(default_factory=list)
     top5: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
 
 
 def draft_loss(
-    steps: Sequence[DraftStep],
-    teacher: Teacher,
-    loss_mask: Tensor,
-    *,
-    loss_type: str,
-    step_decay: float,
+    steps: Sequence[DraftStep], teacher: Teacher, loss_mask: Tensor, *, loss_type: str, step_decay: float
 ) -> LossOutput:
     """sum over steps of step_decay^k x mean loss of step k (Medusa, section 2.2.1: lambda 0.8; EAGLE-3: 0.8^k).
 
     Args:
+        teacher: of the same batch, loss mask and loss type.
         loss_mask: [B, T], 1 where x_t is to be predicted.
-        loss_type: `cross_entropy` to the data's tokens or `distillation`: soft cross-entropy to the teacher's softmax
-            over the draft vocabulary. Positions whose label (or teacher's argmax) is outside the draft vocabulary get
-            no loss; the mean runs over the positions that have one.
+        loss_type: `cross_entropy` to the data's tokens, or `distillation`: soft cross-entropy to the teacher's softmax
+            over the draft vocabulary. Positions whose label (distillation: the teacher's argmax) is outside the draft
+            vocabulary get no loss; the mean runs over the positions that have one.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type is {loss_type!r}; allowed are {', '.join(LOSS_TYPES)}")
     output = LossOutput(loss=steps[0].hidden.new_zeros((), dtype=torch.float32))
+    chunk = max(1, CHUNK_ELEMENTS // teacher.num_columns)
     for k, step in enumerate(steps):
-        shift = step.shift
-        predicted_BT = loss_mask[:, shift:].bool()
-        argmax_BT = teacher.argmax[:, shift - 1 : -1]
-        label_BT = teacher.labels[:, shift:]
-        has_loss_BT = predicted_BT & ((label_BT if loss_type == "cross_entropy" else argmax_BT) >= 0)
-        hidden_MD = step.hidden[:, : predicted_BT.shape[1]][has_loss_BT]
-        teacher_MC = teacher.logits[:, shift - 1 : -1][has_loss_BT]
-        wanted_M, label_M = argmax_BT[has_loss_BT], label_BT[has_loss_BT]
-        total, top1, top5 = hidden_MD.new_zeros((), dtype=torch.float32), 0, 0
-        chunk = max(1, CHUNK_ELEMENTS // teacher.logits.shape[-1])
-        for start in range(0, hidden_MD.shape[0], chunk):
+        is_predicted_BT = loss_mask[:, step.shift :].bool()
+        argmax_BT = teacher.argmax[:, step.shift - 1 : -1]
+        label_BT = argmax_BT if loss_type == "distillation" else teacher.labels[:, step.shift :]
+        is_scored_BT = is_predicted_BT & ((label_BT >= 0) | (argmax_BT >= 0))
+        hidden_MD = step.hidden[:, : is_scored_BT.shape[1]][is_scored_BT]
+        rows_M = teacher.rows[:, step.shift - 1 : -1][is_scored_BT]
+        label_M, argmax_M = label_BT[is_scored_BT], argmax_BT[is_scored_BT]
+        # No position at all: the graph still runs through the head, because DDP waits for every parameter's gradient.
+        total = torch.zeros_like(output.loss) if len(hidden_MD) else 0.0 * step.head(step.hidden[:1, :1]).float().sum()
+        top1 = top5 = torch.zeros_like(label_M[:0].sum())
+        for start in range(0, len(hidden_MD), chunk):
             part = slice(start, start + chunk)
-            args = (step, hidden_MD[part], teacher_MC[part], label_M[part], wanted_M[part], loss_type)
-            if hidden_MD.shape[0] > chunk and torch.is_grad_enabled():
+            args = (step, hidden_MD[part], teacher.logits, rows_M[part], label_M[part], argmax_M[part])
+            if len(hidden_MD) > chunk and torch.is_grad_enabled():
                 loss, hits1, hits5 = checkpoint(_chunk_loss, *args, use_reentrant=False)
             else:
                 loss, hits1, hits5 = _chunk_loss(*args)
             total, top1, top5 = total + loss, top1 + hits1, top5 + hits5
-        # Every parameter stays in the graph when no position has a loss (DDP waits for each gradient).
-        mean = total / max(hidden_MD.shape[0], 1) + 0.0 * step.hidden.sum()
-        output.loss = output.loss + step_decay**k * mean
-        count = predicted_BT.sum()
-        output.step_losses.append(mean.detach() * count)
-        output.top1.append(torch.as_tensor(top1, device=count.device))
-        output.top5.append(torch.as_tensor(top5, device=count.device))
-        output.positions.append(count)
+        count = (label_M >= 0).sum()
+        output.loss = output.loss + step_decay**k * total / count.clamp(min=1)
+        output.loss_sums.append(total.detach())
+        output.loss_counts.append(count)
+        output.top1.append(top1)
+        output.top5.append(top5)
+        output.positions.append(is_predicted_BT.sum())
     return output
 
 
 def _chunk_loss(
-    step: DraftStep, hidden: Tensor, teacher: Tensor, labels: Tensor, wanted: Tensor, loss_type: str
+    step: DraftStep, hidden: Tensor, teacher_logits: Tensor | None, rows: Tensor, labels: Tensor, argmax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss of some rows and the hits of the target's argmax among the best 1 and 5 draft tokens."""
+    """Summed loss of some rows (a label of -1 has none), and hits of the target's argmax among the best 1 and 5."""
     logits = step.head(hidden).float()
-    if loss_type == "cross_entropy":
-        loss = F.cross_entropy(logits, labels, reduction="sum")
+    if teacher_logits is None:
+        loss = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
     else:
-        loss = F.cross_entropy(logits, teacher.float().softmax(-1), reduction="sum")
+        loss = F.cross_entropy(logits, teacher_logits[rows].float().softmax(-1), reduction="sum")
     with torch.no_grad():
-        # A hit among the best k: fewer than k columns score above the wanted one.
-        score = logits.gather(1, wanted.clamp(min=0)[:, None])
-        better = (logits > score).sum(-1)
-        is_known = wanted >= 0
-        return loss, ((better < 1) & is_known).sum(), ((better < 5) & is_known).sum()
+        # Among the best 5: fewer than 5 columns score above it.
+        better = (logits > logits.gather(1, argmax.clamp(min=0)[:, None])).sum(-1)
+        return loss, (logits.argmax(-1) == argmax).sum(), ((better < 5) & (argmax >= 0)).sum()

@@ -52,7 +52,14 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     ) -> Any:
         heads: DraftHeads = self.accelerator.unwrap_model(model)
         encoded = self.target.encode(inputs["input_ids"], inputs["attention_mask"], feature_layers=heads.feature_layers)
-        teacher = compute_teacher(self.target, encoded.last_hidden, inputs["input_ids"], heads.draft_token_ids)
+        teacher = compute_teacher(
+            self.target,
+            encoded.last_hidden,
+            inputs["input_ids"],
+            inputs["loss_mask"],
+            heads.draft_token_ids,
+            loss_type=self.loss_type,
+        )
         loss_fn = partial(
             draft_loss,
             teacher=teacher,
@@ -74,7 +81,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def _add_metrics(self, output: LossOutput, *, is_training: bool) -> None:
         sums = self._sums[is_training]
-        for name in ("step_losses", "top1", "top5", "positions"):
+        for name in ("loss_sums", "loss_counts", "top1", "top5", "positions"):
             values = torch.stack(getattr(output, name)).detach()
             sums[name] = sums[name] + values if name in sums else values
 

@@ -109,7 +109,9 @@ def take_gradients(heads: DraftHeads, target: Target, loss_type: str) -> Tensor:
     loss_mask = attention_mask.clone()
     loss_mask[:, :4] = 0
     encoded = target.encode(input_ids, attention_mask, feature_layers=heads.feature_layers)
-    teacher = compute_teacher(target, encoded.last_hidden, input_ids, heads.draft_token_ids)
+    teacher = compute_teacher(
+        target, encoded.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type=loss_type
+    )
     heads.train().zero_grad()
     output = heads(
         encoded.features,

@@ -1,0 +1,396 @@
+"""The draft losses against loops over single positions: shifts, masks, the draft vocabulary, chunks, metrics.
+
+Legend: B batch, T sequence length, C draft vocabulary, V target vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heads import DraftStep
+from inference import Target
+from tests.tiny_targets import random_prompt, tiny_target
+from training import losses as losses_module
+from training.losses import LOSS_TYPES, LossOutput, Teacher, compute_teacher, draft_loss
+
+BATCH, LENGTH, HIDDEN, VOCAB = 3, 12, 32, 128
+every_loss = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+
+
+class Case:
+    """Random states and heads of three steps, as `draft_loss` gets them.
+
+    Args:
+        draft_size: size of the draft vocabulary; None = all of the target's tokens.
+    """
+
+    def __init__(self, draft_size: int | None = None, seed: int = 0, shifts: tuple[int, ...] = (2, 3, 4)) -> None:
+        torch.manual_seed(seed)
+        self.target = Target(tiny_target("llama"))
+        self.input_ids = random_prompt(LENGTH, seed=seed, batch_size=BATCH)
+        self.last_hidden = torch.randn(BATCH, LENGTH, HIDDEN)
+        self.draft_token_ids = None if draft_size is None else torch.randperm(VOCAB)[:draft_size].sort().values
+        self.columns = draft_size or VOCAB
+        self.loss_mask = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+        self.loss_mask[0, 3:7] = 1
+        self.loss_mask[0, 9:] = 1
+        self.loss_mask[1, 5:10] = 1
+        self.loss_mask[2, 2:] = 1
+        self.hidden = [torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True) for _ in shifts]
+        self.heads = [nn.Linear(HIDDEN, self.columns, bias=False) for _ in shifts]
+        with torch.no_grad():  # so that scores are far apart, and a head often agrees with the target
+            rows = torch.arange(VOCAB) if self.draft_token_ids is None else self.draft_token_ids
+            for shift, hidden, head in zip(shifts, self.hidden, self.heads, strict=True):
+                head.weight.copy_(self.target.lm_head.weight[rows])
+                ahead = torch.roll(self.last_hidden, 1 - shift, dims=1)
+                hidden.copy_(ahead + 0.7 * torch.randn_like(ahead))
+        self.steps = [DraftStep(*step) for step in zip(shifts, self.hidden, self.heads, strict=True)]
+
+    def teacher(self, loss_type: str) -> Teacher:
+        return compute_teacher(
+            self.target, self.last_hidden, self.input_ids, self.loss_mask, self.draft_token_ids, loss_type=loss_type
+        )
+
+    def run(self, loss_type: str, step_decay: float = 0.8) -> LossOutput:
+        return draft_loss(
+            self.steps, self.teacher(loss_type), self.loss_mask, loss_type=loss_type, step_decay=step_decay
+        )
+
+    def gradients(self) -> list[Tensor]:
+        tensors = [*self.hidden, *(head.weight for head in self.heads)]
+        found = [tensor.grad for tensor in tensors]
+        assert all(gradient is not None for gradient in found)
+        for tensor in tensors:
+            tensor.grad = None
+        return [gradient for gradient in found if gradient is not None]
+
+
+class Reference:
+    """The same by loops over rows, slots and steps."""
+
+    def __init__(self, case: Case, loss_type: str, step_decay: float = 0.8) -> None:
+        ids = list(range(VOCAB)) if case.draft_token_ids is None else case.draft_token_ids.tolist()
+        self.loss = torch.zeros(())
+        self.loss_counts, self.top1, self.top5, self.positions = [], [], [], []
+        for k, step in enumerate(case.steps):
+            losses, top1, top5, positions = [], 0, 0, 0
+            for row in range(BATCH):
+                for slot in range(LENGTH - step.shift):
+                    if not case.loss_mask[row, slot + step.shift]:
+                        continue
+                    positions += 1
+                    scores = step.head(step.hidden[row, slot])
+                    target_logits = case.target.lm_head(case.last_hidden[row, slot + step.shift - 1]).detach()
+                    best, label = int(target_logits.argmax()), int(case.input_ids[row, slot + step.shift])
+                    if best in ids:
+                        ranking = scores.argsort(descending=True).tolist()
+                        top1 += ranking[0] == ids.index(best)
+                        top5 += ids.index(best) in ranking[:5]
+                    log_q = scores.log_softmax(-1)
+                    if loss_type == "distillation" and best in ids:
+                        losses.append(-(target_logits[ids].softmax(-1) * log_q).sum())
+                    if loss_type == "cross_entropy" and label in ids:
+                        losses.append(-log_q[ids.index(label)])
+            if losses:
+                self.loss = self.loss + step_decay**k * torch.stack(losses).mean()
+            self.loss_counts.append(len(losses))
+            self.top1.append(top1)
+            self.top5.append(top5)
+            self.positions.append(positions)
+
+
+@every_loss
+@pytest.mark.parametrize("draft_size", [None, 128, 50, 3])
+@pytest.mark.parametrize("shifts", [(2, 3, 4), (2,), (3, 7, 11, 12, 13)])
+def test_equals_the_reference(loss_type: str, draft_size: int | None, shifts: tuple[int, ...]) -> None:
+    case = Case(draft_size, shifts=shifts)
+    expected = Reference(case, loss_type, 0.7)
+    found = case.run(loss_type, 0.7)
+    torch.testing.assert_close(found.loss, expected.loss)
+    for name in ("loss_counts", "top1", "top5", "positions"):
+        assert [int(x) for x in getattr(found, name)] == getattr(expected, name), name
+    if draft_size is None:
+        assert 3 < expected.top1[0] < expected.positions[0]
+
+
+@every_loss
+def test_gradients_equal_the_references(loss_type: str) -> None:
+    case = Case(50)
+    case.run(loss_type).loss.backward()
+    found = case.gradients()
+    Reference(case, loss_type).loss.backward()
+    for one, other in zip(found, case.gradients(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_medusas_labels_are_shifted_as_the_paper_says() -> None:
+    """Head i: CE(logits_i[:, :-(2+i)], labels[:, 2+i:]), weight lambda^i: shifted wrongly it trains on prompts."""
+    case = Case(shifts=(2, 3, 4))
+    expected = torch.zeros(())
+    for i, step in enumerate(case.steps):
+        logits = step.head(step.hidden)[:, : -(2 + i)]
+        labels = case.input_ids.masked_fill(case.loss_mask == 0, -100)[:, 2 + i :]
+        expected = expected + 0.8**i * nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(case.run("cross_entropy").loss, expected)
+
+
+class TestTheWorkedExample:
+    """T = 5, loss mask [0, 0, 1, 1, 1]: shift 2 has a loss at slots 0 to 2 with teachers at 1 to 3, shift 3 at 0 and 1
+    with teachers at 2 and 3."""
+
+    def loss_slots(self, shift: int, loss_type: str) -> tuple[list[int], list[int]]:
+        """Slots with a loss, and the positions whose target state it depends on."""
+        target = Target(tiny_target("llama"))
+        hidden = torch.randn(1, 5, HIDDEN, requires_grad=True)
+        head = nn.Linear(HIDDEN, VOCAB)
+        loss_mask = torch.tensor([[0, 0, 1, 1, 1]])
+        last_hidden, input_ids = torch.randn(1, 5, HIDDEN), random_prompt(5)
+
+        def loss(last_hidden: Tensor) -> Tensor:
+            teacher = compute_teacher(target, last_hidden, input_ids, loss_mask, None, loss_type=loss_type)
+            step = DraftStep(shift, hidden, head)
+            return draft_loss([step], teacher, loss_mask, loss_type=loss_type, step_decay=1.0).loss
+
+        base = loss(last_hidden)
+        base.backward()
+        assert hidden.grad is not None
+        slots = hidden.grad[0].abs().sum(-1).nonzero().flatten().tolist()
+        teachers = []
+        for position in range(5):
+            other = last_hidden.clone()
+            other[0, position] *= -1
+            if not torch.equal(loss(other), base):
+                teachers.append(position)
+        return slots, teachers
+
+    def test_distillation(self) -> None:
+        assert self.loss_slots(2, "distillation") == ([0, 1, 2], [1, 2, 3])
+        assert self.loss_slots(3, "distillation") == ([0, 1], [2, 3])
+
+    def test_cross_entropy(self) -> None:
+        assert self.loss_slots(2, "cross_entropy") == ([0, 1, 2], [])
+        assert self.loss_slots(3, "cross_entropy") == ([0, 1], [])
+
+
+class TestOnlyTheAssistantsTokens:
+    @every_loss
+    @pytest.mark.parametrize("draft_size", [None, 50])
+    def test_labels_and_teachers_elsewhere_change_nothing(self, loss_type: str, draft_size: int | None) -> None:
+        case = Case(draft_size)
+        before = case.run(loss_type)
+        case.input_ids = torch.where(case.loss_mask == 1, case.input_ids, 5)
+        is_teacher = torch.nn.functional.pad(case.loss_mask[:, 1:], (0, 1)).bool()
+        case.last_hidden = torch.where(is_teacher[..., None], case.last_hidden, 9.0)
+        assert before == case.run(loss_type)
+
+    @every_loss
+    def test_gradients_stay_out_of_the_rest(self, loss_type: str) -> None:
+        case = Case()
+        case.run(loss_type).loss.backward()
+        for step, hidden in zip(case.steps, case.hidden, strict=True):
+            assert hidden.grad is not None
+            has_gradient = hidden.grad.abs().sum(-1) > 0
+            expected = torch.zeros_like(has_gradient)
+            expected[:, : -step.shift] = case.loss_mask[:, step.shift :] == 1
+            assert torch.equal(has_gradient, expected)
+
+
+class TestTheDraftVocabulary:
+    def test_positions_whose_best_token_is_outside_get_no_loss_and_do_not_dilute_it(self) -> None:
+        """Four positions; at two the target's argmax is in the draft vocabulary, and the mean is over those."""
+        case = Case(shifts=(2,))
+        case.loss_mask = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+        case.loss_mask[0, 4:8] = 1
+        best = case.target.lm_head(case.last_hidden[0, 3:7]).argmax(-1)
+        assert len(set(best.tolist())) == 4
+        case.draft_token_ids = best[[0, 2]].sort().values
+        case.columns = 2
+        head = nn.Linear(HIDDEN, 2)
+        case.steps = [DraftStep(2, case.hidden[0], head)]
+        output = case.run("distillation")
+        losses = []
+        for slot in (2, 4):
+            p = case.target.lm_head(case.last_hidden[0, slot + 1])[case.draft_token_ids].softmax(-1)
+            losses.append(-(p * head(case.hidden[0][0, slot]).log_softmax(-1)).sum())
+        torch.testing.assert_close(output.loss, torch.stack(losses).mean())
+        assert [int(output.loss_counts[0]), int(output.positions[0])] == [2, 4]
+        assert int(output.top5[0]) == 2, (
+            "both of two columns are among the best five; the other two positions are misses"
+        )
+
+    def test_the_teacher_is_a_distribution_over_the_draft_columns(self) -> None:
+        case = Case(50)
+        teacher = case.teacher("distillation")
+        assert teacher.logits is not None
+        assert case.draft_token_ids is not None
+        full = case.target.lm_head(case.last_hidden)
+        for row, position in ((0, 2), (1, 8), (2, 1), (2, 10)):
+            expected = full[row, position, case.draft_token_ids]
+            torch.testing.assert_close(teacher.logits[teacher.rows[row, position]], expected)
+
+    def test_its_argmax_runs_over_the_whole_vocabulary(self) -> None:
+        case = Case(50)
+        teacher = case.teacher("cross_entropy")
+        assert case.draft_token_ids is not None
+        ids = case.draft_token_ids.tolist()
+        best = case.target.lm_head(case.last_hidden).argmax(-1)
+        for row in range(BATCH):
+            for position in range(LENGTH - 1):
+                if case.loss_mask[row, position + 1]:
+                    token = int(best[row, position])
+                    assert teacher.argmax[row, position] == (ids.index(token) if token in ids else -1)
+                label = int(case.input_ids[row, position])
+                assert teacher.labels[row, position] == (ids.index(label) if label in ids else -1)
+
+
+class TestChunks:
+    @every_loss
+    @pytest.mark.parametrize("draft_size", [None, 50])
+    @pytest.mark.parametrize("rows", [1, 7])
+    def test_give_the_same_loss_and_gradients(
+        self, loss_type: str, draft_size: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case = Case(draft_size)
+        whole = case.run(loss_type)
+        whole.loss.backward()
+        gradients = case.gradients()
+        monkeypatch.setattr(losses_module, "CHUNK_ELEMENTS", rows * case.columns)
+        chunked = case.run(loss_type)
+        chunked.loss.backward()
+        torch.testing.assert_close(chunked.loss, whole.loss)
+        for name in ("loss_counts", "top1", "top5", "positions"):
+            assert getattr(chunked, name) == getattr(whole, name)
+        for one, other in zip(case.gradients(), gradients, strict=True):
+            torch.testing.assert_close(one, other)
+
+    @every_loss
+    def test_bound_what_is_alive(self, loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No call of either LM head sees more rows than a chunk; the target's sees those with a teacher, once."""
+        case = Case(50)
+        sizes: dict[str, list[int]] = {"target": [], "draft": []}
+
+        def counted(name: str, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            def call(hidden: Tensor) -> Tensor:
+                assert hidden.dim() == 2
+                sizes[name].append(hidden.shape[0])
+                return head(hidden)
+
+            return call
+
+        monkeypatch.setattr(losses_module, "CHUNK_ELEMENTS", 5 * VOCAB)
+        monkeypatch.setattr(case.target, "compute_logits", counted("target", case.target.compute_logits))
+        case.steps = [DraftStep(step.shift, step.hidden, counted("draft", step.head)) for step in case.steps]
+        teacher = case.teacher(loss_type)
+        assert max(sizes["target"]) == 5
+        assert sum(sizes["target"]) == case.loss_mask[:, 1:].sum()
+        with torch.no_grad():
+            draft_loss(case.steps, teacher, case.loss_mask, loss_type=loss_type, step_decay=1.0)
+        assert max(sizes["draft"]) <= 5 * VOCAB // 50
+        logits = teacher.logits
+        assert (logits is None) == (loss_type == "cross_entropy"), "cross-entropy to the data needs no distributions"
+        assert logits is None or logits.shape == (case.loss_mask[:, 1:].sum(), 50)
+
+    def test_keep_no_logits_for_the_backward_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = Case()
+        teacher = case.teacher("distillation")
+        monkeypatch.setattr(losses_module, "CHUNK_ELEMENTS", 2 * VOCAB)
+        kept: list[int] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            if not (teacher.logits is not None and tensor.data_ptr() == teacher.logits.data_ptr()):
+                kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            draft_loss(case.steps, teacher, case.loss_mask, loss_type="distillation", step_decay=1.0)
+        assert kept
+        assert max(kept) <= BATCH * LENGTH * HIDDEN
+
+
+class TestNothingToLearn:
+    @every_loss
+    @pytest.mark.parametrize("what", ["mask", "vocabulary", "length"])
+    def test_is_a_loss_of_zero_with_gradients(self, loss_type: str, what: str) -> None:
+        """Every parameter gets a gradient of zero: data-parallel training waits for each of them on each process."""
+        case = Case(1 if what == "vocabulary" else None, shifts=(12, 13) if what == "length" else (2, 3))
+        if what == "mask":
+            case.loss_mask.zero_()
+        if what == "vocabulary":
+            case.draft_token_ids = torch.tensor([0])  # random prompts have no 0 ...
+            with torch.no_grad():
+                case.target.lm_head.weight[0] = 0  # ... and random states never score it best
+        output = case.run(loss_type)
+        assert output.loss.item() == 0
+        assert [int(count) for count in output.loss_counts] == [0, 0]
+        output.loss.backward()
+        for gradient in case.gradients():
+            assert gradient.abs().max() == 0
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_step_k_weighs_the_decay_to_the_k(decay: float) -> None:
+    case = Case()
+    alone = [
+        draft_loss(
+            [step], case.teacher("distillation"), case.loss_mask, loss_type="distillation", step_decay=decay
+        ).loss
+        for step in case.steps
+    ]
+    expected = alone[0] + decay * alone[1] + decay**2 * alone[2]
+    output = case.run("distillation", decay)
+    torch.testing.assert_close(output.loss, expected)
+    for total, count, loss in zip(output.loss_sums, output.loss_counts, alone, strict=True):
+        assert not total.requires_grad
+        torch.testing.assert_close(total / count, loss.detach())
+
+
+def test_a_perfect_draft_loses_the_targets_entropy() -> None:
+    case = Case(shifts=(2,))
+    step = DraftStep(2, torch.roll(case.last_hidden, -1, dims=1), case.target.lm_head)
+    output = draft_loss([step], case.teacher("distillation"), case.loss_mask, loss_type="distillation", step_decay=1.0)
+    is_teacher = case.loss_mask[:, 2:] == 1
+    logits = case.target.lm_head(case.last_hidden[:, 1:-1][is_teacher])
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+    torch.testing.assert_close(output.loss, entropy)
+    assert output.top1 == output.positions
+
+
+def test_a_tie_counts_as_a_hit_for_one_token_only() -> None:
+    """Low-precision logits tie often at the top: a draft that scores all tokens alike is right for one of them."""
+    case = Case(shifts=(2,))
+    step = DraftStep(2, case.hidden[0], lambda hidden: torch.zeros(*hidden.shape[:-1], VOCAB))
+    output = draft_loss([step], case.teacher("distillation"), case.loss_mask, loss_type="distillation", step_decay=1.0)
+    assert int(output.top1[0]) < int(output.positions[0]) // 4
+
+
+@every_loss
+def test_an_argmax_outside_the_draft_vocabulary_is_a_miss_whatever_is_drafted(loss_type: str) -> None:
+    case = Case(50, shifts=(2,))
+    step = DraftStep(2, case.hidden[0], lambda hidden: torch.arange(50.0).flip(0).expand(*hidden.shape[:-1], 50))
+    teacher = case.teacher(loss_type)
+    output = draft_loss([step], teacher, case.loss_mask, loss_type=loss_type, step_decay=1.0)
+    argmax = teacher.argmax[:, 1:-1][case.loss_mask[:, 2:] == 1]
+    assert (argmax == -1).sum() > 5
+    assert int(output.top1[0]) == (argmax == 0).sum()
+    assert int(output.top5[0]) == ((argmax >= 0) & (argmax < 5)).sum()
+
+
+@every_loss
+def test_low_precision_states_lose_in_float32(loss_type: str) -> None:
+    case = Case(shifts=(2,))
+    head = case.heads[0].to(torch.bfloat16)
+    step = DraftStep(2, case.hidden[0].detach().bfloat16(), head)
+    output = draft_loss([step], case.teacher(loss_type), case.loss_mask, loss_type=loss_type, step_decay=1.0)
+    assert output.loss.dtype == torch.float32
+    case.steps = [DraftStep(2, step.hidden, lambda hidden: head(hidden).float())]
+    torch.testing.assert_close(output.loss, Reference(case, loss_type).loss)
+
+
+def test_an_unknown_loss() -> None:
+    case = Case()
+    with pytest.raises(ValueError, match="loss_type is 'kl'; allowed are cross_entropy, distillation"):
+        case.run("kl")
