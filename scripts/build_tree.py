@@ -1,0 +1,67 @@
+"""Builds the static tree that pays most for given heads, from their measured accuracy per depth and rank.
+
+python scripts/build_tree.py --target examples/chat-13m --heads examples/heads/medusa \\
+    --dataset examples/conversations.jsonl.gz --num_nodes 24 --output configs/trees/medusa-chat-13m.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch.utils.data import DataLoader
+from transformers import HfArgumentParser
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from inference import StaticTree
+from inference.tree_search import best_static_tree
+from scripts.model_loading import DTYPES, load_heads, load_target
+from training.data import ConversationCollator, load_conversations, tokenize_conversations
+from training.rank_accuracy import measure_rank_accuracy
+
+
+@dataclass
+class TreeArguments:
+    """Options of build_tree.py."""
+
+    target: str = field(metadata={"help": "The frozen target: a folder or hub id."})
+    heads: str = field(metadata={"help": "Trained heads: a folder or hub id."})
+    dataset: list[str] = field(metadata={"help": "Conversations to measure on, as for training."})
+    output: str = field(metadata={"help": "The tree file to write (YAML)."})
+    num_nodes: int = field(default=24, metadata={"help": "Drafted nodes of the tree, the root left out."})
+    num_ranks: int = field(default=8, metadata={"help": "Candidates considered at each depth."})
+    num_samples: int = field(default=128, metadata={"help": "Conversations measured."})
+    max_length: int = field(default=384, metadata={"help": "Longest conversation in tokens; longer ones are cut."})
+    dtype: str = field(default="auto", metadata={"help": f"The target's dtype: {', '.join(DTYPES)}."})
+
+
+def main(argv: list[str] | None = None) -> int:
+    (args,) = HfArgumentParser(TreeArguments).parse_args_into_dataclasses(argv)
+    target, tokenizer = load_target(args.target, dtype=args.dtype)
+    heads = load_heads(args.heads, target)
+    conversations = load_conversations(args.dataset, max_samples=args.num_samples)
+    rows = tokenize_conversations(conversations, tokenizer, max_length=args.max_length)
+    batches = DataLoader(rows, batch_size=8, collate_fn=ConversationCollator(tokenizer.pad_token_id or 0))
+    accuracy = measure_rank_accuracy(heads, batches, num_ranks=args.num_ranks).tolist()
+    paths = best_static_tree(accuracy, args.num_nodes)
+    lines = [
+        f"# {len(paths)} nodes, {StaticTree(paths).max_depth} deep, from the accuracy of {args.heads} on {args.target}",
+        f"# ({len(rows)} conversations of {', '.join(args.dataset)}); made by scripts/build_tree.py.",
+        "# Accuracy at each depth, rank 0 first:",
+        *(f"#   {depth}: {' '.join(f'{value:.3f}' for value in row)}" for depth, row in enumerate(accuracy, start=1)),
+        "paths:",
+        *(f"  - {path}" for path in paths),
+    ]
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    scratch = output.with_name(f".{output.name}.tmp")
+    scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    scratch.replace(output)
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
