@@ -1,0 +1,266 @@
+"""generate(): the options of transformers' generate, what is counted, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from inference import Decoder, DraftLogits, DynamicTree, GenerationStats, StaticTree, chain, generate
+from inference.ngram import NgramDrafter
+from inference.noise import gumbel_noise
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+
+PROMPT = random_prompt(6)
+MODEL = tiny_target("llama", initializer_range=0.3)
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+
+
+def truth(**options: Any) -> torch.Tensor:
+    sequences: torch.Tensor = MODEL.generate(PROMPT, **{**GREEDY, **options})
+    return sequences
+
+
+def scripted(**options: Any) -> ScriptedDrafter:
+    return ScriptedDrafter([truth(max_new_tokens=40)[0]], VOCAB_SIZE, **options)
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class StopAt(StoppingCriteria):
+    """Stops once the text is `length` tokens long; sees every prefix, one token at a time."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.seen = length, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen.append(input_ids.shape[1])
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+def test_generation_config_of_the_call_and_of_the_model() -> None:
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    output = generate(MODEL, scripted(), PROMPT, generation_config=config)
+    assert torch.equal(output.sequences, truth(max_new_tokens=9))
+
+
+def test_streamer_gets_each_token_once_and_an_end() -> None:
+    streamer = Recorder()
+    output = generate(MODEL, scripted(), PROMPT, streamer=streamer, **GREEDY)
+    assert streamer.tokens == output.sequences[0].tolist()
+    assert streamer.ended == 1
+
+
+def test_on_step_reports_what_was_drafted() -> None:
+    steps: list[tuple[list[int], int]] = []
+    output = generate(
+        MODEL, scripted(), PROMPT, on_step=lambda tokens, drafted: steps.append((tokens, drafted)), **GREEDY
+    )
+    assert [t for tokens, _ in steps for t in tokens] == output.sequences[0, 6:].tolist()
+    assert steps[0][1] == 0
+    assert all(0 <= drafted <= len(tokens) for tokens, drafted in steps)
+    assert any(drafted > 1 for _, drafted in steps)
+
+
+def test_stopping_criteria_see_every_prefix_and_trim_within_a_step() -> None:
+    criterion = StopAt(6 + 11)
+    drafter = scripted(ranks=(0,))
+    output = generate(MODEL, drafter, PROMPT, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY)
+    assert torch.equal(output.sequences, truth(max_new_tokens=11))
+    assert criterion.seen == list(range(7, 18))
+
+
+def test_stop_strings(chat_target: Any, chat_tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Tell me about the sea."}]
+    inputs = chat_tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    options = {"max_new_tokens": 40, "do_sample": False, "stop_strings": ["a"], "tokenizer": chat_tokenizer}
+    expected = chat_target.generate(**inputs, **options)
+    drafter = NgramDrafter()
+    assert torch.equal(generate(chat_target, drafter, **inputs, **options).sequences, expected)
+    config = GenerationConfig(max_new_tokens=40, do_sample=False, stop_strings=["a"], eos_token_id=2, pad_token_id=0)
+    again = generate(chat_target, drafter, **inputs, generation_config=config, tokenizer=chat_tokenizer)
+    assert torch.equal(again.sequences, expected)
+    with pytest.raises(ValueError, match="needs the tokenizer"):
+        generate(chat_target, drafter, **inputs, max_new_tokens=4, stop_strings=["a"])
+
+
+def test_num_return_sequences_are_rows_with_their_own_noise() -> None:
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "seed": 4}
+    output = generate(MODEL, None, PROMPT, num_return_sequences=3, **options).sequences
+    assert output.shape[0] == 3
+    assert len({tuple(row.tolist()) for row in output}) == 3
+
+
+def test_seed_none_draws_from_torchs_generator() -> None:
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
+    texts = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        texts.append(generate(MODEL, None, PROMPT, **options).sequences)
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+
+
+def test_counts() -> None:
+    """A chain that is always right: each verify step emits depth + 1 tokens; the last is trimmed after counting."""
+    output = generate(MODEL, scripted(ranks=(0,)), PROMPT, tree=chain(3), max_new_tokens=11, do_sample=False)
+    stats = output.stats
+    # 1 token from the prefill, then 3 steps of 4 = 13 tokens, of which 11 are kept.
+    assert (stats.num_verify_steps, stats.num_target_forwards, stats.num_new_tokens) == (3, 4, 11)
+    assert stats.accepted_histogram == [0, 0, 0, 3]
+    assert stats.acceptance_length == 4.0
+    assert stats.acceptance_by_depth == [1.0, 1.0, 1.0]
+    assert stats.num_drafted == 9
+    assert stats.seconds["total"] >= sum(stats.seconds[name] for name in ("prefill", "draft", "verify"))
+
+
+def test_acceptance_by_depth_is_conditional() -> None:
+    stats = GenerationStats()
+    for accepted in (0, 1, 1, 2):
+        stats.count_step(accepted)
+    assert stats.acceptance_length == 2.0
+    assert stats.acceptance_by_depth == [3 / 4, 1 / 3]
+    both = stats + stats
+    assert (both.accepted_histogram, both.num_verify_steps) == ([2, 4, 2], 8)
+
+
+def test_plain_decoding_emits_one_token_a_step() -> None:
+    output = generate(MODEL, None, PROMPT, **GREEDY)
+    assert torch.equal(output.sequences, truth())
+    assert output.stats.acceptance_length == 1.0
+    assert output.stats.num_target_forwards == 24
+
+
+def test_long_prompt_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.generation.PREFILL_CHUNK", 7)
+    prompt = random_prompt(40)
+    output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
+    assert torch.equal(output.sequences, MODEL.generate(prompt, **GREEDY))
+
+
+def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
+    prompt = random_prompt(250)
+    output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
+    assert output.sequences.shape[1] == 256
+    assert "limit of 256 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_beams": 2}, "num_beams=2.*num_beams=1"),
+        ({"use_cache": False}, "use_cache"),
+        ({"prompt_lookup_num_tokens": 3}, "NgramDrafter"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"assistant_model": MODEL}, "assistant_model"),
+    ],
+)
+def test_refused_options(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        generate(MODEL, scripted(), PROMPT, **GREEDY, **options)
+
+
+def test_misspelt_option_is_an_error() -> None:
+    with pytest.raises(ValueError, match="max_new_tokns"):
+        generate(MODEL, None, PROMPT, max_new_tokns=5)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "mask", "match"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), None, "empty"),
+        (random_prompt(256), None, "256 tokens.*fewer than 256"),
+        (random_prompt(4), torch.zeros(1, 4, dtype=torch.long), "all padding"),
+    ],
+)
+def test_refused_prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        generate(MODEL, None, input_ids, mask, **GREEDY)
+
+
+def test_tree_without_drafter_is_refused() -> None:
+    with pytest.raises(ValueError, match="no drafter"):
+        Decoder(MODEL, None, tree="chain")
+
+
+def test_streamer_with_a_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch of 1"):
+        generate(MODEL, None, random_prompt(4, batch_size=2), streamer=Recorder(), **GREEDY)
+
+
+class FixedDrafter:
+    """Gives every node the same distribution, whatever the text: rows disagree with it, and with each other, often."""
+
+    feature_layers: tuple[int, ...] = ()
+    max_depth: int | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.scores = torch.linspace(0, 2, vocab_size)
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> None:
+        return None
+
+    def extend(self, state: None, features: None, next_token_ids: Any, counts: Any, *, max_slots: int) -> DraftLogits:
+        return DraftLogits(self.scores.expand(next_token_ids.shape[0], 1, -1))
+
+    def expand(self, state: None, token_ids: Any, parents: Any, depth: int) -> DraftLogits:
+        return DraftLogits(self.scores.expand(token_ids.shape[0], 1, -1))
+
+
+@pytest.mark.parametrize("is_biased", [False, True], ids=["exact", "biased control"])
+@pytest.mark.parametrize("policy", ["chain", "static", "dynamic"])
+def test_sampled_texts_follow_the_targets_distribution(
+    policy: str, is_biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chi-square of the second and third new token together: 4,000 rows through generate, false-alarm rate 1e-6.
+
+    The control draws with noise that is 15% too small (a temperature that is too low), and the test must see it.
+    """
+    vocab, rows = 6, 4000
+    model = tiny_target("llama", vocab_size=vocab, initializer_range=0.3, pad_token_id=0, bos_token_id=1)
+    prompt = torch.tensor([[2, 5, 3]])
+    options = {"max_new_tokens": 3, "do_sample": True, "temperature": 1.3, "top_k": 0}
+    if is_biased:
+        monkeypatch.setattr("inference.acceptance.gumbel_noise", lambda *args: 0.85 * gumbel_noise(*args))
+
+    tree = {"chain": chain(2), "static": StaticTree([[0], [1], [0, 0], [1, 0]]), "dynamic": DynamicTree(2, 3, 8)}[
+        policy
+    ]
+    output = generate(model, FixedDrafter(vocab), prompt.expand(rows, -1), tree=tree, seed=11, **options)
+    assert sum(output.stats.accepted_histogram[1:]) > rows / 10
+    new = output.sequences[:, 3:]
+
+    with torch.no_grad():
+        first = torch.softmax(model(prompt).logits[0, -1] / 1.3, -1)
+        after_first = torch.cat([prompt.expand(vocab, -1), torch.arange(vocab)[:, None]], 1)
+        second = torch.softmax(model(after_first).logits[:, -1] / 1.3, -1)
+        pairs = torch.cartesian_prod(torch.arange(vocab), torch.arange(vocab))
+        after_second = torch.cat([prompt.expand(vocab**2, -1), pairs], 1)
+        third = torch.softmax(model(after_second).logits[:, -1] / 1.3, -1).view(vocab, vocab, vocab)
+    expected = (first[:, None, None] * second[:, :, None] * third).sum(0).flatten() * rows
+    observed = torch.bincount(new[:, 1] * vocab + new[:, 2], minlength=vocab**2).float()
+    is_large = expected >= 5
+    observed = torch.cat([observed[is_large], observed[~is_large].sum()[None]])
+    expected = torch.cat([expected[is_large], expected[~is_large].sum()[None].clamp(min=1e-9)])
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    limit = float(chi2.ppf(1 - 1e-6, df=len(expected) - 1))
+    assert (statistic > limit) == is_biased, f"chi-square {statistic:.1f}, limit {limit:.1f}"
