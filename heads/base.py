@@ -88,6 +88,8 @@ class DraftHeadsConfig(PreTrainedConfig):
             "name_or_path",
             "model_type",
             "attn_implementation",
+            "experts_implementation",
+            "use_cache",  # transformers' Trainer sets it on the config of any model it trains
         }
         own = [key for key in vars(self) if not key.startswith("_")]
         for key in keys:
@@ -99,7 +101,9 @@ class DraftHeadsConfig(PreTrainedConfig):
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "head_type": self.head_type}
+        values = {**super().to_dict(), "head_type": self.head_type}
+        values.pop("use_cache", None)  # set by transformers' Trainer; heads have no such switch
+        return values
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
