@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -183,6 +184,16 @@ class HeadsTrainingArguments(TrainingArguments):
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
 
+class _StockArguments(TrainingArguments):
+    """transformers' defaults, to compare with. It sets up no device, which would reset accelerate's state for all."""
+
+    _n_gpu = 0
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        return torch.device("cpu")
+
+
 ARGUMENT_CLASSES: tuple[Any, ...] = (ModelArguments, DataArguments, HeadsTrainingArguments)
 _Arguments = TypeVar("_Arguments", ModelArguments, DataArguments, HeadsTrainingArguments)
 
@@ -241,7 +252,7 @@ def resolve_arguments(model: ModelArguments, data: DataArguments, training: Head
     secrets are left out, and so is what the machine decided.
     """
     settings = {**dataclasses.asdict(model), "head_overrides": model.parse_head_overrides(), **dataclasses.asdict(data)}
-    stock = TrainingArguments(output_dir=training.output_dir).to_dict()
+    stock = _StockArguments(output_dir=training.output_dir).to_dict()
     ours = set(HeadsTrainingArguments.__annotations__)
     left_out = {key for key in _known_keys() if key.endswith("_token")} | {"dataloader_pin_memory", "local_rank"}
     for key, value in training.to_dict().items():

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState, set_seed
 
-from heads import DraftHeads, create_heads
+from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Decoder, GenerationStats, Target
 from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, resolve_arguments
 from training.data import ConversationCollator, count_tokens, load_conversations, tokenize_conversations
+from training.resume import check_same_heads, find_checkpoint
 from training.trainer import HeadsTrainer
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,16 @@ def run_training(
 
     With `--resume_from_checkpoint true` (or a folder) an interrupted run goes on from its newest complete checkpoint.
     """
+    if training_args.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {training_args.n_gpu} GPUs, and heads do not train under DataParallel: start with "
+            "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
+        )
+    set_seed(training_args.seed)  # Trainer does so too, but after the heads have drawn their first weights
+    is_main_process = training_args.process_index == 0
+    checkpoint = find_checkpoint(
+        training_args.output_dir, training_args.resume_from_checkpoint, is_main_process=is_main_process
+    )
     model = AutoModelForCausalLM.from_pretrained(
         model_args.target,
         dtype=model_args.target_dtype,
@@ -44,39 +55,98 @@ def run_training(
     model.requires_grad_(False).eval().to(training_args.device)
     target = Target(model)
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
-    heads = _make_heads(model_args, target)
+    heads = _make_heads(model_args, target, checkpoint)
 
+    data_args = _fit_to_target(data_args, target, is_main_process=is_main_process)
     with training_args.main_process_first(desc="tokenizing conversations"):
         train_set, eval_set = load_datasets(data_args, tokenizer, seed=training_args.seed)
     if heads.wants_token_counts:
         heads.fit_vocabulary(count_tokens(train_set, target.vocab_size))
 
-    prompts = _eval_prompts(data_args, eval_set, tokenizer)
+    measure_acceptance = _acceptance_meter(
+        target, heads, _eval_prompts(data_args, eval_set, tokenizer, target), data_args.eval_max_new_tokens
+    )
     trainer = HeadsTrainer(
         target=target,
         loss_type=training_args.loss_type or heads.default_loss,
         step_decay=training_args.step_decay or heads.default_step_decay,
-        measure_acceptance=_acceptance_meter(target, heads, prompts, data_args.eval_max_new_tokens),
+        measure_acceptance=measure_acceptance,
         model=heads,
         args=training_args,
         train_dataset=train_set,
         eval_dataset=eval_set,
         data_collator=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
     )
-    trainer.train(resume_from_checkpoint=_checkpoint_to_resume(training_args))
-    metrics = trainer.evaluate() if eval_set is not None else {}
+    output_dir = Path(training_args.output_dir)
+    settings = resolve_arguments(model_args, data_args, training_args)
+    if is_main_process:  # now, so that an interrupted run says what it was
+        output_dir.mkdir(parents=True, exist_ok=True)
+        _write(output_dir / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
+    _train(trainer, checkpoint)
+    if eval_set is not None:
+        metrics = _final_metrics(trainer)
+    else:
+        metrics = {f"eval_{name}": value for name, value in (measure_acceptance or dict)().items()}
     trainer.save_model(training_args.output_dir)
-    if trainer.is_world_process_zero():
-        _write_record(Path(training_args.output_dir), model_args, data_args, training_args, metrics)
+    if is_main_process:
+        (output_dir / "training_args.bin").unlink(missing_ok=True)  # a pickle of what training_config.yaml says
+        _write_record(output_dir, metrics)
     return metrics
 
 
-def _make_heads(model_args: ModelArguments, target: Target) -> DraftHeads:
-    if model_args.init_heads is not None:
-        heads: DraftHeads = DraftHeads.from_pretrained(model_args.init_heads, dtype=torch.float32)
-        return heads.bind(target)
-    assert model_args.head_type is not None
-    return create_heads(model_args.head_type, target, **model_args.parse_head_overrides())
+def _make_heads(model_args: ModelArguments, target: Target, checkpoint: Path | None) -> DraftHeads:
+    """Untrained heads, those to continue from, or those of the checkpoint to resume: with the vocabulary they were
+    trained for, whatever the data would give now."""
+    stored = checkpoint or model_args.init_heads
+    if stored is None:
+        assert model_args.head_type is not None
+        return create_heads(model_args.head_type, target, **model_args.parse_head_overrides())
+    heads: DraftHeads = DraftHeads.from_pretrained(stored, dtype=torch.float32)
+    if checkpoint is not None and model_args.head_type is not None:
+        wanted = HEAD_TYPES[model_args.head_type].config_class
+        check_same_heads(checkpoint, heads.config, wanted.from_target(target, **model_args.parse_head_overrides()))
+    return heads.bind(target)
+
+
+def _fit_to_target(data_args: DataArguments, target: Target, *, is_main_process: bool) -> DataArguments:
+    """Rows no longer than the target's position limit."""
+    limit = target.max_length
+    if limit is None or data_args.max_length <= limit:
+        return data_args
+    if is_main_process:
+        logger.warning(
+            "max_length is %d, the target takes %d tokens (%s): longer conversations are cut there",
+            data_args.max_length,
+            limit,
+            target.length_limit_reason,
+        )
+    return replace(data_args, max_length=limit)
+
+
+def _train(trainer: HeadsTrainer, checkpoint: Path | None) -> None:
+    if checkpoint is None:
+        trainer.train()
+        return
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    if not 0 < trainer.args.max_steps <= state.global_step:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        return
+    # Interrupted after its last step: Trainer would make one more.
+    trainer.state = state
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
+        trainer._load_best_model()
+
+
+def _final_metrics(trainer: HeadsTrainer) -> dict[str, float]:
+    """Metrics of the heads as they are now, measured unless the run has done so at this very step."""
+    state = trainer.state
+    is_best = trainer.args.load_best_model_at_end and state.best_global_step
+    step = state.best_global_step if is_best else state.global_step
+    for entry in reversed(state.log_history):
+        if entry["step"] == step and "eval_loss" in entry:
+            return {key: value for key, value in entry.items() if key.startswith("eval_")}
+    metrics: dict[str, float] = trainer.evaluate()
+    return metrics
 
 
 def load_datasets(
@@ -104,24 +174,41 @@ def load_datasets(
     return parts["train"], held_out
 
 
-def _eval_prompts(data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any) -> list[list[int]]:
+def _eval_prompts(
+    data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any, target: Target
+) -> list[list[int]]:
     """Token ids of the prompts that acceptance is measured on: up to the first assistant token of held-out
-    conversations, or the first turns of a prompt file."""
+    conversations, or the first turns of a prompt file.
+
+    Raises:
+        ValueError: naming file and line, before training rather than at its first evaluation.
+    """
     if data_args.eval_prompts is not None:
-        with open(data_args.eval_prompts, encoding="utf-8") as lines:
-            turns = [json.loads(line)["turns"][0] for line in lines if line.strip()][: data_args.num_eval_prompts]
-        return [
-            list(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": turn}], add_generation_prompt=True, return_dict=False
-                )
-            )
-            for turn in turns
-        ]
+        return list(islice(_read_prompts(Path(data_args.eval_prompts), tokenizer, target), data_args.num_eval_prompts))
     if eval_set is None:
         return []
     rows = eval_set.select(range(min(data_args.num_eval_prompts, len(eval_set))))
     return [row["input_ids"][: row["loss_mask"].index(1)] for row in rows if row["loss_mask"][0] == 0]
+
+
+def _read_prompts(path: Path, tokenizer: Any, target: Target) -> Iterator[list[int]]:
+    if not path.is_file():
+        raise ValueError(f"eval_prompts is {path}, which is no file; give JSON lines of {{'turns': ['...']}}")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            turn = json.loads(line)["turns"][0]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: expected {{'turns': ['...']}} ({error!r})") from error
+        messages = [{"role": "user", "content": turn}]
+        prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        if target.max_length is not None and len(prompt) >= target.max_length:
+            raise ValueError(
+                f"{path}, line {number}: the prompt has {len(prompt)} tokens, the target takes fewer than "
+                f"{target.max_length} ({target.length_limit_reason}); leave it out"
+            )
+        yield prompt
 
 
 def _acceptance_meter(
@@ -142,38 +229,19 @@ def _acceptance_meter(
     return measure
 
 
-def _checkpoint_to_resume(training_args: HeadsTrainingArguments) -> str | None:
-    """The checkpoint `--resume_from_checkpoint` asks for: a folder as given; true = the newest complete one."""
-    wanted = training_args.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() in ("false", ""):
-        return None
-    if str(wanted).lower() != "true":
-        return str(wanted)
-    newest = get_last_checkpoint(training_args.output_dir) if os.path.isdir(training_args.output_dir) else None
-    if newest is None:
-        logger.warning("no checkpoint in %s: starting from the beginning", training_args.output_dir)
-    return newest
-
-
-def _write_record(
-    directory: Path,
-    model_args: ModelArguments,
-    data_args: DataArguments,
-    training_args: HeadsTrainingArguments,
-    metrics: dict[str, float],
-) -> None:
-    """`training_config.yaml`, which `--config` reads back, and `training_record.json`: command, versions, metrics."""
-    settings = resolve_arguments(model_args, data_args, training_args)
+def _write_record(directory: Path, metrics: dict[str, float]) -> None:
+    """`training_record.json`: command, versions, metrics."""
     record = {
         "command": shlex.join(["train_heads.py", *sys.argv[1:]]),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "platform": platform.platform(),
         "metrics": metrics,
     }
-    for name, text in (
-        ("training_config.yaml", yaml.safe_dump(settings, sort_keys=False)),
-        ("training_record.json", json.dumps(record, indent=2) + "\n"),
-    ):
-        scratch = directory / f".{name}.tmp"
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(directory / name)
+    _write(directory / "training_record.json", json.dumps(record, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file completely or not at all."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
 from heads import DraftHeads
 from inference.target import Target
 from training.losses import LossOutput, compute_teacher, draft_loss
-
-logger = logging.getLogger(__name__)
 
 
 class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
@@ -45,11 +43,29 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.loss_type = loss_type
         self.step_decay = step_decay
         self.measure_acceptance = measure_acceptance
-        self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
+        # Says that `compute_loss` has already divided by what `get_batch_samples` counted.
+        self.model_accepts_loss_kwargs = True
+        self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # of training and of evaluation batches
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor]:
+        """The batches of one optimizer step, and how many tokens they predict, those of all processes together."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        count = torch.zeros((), dtype=torch.long, device=device)
+        for batch in batches:
+            count += batch["loss_mask"].sum().to(device)
+        return batches, cast(Tensor, self.accelerator.reduce(count, reduction="sum"))
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        """The batch's mean loss; in training, weighed by its share of the tokens that the optimizer step predicts.
+
+        Accumulated and distributed batches so add up to the mean over all of them: to the very mean where every step
+        has a loss on each predicted token. Tokens outside a reduced draft vocabulary, and those too near the start for
+        the deeper steps, count in the shares all the same.
+        """
         heads: DraftHeads = self.accelerator.unwrap_model(model)
         encoded = self.target.encode(inputs["input_ids"], inputs["attention_mask"], feature_layers=heads.feature_layers)
         teacher = compute_teacher(
@@ -69,15 +85,55 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         )
         output: LossOutput = model(encoded.features, inputs["input_ids"], loss_fn=loss_fn)
         self._add_metrics(output, is_training=model.training)
-        return (output.loss, {}) if return_outputs else output.loss
+        loss = output.loss
+        if num_items_in_batch is not None:
+            share = inputs["loss_mask"].sum() / num_items_in_batch.clamp(min=1)
+            loss = loss * share * self.accelerator.num_processes  # whose gradients are averaged
+        return (loss, {}) if return_outputs else loss
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         """Evaluation needs the loss and our own metrics; nothing of size [B, T, V] is gathered."""
+        inputs = self._prepare_inputs(inputs)
+        dataloader = self.accelerator.gradient_state
+        if dataloader.end_of_dataloader and dataloader.remainder > 0:
+            # To give each process as many rows, accelerate has filled the last batches up with rows of the first.
+            rows_B = torch.arange(len(inputs["loss_mask"]), device=inputs["loss_mask"].device)
+            is_own_B = rows_B + self.args.process_index * len(rows_B) < dataloader.remainder
+            inputs["loss_mask"] = inputs["loss_mask"] * is_own_B[:, None]
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Adds our metrics before anyone reads them: the logs, early stopping, the choice of the best checkpoint.
+
+        Those are the per-depth accuracies, the loss as one mean over all positions (Trainer's own is the mean of batch
+        means, and so depends on the batch size), and the acceptance length measured by decoding.
+        """
+        self._sums[False].clear()
+        kwargs["metric_key_prefix"] = metric_key_prefix
+        output = super().evaluation_loop(*args, **kwargs)
+        metrics = self._take_metrics(is_training=False)
+        if self.measure_acceptance is not None:
+            metrics.update(self.measure_acceptance())
+        assert output.metrics is not None
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs = {**logs, **{k: v for k, v in self._take_metrics(is_training=True).items() if k.startswith("top1")}}
+        super().log({k: round(v, 4) if "top" in k else v for k, v in logs.items()}, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As transformers', which writes `trainer_state.json` last; an older one of the same name must not make a
+        half-written checkpoint look complete (see `training.resume`)."""
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            (folder / "trainer_state.json").unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
 
     def _add_metrics(self, output: LossOutput, *, is_training: bool) -> None:
         sums = self._sums[is_training]
@@ -86,45 +142,16 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             sums[name] = sums[name] + values if name in sums else values
 
     def _take_metrics(self, *, is_training: bool) -> dict[str, float]:
-        """Per-depth averages since the last call, over all processes; depth 1 = the first drafted token."""
+        """Averages since the last call, over all processes; depth 1 = the first drafted token."""
         sums = self._sums[is_training]
         if not sums:
             return {}
-        total = {
-            name: self.accelerator.gather(
-                value[None].to(torch.float64 if value.device.type != "mps" else torch.float32)
-            )
-            .sum(0)
-            .tolist()
-            for name, value in sums.items()
-        }
+        wide = torch.float32 if self.args.device.type == "mps" else torch.float64
+        total = {name: self.accelerator.reduce(value.to(wide), "sum").tolist() for name, value in sums.items()}
         sums.clear()
-        metrics = {}
-        for k, count in enumerate(total["positions"]):
-            metrics[f"top1_depth{k + 1}"] = total["top1"][k] / max(count, 1)
-            metrics[f"top5_depth{k + 1}"] = total["top5"][k] / max(count, 1)
-        return metrics
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:
-            logs = {**logs, **{k: v for k, v in self._take_metrics(is_training=True).items() if k.startswith("top1")}}
-        super().log(
-            {k: round(v, 4) if k.startswith(("top", "eval_top")) else v for k, v in logs.items()}, *args, **kwargs
-        )
-
-    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Loss, per-depth top-1 and top-5 accuracy, and the acceptance length measured by decoding."""
-        self._sums[False].clear()
-        kwargs["metric_key_prefix"] = metric_key_prefix
-        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        extra = defaultdict(float, self._take_metrics(is_training=False))
-        if self.measure_acceptance is not None:
-            heads = cast(DraftHeads, self.model)
-            was_training = heads.training
-            heads.eval()
-            extra.update(self.measure_acceptance())
-            heads.train(was_training)
-        named = {f"{metric_key_prefix}_{name}": value for name, value in extra.items()}
-        self.log(named)
-        metrics.update(named)
+        metrics = {"loss": 0.0}
+        for k, positions in enumerate(total["positions"]):
+            metrics["loss"] += self.step_decay**k * total["loss_sums"][k] / max(total["loss_counts"][k], 1)
+            metrics[f"top1_depth{k + 1}"] = total["top1"][k] / max(positions, 1)
+            metrics[f"top5_depth{k + 1}"] = total["top5"][k] / max(positions, 1)
         return metrics
