@@ -275,12 +275,11 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         checkpoint loadable (see `replace_checkpoint`).
 
         Args:
-            is_main_process: False on the processes that must not write.
+            is_main_process: False on the processes that must not write; they do nothing.
             push_to_hub: upload as well, with the keywords of `push_to_hub`; `repo_id` defaults to the directory's name.
             **kwargs: those of transformers, such as `state_dict` and `max_shard_size`.
         """
         if not is_main_process:
-            super().save_pretrained(save_directory, is_main_process=False, **kwargs)
             return
         directory = Path(save_directory)
         hub_keys = inspect.signature(super().push_to_hub).parameters.keys() - {"max_shard_size"}

@@ -45,6 +45,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.measure_acceptance = measure_acceptance
         # Says that `compute_loss` has already divided by what `get_batch_samples` counted.
         self.model_accepts_loss_kwargs = True
+        self.accelerator.gradient_accumulation_steps = 1  # older releases have accelerate divide once more
         self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # of training and of evaluation batches
 
     def get_batch_samples(
@@ -112,7 +113,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         Those are the per-depth accuracies, the loss as one mean over all positions (Trainer's own is the mean of batch
         means, and so depends on the batch size), and the acceptance length measured by decoding.
         """
-        self._sums[False].clear()
         kwargs["metric_key_prefix"] = metric_key_prefix
         output = super().evaluation_loop(*args, **kwargs)
         metrics = self._take_metrics(is_training=False)

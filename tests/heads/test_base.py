@@ -377,17 +377,20 @@ class TestHub:
     def uploads(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         uploads: list[dict[str, Any]] = []
 
-        def create_repo(self: HfApi, repo_id: str, **kwargs: Any) -> Any:
+        def create_repo(repo_id: str, **kwargs: Any) -> Any:
             return type("RepoUrl", (str,), {"repo_id": repo_id})()
 
-        def create_commit(self: HfApi, repo_id: str, operations: list[Any], **kwargs: Any) -> str:
+        def create_commit(repo_id: str, operations: list[Any], **kwargs: Any) -> str:
             files = {file.path_in_repo: Path(file.path_or_fileobj).read_bytes() for file in operations}
             uploads.append({"repo_id": repo_id, "files": files, **kwargs})
             return "done"
 
-        monkeypatch.setattr(HfApi, "create_repo", create_repo)
-        monkeypatch.setattr(HfApi, "create_branch", lambda self, **kwargs: None)
-        monkeypatch.setattr(HfApi, "create_commit", create_commit)
+        def create_branch(**kwargs: Any) -> None: ...
+
+        for function in (create_repo, create_commit, create_branch):
+            # transformers calls them as methods of HfApi, and in older releases as functions of its own.
+            monkeypatch.setattr(HfApi, function.__name__, staticmethod(function))
+            monkeypatch.setattr(f"transformers.utils.hub.{function.__name__}", function, raising=False)
         return uploads
 
     def assert_uploaded(self, heads: DraftHeads, upload: dict[str, Any], folder: Path) -> None:
