@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
@@ -179,6 +180,9 @@ class HeadsTrainingArguments(TrainingArguments):
                 raise ValueError(f"got {name} {getattr(self, name)}: heads train with {needed} only; leave it out")
         if self.step_decay is not None and not 0 < self.step_decay <= 1:
             raise ValueError(f"got step_decay {self.step_decay}: it must be above 0 and at most 1")
+        is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if is_distributed and self.ddp_backend is None and (self.use_cpu or not torch.accelerator.is_available()):
+            self.ddp_backend = "gloo"  # under DeepSpeed, no backend leaves each process alone with all of the data
         super().__post_init__()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
@@ -254,7 +258,11 @@ def resolve_arguments(model: ModelArguments, data: DataArguments, training: Head
     settings = {**dataclasses.asdict(model), "head_overrides": model.parse_head_overrides(), **dataclasses.asdict(data)}
     stock = _StockArguments(output_dir=training.output_dir).to_dict()
     ours = set(HeadsTrainingArguments.__annotations__)
-    left_out = {key for key in _known_keys() if key.endswith("_token")} | {"dataloader_pin_memory", "local_rank"}
+    left_out = {key for key in _known_keys() if key.endswith("_token")} | {
+        "dataloader_pin_memory",
+        "ddp_backend",
+        "local_rank",
+    }
     for key, value in training.to_dict().items():
         is_ours_or_changed = key in ours or value != stock.get(key)
         if is_ours_or_changed and key in _known_keys() and key not in left_out:

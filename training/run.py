@@ -41,6 +41,10 @@ def run_training(
             f"one process sees {training_args.n_gpu} GPUs, and heads do not train under DataParallel: start with "
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
         )
+    if getattr(training_args.deepspeed_plugin, "zero_stage", 0) == 3:
+        raise ValueError(
+            "ZeRO-3 would split the frozen target as well: use stage 1 or 2 (configs/deepspeed/zero2.json)"
+        )
     set_seed(training_args.seed)  # Trainer does so too, but after the heads have drawn their first weights
     is_main_process = training_args.process_index == 0
     checkpoint = find_checkpoint(

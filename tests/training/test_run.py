@@ -9,7 +9,9 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -281,6 +283,12 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             train(eval_prompts=tmp_path / "prompts.jsonl")
 
+    def test_zero_3(self, train: Runner) -> None:
+        model, data, training = parse_arguments(train.arguments())
+        training.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+        with pytest.raises(ValueError, match="ZeRO-3 would split the frozen target as well: use stage 1 or 2"):
+            run_training(model, data, training)
+
     def test_several_gpus_in_one_process(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         model, data, training = parse_arguments(train.arguments())
         monkeypatch.setattr(type(training), "n_gpu", 2)
@@ -419,8 +427,27 @@ class TestResume:
 class TestLaunching:
     """The entry point in processes of its own."""
 
-    def launch(self, launcher: list[str], arguments: list[str], tmp_path: Path) -> str:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    TWO_PROCESSES = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    DEEPSPEED = ("accelerate.commands.launch", "--config_file", "configs/accelerate/deepspeed_zero2.yaml")
+    EXACT: dict[str, Any] = {  # noqa: RUF012
+        "head_overrides": ["ttt_steps=2"],
+        "optim": "sgd",
+        "learning_rate": 0.02,
+        "max_grad_norm": 0.0,
+        "max_steps": 4,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+
+    def launch(self, launcher: Sequence[str], arguments: list[str], tmp_path: Path) -> str:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(tmp_path / "hub"),
+            "DS_ACCELERATOR": "cpu",
+        }
         command = [sys.executable, "-m", *launcher, "training/train_heads.py", *arguments]
         result = subprocess.run(
             command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=500
@@ -440,31 +467,29 @@ class TestLaunching:
         train(max_steps=2)
         assert_same(launched, train.weights())
 
-    def test_two_processes_train_as_one_with_batches_of_twice_the_size(self, train: Runner, tmp_path: Path) -> None:
-        """Plain SGD and the whole vocabulary, so that every predicted token has a loss and equal means equal."""
-        options: dict[str, Any] = {
-            "head_overrides": ["ttt_steps=2"],
-            "optim": "sgd",
-            "learning_rate": 0.02,
-            "max_grad_norm": 0.0,
-            "max_steps": 4,
-            "lr_scheduler_type": "constant",
-            "save_strategy": "steps",
-            "save_steps": 2,
-        }
-        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        arguments = train.arguments(**options, per_device_train_batch_size=2, ddp_backend="gloo")
-        self.launch(launcher, arguments, tmp_path)
+    @pytest.mark.parametrize("launcher", [TWO_PROCESSES, DEEPSPEED], ids=["data parallel", "DeepSpeed ZeRO-2"])
+    def test_two_processes_train_as_one_with_batches_of_twice_the_size(
+        self, train: Runner, launcher: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        """Plain SGD and the whole vocabulary, so that every predicted token has a loss and equal means equal; the
+        second half is a resumed run."""
+        if launcher == self.DEEPSPEED:
+            pytest.importorskip("deepspeed")
+        # With use_cpu accelerate would fall back to plain data parallelism.
+        options = {**self.EXACT, "per_device_train_batch_size": 2, "use_cpu": launcher != self.DEEPSPEED}
+        self.launch(launcher, train.arguments(**options), tmp_path)
+        newest = train.output_dir / "checkpoint-4"
+        assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+        assert (newest / "global_step4").is_dir() == (launcher == self.DEEPSPEED)
+        (newest / "trainer_state.json").unlink()
+        output = self.launch(launcher, train.arguments(**options, resume_from_checkpoint=True), tmp_path)
+        assert output.count("checkpoint-4 is passed over: trainer_state.json is missing") == 1
         two = train.weights()
         metrics = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
-        assert {path.name for path in (train.output_dir / "checkpoint-4").glob("rng_state*")} == {
-            "rng_state_0.pth",
-            "rng_state_1.pth",
-        }
+
         shutil.rmtree(train.output_dir)
-        expected = train(**options, per_device_train_batch_size=4)
-        one = train.weights()
-        for name, tensor in one.items():
+        expected = train(**self.EXACT, per_device_train_batch_size=4)
+        for name, tensor in train.weights().items():
             torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
         for name in ("eval_loss", "eval_top1_depth1", "eval_top5_depth2", "eval_acceptance_length"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-3)
