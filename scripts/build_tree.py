@@ -13,11 +13,13 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 from transformers import HfArgumentParser
 
+# First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model_loading import DTYPES, load_heads, load_target
 
 from inference import StaticTree
 from inference.tree_search import best_static_tree
-from scripts.model_loading import DTYPES, load_heads, load_target
 from training.data import ConversationCollator, load_conversations, tokenize_conversations
 from training.rank_accuracy import measure_rank_accuracy
 
