@@ -253,16 +253,13 @@ def resolve_arguments(model: ModelArguments, data: DataArguments, training: Head
     """Returns the options as one flat mapping that, written as YAML, `--config` reads back to the same run.
 
     Of `TrainingArguments` it holds the fields named in this file and those that differ from transformers' defaults;
-    secrets are left out, and so is what the machine decided.
+    secrets are left out, and so are what the machine decided and how an interrupted run was taken up again.
     """
     settings = {**dataclasses.asdict(model), "head_overrides": model.parse_head_overrides(), **dataclasses.asdict(data)}
     stock = _StockArguments(output_dir=training.output_dir).to_dict()
     ours = set(HeadsTrainingArguments.__annotations__)
-    left_out = {key for key in _known_keys() if key.endswith("_token")} | {
-        "dataloader_pin_memory",
-        "ddp_backend",
-        "local_rank",
-    }
+    left_out = {key for key in _known_keys() if key.endswith("_token")}
+    left_out |= {"dataloader_pin_memory", "ddp_backend", "local_rank", "resume_from_checkpoint"}
     for key, value in training.to_dict().items():
         is_ours_or_changed = key in ours or value != stock.get(key)
         if is_ours_or_changed and key in _known_keys() and key not in left_out:

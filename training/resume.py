@@ -28,7 +28,15 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
     Raises:
         ValueError: when the folder asked for is missing or incomplete.
     """
+    folders = sorted(Path(output_dir).glob("checkpoint-*"), key=_step, reverse=True)
     if wanted is None or str(wanted).lower() in ("false", ""):
+        if folders and is_main_process:
+            logger.warning(
+                "%s has checkpoints of an earlier run, up to %s: a later --resume_from_checkpoint true would take them "
+                "for this run's; train in another output_dir, or remove them",
+                output_dir,
+                folders[0].name,
+            )
         return None
     if str(wanted).lower() != "true":
         folder = Path(wanted)
@@ -37,7 +45,7 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
                 f"cannot resume from {folder}: {damage}; give a complete checkpoint, or true for the newest one"
             )
         return folder
-    for folder in sorted(Path(output_dir).glob("checkpoint-*"), key=_step, reverse=True):
+    for folder in folders:
         damage = find_damage(folder)
         if damage is None:
             return folder

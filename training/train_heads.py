@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def main() -> int:
     from training.arguments import parse_arguments
     from training.run import run_training
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR  # one process speaks for all
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     try:
         arguments = parse_arguments()
     except ValueError as error:

@@ -155,6 +155,16 @@ class TestTraining:
             real = 12 - step.shift  # slots whose predicted token is real, and with it every token they read
             torch.testing.assert_close(other.hidden[:, :real], step.hidden[:, :real])
 
+    @every_kind
+    def test_heads_learn_after_they_have_decoded(self, head_type: str, overrides: dict[str, Any]) -> None:
+        """Decoding runs in inference mode, and what is kept from it must not enter a graph."""
+        target = Target(tiny_target("llama"))
+        heads = tiny_heads(head_type, target, **overrides)
+        expected = take_gradients(heads, target, "distillation")
+        again = tiny_heads(head_type, target, **overrides)
+        generate(target, again, random_prompt(9), max_new_tokens=8, do_sample=False)
+        assert torch.equal(take_gradients(again, target, "distillation"), expected)
+
     @pytest.mark.parametrize("loss_type", LOSS_TYPES)
     @every_kind
     @every_family

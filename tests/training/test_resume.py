@@ -98,8 +98,13 @@ def test_the_newest_is_the_one_of_the_highest_step(output_dir: Path, wanted: Any
 
 
 @pytest.mark.parametrize("wanted", [None, False, "false", "False", ""])
-def test_nothing_is_resumed_unless_asked(output_dir: Path, wanted: Any) -> None:
+def test_nothing_is_resumed_unless_asked(
+    output_dir: Path, wanted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_checkpoint(str(tmp_path / "fresh"), wanted) is None
+    assert not caplog.messages
     assert find_checkpoint(str(output_dir), wanted) is None
+    assert "has checkpoints of an earlier run, up to checkpoint-100" in caplog.text
 
 
 def test_no_checkpoint_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,9 +129,7 @@ def test_other_heads_are_refused_with_both_values() -> None:
     target = tiny_target("llama")
     stored = create_heads("eagle3", target, ttt_steps=3).config
     check_same_heads(Path("x"), stored, create_heads("eagle3", target, ttt_steps=3).config)
-    with pytest.raises(
-        ValueError, match=r"with draft_vocab_size None \(now 40\), ttt_steps 3 \(now 5\): resume"
-    ):
+    with pytest.raises(ValueError, match=r"with draft_vocab_size None \(now 40\), ttt_steps 3 \(now 5\): resume"):
         check_same_heads(Path("x"), stored, create_heads("eagle3", target, ttt_steps=5, draft_vocab_size=40).config)
     with pytest.raises(ValueError, match=r"head_type 'eagle3' \(now 'medusa'\)"):
         check_same_heads(Path("x"), stored, create_heads("medusa", target).config)

@@ -467,6 +467,25 @@ class TestLaunching:
         train(max_steps=2)
         assert_same(launched, train.weights())
 
+    def test_a_wrong_option_ends_it_in_one_line_and_a_foreign_package_is_not_imported(self, tmp_path: Path) -> None:
+        """Another distribution ships a package named `inference` as well."""
+        (tmp_path / "inference").mkdir()
+        (tmp_path / "inference" / "__init__.py").write_text("raise SystemExit('the foreign package was imported')\n")
+        result = subprocess.run(
+            [sys.executable, "training/train_heads.py", "--learning_rat", "0.1"],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 1
+        assert (
+            "train_heads.py: unknown key 'learning_rat' on the command line; did you mean 'learning_rate'"
+            in result.stderr
+        )
+        assert "Traceback" not in result.stderr
+
     @pytest.mark.parametrize("launcher", [TWO_PROCESSES, DEEPSPEED], ids=["data parallel", "DeepSpeed ZeRO-2"])
     def test_two_processes_train_as_one_with_batches_of_twice_the_size(
         self, train: Runner, launcher: tuple[str, ...], tmp_path: Path
