@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from heads.base import DraftHeads, DraftHeadsConfig, DraftStep
+from heads.base import DraftHeads, DraftStep
+from heads.config import DraftHeadsConfig
 from heads.eagle3 import Eagle3Heads
 from heads.medusa import MedusaHeads
 from inference.target import Target

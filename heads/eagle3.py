@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHeads, DraftHeadsConfig, DraftStep
+from heads.base import DraftHeads, DraftStep
+from heads.config import DraftHeadsConfig
 from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings
 from heads.vocab import map_tensors, most_frequent_tokens
 from inference.drafter import DraftLogits

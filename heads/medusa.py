@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHeads, DraftHeadsConfig, DraftStep
+from heads.base import DraftHeads, DraftStep
+from heads.config import DraftHeadsConfig
 from inference.drafter import DraftLogits
 from inference.target import Target
 

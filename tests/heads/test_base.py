@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import heads as heads_package
 from heads import DraftHeads, create_heads
-from heads.base import FORMAT_VERSION
+from heads.config import FORMAT_VERSION
 from heads.eagle3 import Eagle3Config, Eagle3Heads
 from heads.medusa import MedusaConfig, MedusaHeads
 from inference import Target
