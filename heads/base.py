@@ -141,8 +141,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
             if mine != theirs:
                 raise ValueError(
                     f"these {self.config.head_type} heads were made for a target with {what} {mine}, this target "
-                    f"({name_of_target(target) or type(target.model).__name__}) has {theirs}: load the target the heads "
-                    f"were trained for ({self.config.target_name_or_path or 'not recorded'}), or train new heads"
+                    f"({name_of_target(target) or type(target.model).__name__}) has {theirs}: load the target the "
+                    f"heads were trained for ({self.config.target_name_or_path or 'not recorded'}), or train new heads"
                 )
         self._bound[:] = [target]
         return cast(Self, cast(nn.Module, self).to(target.device))
