@@ -28,7 +28,7 @@ from benchmark_measure import Contender, Prompt, Settings, load_prompts, make_co
 from benchmark_render import draw_plot, make_grids
 from benchmark_report import Row, describe_environment, make_rows, write_json
 from generate import DRAFTED_STYLE, SpeculationPrinter
-from model_loading import load_heads, load_target, parse_tree
+from model_loading import DTYPES, load_heads, load_target, parse_tree
 from rich.console import Console
 from rich.text import Text
 from transformers import HfArgumentParser
@@ -52,7 +52,9 @@ class DemoArguments:
     train_options: list[str] = field(
         default_factory=list, metadata={"help": "Further training options, key=value (see train_heads.py --help)."}
     )
-    tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree (see scripts/benchmark.py --help)."})
+    # In float32 a CPU pays for every further node of a tree; bfloat16 (with CPU instructions for it) takes larger ones.
+    tree: str = field(default="dynamic:3,2,6", metadata={"help": "Token tree (see scripts/benchmark.py --help)."})
+    dtype: str = field(default="float32", metadata={"help": "Weights while decoding.", "choices": list(DTYPES)})
     num_prompts: int = field(default=6, metadata={"help": "Prompts to decode."})
     max_new_tokens: int = field(default=96, metadata={"help": "Tokens decoded for each prompt."})
     repeats: int = field(default=2, metadata={"help": "Rounds over the prompts."})
@@ -150,7 +152,7 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
     trained = {kind: output / "heads" / kind for kind in find_recipes()}
     seconds = {kind: train(recipe, trained[kind], args, console) for kind, recipe in find_recipes().items()}
 
-    target, tokenizer = load_target(args.target, dtype="float32", device="cpu")
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device="cpu")
     prompts, _ = load_prompts(
         Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
     )
