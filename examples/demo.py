@@ -82,7 +82,8 @@ def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> 
     command = train_command(recipe, output, args)
     console.print(Text(f"$ accelerate launch {shlex.join(command)}", "bold cyan"), soft_wrap=True)
     console.file.flush()
-    shutil.rmtree(output, ignore_errors=True)  # what an earlier demo left
+    if (output / "training_record.json").is_file():  # what an earlier demo left
+        shutil.rmtree(output)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     start = time.perf_counter()
     subprocess.run(
@@ -130,7 +131,8 @@ def show_sample(
     console.print(Text(tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True).strip(), "dim"))
     printer = SpeculationPrinter(tokenizer, console, has_brackets=has_brackets)
     decoder = Decoder(target, drafter, tree=parse_tree(args.tree))
-    decoder.generate(prompt.input_ids, on_step=printer, **make_settings(args).generate_kwargs())
+    mask = torch.ones_like(prompt.input_ids)
+    decoder.generate(prompt.input_ids, mask, on_step=printer, **make_settings(args).generate_kwargs())
     printer.finish()
 
 
@@ -147,9 +149,9 @@ def conclude(rows: list[Row], names: list[str]) -> str:
 def run(args: DemoArguments, console: Console) -> list[Row]:
     os.chdir(ROOT)
     start = time.perf_counter()
-    torch.set_num_threads(args.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(args.threads or os.cpu_count() or 1)
     output = Path(args.output)
-    trained = {kind: output / "heads" / kind for kind in find_recipes()}
+    trained = {kind: output / "trained" / kind for kind in find_recipes()}
     seconds = {kind: train(recipe, trained[kind], args, console) for kind, recipe in find_recipes().items()}
 
     target, tokenizer = load_target(args.target, dtype=args.dtype, device="cpu")

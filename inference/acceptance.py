@@ -12,6 +12,7 @@ Legend: B batch, N tree nodes, K depth, V target vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,9 +101,28 @@ class Sampler:
         self.eos_token_ids = frozenset(eos_token_ids)
         types = {type(processor) for processor in self.processors}
         self.is_prefix_free = types <= PREFIX_FREE
+        self._row_samplers: dict[int, Sampler] = {}
         self._draft_warpers = tuple(
             processor for processor in self.processors if do_sample and type(processor) in _COLUMN_FREE
         )
+
+    def for_row(self, row: int, batch_size: int) -> Sampler:
+        """This sampler for one row of a batch: processors that read the prefix are copied, so that what they keep of
+        a row stays with it, and settings they hold per row are cut to it."""
+        if batch_size == 1:
+            return self
+        if row not in self._row_samplers:
+            processors = []
+            for processor in self.processors:
+                if type(processor) not in PREFIX_FREE:
+                    own: Any = copy.copy(processor)
+                    ignored = getattr(own, "prompt_ignore_length", None)  # of RepetitionPenaltyLogitsProcessor
+                    if isinstance(ignored, Tensor) and ignored.numel() == batch_size:
+                        own.prompt_ignore_length = ignored.reshape(batch_size, -1)[row]
+                    processor = own
+                processors.append(processor)
+            self._row_samplers[row] = Sampler(processors, eos_token_ids=self.eos_token_ids)
+        return self._row_samplers[row]
 
     def draw_noise(self, root_positions: Tensor, num_depths: int, vocab_size: int) -> Tensor | None:
         """Noise of a step's draws: [B, num_depths, V] float32, or None when greedy.
@@ -208,12 +228,13 @@ def _walk_lazily(
     token_ids, parents = tree.token_ids.tolist(), tree.parents.tolist()
     for row in range(batch):
         prefix = prefixes[row]
+        row_sampler = sampler.for_row(row, batch)
         limit = width if max_tokens is None else min(width, max_tokens[row])
         node: int | None = 0
         for depth in range(limit):
             if node is None:
                 break
-            scores = sampler.process(logits[row, node][None], prefix)
+            scores = row_sampler.process(logits[row, node][None], prefix)
             drawn = (scores if noise is None else scores + noise[row, depth]).argmax(-1, keepdim=True)  # [1, 1]
             token = int(drawn)
             path[row, depth], tokens[row, depth] = node, token

@@ -91,12 +91,13 @@ class Decoder:
 
         Args:
             input_ids: [B, L] int64.
-            attention_mask: [B, L], 0 on padding.
+            attention_mask: [B, L], 0 on padding; without it transformers takes pad tokens for padding.
             seed: one integer (row b uses hash(seed, b)), one per row, or None to draw from torch's global generator.
             streamer: a transformers streamer (batch 1); receives every token as it is emitted.
             on_step: called after every step of a batch of 1 with the tokens kept and how many of them were drafted.
             tokenizer, stop_strings: as in transformers.
-            **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...).
+            **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...); the
+                result is a `GenerationOutput` whatever `return_dict_in_generate` says.
 
         Raises:
             ValueError: for an empty or too long prompt, beams, and options this loop does not have, each with the cure.
@@ -263,5 +264,5 @@ def generate(
     >>> out = generate(target, heads, **tokenizer("Hi", return_tensors="pt"), max_new_tokens=64)   # doctest: +SKIP
     >>> out.sequences, out.stats.acceptance_length                                                 # doctest: +SKIP
     """
-    decoder = Decoder(target, drafter, tree=tree if drafter is not None else None, is_coupled=is_coupled)
+    decoder = Decoder(target, drafter, tree=tree, is_coupled=is_coupled)
     return decoder.generate(input_ids, attention_mask, seed=seed, **generate_kwargs)

@@ -112,7 +112,8 @@ class Request:
         self.budgets = [limit - self.input_ids.shape[1]] * len(counts)
         if target.max_length is not None:
             self._cut_budgets(target.max_length, target.length_limit_reason)
-        self.max_length = max(count + budget for count, budget in zip(counts, self.budgets, strict=True))
+        # A limit that the prompt has passed still gives one token, as transformers does.
+        self.max_length = max(count + max(budget, 1) for count, budget in zip(counts, self.budgets, strict=True))
 
     def _cut_budgets(self, max_length: int, reason: str) -> None:
         longest = max(self._prompt_lengths)

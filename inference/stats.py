@@ -21,7 +21,7 @@ class GenerationStats:
     num_new_tokens: tokens returned, all rows together, after trimming.
     num_verify_steps: verify steps, each row counted on its own while it is unfinished.
     accepted_histogram: entry a = verify steps in which exactly a drafted tokens were accepted.
-    num_drafted: drafted nodes verified (roots and padding not counted).
+    num_drafted: drafted nodes verified, nodes a drafter had no token for included; roots are not counted.
     seconds: wall-clock seconds per phase; `total` also holds what lies between the phases. On an accelerator the phases
         are launch times unless the decoder was told to synchronise; `total` is always right.
     """

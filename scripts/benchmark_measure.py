@@ -207,7 +207,12 @@ class OurDecoding:
             self.drafter.seconds, self.drafter.is_synchronised = 0.0, is_synchronised
         seed = settings.seed + prompt.index if settings.is_sampled else None
         start = read_clock(device)
-        output = self.decoder.generate(prompt.input_ids, seed=seed, **settings.generate_kwargs(max_new_tokens))
+        output = self.decoder.generate(
+            prompt.input_ids,
+            torch.ones_like(prompt.input_ids),
+            seed=seed,
+            **settings.generate_kwargs(max_new_tokens),
+        )
         seconds = read_clock(device) - start
         return Run(
             output.sequences[0, prompt.input_ids.shape[1] :].tolist(),

@@ -41,6 +41,14 @@ class TreeArguments:
 
 def main(argv: list[str] | None = None) -> int:
     (args,) = HfArgumentParser(TreeArguments).parse_args_into_dataclasses(argv)
+    try:
+        build(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"build_tree.py: {error}")
+    return 0
+
+
+def build(args: TreeArguments) -> None:
     target, tokenizer = load_target(args.target, dtype=args.dtype)
     heads = load_heads(args.heads, target)
     conversations = load_conversations(args.dataset, max_samples=args.num_samples)
@@ -62,7 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
     scratch.replace(output)
     print("\n".join(lines))
-    return 0
 
 
 if __name__ == "__main__":

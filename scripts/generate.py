@@ -206,7 +206,9 @@ def reply_to(
     printer = SpeculationPrinter(conversation.tokenizer, console)
     stats: GenerationStats | None = None
     try:
-        stats = decoder.generate(input_ids, on_step=printer, **args.generate_kwargs()).stats
+        stats = decoder.generate(
+            input_ids, input_ids.new_ones(input_ids.shape), on_step=printer, **args.generate_kwargs()
+        ).stats
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise

@@ -64,12 +64,12 @@ def test_the_training_command_is_one_that_the_trainer_takes(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     for kind, recipe in demo.find_recipes().items():
-        command = demo.train_command(recipe, Path("examples/output/heads") / kind, args)
+        command = demo.train_command(recipe, Path("examples/output/trained") / kind, args)
         start = command.index("training/train_heads.py") + 1
         model, data, training = parse_arguments([*command[start:], "--use_cpu", "true"])
         assert model.head_type == kind
         assert (data.dataset, data.max_eval_samples) == ([args.conversations], 2)
-        assert (training.max_steps, training.output_dir) == (2, f"examples/output/heads/{kind}")
+        assert (training.max_steps, training.output_dir) == (2, f"examples/output/trained/{kind}")
 
 
 def test_defaults_need_no_option_and_no_file_of_the_user() -> None:
@@ -125,7 +125,7 @@ def test_demo_from_training_to_report(args: demo.DemoArguments, monkeypatch: pyt
     assert [row["name"] for row in report["rows"]] == [row.name for row in rows]
     assert (output / "plot.png").read_bytes().startswith(b"\x89PNG")
     for kind in HEAD_TYPES:
-        assert (output / "heads" / kind / "model.safetensors").is_file()
+        assert (output / "trained" / kind / "model.safetensors").is_file()
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "$ accelerate launch --config_file configs/accelerate/cpu.yaml training/train_heads.py" in printed
     assert "Fastest heads: " in printed

@@ -18,7 +18,8 @@ from training.losses import compute_teacher
 def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]], *, num_ranks: int) -> Tensor:
     """How often the target's own token is the heads' candidate of rank r at depth d + 1: a share, [K, R] float64.
 
-    The tokens before it on the path are the data's, so a depth's accuracy is the one given that its parent was right.
+    The tokens before it on the path are the data's: for heads that read them, a depth's accuracy is the one given that
+    its parent was right; for independent heads (Medusa) it is the marginal, as in the paper.
 
     Args:
         heads: bound to their target.

@@ -227,7 +227,8 @@ def _acceptance_meter(
         stats = GenerationStats()
         for prompt in prompts:
             input_ids = torch.tensor([prompt], device=target.device)
-            stats += decoder.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False).stats
+            mask = torch.ones_like(input_ids)
+            stats += decoder.generate(input_ids, mask, max_new_tokens=max_new_tokens, do_sample=False).stats
         return {"acceptance_length": stats.acceptance_length}
 
     return measure

@@ -131,3 +131,18 @@ def test_one_decoder_serves_shorter_and_longer_prompts() -> None:
         output = decoder.generate(prompt, max_new_tokens=new, do_sample=False)
         assert_same_text(model, expected, output.sequences)
         assert output.stats.acceptance_length > 1.5
+
+
+def test_left_padded_batch_with_a_repetition_penalty() -> None:
+    """transformers gives the penalty one prompt length per row; each row must see its own."""
+    model = tiny_target("llama", initializer_range=0.3)
+    lengths = (4, 9, 6)
+    rows = [random_prompt(length, seed=length)[0] for length in lengths]
+    padded = torch.stack([torch.nn.functional.pad(row, (9 - len(row), 0)) for row in rows])
+    mask = torch.stack([(torch.arange(9) >= 9 - length).long() for length in lengths])
+    options = {"max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.3}
+    expected = model.generate(padded, attention_mask=mask, **options)
+    assert_same_text(model, expected, generate(model, None, padded, mask, **options).sequences)
+    drafter = ScriptedDrafter([text[9 - length :] for text, length in zip(expected, lengths, strict=True)], VOCAB_SIZE)
+    output = generate(model, drafter, padded, mask, tree=POLICIES["dynamic"], **options)
+    assert torch.equal(output.sequences, expected)
