@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo test test-fast check format bench clean
+.PHONY: help install demo test test-fast lossless check format bench clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -36,6 +36,9 @@ check: $(STAMP) ## ruff and mypy
 format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lossless: $(STAMP) ## trained heads against transformers: 20 prompts of 200 tokens for each kind and policy
+	LOSSLESS_PROMPTS=20 $(PYTEST) tests/lossless --timeout 3600 $(ARGS)
 
 bench: $(STAMP) ## benchmark the committed heads on the embedded target
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py --target examples/chat-13m \
