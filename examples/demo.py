@@ -84,7 +84,9 @@ def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> 
     console.file.flush()
     if (output / "training_record.json").is_file():  # what an earlier demo left
         shutil.rmtree(output)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    # PASSIVE: threads that wait sleep; spinning ones would lose most of their time on a machine that does other work too.
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **threads}
     start = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, env=environment, check=True
