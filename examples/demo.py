@@ -84,7 +84,7 @@ def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> 
     console.file.flush()
     if (output / "training_record.json").is_file():  # what an earlier demo left
         shutil.rmtree(output)
-    # PASSIVE: threads that wait sleep; spinning ones would lose most of their time on a machine that does other work too.
+    # PASSIVE: waiting threads sleep; spinning ones lose most of their time on a machine that does other work too.
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **threads}
     start = time.perf_counter()
