@@ -180,7 +180,7 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
     console.print(conclude(rows, list(heads)), markup=False)
     minutes = (time.perf_counter() - start) / 60
     console.print(
-        f"{output}/report.json, {output}/plot.png and {output}/heads were written; {minutes:.1f} minutes in all."
+        f"{output}/report.json, {output}/plot.png and {output}/trained were written; {minutes:.1f} minutes in all."
     )
     return rows
 
