@@ -184,8 +184,12 @@ class Eagle3Heads(DraftHeads):
             self.lm_head.weight.copy_(cast(Tensor, self.target.lm_head.weight)[token_ids])
 
     def init_from_target(self, target: Target) -> None:
-        if not self.has_draft_vocab:
-            with torch.no_grad():
+        """The LM head's rows expect states of the final norm's scale, so both start from the target's (with a reduced
+        vocabulary the rows are copied once it is known)."""
+        with torch.no_grad():
+            if (gain := target.final_norm_gain()) is not None:
+                self.norm.weight.copy_(gain)
+            if not self.has_draft_vocab:
                 self.lm_head.weight.copy_(cast(Tensor, target.lm_head.weight))
 
     def score(self, hidden: Tensor) -> Tensor:

@@ -85,8 +85,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, back in the input's dtype (torch's own falls off its fused path, with a
-    warning, when autocast hands it bf16 beside a float32 weight)."""
+    """Root-mean-square norm in float32, back in the input's dtype: torch's own where input and weight are of one dtype
+    (autocast hands it bf16 beside a float32 weight: it then falls off its fused path, with a warning)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -94,6 +94,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
 

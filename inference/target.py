@@ -181,6 +181,25 @@ class Target:
             )
         return self._scale_logits(self.lm_head(hidden))
 
+    @torch.no_grad()
+    def final_norm_gain(self) -> Tensor | None:
+        """What the model's final norm multiplies each channel by ([D], its dtype), or None when it has no such norm.
+
+        Asked of the norm itself, because some add one to their weight (Gemma) and some subtract the mean.
+        """
+        norms = [
+            child
+            for child in self._causal_lm.get_decoder().children()
+            if "norm" in type(child).__name__.lower() and getattr(child, "weight", None) is not None
+        ]
+        if not norms:
+            return None
+        weight: Tensor = norms[-1].weight
+        signs = torch.ones_like(weight)
+        signs[1::2] = -1  # mean 0 and root mean square 1, so that any norm leaves them as they are
+        gain: Tensor = (norms[-1](signs) - norms[-1](-signs)) * signs / 2
+        return gain
+
     def masks_from_allowed(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor) -> Any:
         """Additive masks from who may see whom: [B, N, S] bool, positions [B, N] and [B, S].
 

@@ -169,6 +169,13 @@ class HeadsTrainingArguments(TrainingArguments):
             "help": "What to learn: the data's tokens, or the target's distribution; none = the kind's own choice."
         },
     )
+    muon_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Train the hidden matrices with Muon at this peak learning rate (0.02 to 0.05 fits), and only LM "
+            "heads, norms and biases with AdamW at --learning_rate; none = AdamW for all."
+        },
+    )
     step_decay: float | None = field(
         default=None,
         metadata={"help": "Drafting step k weighs step_decay**k in the loss; none = the kind's own value."},
@@ -180,6 +187,8 @@ class HeadsTrainingArguments(TrainingArguments):
                 raise ValueError(f"got {name} {getattr(self, name)}: heads train with {needed} only; leave it out")
         if self.step_decay is not None and not 0 < self.step_decay <= 1:
             raise ValueError(f"got step_decay {self.step_decay}: it must be above 0 and at most 1")
+        if self.muon_learning_rate is not None and self.muon_learning_rate <= 0:
+            raise ValueError(f"got muon_learning_rate {self.muon_learning_rate}: it must be above 0")
         is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if is_distributed and self.ddp_backend is None and (self.use_cpu or not torch.accelerator.is_available()):
             self.ddp_backend = "gloo"  # under DeepSpeed, no backend leaves each process alone with all of the data

@@ -75,6 +75,7 @@ def run_training(
         loss_type=training_args.loss_type or heads.default_loss,
         step_decay=training_args.step_decay or heads.default_step_decay,
         measure_acceptance=measure_acceptance,
+        muon_learning_rate=training_args.muon_learning_rate,
         model=heads,
         args=training_args,
         train_dataset=train_set,

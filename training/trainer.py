@@ -15,6 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from heads import DraftHeads
 from inference.target import Target
 from training.losses import LossOutput, compute_teacher, draft_loss
+from training.optimizer import MuonWithAdamW
 
 
 class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
@@ -26,6 +27,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         step_decay: weight of depth k is step_decay^k.
         measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
             decoding held-out prompts with the heads as they are.
+        muon_learning_rate: trains hidden matrices with Muon (`training.optimizer`); None = AdamW for all.
         **kwargs: those of `transformers.Trainer`.
     """
 
@@ -36,9 +38,11 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         loss_type: str,
         step_decay: float,
         measure_acceptance: Callable[[], dict[str, float]] | None = None,
+        muon_learning_rate: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.muon_learning_rate = muon_learning_rate
         self.target = target
         self.loss_type = loss_type
         self.step_decay = step_decay
@@ -47,6 +51,25 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.model_accepts_loss_kwargs = True
         self.accelerator.gradient_accumulation_steps = 1  # older releases have accelerate divide once more
         self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # of training and of evaluation batches
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.muon_learning_rate is None:
+            return cast(torch.optim.Optimizer, super().create_optimizer(model))
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                f"got muon_learning_rate {self.muon_learning_rate} under DeepSpeed or FSDP: Muon needs whole matrices, "
+                "which these cut up; leave it out, or train with plain DDP"
+            )
+        if self.optimizer is None:
+            self.optimizer = MuonWithAdamW(
+                (self.model if model is None else model).named_parameters(),
+                muon_learning_rate=self.muon_learning_rate,
+                learning_rate=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+                weight_decay=self.args.weight_decay,
+            )
+        return self.optimizer
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import DraftHeads, create_heads
 from heads import layers as layers_module
@@ -208,6 +209,24 @@ class TestVocabulary:
         assert heads.d2t.tolist() == [7, 19, 98]
         assert heads.t2d.nonzero().flatten().tolist() == [7, 20, 100]
         assert torch.equal(heads.lm_head.weight, target.lm_head.weight[[7, 20, 100]])
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+    def test_scores_of_the_targets_last_state_are_the_targets_own(self, family: str) -> None:
+        """LM head and norm start together: rows alone, below a norm of another scale, would score something else."""
+        if family == "gpt2":  # a LayerNorm: only its gain can be taken over
+            config = GPT2Config(vocab_size=64, n_embd=32, n_layer=6, n_head=4, n_positions=64)
+            model: Any = GPT2LMHeadModel(config).eval()
+            final_norm = model.transformer.ln_f
+        else:
+            model = tiny_target(family)
+            final_norm = model.model.norm
+        with torch.no_grad():
+            final_norm.weight.uniform_(0.5, 2.0)
+        heads = create_heads("eagle3", Target(model))
+        hidden = torch.randn(2, 3, 32)
+        hidden = hidden - hidden.mean(-1, keepdim=True)
+        torch.testing.assert_close(heads.norm(hidden), final_norm(hidden), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(heads.score(hidden), model.lm_head(final_norm(hidden)), rtol=1e-3, atol=1e-2)
 
     def test_is_never_chosen_again(self, target: Target, tmp_path: Path) -> None:
         heads = eagle3(target, draft_vocab_size=10)

@@ -1,0 +1,89 @@
+"""Muon beside AdamW: who trains what, one schedule for both, checkpoints that go on exactly."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from training.optimizer import MuonWithAdamW
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden = nn.Linear(6, 6)
+        self.lm_head = nn.Linear(6, 9, bias=False)
+        self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(self.hidden(x).tanh())
+        return logits
+
+
+def make_optimizer(model: nn.Module) -> MuonWithAdamW:
+    return MuonWithAdamW(model.named_parameters(), muon_learning_rate=0.02, learning_rate=0.01, weight_decay=0.1)
+
+
+def train(model: nn.Module, optimizer: MuonWithAdamW, steps: range) -> None:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(8, 6, generator=generator)
+        labels = torch.randint(9, (8,), generator=generator)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def test_each_parameter_moves_as_its_own_optimizer_moves_it() -> None:
+    model, reference = Model(), Model()
+    train(model, make_optimizer(model), range(3))
+    hidden = torch.optim.Muon([reference.hidden.weight], lr=0.02, weight_decay=0.1)
+    matrix = torch.optim.AdamW([reference.lm_head.weight], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    vector = torch.optim.AdamW([reference.hidden.bias], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(8, 6, generator=generator)
+        labels = torch.randint(9, (8,), generator=generator)
+        nn.functional.cross_entropy(reference(inputs), labels).backward()
+        for optimizer in (hidden, matrix, vector):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name, rtol=0, atol=0)
+    assert torch.equal(model.frozen, torch.ones(3, 3))
+
+
+def test_the_learning_rate_that_is_logged_is_adamws() -> None:
+    assert [group["lr"] for group in make_optimizer(Model()).param_groups] == [0.01, 0.01, 0.02]
+
+
+def test_a_schedule_reaches_both() -> None:
+    model = Model()
+    optimizer = make_optimizer(model)
+    before = copy.deepcopy(model.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    nn.functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(9, (8,))).backward()
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_restored_optimizer_goes_on_exactly() -> None:
+    whole, halves = Model(), Model()
+    train(whole, make_optimizer(whole), range(6))
+    first = make_optimizer(halves)
+    train(halves, first, range(3))
+    second = make_optimizer(halves)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(halves, second, range(3, 6))
+    for (name, one), other in zip(whole.named_parameters(), halves.parameters(), strict=True):
+        assert torch.equal(one, other), name

@@ -1,0 +1,83 @@
+"""Muon for the hidden matrices, AdamW for everything else, as one optimizer that Trainer schedules and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` (Jordan et al. 2024; arXiv 2502.16982) on 2-D weights, `torch.optim.AdamW` on LM heads, norms
+    and biases, which Muon is not meant for.
+
+    Heads learn two to three times as much from the same few million tokens (docs/training.md), and that is the regime
+    of short runs.
+
+    Args:
+        named_parameters: of the heads; those without gradients are left out.
+        muon_learning_rate: of the orthogonalised updates, scaled by sqrt(max(1, rows / columns)); 0.02 to 0.05 fits.
+        learning_rate, betas, eps: AdamW's.
+        weight_decay: of both, on matrices alone.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        muon_learning_rate: float,
+        learning_rate: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(
+                f"muon_learning_rate needs torch.optim.Muon, which torch {torch.__version__} does not have: "
+                "install torch 2.9 or newer, or leave it out"
+            )
+        hidden, lm_heads, vectors = [], [], []
+        for name, parameter in named_parameters:
+            if not parameter.requires_grad:
+                continue
+            if parameter.ndim < 2:
+                vectors.append(parameter)
+            else:
+                (lm_heads if parameter.ndim > 2 or "lm_head" in name.split(".") else hidden).append(parameter)
+        # AdamW's groups first: Trainer logs the learning rate of the first one.
+        adamw_groups: list[dict[str, Any]] = [
+            {"params": params, "weight_decay": decay}
+            for params, decay in ((lm_heads, weight_decay), (vectors, 0.0))
+            if params
+        ]
+        muon_groups: list[dict[str, Any]] = [{"params": hidden}] if hidden else []
+        self._members: list[torch.optim.Optimizer] = []
+        if adamw_groups:
+            self._members.append(torch.optim.AdamW(adamw_groups, lr=learning_rate, betas=betas, eps=eps))
+        if muon_groups:
+            self._members.append(torch.optim.Muon(muon_groups, lr=muon_learning_rate, weight_decay=weight_decay))
+        super().__init__([group for member in self._members for group in member.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """The members work on this optimizer's own groups and state, so that schedules and checkpoints reach them."""
+        start = 0
+        for member in self._members:
+            end = start + len(member.param_groups)
+            member.param_groups, member.state = self.param_groups[start:end], self.state
+            start = end
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self._members:
+            member.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
