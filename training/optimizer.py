@@ -38,7 +38,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 f"muon_learning_rate needs torch.optim.Muon, which torch {torch.__version__} does not have: "
                 "install torch 2.9 or newer, or leave it out"
             )
-        hidden, lm_heads, vectors = [], [], []
+        hidden: list[nn.Parameter] = []
+        lm_heads: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
         for name, parameter in named_parameters:
             if not parameter.requires_grad:
                 continue

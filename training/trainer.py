@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -54,7 +54,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.muon_learning_rate is None:
-            return cast(torch.optim.Optimizer, super().create_optimizer(model))
+            return super().create_optimizer(model)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
                 f"got muon_learning_rate {self.muon_learning_rate} under DeepSpeed or FSDP: Muon needs whole matrices, "
@@ -62,7 +62,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             )
         if self.optimizer is None:
             self.optimizer = MuonWithAdamW(
-                (self.model if model is None else model).named_parameters(),
+                cast(nn.Module, self.model if model is None else model).named_parameters(),
                 muon_learning_rate=self.muon_learning_rate,
                 learning_rate=self.args.learning_rate,
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
