@@ -100,8 +100,8 @@ class DataArguments:
     max_samples: int | None = field(
         default=None, metadata={"help": "Use the first so many conversations of --dataset; none = all."}
     )
-    max_eval_samples: int | None = field(
-        default=512, metadata={"help": "Use the first so many held-out conversations for the loss; none = all."}
+    max_eval_samples: int = field(
+        default=512, metadata={"help": "Use the first so many held-out conversations for the loss; 0 = all."}
     )
     skip_bad_lines: bool = field(
         default=False, metadata={"help": "Count and skip malformed lines instead of stopping at the first one."}
@@ -122,13 +122,14 @@ class DataArguments:
     def __post_init__(self) -> None:
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"got validation_fraction {self.validation_fraction}: it is a share, from 0 to below 1")
-        positive = ("max_length", "max_samples", "max_eval_samples", "num_proc", "eval_max_new_tokens")
+        positive = ("max_length", "max_samples", "num_proc", "eval_max_new_tokens")
         for name in positive:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"got {name} {value}: it must be at least 1")
-        if self.num_eval_prompts < 0:
-            raise ValueError(f"got num_eval_prompts {self.num_eval_prompts}: it must be at least 0 (0 = do not decode)")
+        for name, zero in (("num_eval_prompts", "do not decode"), ("max_eval_samples", "all")):
+            if getattr(self, name) < 0:
+                raise ValueError(f"got {name} {getattr(self, name)}: it must be at least 0 (0 = {zero})")
 
 
 @dataclass
@@ -153,7 +154,7 @@ class HeadsTrainingArguments(TrainingArguments):
     bf16: bool = field(default=True, metadata={"help": "Compute in bfloat16 through autocast."})
     logging_steps: float = field(default=20, metadata={"help": "Steps between two log lines (below 1: share of all)."})
     # A checkpoint holds the heads and two moments of each weight: a few are enough to resume and to compare.
-    save_total_limit: int | None = field(default=2, metadata={"help": "Newest checkpoints to keep; none = all."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Newest checkpoints to keep; 0 = all."})
     # transformers reports to whatever is installed; here nothing leaves the machine unless it is asked for.
     report_to: list[str] = field(
         default_factory=lambda: ["none"],

@@ -169,12 +169,12 @@ def load_datasets(
 
     train_set = load(data_args.dataset, data_args.max_samples)
     if data_args.eval_dataset:
-        return train_set, load(data_args.eval_dataset, data_args.max_eval_samples)
+        return train_set, load(data_args.eval_dataset, data_args.max_eval_samples or None)
     if data_args.validation_fraction == 0 or len(train_set) < 2:
         return train_set, None
     parts = train_set.train_test_split(test_size=data_args.validation_fraction, seed=seed)
     held_out = parts["test"]
-    if data_args.max_eval_samples is not None:
+    if data_args.max_eval_samples:
         held_out = held_out.select(range(min(data_args.max_eval_samples, len(held_out))))
     return parts["train"], held_out
 

@@ -321,7 +321,7 @@ class TestResume:
         "save_steps": 2,
         "eval_strategy": "steps",
         "eval_steps": 4,
-        "save_total_limit": None,
+        "save_total_limit": 0,
     }
 
     @pytest.fixture
@@ -347,6 +347,15 @@ class TestResume:
         assert_same(train.weights(), uninterrupted)
         state = json.loads((train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
         assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
+
+    def test_goes_on_with_muon(self, train: Runner) -> None:
+        options = {**self.SAVED, "muon_learning_rate": 0.02}
+        train(**options)
+        weights = train.weights()
+        shutil.rmtree(train.output_dir)
+        self.interrupt(train, 5, muon_learning_rate=0.02)
+        train(**options, resume_from_checkpoint=True)
+        assert_same(train.weights(), weights)
 
     def test_passes_over_a_torn_checkpoint(
         self, train: Runner, uninterrupted: dict[str, Tensor], caplog: pytest.LogCaptureFixture
