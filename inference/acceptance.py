@@ -196,6 +196,8 @@ def accept_exact(
 def _walk_by_depth(sampler: Sampler, tree: TokenTree, logits: Tensor, noise: Tensor | None) -> Acceptance:
     """Draw at one node per row and depth, for every depth of the tree, so that the host is never asked."""
     rows = torch.arange(logits.shape[0], device=logits.device)
+    num_nodes = tree.num_nodes
+    nodes = torch.arange(num_nodes, device=logits.device)
     current = torch.zeros_like(rows)
     is_walking = torch.ones_like(rows, dtype=torch.bool)
     path, tokens, walked = [], [], []
@@ -206,8 +208,9 @@ def _walk_by_depth(sampler: Sampler, tree: TokenTree, logits: Tensor, noise: Ten
         tokens.append(token)
         walked.append(is_walking)
         fits = (tree.parents == current[:, None]) & (tree.token_ids == token[:, None])  # [B, N]
-        has_child, current = fits.max(-1)
-        is_walking = is_walking & has_child
+        child = torch.where(fits, nodes, num_nodes).amin(-1)  # the first that fits
+        is_walking = is_walking & (child < num_nodes)
+        current = child % num_nodes
     is_real = torch.stack(walked, dim=1)  # [B, K+1]
     return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real)
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from inference.acceptance import Sampler, accept_exact
-from inference.drafter import Drafter, DraftSampling
+from inference.drafter import Drafter
 from inference.hf_request import Request, run_with_generate
 from inference.kv_cache import TreeCache
 from inference.noise import row_seeds
 from inference.policy import TreePolicy, resolve_policy
 from inference.stats import GenerationStats, PhaseClock
+from inference.step import DecodeStep
 from inference.target import Target
 from inference.tree import TokenTree
 
@@ -47,6 +48,10 @@ class Decoder:
             is the same either way).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits time truly.
 
+        compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
+            then take tens of seconds (`stats.seconds["compile"]`), as does each further 256 tokens of context; numbers
+            are rounded differently than in the eager model, so near-ties may fall otherwise.
+
     The text depends on the target and the seed alone: not on the drafter, the tree or the other rows of the batch.
     """
 
@@ -58,6 +63,7 @@ class Decoder:
         tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
         is_coupled: bool = True,
         is_synchronised: bool = False,
+        compile: bool = False,  # noqa: A002
     ) -> None:
         self.target = target if isinstance(target, Target) else Target(target)
         self.drafter = drafter
@@ -72,6 +78,7 @@ class Decoder:
             raise ValueError(
                 f"tree is {tree!r} but there is no drafter: pass heads, or leave tree out for plain decoding"
             )
+        self._step = DecodeStep(self.target, drafter, self.policy, is_coupled=is_coupled, compile=compile)
         self._cache: TreeCache | None = None
 
     def generate(
@@ -121,7 +128,7 @@ class Decoder:
         clock.finish()
         return GenerationOutput(sequences, stats)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _decode(
         self,
         request: Request,
@@ -131,11 +138,10 @@ class Decoder:
         on_step: StepCallback | None,
     ) -> Tensor:
         """The loop. One host synchronisation per step: reading what was emitted."""
-        target, drafter, policy = self.target, self.drafter, self.policy
-        layers = drafter.feature_layers if drafter is not None else ()
+        target, drafter, step = self.target, self.drafter, self._step
+        step.stats = stats
         batch = request.batch_size
-        num_nodes = policy.num_nodes if policy is not None else 1
-        capacity = request.max_length + num_nodes
+        capacity = request.max_length + step.num_nodes
         cache = self._get_cache(batch, capacity)
         sampler = Sampler(
             request.processors,
@@ -146,7 +152,11 @@ class Decoder:
 
         clock.start()
         output = target.prefill(
-            cache, request.prompt_ids, request.prompt_counts, feature_layers=layers, chunk_size=PREFILL_CHUNK
+            cache,
+            request.prompt_ids,
+            request.prompt_counts,
+            feature_layers=step.feature_layers,
+            chunk_size=PREFILL_CHUNK,
         )
         stats.num_target_forwards += -(-request.prompt_ids.shape[1] // PREFILL_CHUNK)
         clock.stop("prefill")
@@ -162,9 +172,9 @@ class Decoder:
         )
         is_first, features, counts = True, output.features, request.prompt_counts
         next_ids = _shift_in(request.prompt_ids, request.prompt_counts, accepted.next_tokens[:, 0])
-        state = (
-            drafter.start(batch, capacity, policy.num_scratch) if drafter is not None and policy is not None else None
-        )
+        state = None
+        if drafter is not None and self.policy is not None:
+            state = drafter.start(batch, cache.capacity, self.policy.num_scratch)
         emitted, emitted_counts = accepted.next_tokens, accepted.counts
 
         while True:
@@ -187,40 +197,28 @@ class Decoder:
                 cache.lengths *= active  # finished rows stop growing, and give up what they overshot
                 counts = counts * active
 
-            root_ids = next_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-            noise = sampler.draw_noise(cache.lengths, policy.max_depth + 1 if policy else 1, target.vocab_size)
-            if drafter is not None and policy is not None:
-                draft = drafter.extend(state, features, next_ids, counts, max_slots=request.max_committed)
-                sampling = DraftSampling(
-                    warp=sampler.warp_draft if request.do_sample else None, noise=noise if self.is_coupled else None
-                )
-                tree = policy.grow(drafter, state, root_ids, draft, sampling)
-                stats.num_drafted += (tree.num_nodes - 1) * len(request.unfinished)
-            else:
-                tree = TokenTree.from_root(root_ids)
+            tree, noise = step.draft(state, cache, sampler, features, next_ids, counts, max_slots=request.max_committed)
+            stats.num_drafted += (tree.num_nodes - 1) * len(request.unfinished)
             clock.stop("draft")
 
-            output = target.verify(cache, tree, feature_layers=layers)
+            output = step.verify(cache, tree)
             stats.num_target_forwards += 1
             clock.stop("verify")
 
-            accepted = accept_exact(
+            accepted = step.accept(
                 sampler,
                 tree,
                 output.logits,
                 cache.lengths,
                 noise=noise,
                 prefixes=None if sampler.is_prefix_free else request.prefixes(),
-                max_tokens=request.budgets,
+                max_tokens=None if sampler.is_prefix_free else request.budgets,
             )
             counts = accepted.counts if active is None else accepted.counts * active
             clock.stop("accept")
 
-            cache.commit(accepted.path, counts, is_chain=policy is None or policy.is_chain)
+            features = step.commit(cache, accepted, counts, output.features)
             next_ids = accepted.next_tokens
-            if output.features is not None:
-                path = accepted.path[..., None].expand(-1, -1, output.features.shape[-1])
-                features = output.features.gather(1, path)
             emitted, emitted_counts, is_first = accepted.next_tokens, counts, False
             clock.stop("commit")
 
@@ -231,8 +229,9 @@ class Decoder:
         cache = self._cache
         if cache is None or cache.batch_size != batch_size or cache.capacity < capacity:
             self._cache = cache = None  # free the old one first
-            rounded = -(-capacity // 256) * 256
-            self._cache = cache = self.target.new_cache(batch_size, rounded)
+            multiple = self._step.capacity_multiple
+            rounded = -(-capacity // multiple) * multiple
+            self._cache = cache = self._step.new_cache(batch_size, rounded)
         cache.reset()
         return cache
 
@@ -257,6 +256,7 @@ def generate(
     tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
     seed: int | Sequence[int] | None = None,
     is_coupled: bool = True,
+    compile: bool = False,  # noqa: A002
     **generate_kwargs: Any,
 ) -> GenerationOutput:
     """One call of a fresh `Decoder`; see there. `generate(target, None, ...)` is plain decoding on the same stack.
@@ -264,5 +264,5 @@ def generate(
     >>> out = generate(target, heads, **tokenizer("Hi", return_tensors="pt"), max_new_tokens=64)   # doctest: +SKIP
     >>> out.sequences, out.stats.acceptance_length                                                 # doctest: +SKIP
     """
-    decoder = Decoder(target, drafter, tree=tree, is_coupled=is_coupled)
+    decoder = Decoder(target, drafter, tree=tree, is_coupled=is_coupled, compile=compile)
     return decoder.generate(input_ids, attention_mask, seed=seed, **generate_kwargs)

@@ -112,8 +112,12 @@ class TreeCache(Cache):
                 f"{self.length_bound} committed ones need {needed}: create it with a larger capacity"
             )
         self.slots = self.lengths[:, None] + torch.arange(num_nodes, device=self.lengths.device)
-        self.view = min(self.capacity, -(-needed // self.view_multiple) * self.view_multiple)
+        self.view = self.view_for(needed)
         return self.view
+
+    def view_for(self, num_slots: int) -> int:
+        """`num_slots` rounded up to a view, within the capacity."""
+        return min(self.capacity, -(-num_slots // self.view_multiple) * self.view_multiple)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -137,6 +141,11 @@ class TreeCache(Cache):
             counts: [B] long, nodes of the path that are kept (root included); 0 leaves a row as it was.
             is_chain: the path is 0, 1, 2, ... in every row, so every row is already in its place.
         """
+        self.keep(path, counts, is_chain=is_chain)
+        self.raise_bound(path.shape[1])
+
+    def keep(self, path: Tensor, counts: Tensor, *, is_chain: bool) -> None:
+        """The part of `commit` that works on tensors alone: `raise_bound(P)` is still to be called."""
         assert path.shape[1] <= self.slots.shape[1], "a path cannot be longer than the tree"
         if not is_chain and path.shape[1] > 1:
             start = self.lengths[:, None]
@@ -144,11 +153,15 @@ class TreeCache(Cache):
             destination = start + torch.arange(1, path.shape[1], device=path.device)
             for buffer in self._buffers:
                 _move_slots(buffer, source.to(buffer.device), destination.to(buffer.device))
-        self.advance(counts, path.shape[1])
+        self.lengths += counts
 
     def advance(self, counts: Tensor, max_count: int) -> None:
         """Commit the first `counts[b]` (at most `max_count`) open slots of every row as they lie."""
         self.lengths += counts
+        self.raise_bound(max_count)
+
+    def raise_bound(self, max_count: int) -> None:
+        """No row has grown by more than `max_count` tokens."""
         self.length_bound = min(self.length_bound + max_count, self.capacity)
 
     def reset(self) -> None:

@@ -23,7 +23,8 @@ class GenerationStats:
     accepted_histogram: entry a = verify steps in which exactly a drafted tokens were accepted.
     num_drafted: drafted nodes verified, nodes a drafter had no token for included; roots are not counted.
     seconds: wall-clock seconds per phase; `total` also holds what lies between the phases. On an accelerator the phases
-        are launch times unless the decoder was told to synchronise; `total` is always right.
+        are launch times unless the decoder was told to synchronise; `total` is always right. `compile`, a part of
+        the phases it happens in, is time spent on the first calls of compiled graphs.
     """
 
     num_target_forwards: int = 0
@@ -31,7 +32,7 @@ class GenerationStats:
     num_verify_steps: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
     num_drafted: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: {**dict.fromkeys(PHASES, 0.0), "total": 0.0})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "compile", "total"), 0.0))
 
     def count_step(self, accepted: int) -> None:
         """Records one row's verify step that accepted so many drafted tokens (and emitted one more)."""

@@ -89,7 +89,7 @@ class Target:
         """A zeroed cache of `capacity` slots per row: the longest sequence plus the largest tree."""
         return TreeCache(self._layer_specs, batch_size, capacity, device=self.device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prefill(
         self,
         cache: TreeCache,
@@ -127,6 +127,7 @@ class Target:
             steps = torch.arange(size, device=counts.device)
             depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
             causal = (steps[:, None] >= steps).expand(chunk.shape[0], size, size)
+            cache.open_slots(size)
             output = self._forward_cached(cache, chunk, depths, causal, feature_layers)
             has_tokens = counts > start
             source = output.last_hidden if output.logits is None else output.logits
@@ -140,7 +141,7 @@ class Target:
         logits = self.compute_logits(last) if self._scale_logits else last
         return TargetOutput(logits[:, None], torch.cat(features, dim=1) if features else None)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def verify(self, cache: TreeCache, tree: TokenTree, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
         """Score every node of a tree in one forward; nothing is committed.
 
@@ -150,6 +151,12 @@ class Target:
         Returns:
             logits [B, N, V] (of the token that follows each node) and features [B, N, F].
         """
+        cache.open_slots(tree.num_nodes)
+        return self.verify_opened(cache, tree, feature_layers=feature_layers)
+
+    @torch.no_grad()
+    def verify_opened(self, cache: TreeCache, tree: TokenTree, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
+        """`verify` behind `cache.open_slots(N)`; of the host's numbers it depends on the cache's view alone."""
         depths = tree.depths.clamp(min=0).where(tree.parents >= 0, torch.zeros_like(tree.depths))
         output = self._forward_cached(cache, tree.token_ids, depths, tree.ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last_hidden)
@@ -221,10 +228,10 @@ class Target:
     def _forward_cached(
         self, cache: TreeCache, token_ids: Tensor, depths: Tensor, ancestors: Tensor, feature_layers: Sequence[int]
     ) -> _Pass:
-        """Run [B, N] tokens at lengths + depths; each sees the committed tokens and its ancestors [B, N, N]."""
+        """Run [B, N] tokens, whose slots are open, at lengths + depths; each sees the committed tokens and its
+        ancestors [B, N, N]."""
         batch, num_nodes = token_ids.shape
-        view = cache.open_slots(num_nodes)
-        lengths, slots = cache.lengths, cache.slots
+        view, lengths, slots = cache.view, cache.lengths, cache.slots
         positions = lengths[:, None] + depths
         if self.max_length is not None:
             positions = positions.clamp(max=self.max_length - 1)

@@ -65,7 +65,7 @@ class TokenTree:
         deepest = self.num_nodes - 1
         return 1 + (deepest if self.max_depth is None else min(deepest, self.max_depth))
 
-    @cached_property
+    @property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: row i is True at j if j is i or an ancestor of i."""
         return compute_ancestors(self.parents, max_depth=self.path_width - 1)

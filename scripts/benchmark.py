@@ -39,6 +39,9 @@ class BenchmarkArguments:
         default="float32", metadata={"help": "Weights of the target and the heads.", "choices": list(DTYPES)}
     )
     tree: list[str] = field(default_factory=lambda: ["dynamic"], metadata={"help": f"Token trees: {TREE_HELP}."})
+    compile: bool = field(
+        default=False, metadata={"help": "Measure everybody who can be compiled a second time, compiled."}
+    )
     seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
     repeats: int = field(default=3, metadata={"help": "Rounds over all prompts."})
     threads: int | None = field(default=None, metadata={"help": "CPU threads; none = torch's choice."})
@@ -87,7 +90,7 @@ def run(args: BenchmarkArguments, console: Console) -> None:
     prompts, num_too_long = load_prompts(
         Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
     )
-    contenders = make_contenders(target, heads, args.tree, settings)
+    contenders = make_contenders(target, heads, args.tree, settings, has_compiled=args.compile)
     num_runs = args.repeats * len(prompts) * sum(not contender.problem for contender in contenders)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("decoding", total=num_runs)

@@ -5,6 +5,7 @@ Legend: L prompt length.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from model_loading import encode_messages, parse_tree
 from torch import Tensor
+from transformers import CompileConfig
 
 from inference import Decoder, Drafter, DraftLogits, GenerationStats, Target
 from inference.ngram import NgramDrafter
@@ -77,12 +79,20 @@ class Run:
 
 @dataclass
 class Contender:
-    """One way to decode. problem: why it does not run, "" if it does."""
+    """One way to decode.
+
+    Attributes:
+        problem: why it does not run, "" if it does.
+        is_compiled: warms up over all of the prompts' lengths before it is measured.
+        warm_up_seconds: what that took, compiling included.
+    """
 
     name: str
     tree: str = ""
     decode: Callable[..., Run] | None = None
     problem: str = ""
+    is_compiled: bool = False
+    warm_up_seconds: float = 0.0
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][prompt]
     profiled: list[Run] = field(default_factory=list)  # where the phases' times come from
 
@@ -127,7 +137,7 @@ class TransformersDecoding:
         self.target = target
         self.options = options
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, prompt: Prompt, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
         model, device = self.target.model, self.target.device
         torch.manual_seed(settings.seed + prompt.index)
@@ -141,6 +151,13 @@ class TransformersDecoding:
             )
             seconds = read_clock(device) - start
         return Run(sequences[0, prompt.input_ids.shape[1] :].tolist(), seconds, len(num_forwards))
+
+
+def compiled_options() -> dict[str, Any]:
+    """What makes transformers' `generate` compile its forward, on a CPU too, where it does not of itself."""
+    config = CompileConfig(mode=None)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
 
 
 @contextmanager
@@ -185,13 +202,22 @@ class TimedDrafter:
 
 
 class OurDecoding:
-    """A `Decoder`, kept from prompt to prompt."""
+    """A `Decoder`, kept from prompt to prompt. Compiled, a draft phase is one graph: its forwards and its tree cannot
+    be told apart, and count as forwards together."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, *, tree: str | None = None, is_coupled: bool = True
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        tree: str | None = None,
+        is_coupled: bool = True,
+        is_compiled: bool = False,
     ) -> None:
-        self.drafter = TimedDrafter(drafter, target.device) if drafter is not None else None
-        self.decoder = Decoder(target, self.drafter, tree=parse_tree(tree), is_coupled=is_coupled)
+        self.timed = TimedDrafter(drafter, target.device) if drafter is not None and not is_compiled else None
+        self.decoder = Decoder(
+            target, self.timed or drafter, tree=parse_tree(tree), is_coupled=is_coupled, compile=is_compiled
+        )
 
     def __call__(
         self,
@@ -203,8 +229,8 @@ class OurDecoding:
     ) -> Run:
         device = self.decoder.target.device
         self.decoder.is_synchronised = is_synchronised
-        if self.drafter is not None:
-            self.drafter.seconds, self.drafter.is_synchronised = 0.0, is_synchronised
+        if self.timed is not None:
+            self.timed.seconds, self.timed.is_synchronised = 0.0, is_synchronised
         seed = settings.seed + prompt.index if settings.is_sampled else None
         start = read_clock(device)
         output = self.decoder.generate(
@@ -214,44 +240,66 @@ class OurDecoding:
             **settings.generate_kwargs(max_new_tokens),
         )
         seconds = read_clock(device) - start
+        stats = output.stats
+        drafting = stats.seconds["draft"] if self.decoder.drafter is not None else 0.0
         return Run(
             output.sequences[0, prompt.input_ids.shape[1] :].tolist(),
             seconds,
-            output.stats.num_target_forwards,
-            output.stats,
-            self.drafter.seconds if self.drafter is not None else 0.0,
+            stats.num_target_forwards,
+            stats,
+            self.timed.seconds if self.timed is not None else drafting,
         )
 
 
 def make_contenders(
-    target: Target, heads: Mapping[str, Drafter], trees: Sequence[str], settings: Settings
+    target: Target,
+    heads: Mapping[str, Drafter],
+    trees: Sequence[str],
+    settings: Settings,
+    *,
+    has_compiled: bool = False,
 ) -> list[Contender]:
     """The baselines, then every set of heads with every tree; at temperature > 0 with and without coupled drafting.
 
     A tree that is too deep for a drafter makes a contender with a `problem`, not an error.
+
+    Args:
+        has_compiled: whoever can be compiled runs a second time, compiled.
     """
     for tree in trees:
         resolve_policy(parse_tree(tree), None)  # raises for what is no tree at all
+    modes = (False, True) if has_compiled else (False,)
     contenders = [
-        Contender(TRANSFORMERS, decode=TransformersDecoding(target)),
+        Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
+        for mode, options in zip(modes, ({}, compiled_options()), strict=False)
+    ]
+    contenders.append(
         Contender(
             "transformers prompt look-up",
             decode=TransformersDecoding(target, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
-        ),
-        Contender(PLAIN, decode=OurDecoding(target, None)),
+        )
+    )
+    contenders += [
+        Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
+        for mode in modes
     ]
     drafters: list[tuple[str, Drafter, Sequence[str]]] = [("n-gram drafter", NgramDrafter(), trees[:1])]
     drafters += [(name, drafter, trees) for name, drafter in heads.items()]
+    couplings = (True, False) if settings.is_sampled else (True,)
     for name, drafter, own_trees in drafters:
-        for tree in own_trees:
-            for is_coupled in (True, False) if settings.is_sampled else (True,):
-                contender = Contender(name if is_coupled else f"{name}, uncoupled", Path(tree).stem or tree)
-                try:
-                    contender.decode = OurDecoding(target, drafter, tree=tree, is_coupled=is_coupled)
-                except ValueError as error:
-                    contender.problem = str(error)
-                contenders.append(contender)
+        for tree, is_coupled, mode in itertools.product(own_trees, couplings, modes):
+            full_name = _mark(name if is_coupled else f"{name}, uncoupled", mode)
+            contender = Contender(full_name, Path(tree).stem or tree, is_compiled=mode)
+            try:
+                contender.decode = OurDecoding(target, drafter, tree=tree, is_coupled=is_coupled, is_compiled=mode)
+            except ValueError as error:
+                contender.problem = str(error)
+            contenders.append(contender)
     return contenders
+
+
+def _mark(name: str, is_compiled: bool) -> str:
+    return f"{name}, compiled" if is_compiled else name
 
 
 def measure(
@@ -264,9 +312,15 @@ def measure(
     """Fills in the contenders' runs. The order of the contenders moves on by one from prompt to prompt, so that a
     neighbour's load, a warm cache or a falling clock meets all of them alike. Warming up is not counted."""
     runnable = [contender for contender in contenders if not contender.problem]
-    longest = max(prompts, key=lambda prompt: prompt.input_ids.shape[1])
+    by_length = sorted(prompts, key=lambda prompt: prompt.input_ids.shape[1])
     for contender in runnable:
-        contender.decode(longest, settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))  # type: ignore[misc]
+        start = time.perf_counter()
+        if contender.is_compiled:  # graphs are made for some lengths of the cache: reach them all
+            for prompt in (by_length[0], by_length[-1]):
+                contender.decode(prompt, settings)  # type: ignore[misc]
+        else:
+            contender.decode(by_length[-1], settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))  # type: ignore[misc]
+        contender.warm_up_seconds = time.perf_counter() - start
         contender.runs = [[] for _ in range(settings.repeats)]
     for repeat in range(settings.repeats):
         for prompt in prompts:

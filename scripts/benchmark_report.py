@@ -49,6 +49,7 @@ class Row:
     """One contender's numbers; None where a number does not exist.
 
     Attributes:
+        warm_up_seconds: spent before anything was measured, compiling included.
         tokens_per_second: new tokens / seconds of the whole calls, all prompts together; the median of the repeats.
         over_transformers, over_plain: ratio of tokens/s to the reference, taken for each prompt and repeat, then the
             median; with the quartiles.
@@ -62,6 +63,7 @@ class Row:
     name: str
     tree: str = ""
     problem: str = ""
+    warm_up_seconds: float = 0.0
     num_new_tokens: int = 0
     tokens_per_second: float = 0.0
     tokens_per_second_range: tuple[float, float] = (0.0, 0.0)
@@ -101,7 +103,7 @@ def _make_row(
     settings: Settings,
     target: Target,
 ) -> Row:
-    row = Row(contender.name, contender.tree, contender.problem)
+    row = Row(contender.name, contender.tree, contender.problem, contender.warm_up_seconds)
     if contender.problem:
         return row
     speeds = [_speed(runs) for runs in contender.runs]
@@ -214,7 +216,7 @@ def find_difference(
     difference = Difference(prompt.id, position)
     if has_gap and position < min(len(expected), len(found)):
         common = torch.tensor([list(expected[:position])], dtype=torch.long, device=prompt.input_ids.device)
-        with torch.inference_mode():
+        with torch.no_grad():
             logits = target.model(torch.cat([prompt.input_ids, common], dim=1)).logits[0, -1]
         one, other = logits[expected[position]], logits[found[position]]
         difference.gap = float(one.float() - other.float())

@@ -1,0 +1,112 @@
+"""Compiled steps: the text of the eager ones, and no compiling beyond what new shapes need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from heads import HEAD_TYPES
+from inference import Decoder, DynamicTree, Target, chain
+from inference.step import DecodeStep
+from tests.heads.tiny_heads import tiny_heads
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+
+# torch's compiler warns about parts of torch itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3},
+    "prefix": {"do_sample": False, "repetition_penalty": 1.3},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama", num_hidden_layers=4))
+
+
+class HostDrafter(ScriptedDrafter):
+    """Its scripts are Python: only what surrounds it is compiled."""
+
+    extend = torch._dynamo.disable(ScriptedDrafter.extend)
+    expand = torch._dynamo.disable(ScriptedDrafter.expand)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [DynamicTree(3, 3, 8), chain(3)], ids=["dynamic", "chain"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -> None:
+    for length in (5, 20):
+        prompt = random_prompt(length, seed=length)
+        expected = Decoder(target).generate(prompt, max_new_tokens=40, **SETTINGS[name]).sequences
+        drafter = HostDrafter([expected[0]], VOCAB_SIZE)
+        output = Decoder(target, drafter, tree=tree, compile=True).generate(prompt, max_new_tokens=40, **SETTINGS[name])
+        assert output.sequences.tolist() == expected.tolist()
+        assert min(output.stats.accepted_histogram) > 0, "not every depth was reached"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_compiled_heads_draft_what_they_draft_eagerly(target: Target, kind: str) -> None:
+    heads = tiny_heads(kind, target)
+    prompt = random_prompt(6)
+    compiled, eager = (Decoder(target, heads, tree=DynamicTree(3, 4, 12), compile=flag) for flag in (True, False))
+    one, other = (decoder.generate(prompt, max_new_tokens=40, **SETTINGS["sampled"]) for decoder in (compiled, eager))
+    assert one.sequences.tolist() == other.sequences.tolist()
+    assert one.stats.accepted_histogram == other.stats.accepted_histogram
+    assert one.stats.seconds["compile"] > 0
+
+
+def test_plain_decoding_compiles_once(target: Target) -> None:
+    compiled, plain = Decoder(target, compile=True), Decoder(target)
+    seconds = []
+    for length in (4, 30, 17):
+        prompt = random_prompt(length, seed=length)
+        output = compiled.generate(prompt, max_new_tokens=12, do_sample=False)
+        seconds.append(output.stats.seconds["compile"])
+        assert (
+            output.sequences.tolist() == plain.generate(prompt, max_new_tokens=12, do_sample=False).sequences.tolist()
+        )
+    assert seconds[0] > 0
+    assert seconds[1:] == [0, 0], "another length of the prompt must not make another graph"
+
+
+def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length is new each time: compiled, every call would make a graph of its own."""
+    widths = set()
+
+    def fake_compile(function: Any, **_: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if function.__name__ == "_draft_eagerly":
+                widths.add(args[4].shape[1])
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    decoder = Decoder(target, tiny_heads("eagle3", target), tree=chain(2), compile=True)
+    for length in (4, 9):
+        decoder.generate(random_prompt(length), max_new_tokens=10, do_sample=False)
+    assert widths == {3}
+
+
+def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch.compile was called")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    step = DecodeStep(target, None, None, is_coupled=True, compile=False)
+    assert step.num_nodes == step.num_depths == 1
+    Decoder(target).generate(random_prompt(4), max_new_tokens=4, do_sample=False)
