@@ -49,6 +49,7 @@ class GenerateArguments:
         default="auto", metadata={"help": "Weights; auto = as they were saved.", "choices": list(DTYPES)}
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
+    compile: bool = field(default=False, metadata={"help": "Compile each step: slow to start, then faster."})
     raw: bool = field(default=False, metadata={"help": "Continue the prompt as it is, without the chat template."})
     color: bool = field(default=True, metadata={"help": "Accepted drafted tokens in colour (in a terminal)."})
 
@@ -223,7 +224,8 @@ def reply_to(
 def run(args: GenerateArguments) -> None:
     tree = parse_tree(args.tree)
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
-    decoder = Decoder(target, load_heads(args.heads, target) if args.heads else None, tree=tree)
+    heads = load_heads(args.heads, target) if args.heads else None
+    decoder = Decoder(target, heads, tree=tree, compile=args.compile)
     console = Console(no_color=not args.color or None, highlight=False)
     conversation = Conversation(tokenizer, system=args.system, is_raw=args.raw)
     is_chat = args.prompt is None and sys.stdin.isatty()
