@@ -159,17 +159,17 @@ def load_datasets(
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Tokenized training and held-out conversations; the latter None when there is nothing to hold out."""
 
-    def load(paths: Sequence[str], max_samples: int | None) -> datasets.Dataset:
+    def load(paths: Sequence[str], split: str, max_samples: int | None) -> datasets.Dataset:
         conversations = load_conversations(
-            paths, split=data_args.dataset_split, max_samples=max_samples, skip_bad_lines=data_args.skip_bad_lines
+            paths, split=split, max_samples=max_samples, skip_bad_lines=data_args.skip_bad_lines
         )
         return tokenize_conversations(
             conversations, tokenizer, max_length=data_args.max_length, num_proc=data_args.num_proc
         )
 
-    train_set = load(data_args.dataset, data_args.max_samples)
+    train_set = load(data_args.dataset, data_args.dataset_split, data_args.max_samples)
     if data_args.eval_dataset:
-        return train_set, load(data_args.eval_dataset, data_args.max_eval_samples or None)
+        return train_set, load(data_args.eval_dataset, data_args.eval_split, data_args.max_eval_samples or None)
     if data_args.validation_fraction == 0 or len(train_set) < 2:
         return train_set, None
     parts = train_set.train_test_split(test_size=data_args.validation_fraction, seed=seed)
