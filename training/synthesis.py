@@ -60,7 +60,10 @@ class SynthesisArguments:
     max_new_tokens: int = field(
         default=256, metadata={"help": "Longest turn in tokens; one that reaches it is dropped."}
     )
-    max_turns: int = field(default=1, metadata={"help": "User turns per conversation at most."})
+    max_turns: int | None = field(
+        default=None,
+        metadata={"help": "User turns per conversation at most; none = all that are given (regenerate), or 1 (self)."},
+    )
     seed: int = field(default=0, metadata={"help": "Seed of the choice of prompts and of the sampling."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "Dtype the target is loaded in; auto = the one its weights were saved in."}
@@ -356,7 +359,8 @@ class Synthesizer:
             number += size
 
     def _write_window(self, window: list[Conversation]) -> list[Conversation]:
-        for _ in range(self.args.max_turns):
+        given = 1 if self.args.mode == "self" else max(len(conversation.turns) for conversation in window)
+        for _ in range(self.args.max_turns or given):
             if self.user_end is not None and self.args.mode == "self":
                 self._write_turn(window, "user", self.template.render_user_header, {self.user_end})
             else:

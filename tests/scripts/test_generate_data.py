@@ -175,7 +175,7 @@ def test_templates_that_do_not_show_a_turns_end(chat_target: PreTrainedModel) ->
 
 
 def test_own_replies_stay_in_the_context(chat_target: PreTrainedModel, chat_tokenizer: Any, prompt_file: Path) -> None:
-    args = arguments(prompts=str(prompt_file), max_turns=2)
+    args = arguments(prompts=str(prompt_file))
     synthesizer = Synthesizer(chat_target, chat_tokenizer, args)
     (window,) = synthesizer.synthesize([])
     assert len(window) + synthesizer.dropped.total() >= 6
@@ -197,10 +197,38 @@ def test_own_replies_stay_in_the_context(chat_target: PreTrainedModel, chat_toke
 
 
 def test_turns_and_prompts_are_limited(chat_target: PreTrainedModel, chat_tokenizer: Any, prompt_file: Path) -> None:
-    args = arguments(prompts=str(prompt_file), num_conversations=5, batch_size=2)
+    args = arguments(prompts=str(prompt_file), num_conversations=5, batch_size=2, max_turns=1)
     windows = list(Synthesizer(chat_target, chat_tokenizer, args).synthesize([]))
     assert len(windows) == 2
     assert all(len(conversation.messages) == 2 for window in windows for conversation in window)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [3, 1, 2]),
+        ({"max_turns": 2}, [2, 1, 2]),
+        ({"mode": "self", "prompts": None, "num_conversations": 4, "temperature": 1.0}, [1] * 8),
+        ({"mode": "self", "prompts": None, "num_conversations": 4, "temperature": 1.0, "max_turns": 3}, [3] * 8),
+    ],
+)
+def test_every_given_turn_is_answered_and_one_invented(
+    changes: dict[str, Any],
+    expected: list[int],
+    tmp_path: Path,
+    chat_target: PreTrainedModel,
+    chat_tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TurnWriter, "write", lambda self, prompts, stop_ids: [("Yo", "")] * len(prompts))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": str(count), "turns": ["Hi"] * count}) + "\n" for count in (3, 1, 2)))
+    args = arguments(**{"prompts": str(prompts), **changes})
+    window = next(Synthesizer(chat_target, chat_tokenizer, args).synthesize([]))
+    if args.mode == "regenerate":
+        window.sort(key=lambda conversation: "312".index(conversation.id))
+    roles = [[role for role, _ in messages_of(conversation)] for conversation in window]
+    assert roles == [["user", "assistant"] * count for count in expected]
 
 
 def test_self_synthesis_writes_both_sides(
