@@ -88,6 +88,10 @@ class SynthesisArguments:
             raise ValueError(f"--prompts is {self.prompts!r}, but --mode self reads none: leave one of the two out")
         if self.mode == "self" and self.num_conversations is None:
             raise ValueError("--mode self never runs out of prompts: say where to stop with --num_conversations")
+        if self.mode == "self" and self.temperature == 0:
+            raise ValueError(
+                "--temperature is 0, at which --mode self writes one conversation over and over: give more than 0"
+            )
 
 
 @dataclass
@@ -110,11 +114,12 @@ def read_prompts(path: Path) -> list[Conversation]:
     """The user turns of every conversation of a file, and its system prompt.
 
     Raises:
-        ValueError: a line that is no conversation; names file and line.
+        ValueError: a line that is no conversation, or has the id of another prompt; names file and line.
     """
     if not path.is_file():
         raise ValueError(f"--prompts {path} does not exist")
-    conversations = []
+    conversations: list[Conversation] = []
+    by_id: dict[str, Conversation] = {}
     for number, record in read_records(path):
         try:
             if isinstance(record, Exception):
@@ -129,7 +134,14 @@ def read_prompts(path: Path) -> list[Conversation]:
         if texts:
             name = str(record.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
             system = messages[:1] if messages[0]["role"] == "system" else []
-            conversations.append(Conversation(name, str(record.get("source", path.name)), system, texts))
+            conversation = Conversation(name, str(record.get("source", path.name)), system, texts)
+            other = by_id.setdefault(name, conversation)
+            if (other.messages, other.turns) != (system, texts):
+                raise ValueError(
+                    f"{path}, line {number}: another prompt above has the id {name!r}, and a resumed run would take "
+                    "this one for done: give each an id of its own, or none"
+                )
+            conversations.append(conversation)
     return conversations
 
 

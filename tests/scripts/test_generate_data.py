@@ -161,7 +161,7 @@ def test_templates_that_do_not_show_a_turns_end(chat_target: PreTrainedModel) ->
     tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     with pytest.raises(ValueError, match="use --mode regenerate"):
-        Synthesizer(chat_target, tokenizer, arguments(mode="self", prompts=None, num_conversations=1))
+        Synthesizer(chat_target, tokenizer, arguments(mode="self", prompts=None, num_conversations=1, temperature=1.0))
     assert Synthesizer(chat_target, tokenizer, arguments()).reply_ends == {2}, "the generation config's"
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"
     with pytest.raises(ValueError, match="writes one turn's text 2 times"):
@@ -279,12 +279,34 @@ def test_bad_prompts_are_named(tmp_path: Path) -> None:
     assert read_prompts(path)[0].messages == system["messages"][:1]
 
 
+def test_prompts_that_share_an_id_are_refused(tmp_path: Path) -> None:
+    """A resumed run knows by the ids what is done."""
+    path = tmp_path / "prompts.jsonl"
+    system = {"role": "system", "content": "Be brief."}
+    one = {"id": "a", "messages": [{"role": "user", "content": "Hi"}]}
+    others = [
+        {"id": "a", "turns": ["Bye"]},
+        {"id": "a", "turns": ["Hi", "Bye"]},
+        {**one, "messages": [system, *one["messages"]]},
+    ]
+    for other in others:
+        path.write_text("".join(json.dumps(row) + "\n" for row in (one, {"turns": ["Bye"]}, other)))
+        with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: another prompt above has the id 'a'"):
+            read_prompts(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in (one, {"id": "b", "turns": ["Hi"]}, one)))
+    assert [conversation.id for conversation in read_prompts(path)] == ["a", "b", "a"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"prompts": None}, "name their file with --prompts"),
         ({"mode": "self"}, "leave one of the two out"),
         ({"mode": "self", "prompts": None}, "--num_conversations"),
+        (
+            {"mode": "self", "prompts": None, "num_conversations": 2},
+            "--temperature is 0, at which --mode self writes one",
+        ),
         ({"temperature": -0.1}, "--temperature is -0.1"),
         ({"top_p": 0.0}, "--top_p is 0.0"),
         ({"batch_size": 0}, "--batch_size is 0: give at least 1"),
