@@ -346,23 +346,28 @@ class Synthesizer:
                 "cannot be seen: use --mode regenerate"
             )
 
-    def synthesize(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Conversation]]:
+    def synthesize(
+        self, rows: Sequence[dict[str, Any]], prompts: Sequence[Conversation] = ()
+    ) -> Iterator[list[Conversation]]:
         """Windows of conversations, without end in mode self.
 
         Args:
             rows: what the output holds already; their ids are not written again.
+            prompts: what to answer in mode regenerate; they become the conversations.
         """
         torch.manual_seed(self.args.seed + len(rows))  # a resumed run must not repeat its first conversations
-        for window in self._plan(rows, self.args.batch_size * _BATCHES_PER_WINDOW):
+        for window in self._plan(rows, prompts, self.args.batch_size * _BATCHES_PER_WINDOW):
             yield self._write_window(window)
 
-    def _plan(self, rows: Sequence[dict[str, Any]], size: int) -> Iterator[list[Conversation]]:
+    def _plan(
+        self, rows: Sequence[dict[str, Any]], prompts: Sequence[Conversation], size: int
+    ) -> Iterator[list[Conversation]]:
         done = {str(row.get("id")) for row in rows}
         if self.args.mode == "regenerate":
-            prompts = read_prompts(Path(self.args.prompts or ""))
-            random.Random(self.args.seed).shuffle(prompts)
-            prompts = [prompt for prompt in prompts[: self.args.num_conversations] if prompt.id not in done]
-            yield from (prompts[start : start + size] for start in range(0, len(prompts), size))
+            shuffled = [*prompts]
+            random.Random(self.args.seed).shuffle(shuffled)
+            missing = [prompt for prompt in shuffled[: self.args.num_conversations] if prompt.id not in done]
+            yield from (missing[start : start + size] for start in range(0, len(missing), size))
             return
         prefix = f"self-{self.args.seed}-"
         number = max((int(name.removeprefix(prefix)) + 1 for name in done if name.startswith(prefix)), default=0)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.tiny_targets import tiny_target
@@ -175,9 +175,9 @@ def test_templates_that_do_not_show_a_turns_end(chat_target: PreTrainedModel) ->
 
 
 def test_own_replies_stay_in_the_context(chat_target: PreTrainedModel, chat_tokenizer: Any, prompt_file: Path) -> None:
-    args = arguments(prompts=str(prompt_file))
+    args = arguments()
     synthesizer = Synthesizer(chat_target, chat_tokenizer, args)
-    (window,) = synthesizer.synthesize([])
+    (window,) = synthesizer.synthesize([], read_prompts(prompt_file))
     assert len(window) + synthesizer.dropped.total() >= 6
     num_replies = 0
     for conversation in window:
@@ -197,8 +197,8 @@ def test_own_replies_stay_in_the_context(chat_target: PreTrainedModel, chat_toke
 
 
 def test_turns_and_prompts_are_limited(chat_target: PreTrainedModel, chat_tokenizer: Any, prompt_file: Path) -> None:
-    args = arguments(prompts=str(prompt_file), num_conversations=5, batch_size=2, max_turns=1)
-    windows = list(Synthesizer(chat_target, chat_tokenizer, args).synthesize([]))
+    args = arguments(num_conversations=5, batch_size=2, max_turns=1)
+    windows = list(Synthesizer(chat_target, chat_tokenizer, args).synthesize([], read_prompts(prompt_file)))
     assert len(windows) == 2
     assert all(len(conversation.messages) == 2 for window in windows for conversation in window)
 
@@ -206,8 +206,8 @@ def test_turns_and_prompts_are_limited(chat_target: PreTrainedModel, chat_tokeni
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, [3, 1, 2]),
-        ({"max_turns": 2}, [2, 1, 2]),
+        ({}, [1, 2, 3]),
+        ({"max_turns": 2}, [1, 2, 2]),
         ({"mode": "self", "prompts": None, "num_conversations": 4, "temperature": 1.0}, [1] * 8),
         ({"mode": "self", "prompts": None, "num_conversations": 4, "temperature": 1.0, "max_turns": 3}, [3] * 8),
     ],
@@ -215,18 +215,14 @@ def test_turns_and_prompts_are_limited(chat_target: PreTrainedModel, chat_tokeni
 def test_every_given_turn_is_answered_and_one_invented(
     changes: dict[str, Any],
     expected: list[int],
-    tmp_path: Path,
     chat_target: PreTrainedModel,
     chat_tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TurnWriter, "write", lambda self, prompts, stop_ids: [("Yo", "")] * len(prompts))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": str(count), "turns": ["Hi"] * count}) + "\n" for count in (3, 1, 2)))
-    args = arguments(**{"prompts": str(prompts), **changes})
-    window = next(Synthesizer(chat_target, chat_tokenizer, args).synthesize([]))
-    if args.mode == "regenerate":
-        window.sort(key=lambda conversation: "312".index(conversation.id))
+    prompts = [Conversation(str(count), "test", turns=["Hi"] * count) for count in (1, 2, 3)]
+    window = next(Synthesizer(chat_target, chat_tokenizer, arguments(**changes)).synthesize([], prompts))
+    window.sort(key=lambda conversation: conversation.id)
     roles = [[role for role, _ in messages_of(conversation)] for conversation in window]
     assert roles == [["user", "assistant"] * count for count in expected]
 
@@ -410,6 +406,35 @@ def test_a_killed_run_goes_on_where_it_stopped(
     with pytest.raises(SystemExit, match="leave --no_resume out"):
         run_script(*options, "--no_resume")
     assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl does not exist"),
+        (["--prompts", "BAD"], "line 1: expected an object, got int"),
+        (["--prompts", "GOOD", "--target", "NOWHERE"], "NOWHERE"),
+        (["--prompts", "GOOD", "--output", "GOOD/out.jsonl"], "File exists"),
+    ],
+)
+def test_wrong_files_end_it_in_one_line(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    prompt_file: Path,
+    run_script: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is wrong with the prompts is said before the target is loaded."""
+    (tmp_path / "bad.jsonl").write_text("3\n")
+    places = {"BAD": tmp_path / "bad.jsonl", "GOOD": prompt_file, "NOWHERE": tmp_path / "NOWHERE"}
+    words = [str(places[word]) if word in places else word.replace("GOOD", str(prompt_file)) for word in options]
+    if "--target" not in options:
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded the target"))
+    with pytest.raises(SystemExit) as exit_:
+        run_script("--output", str(tmp_path / "out.jsonl"), *words)
+    assert str(exit_.value.code).startswith("generate_data.py: ")
+    assert message in str(exit_.value.code)
 
 
 def test_self_mode_stops_at_the_number_asked_for(tmp_path: Path, run_script: Callable[..., str]) -> None:
