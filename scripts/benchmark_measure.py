@@ -265,9 +265,18 @@ def make_contenders(
 
     Args:
         has_compiled: whoever can be compiled runs a second time, compiled.
+
+    Raises:
+        ValueError: for what is no tree at all, and for two trees of one name.
     """
     for tree in trees:
-        resolve_policy(parse_tree(tree), None)  # raises for what is no tree at all
+        resolve_policy(parse_tree(tree), None)
+    names = {tree: Path(tree).stem or tree for tree in trees}
+    if len(set(names.values())) < len(trees):
+        raise ValueError(
+            f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
+            "apart, so leave one out or rename a file"
+        )
     modes = (False, True) if has_compiled else (False,)
     contenders = [
         Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
@@ -289,7 +298,7 @@ def make_contenders(
     for name, drafter, own_trees in drafters:
         for tree, is_coupled, mode in itertools.product(own_trees, couplings, modes):
             full_name = _mark(name if is_coupled else f"{name}, uncoupled", mode)
-            contender = Contender(full_name, Path(tree).stem or tree, is_compiled=mode)
+            contender = Contender(full_name, names[tree], is_compiled=mode)
             try:
                 contender.decode = OurDecoding(target, drafter, tree=tree, is_coupled=is_coupled, is_compiled=mode)
             except ValueError as error:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model_loading import DTYPES, load_heads, load_target
 
-from inference import StaticTree
+from inference import StaticTree, Target
 from inference.tree_search import best_static_tree
 from training.data import ConversationCollator, load_conversations, tokenize_conversations
 from training.rank_accuracy import measure_rank_accuracy
@@ -38,10 +38,16 @@ class TreeArguments:
     max_length: int = field(default=384, metadata={"help": "Longest conversation in tokens; longer ones are cut."})
     dtype: str = field(default="auto", metadata={"help": f"The target's dtype: {', '.join(DTYPES)}."})
 
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "num_ranks", "num_samples", "max_length"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"got --{name} {value}: give at least 1")
+
 
 def main(argv: list[str] | None = None) -> int:
-    (args,) = HfArgumentParser(TreeArguments).parse_args_into_dataclasses(argv)
+    parser = HfArgumentParser(TreeArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
     try:
+        (args,) = parser.parse_args_into_dataclasses(argv)
         build(args)
     except (ValueError, OSError) as error:
         sys.exit(f"build_tree.py: {error}")
@@ -49,27 +55,42 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build(args: TreeArguments) -> None:
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load_target(args.target, dtype=args.dtype)
     heads = load_heads(args.heads, target)
     conversations = load_conversations(args.dataset, max_samples=args.num_samples)
-    rows = tokenize_conversations(conversations, tokenizer, max_length=args.max_length)
+    max_length = fit_length(args.max_length, target)
+    rows = tokenize_conversations(conversations, tokenizer, max_length=max_length)
     batches = DataLoader(rows, batch_size=8, collate_fn=ConversationCollator(tokenizer.pad_token_id or 0))
     accuracy = measure_rank_accuracy(heads, batches, num_ranks=args.num_ranks).tolist()
     paths = best_static_tree(accuracy, args.num_nodes)
     lines = [
         f"# {len(paths)} nodes, {StaticTree(paths).max_depth} deep, from the accuracy of {args.heads} on {args.target}",
-        f"# ({len(rows)} conversations of {', '.join(args.dataset)}); made by scripts/build_tree.py.",
+        f"# ({len(rows)} conversations of {', '.join(args.dataset)}, cut at {max_length} tokens); made by "
+        "scripts/build_tree.py.",
         "# Accuracy at each depth, rank 0 first:",
         *(f"#   {depth}: {' '.join(f'{value:.3f}' for value in row)}" for depth, row in enumerate(accuracy, start=1)),
         "paths:",
         *(f"  - {path}" for path in paths),
     ]
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     scratch = output.with_name(f".{output.name}.tmp")
     scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
     scratch.replace(output)
     print("\n".join(lines))
+
+
+def fit_length(max_length: int, target: Target) -> int:
+    """Rows no longer than the target's position limit."""
+    limit = target.max_length
+    if limit is None or max_length <= limit:
+        return max_length
+    print(
+        f"build_tree.py: --max_length is {max_length}, the target takes {limit} tokens ({target.length_limit_reason}): "
+        "longer conversations are cut there",
+        file=sys.stderr,
+    )
+    return limit
 
 
 if __name__ == "__main__":

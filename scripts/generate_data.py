@@ -27,18 +27,19 @@ def main() -> int:
     # Launched as a file, Python looks for packages in scripts/; ours stand beside it.
     sys.path.insert(0, str(ROOT))
     from training.conversation_file import ConversationFile
-    from training.synthesis import SynthesisArguments, Synthesizer
+    from training.synthesis import SynthesisArguments, Synthesizer, read_prompts
 
     try:
         (args,) = HfArgumentParser(SynthesisArguments, description=__doc__).parse_args_into_dataclasses()
         if Path(args.output).exists() and not args.resume:
             raise ValueError(f"--output {args.output} exists: leave --no_resume out to continue it, or name another")
+        prompts = read_prompts(Path(args.prompts)) if args.prompts else []  # before what takes long
         output = ConversationFile(Path(args.output))
         model = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
         model = model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
         synthesizer = Synthesizer(model, AutoTokenizer.from_pretrained(args.target), args)
-        num_written = write(synthesizer.synthesize(output.rows), output, args)
-    except ValueError as error:
+        num_written = write(synthesizer.synthesize(output.rows, prompts), output, args)
+    except (ValueError, OSError) as error:
         sys.exit(f"generate_data.py: {error}")
     output.compact()
     print(f"{args.output}: {len(output.rows)} conversations were there, {num_written} were written")

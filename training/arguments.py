@@ -86,10 +86,16 @@ class DataArguments:
     dataset: list[str] = field(
         metadata={"help": "Conversations (ShareGPT or `messages`): JSON, JSONL or gz files, or hub ids; one or more."}
     )
-    dataset_split: str = field(default="train", metadata={"help": "Split to read from a hub id; files have none."})
+    dataset_split: str = field(
+        default="train", metadata={"help": "Split of --dataset to read from a hub id; files have none."}
+    )
     eval_dataset: list[str] = field(
         default_factory=list,
         metadata={"help": "Held-out conversations, as in --dataset; none = split --validation_fraction off --dataset."},
+    )
+    # Not that of --dataset: to evaluate on rows that are trained on says nothing.
+    eval_split: str = field(
+        default="validation", metadata={"help": "Split of --eval_dataset to read from a hub id; files have none."}
     )
     validation_fraction: float = field(
         default=0.02, metadata={"help": "Share of --dataset held out when there is no --eval_dataset; 0 = none."}
@@ -130,6 +136,19 @@ class DataArguments:
         for name, zero in (("num_eval_prompts", "do not decode"), ("max_eval_samples", "all")):
             if getattr(self, name) < 0:
                 raise ValueError(f"got {name} {getattr(self, name)}: it must be at least 0 (0 = {zero})")
+        if self.eval_split != DataArguments.eval_split and not self.eval_dataset:
+            raise ValueError(
+                f"got eval_split {self.eval_split!r} without eval_dataset, whose split it is: give both (they may name "
+                "one hub id), or neither to hold out --validation_fraction"
+            )
+        for name in self.eval_dataset:
+            # Files have no splits.
+            if name in self.dataset and (self.eval_split == self.dataset_split or Path(name).exists()):
+                raise ValueError(
+                    f"got {name} as dataset and as eval_dataset, with the splits {self.dataset_split!r} and "
+                    f"{self.eval_split!r}: that evaluates on what is learned; give another eval_dataset (of a hub id, "
+                    "another eval_split), or none to hold out --validation_fraction"
+                )
 
 
 @dataclass

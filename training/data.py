@@ -54,7 +54,7 @@ _TOKENIZED = datasets.Features(
     }
 )
 # Part of the cache key of what is read and tokenized: raise it when the code below gives another result.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 
 class BadLineError(ValueError):
@@ -302,7 +302,9 @@ def _find_replies(
     taken from the rendering up to it, because templates (Qwen3's, for one) may render the last reply unlike the others.
     """
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        # What the assistant says before anyone else answers no prompt, and is not learned.
+        is_opening = all(earlier["role"] == "assistant" for earlier in messages[:index])
+        if message["role"] != "assistant" or is_opening:
             continue
         before: str = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
         begin, reply = len(before), message["content"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads
-from training.losses import compute_teacher
+from training.losses import CHUNK_ELEMENTS, compute_teacher
 
 
 @torch.inference_mode()
@@ -24,7 +24,7 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
     Args:
         heads: bound to their target.
         batches: of `training.data.ConversationCollator`; only positions of the loss mask count.
-        num_ranks: R, at most the draft vocabulary.
+        num_ranks: R, those beyond the draft vocabulary are never right.
     """
     target, hits, positions = heads.target, None, None
     for batch in batches:
@@ -39,12 +39,15 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
         if hits is None or positions is None:
             hits = torch.zeros(len(steps), num_ranks, dtype=torch.float64)
             positions = torch.zeros(len(steps), 1, dtype=torch.float64)
+        chunk = max(1, CHUNK_ELEMENTS // teacher.num_columns)
         for depth, step in enumerate(steps):
             is_counted = loss_mask[:, step.shift :].bool()
             wanted = teacher.argmax[:, step.shift - 1 : -1][is_counted]
-            logits = step.head(step.hidden[:, : is_counted.shape[1]][is_counted])
-            best = logits.topk(min(num_ranks, logits.shape[-1]), dim=-1).indices
-            hits[depth, : best.shape[-1]] += (best == wanted[:, None]).sum(0).double().cpu()
+            hidden = step.hidden[:, : is_counted.shape[1]][is_counted]
+            for start in range(0, len(hidden), chunk):  # the logits of all positions at once can be gigabytes
+                part = slice(start, start + chunk)
+                best = step.head(hidden[part]).topk(min(num_ranks, teacher.num_columns), dim=-1).indices
+                hits[depth, : best.shape[-1]] += (best == wanted[part, None]).sum(0).double().cpu()
             positions[depth] += wanted.numel()
     if hits is None or positions is None or not positions.all():
         raise ValueError("no position to measure on: give conversations with longer replies")

@@ -60,7 +60,10 @@ class SynthesisArguments:
     max_new_tokens: int = field(
         default=256, metadata={"help": "Longest turn in tokens; one that reaches it is dropped."}
     )
-    max_turns: int = field(default=1, metadata={"help": "User turns per conversation at most."})
+    max_turns: int | None = field(
+        default=None,
+        metadata={"help": "User turns per conversation at most; none = all that are given (regenerate), or 1 (self)."},
+    )
     seed: int = field(default=0, metadata={"help": "Seed of the choice of prompts and of the sampling."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "Dtype the target is loaded in; auto = the one its weights were saved in."}
@@ -85,6 +88,10 @@ class SynthesisArguments:
             raise ValueError(f"--prompts is {self.prompts!r}, but --mode self reads none: leave one of the two out")
         if self.mode == "self" and self.num_conversations is None:
             raise ValueError("--mode self never runs out of prompts: say where to stop with --num_conversations")
+        if self.mode == "self" and self.temperature == 0:
+            raise ValueError(
+                "--temperature is 0, at which --mode self writes one conversation over and over: give more than 0"
+            )
 
 
 @dataclass
@@ -107,11 +114,12 @@ def read_prompts(path: Path) -> list[Conversation]:
     """The user turns of every conversation of a file, and its system prompt.
 
     Raises:
-        ValueError: a line that is no conversation; names file and line.
+        ValueError: a line that is no conversation, or has the id of another prompt; names file and line.
     """
     if not path.is_file():
         raise ValueError(f"--prompts {path} does not exist")
-    conversations = []
+    conversations: list[Conversation] = []
+    by_id: dict[str, Conversation] = {}
     for number, record in read_records(path):
         try:
             if isinstance(record, Exception):
@@ -126,7 +134,14 @@ def read_prompts(path: Path) -> list[Conversation]:
         if texts:
             name = str(record.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
             system = messages[:1] if messages[0]["role"] == "system" else []
-            conversations.append(Conversation(name, str(record.get("source", path.name)), system, texts))
+            conversation = Conversation(name, str(record.get("source", path.name)), system, texts)
+            other = by_id.setdefault(name, conversation)
+            if (other.messages, other.turns) != (system, texts):
+                raise ValueError(
+                    f"{path}, line {number}: another prompt above has the id {name!r}, and a resumed run would take "
+                    "this one for done: give each an id of its own, or none"
+                )
+            conversations.append(conversation)
     return conversations
 
 
@@ -331,23 +346,28 @@ class Synthesizer:
                 "cannot be seen: use --mode regenerate"
             )
 
-    def synthesize(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Conversation]]:
+    def synthesize(
+        self, rows: Sequence[dict[str, Any]], prompts: Sequence[Conversation] = ()
+    ) -> Iterator[list[Conversation]]:
         """Windows of conversations, without end in mode self.
 
         Args:
             rows: what the output holds already; their ids are not written again.
+            prompts: what to answer in mode regenerate; they become the conversations.
         """
         torch.manual_seed(self.args.seed + len(rows))  # a resumed run must not repeat its first conversations
-        for window in self._plan(rows, self.args.batch_size * _BATCHES_PER_WINDOW):
+        for window in self._plan(rows, prompts, self.args.batch_size * _BATCHES_PER_WINDOW):
             yield self._write_window(window)
 
-    def _plan(self, rows: Sequence[dict[str, Any]], size: int) -> Iterator[list[Conversation]]:
+    def _plan(
+        self, rows: Sequence[dict[str, Any]], prompts: Sequence[Conversation], size: int
+    ) -> Iterator[list[Conversation]]:
         done = {str(row.get("id")) for row in rows}
         if self.args.mode == "regenerate":
-            prompts = read_prompts(Path(self.args.prompts or ""))
-            random.Random(self.args.seed).shuffle(prompts)
-            prompts = [prompt for prompt in prompts[: self.args.num_conversations] if prompt.id not in done]
-            yield from (prompts[start : start + size] for start in range(0, len(prompts), size))
+            shuffled = [*prompts]
+            random.Random(self.args.seed).shuffle(shuffled)
+            missing = [prompt for prompt in shuffled[: self.args.num_conversations] if prompt.id not in done]
+            yield from (missing[start : start + size] for start in range(0, len(missing), size))
             return
         prefix = f"self-{self.args.seed}-"
         number = max((int(name.removeprefix(prefix)) + 1 for name in done if name.startswith(prefix)), default=0)
@@ -356,7 +376,8 @@ class Synthesizer:
             number += size
 
     def _write_window(self, window: list[Conversation]) -> list[Conversation]:
-        for _ in range(self.args.max_turns):
+        given = 1 if self.args.mode == "self" else max(len(conversation.turns) for conversation in window)
+        for _ in range(self.args.max_turns or given):
             if self.user_end is not None and self.args.mode == "self":
                 self._write_turn(window, "user", self.template.render_user_header, {self.user_end})
             else:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.tiny_targets import tiny_target
@@ -161,7 +161,7 @@ def test_templates_that_do_not_show_a_turns_end(chat_target: PreTrainedModel) ->
     tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     with pytest.raises(ValueError, match="use --mode regenerate"):
-        Synthesizer(chat_target, tokenizer, arguments(mode="self", prompts=None, num_conversations=1))
+        Synthesizer(chat_target, tokenizer, arguments(mode="self", prompts=None, num_conversations=1, temperature=1.0))
     assert Synthesizer(chat_target, tokenizer, arguments()).reply_ends == {2}, "the generation config's"
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"
     with pytest.raises(ValueError, match="writes one turn's text 2 times"):
@@ -175,9 +175,9 @@ def test_templates_that_do_not_show_a_turns_end(chat_target: PreTrainedModel) ->
 
 
 def test_own_replies_stay_in_the_context(chat_target: PreTrainedModel, chat_tokenizer: Any, prompt_file: Path) -> None:
-    args = arguments(prompts=str(prompt_file), max_turns=2)
+    args = arguments()
     synthesizer = Synthesizer(chat_target, chat_tokenizer, args)
-    (window,) = synthesizer.synthesize([])
+    (window,) = synthesizer.synthesize([], read_prompts(prompt_file))
     assert len(window) + synthesizer.dropped.total() >= 6
     num_replies = 0
     for conversation in window:
@@ -197,10 +197,34 @@ def test_own_replies_stay_in_the_context(chat_target: PreTrainedModel, chat_toke
 
 
 def test_turns_and_prompts_are_limited(chat_target: PreTrainedModel, chat_tokenizer: Any, prompt_file: Path) -> None:
-    args = arguments(prompts=str(prompt_file), num_conversations=5, batch_size=2)
-    windows = list(Synthesizer(chat_target, chat_tokenizer, args).synthesize([]))
+    args = arguments(num_conversations=5, batch_size=2, max_turns=1)
+    windows = list(Synthesizer(chat_target, chat_tokenizer, args).synthesize([], read_prompts(prompt_file)))
     assert len(windows) == 2
     assert all(len(conversation.messages) == 2 for window in windows for conversation in window)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [1, 2, 3]),
+        ({"max_turns": 2}, [1, 2, 2]),
+        ({"mode": "self", "prompts": None, "num_conversations": 4, "temperature": 1.0}, [1] * 8),
+        ({"mode": "self", "prompts": None, "num_conversations": 4, "temperature": 1.0, "max_turns": 3}, [3] * 8),
+    ],
+)
+def test_every_given_turn_is_answered_and_one_invented(
+    changes: dict[str, Any],
+    expected: list[int],
+    chat_target: PreTrainedModel,
+    chat_tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TurnWriter, "write", lambda self, prompts, stop_ids: [("Yo", "")] * len(prompts))
+    prompts = [Conversation(str(count), "test", turns=["Hi"] * count) for count in (1, 2, 3)]
+    window = next(Synthesizer(chat_target, chat_tokenizer, arguments(**changes)).synthesize([], prompts))
+    window.sort(key=lambda conversation: conversation.id)
+    roles = [[role for role, _ in messages_of(conversation)] for conversation in window]
+    assert roles == [["user", "assistant"] * count for count in expected]
 
 
 def test_self_synthesis_writes_both_sides(
@@ -251,12 +275,34 @@ def test_bad_prompts_are_named(tmp_path: Path) -> None:
     assert read_prompts(path)[0].messages == system["messages"][:1]
 
 
+def test_prompts_that_share_an_id_are_refused(tmp_path: Path) -> None:
+    """A resumed run knows by the ids what is done."""
+    path = tmp_path / "prompts.jsonl"
+    system = {"role": "system", "content": "Be brief."}
+    one = {"id": "a", "messages": [{"role": "user", "content": "Hi"}]}
+    others = [
+        {"id": "a", "turns": ["Bye"]},
+        {"id": "a", "turns": ["Hi", "Bye"]},
+        {**one, "messages": [system, *one["messages"]]},
+    ]
+    for other in others:
+        path.write_text("".join(json.dumps(row) + "\n" for row in (one, {"turns": ["Bye"]}, other)))
+        with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: another prompt above has the id 'a'"):
+            read_prompts(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in (one, {"id": "b", "turns": ["Hi"]}, one)))
+    assert [conversation.id for conversation in read_prompts(path)] == ["a", "b", "a"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"prompts": None}, "name their file with --prompts"),
         ({"mode": "self"}, "leave one of the two out"),
         ({"mode": "self", "prompts": None}, "--num_conversations"),
+        (
+            {"mode": "self", "prompts": None, "num_conversations": 2},
+            "--temperature is 0, at which --mode self writes one",
+        ),
         ({"temperature": -0.1}, "--temperature is -0.1"),
         ({"top_p": 0.0}, "--top_p is 0.0"),
         ({"batch_size": 0}, "--batch_size is 0: give at least 1"),
@@ -273,7 +319,7 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
-def test_a_kill_at_any_byte_loses_no_whole_line(tmp_path: Path, name: str) -> None:
+def test_a_kill_at_any_byte_loses_no_whole_line(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / name
     file = ConversationFile(path)
     assert file.rows == []
@@ -281,20 +327,35 @@ def test_a_kill_at_any_byte_loses_no_whole_line(tmp_path: Path, name: str) -> No
     sizes = []
     for row in rows:
         file.append([row])
-        sizes.append(path.stat().st_size)
+        # A line of which only the line break is missing is whole.
+        sizes.append(path.stat().st_size - (not file.is_gzip))
     whole = path.read_bytes()
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
+        caplog.clear()
         # Of a torn gzip member, the lines that can be read are kept as well.
         at_least = sum(size >= end for end in sizes)
         kept = ConversationFile(path).rows
         assert kept == rows[: len(kept)]
-        assert at_least <= len(kept) <= at_least + path.name.endswith(".gz")
+        assert at_least <= len(kept) <= at_least + file.is_gzip
+        if not file.is_gzip:
+            is_torn = size not in (0, *sizes, *(end + 1 for end in sizes))
+            assert ("cut off the last line" in caplog.text) == is_torn
         ConversationFile(path).append([{"id": "next"}])
         assert ConversationFile(path).rows == [*kept, {"id": "next"}]
         text = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
         assert [json.loads(line) for line in text.splitlines()] == [*kept, {"id": "next"}]
     assert [place.name for place in tmp_path.iterdir()] == [name]
+
+
+def test_a_last_line_without_line_break_is_kept(tmp_path: Path) -> None:
+    """Other programs, and people, write such files."""
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"id": "1"}\n{"id": "2"}')
+    file = ConversationFile(path)
+    assert file.rows == [{"id": "1"}, {"id": "2"}]
+    file.append([{"id": "3"}])
+    assert path.read_text() == '{"id": "1"}\n{"id": "2"}\n{"id": "3"}\n'
 
 
 def test_compact_keeps_the_lines(tmp_path: Path) -> None:
@@ -360,6 +421,35 @@ def test_a_killed_run_goes_on_where_it_stopped(
     with pytest.raises(SystemExit, match="leave --no_resume out"):
         run_script(*options, "--no_resume")
     assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl does not exist"),
+        (["--prompts", "BAD"], "line 1: expected an object, got int"),
+        (["--prompts", "GOOD", "--target", "NOWHERE"], "NOWHERE"),
+        (["--prompts", "GOOD", "--output", "GOOD/out.jsonl"], "File exists"),
+    ],
+)
+def test_wrong_files_end_it_in_one_line(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    prompt_file: Path,
+    run_script: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is wrong with the prompts is said before the target is loaded."""
+    (tmp_path / "bad.jsonl").write_text("3\n")
+    places = {"BAD": tmp_path / "bad.jsonl", "GOOD": prompt_file, "NOWHERE": tmp_path / "NOWHERE"}
+    words = [str(places[word]) if word in places else word.replace("GOOD", str(prompt_file)) for word in options]
+    if "--target" not in options:
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded the target"))
+    with pytest.raises(SystemExit) as exit_:
+        run_script("--output", str(tmp_path / "out.jsonl"), *words)
+    assert str(exit_.value.code).startswith("generate_data.py: ")
+    assert message in str(exit_.value.code)
 
 
 def test_self_mode_stops_at_the_number_asked_for(tmp_path: Path, run_script: Callable[..., str]) -> None:

@@ -78,6 +78,15 @@ def test_defaults_leave_the_machine_alone() -> None:
         ([*REQUIRED, "--max_length", "many"], "max_length.*invalid int value: 'many'"),
         ([*REQUIRED, "--max_length", "0"], "got max_length 0: it must be at least 1"),
         ([*REQUIRED, "--num_eval_prompts", "-1"], "got num_eval_prompts -1"),
+        ([*REQUIRED, "--eval_split", "test"], "got eval_split 'test' without eval_dataset"),
+        (
+            [*REQUIRED[:5], "some/set", "--eval_dataset", "other", "some/set", "--eval_split", "train"],
+            "got some/set as dataset and as eval_dataset, with the splits 'train' and 'train': that evaluates on what",
+        ),
+        (
+            [*REQUIRED[:5], __file__, "--eval_dataset", __file__],
+            "test_arguments.py as dataset and as eval_dataset, with the splits 'train' and 'validation'",
+        ),
         ([*REQUIRED, "--validation_fraction", "1.5"], r"got validation_fraction 1.5: it is a share, from 0 to below 1"),
         ([*REQUIRED, "--step_decay", "0"], "got step_decay 0.0: it must be above 0"),
         ([*REQUIRED, "--loss_type", "hinge"], "loss_type.*'hinge'.*cross_entropy"),

@@ -116,6 +116,16 @@ def test_every_turn_of_the_assistant_is_learned(tokenizer: Any) -> None:
     assert tokenize_conversation(TWO_TURNS, tokenizer)[0] == tokenizer.apply_chat_template(TWO_TURNS, return_dict=False)
 
 
+@pytest.mark.parametrize("num_opening", [1, 2])
+def test_what_the_assistant_opens_with_is_kept_but_not_learned(tokenizer: Any, num_opening: int) -> None:
+    messages = [TWO_TURNS[1]] * num_opening + TWO_TURNS[2:]
+    assert learned_text(messages, tokenizer) == ["Hi<|im_end|>"]
+    (row,) = tokenize_conversations(to_dataset(messages), tokenizer, max_length=64)
+    assert row["input_ids"] == tokenizer.apply_chat_template(messages, return_dict=False)
+    with pytest.raises(ValueError, match="no token of the assistant's"):
+        tokenize_conversations(to_dataset(TWO_TURNS[1:2]), tokenizer, max_length=64)
+
+
 def test_markers_and_search_agree(tokenizer: Any) -> None:
     searched = tokenize_conversation(TWO_TURNS, tokenizer)
     tokenizer.chat_template = MARKED_TEMPLATE

@@ -23,15 +23,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, generate
 from tests.conftest import REPOSITORY
 from tests.tiny_targets import random_prompt, tiny_target
 from training import run as run_module
+from training import train_heads
 from training.arguments import parse_arguments
-from training.run import run_training
+from training.run import load_datasets, run_training
 from training.trainer import HeadsTrainer
 
 SPECIAL = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -254,6 +255,43 @@ class TestARun:
         assert list(train.output_dir.rglob("events.out.tfevents.*"))
 
 
+class TestHeldOutConversations:
+    def load(self, train: Runner, **options: Any) -> tuple[list[Any], list[Any]]:
+        _, data_args, _ = parse_arguments(train.arguments(**options))
+        rows, held_out = load_datasets(data_args, AutoTokenizer.from_pretrained(train.defaults["target"]), seed=0)
+        assert held_out is not None
+        return list(rows), list(held_out)
+
+    def test_a_file_of_its_own(self, train: Runner, tmp_path: Path) -> None:
+        file = write_conversations(tmp_path / "held_out.jsonl", count=5, seed=1)
+        rows, held_out = self.load(train, eval_dataset=file)
+        assert (len(rows), len(held_out)) == (24, 5), "nothing is split off the training conversations"
+        assert held_out == self.load(train, dataset=file, eval_dataset=train.defaults["dataset"])[0]
+        assert train(max_steps=1, eval_dataset=file)["eval_loss"] > 0
+
+    def test_a_hub_dataset_is_read_at_its_own_split(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        read = []
+
+        def load_dataset(name: str, split: str) -> datasets.Dataset:
+            read.append((name, split))
+            turns = [{"role": role, "content": "word1 word2"} for role in ("user", "assistant")]
+            return datasets.Dataset.from_list([{"messages": turns}] * 2)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        self.load(train, dataset="some/set", eval_dataset="some/set")
+        assert read == [("some/set", "train"), ("some/set", "validation")]
+        self.load(train, dataset="some/set", eval_dataset="some/set", eval_split="test_sft")
+        assert read[2:] == [("some/set", "train"), ("some/set", "test_sft")]
+
+    def test_zero_samples_are_all_of_them(self, train: Runner, tmp_path: Path) -> None:
+        file = write_conversations(tmp_path / "held_out.jsonl", count=5, seed=1)
+        for max_eval_samples, from_file, split_off in ((0, 5, 6), (3, 3, 3)):
+            _, held_out = self.load(train, eval_dataset=file, max_eval_samples=max_eval_samples)
+            assert len(held_out) == from_file
+            rows, held_out = self.load(train, max_eval_samples=max_eval_samples)
+            assert (len(rows), len(held_out)) == (18, split_off)
+
+
 class TestBadInput:
     def test_rows_are_cut_at_the_targets_limit(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
@@ -282,6 +320,42 @@ class TestBadInput:
             (tmp_path / "prompts.jsonl").write_text(content)
         with pytest.raises(ValueError, match=message):
             train(eval_prompts=tmp_path / "prompts.jsonl")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"dataset": "nowhere.jsonl"}, "dataset nowhere.jsonl does not exist"),
+            ({"dataset": "wrong.jsonl"}, "line 1: expected an object, got int. Mend it"),
+            ({"head_overrides": ["ttt_stepz=2"]}, "ttt_stepz"),
+            ({"target": "./nowhere"}, "./nowhere"),
+            ({"resume_from_checkpoint": "nowhere"}, "cannot resume from nowhere: config.json is missing"),
+            ({"output_dir": "wrong.jsonl/heads"}, "Not a directory"),
+        ],
+    )
+    def test_the_program_ends_in_one_line(
+        self, train: Runner, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        interrupt_at_step(0, monkeypatch)
+        (tmp_path / "wrong.jsonl").write_text("3\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["train_heads.py", *train.arguments(**options)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(SystemExit) as exit_:
+            train_heads.main()
+        assert str(exit_.value.code).startswith("train_heads.py: ")
+        assert message in str(exit_.value.code)
+
+    def test_an_error_of_the_training_itself_keeps_its_traceback(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*args: Any, **kwargs: Any) -> Tensor:
+            raise ValueError("from somewhere deep inside")
+
+        monkeypatch.setattr(HeadsTrainer, "training_step", fail)
+        monkeypatch.setattr(sys, "argv", ["train_heads.py", *train.arguments()])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(ValueError, match="from somewhere deep inside"):
+            train_heads.main()
 
     def test_zero_3(self, train: Runner) -> None:
         model, data, training = parse_arguments(train.arguments())
