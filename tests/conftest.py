@@ -19,6 +19,8 @@ SHARED = REPOSITORY.parent / "shared"
 # Workers run side by side (`-n auto`); tensor code that also spread over the cores would only fight over them.
 torch.set_num_threads(1)
 
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers_in_any_order() -> None:

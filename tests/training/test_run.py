@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, generate
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from training import run as run_module
 from training.arguments import parse_arguments
@@ -348,10 +348,12 @@ class TestResume:
         state = json.loads((train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
         assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
 
-    def test_goes_on_with_muon(self, train: Runner) -> None:
+    @needs_muon
+    def test_goes_on_with_muon(self, train: Runner, uninterrupted: dict[str, Tensor]) -> None:
         options = {**self.SAVED, "muon_learning_rate": 0.02}
         train(**options)
         weights = train.weights()
+        assert not torch.equal(weights["fc.weight"], uninterrupted["fc.weight"]), "that is what AdamW learns"
         shutil.rmtree(train.output_dir)
         self.interrupt(train, 5, muon_learning_rate=0.02)
         train(**options, resume_from_checkpoint=True)
