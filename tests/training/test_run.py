@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import yaml
@@ -40,11 +39,6 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
 
 
 @pytest.fixture(scope="module")
@@ -451,14 +445,8 @@ class TestLaunching:
         "save_steps": 2,
     }
 
-    def launch(self, launcher: Sequence[str], arguments: list[str], tmp_path: Path) -> str:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(tmp_path / "hub"),
-            "DS_ACCELERATOR": "cpu",
-        }
+    def launch(self, launcher: Sequence[str], arguments: list[str]) -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         command = [sys.executable, "-m", *launcher, "training/train_heads.py", *arguments]
         result = subprocess.run(
             command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=500
@@ -471,7 +459,7 @@ class TestLaunching:
         config = tmp_path / "run.yaml"
         config.write_text(f"target: {train.defaults['target']}\nmax_steps: 100\n")
         arguments = train.arguments(target=None, config=config, max_steps=2)
-        output = self.launch(launcher, arguments, tmp_path)
+        output = self.launch(launcher, arguments)
         assert "eval_acceptance_length" in output
         launched = train.weights()
         shutil.rmtree(train.output_dir)
@@ -499,7 +487,7 @@ class TestLaunching:
 
     @pytest.mark.parametrize("launcher", [TWO_PROCESSES, DEEPSPEED], ids=["data parallel", "DeepSpeed ZeRO-2"])
     def test_two_processes_train_as_one_with_batches_of_twice_the_size(
-        self, train: Runner, launcher: tuple[str, ...], tmp_path: Path
+        self, train: Runner, launcher: tuple[str, ...]
     ) -> None:
         """Plain SGD and the whole vocabulary, so that every predicted token has a loss and equal means equal; the
         second half is a resumed run."""
@@ -507,12 +495,12 @@ class TestLaunching:
             pytest.importorskip("deepspeed")
         # With use_cpu accelerate would fall back to plain data parallelism.
         options = {**self.EXACT, "per_device_train_batch_size": 2, "use_cpu": launcher != self.DEEPSPEED}
-        self.launch(launcher, train.arguments(**options), tmp_path)
+        self.launch(launcher, train.arguments(**options))
         newest = train.output_dir / "checkpoint-4"
         assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
         assert (newest / "global_step4").is_dir() == (launcher == self.DEEPSPEED)
         (newest / "trainer_state.json").unlink()
-        output = self.launch(launcher, train.arguments(**options, resume_from_checkpoint=True), tmp_path)
+        output = self.launch(launcher, train.arguments(**options, resume_from_checkpoint=True))
         assert output.count("checkpoint-4 is passed over: trainer_state.json is missing") == 1
         two = train.weights()
         metrics = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
