@@ -231,14 +231,19 @@ class TestARun:
         assert metrics.keys() == {"eval_acceptance_length"}
 
     def test_continues_from_trained_heads(self, train: Runner, tmp_path: Path) -> None:
+        """Weights and draft vocabulary are theirs, though the new conversations would give another one."""
         train(max_steps=2)
-        vocabulary, before = train.weights()["d2t"], train.weights()
-        train(
-            max_steps=2, init_heads=train.output_dir, head_type=None, head_overrides=None, output_dir=tmp_path / "again"
-        )
-        after = load_file(tmp_path / "again" / "model.safetensors")
-        assert torch.equal(after["d2t"], vocabulary)
-        assert not torch.equal(after["fc.weight"], before["fc.weight"])
+        before = train.weights()
+        others = write_conversations(tmp_path / "others.jsonl", words=WORDS[::-1][:30], seed=5)
+        again = Runner(Path(train.defaults["target"]), others, tmp_path / "again")
+        again.defaults |= {"init_heads": train.output_dir, "head_type": None, "head_overrides": None}
+        again(max_steps=1, learning_rate=0.0)
+        assert_same(again.weights(), before)
+        again(max_steps=2)
+        assert torch.equal(again.weights()["d2t"], before["d2t"])
+        assert not torch.equal(again.weights()["fc.weight"], before["fc.weight"])
+        train(max_steps=1, dataset=others)
+        assert not torch.equal(train.weights()["d2t"], before["d2t"]), "the data would give another one"
 
     def test_tensorboard_is_opt_in_and_works_offline(self, train: Runner) -> None:
         pytest.importorskip("tensorboard")
@@ -249,9 +254,22 @@ class TestARun:
 
 
 class TestBadInput:
-    def test_rows_are_cut_at_the_targets_limit(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    def test_rows_are_cut_at_the_targets_limit(
+        self, train: Runner, conversations: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        long = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": " ".join(WORDS * 5)}]
+        conversations.write_text(json.dumps({"messages": long}) + "\n")
+        widths = []
+        compute_loss = HeadsTrainer.compute_loss
+
+        def noted(self: HeadsTrainer, model: Any, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            widths.append(inputs["input_ids"].shape[1])
+            return compute_loss(self, model, inputs, *args, **kwargs)
+
+        monkeypatch.setattr(HeadsTrainer, "compute_loss", noted)
         with caplog.at_level(logging.WARNING):
             train(max_steps=1, max_length=1000)
+        assert widths == [256]
         assert "max_length is 1000, the target takes 256 tokens (max_position_embeddings=256)" in caplog.text
         assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_length"] == 256
 
