@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What tests tokenize is neither written to the user's cache nor found there; programs that tests start inherit this.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="draftsmith-tests-")
+os.environ.pop("HF_DATASETS_CACHE", None)  # it would win
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+HF_HOME = Path(os.environ["HF_HOME"])
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHAT_TARGET = REPOSITORY / "examples" / "chat-13m"
 SHARED = REPOSITORY.parent / "shared"
 
 # Workers run side by side (`-n auto`); tensor code that also spread over the cores would only fight over them.
 torch.set_num_threads(1)
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(HF_HOME, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -130,6 +130,16 @@ def test_the_check_above_sees_every_way_to_ask(kind: str, code: str) -> None:
     assert kinds_branched_on(ast.parse(code.replace("KIND", kind))) == {kind}
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if name(path).startswith(("inference", "training"))], ids=name
+)
+def test_the_tour_names_every_module(path: Path) -> None:
+    """Those of `heads` are few and told as one story."""
+    tour = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = tour.partition(f"\n## {path.parent.name}\n")[2].partition("\n## ")[0]
+    assert path.stem == "__init__" or f"`{path.name}`" in section
+
+
 def test_every_package_folder_is_a_package() -> None:
     for path in MODULES:
         if path.relative_to(REPOSITORY).parts[0] != "scripts":

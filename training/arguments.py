@@ -192,8 +192,8 @@ class HeadsTrainingArguments(TrainingArguments):
     muon_learning_rate: float | None = field(
         default=None,
         metadata={
-            "help": "Train the hidden matrices with Muon at this peak learning rate (0.02 to 0.05 fits), and only LM "
-            "heads, norms and biases with AdamW at --learning_rate; none = AdamW for all."
+            "help": "Train the hidden matrices with Muon (torch 2.9 or newer) at this peak learning rate (0.02 to 0.05 "
+            "fits), and only LM heads, norms and biases with AdamW at --learning_rate; none = AdamW for all."
         },
     )
     step_decay: float | None = field(

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_targets import random_prompt, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from inference.acceptance import Sampler, accept_exact
+from inference.drafter import DraftSampling
 from inference.ngram import NgramDrafter
 from inference.noise import row_seeds
+from inference.policy import resolve_policy
 from inference.target import Target
 from inference.tree import TokenTree, compute_depths
+from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
 
 # Operators whose result (a number, or a shape that depends on values) the host must wait for.
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
@@ -52,6 +55,12 @@ def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "numpy", refuse)
 
 
+def make_sampler(batch_size: int, *, do_sample: bool) -> Sampler:
+    processors = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)] if do_sample else []
+    seeds = row_seeds(0, batch_size, "cpu") if do_sample else None
+    return Sampler(processors, do_sample=do_sample, row_seeds=seeds)
+
+
 @pytest.mark.usefixtures("no_lists")
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
@@ -59,9 +68,7 @@ def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_reads_nothing_on_the_host(family: str, batch_size: int, do_sample: bool) -> None:
     target = Target(tiny_target(family))
     cache = target.new_cache(batch_size, 64)
-    processors = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)] if do_sample else []
-    seeds = row_seeds(0, batch_size, "cpu") if do_sample else None
-    sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
+    sampler = make_sampler(batch_size, do_sample=do_sample)
     drafter = NgramDrafter()
     state = drafter.start(batch_size, 64, 8)
     prompt = random_prompt(9, batch_size=batch_size)
@@ -80,3 +87,36 @@ def test_a_step_reads_nothing_on_the_host(family: str, batch_size: int, do_sampl
             output = target.verify(cache, tree, feature_layers=(1, 6))
             accepted = accept_exact(sampler, tree, output.logits, cache.lengths, noise=noise)
             cache.commit(accepted.path, accepted.counts)
+
+
+@pytest.mark.usefixtures("no_lists")
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("tree", ["dynamic", [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]], ids=["dynamic", "static"])
+@pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
+def test_heads_and_policies_read_nothing_on_the_host(
+    head_type: str, overrides: dict[str, Any], tree: Any, do_sample: bool, batch_size: int
+) -> None:
+    """Drafting as the decode loop does it; a second step, so that `extend` takes in what was accepted."""
+    target = Target(tiny_target("llama"))
+    heads = tiny_heads(head_type, target, **overrides)
+    policy = resolve_policy(tree, heads.max_depth)
+    sampler = make_sampler(batch_size, do_sample=do_sample)
+    next_ids, counts = random_prompt(9, batch_size=batch_size), torch.tensor([9, 4, 7][:batch_size])
+    with torch.inference_mode():
+        cache = target.new_cache(batch_size, 128)
+        state = heads.start(batch_size, 128, policy.num_scratch)
+        with RefuseHostReads():
+            features = target.prefill(cache, next_ids, counts, feature_layers=heads.feature_layers).features
+            for max_slots in (9, 9 + policy.max_depth + 1):
+                root_ids = next_ids.gather(1, counts[:, None] - 1)[:, 0]
+                noise = sampler.draw_noise(cache.lengths, policy.max_depth + 1, target.vocab_size)
+                draft = heads.extend(state, features, next_ids, counts, max_slots=max_slots)
+                sampling = DraftSampling(warp=sampler.warp_draft if do_sample else None, noise=noise)
+                drafted = policy.grow(heads, state, root_ids, draft, sampling)
+                output = target.verify(cache, drafted, feature_layers=heads.feature_layers)
+                accepted = accept_exact(sampler, drafted, output.logits, cache.lengths, noise=noise)
+                cache.commit(accepted.path, accepted.counts)
+                next_ids, counts = accepted.next_tokens, accepted.counts
+                assert output.features is not None
+                features = output.features.gather(1, accepted.path[..., None].expand(-1, -1, output.features.shape[-1]))

@@ -89,6 +89,7 @@ def test_defaults_leave_the_machine_alone() -> None:
         ),
         ([*REQUIRED, "--validation_fraction", "1.5"], r"got validation_fraction 1.5: it is a share, from 0 to below 1"),
         ([*REQUIRED, "--step_decay", "0"], "got step_decay 0.0: it must be above 0"),
+        ([*REQUIRED, "--muon_learning_rate", "0"], "got muon_learning_rate 0.0: it must be above 0"),
         ([*REQUIRED, "--loss_type", "hinge"], "loss_type.*'hinge'.*cross_entropy"),
         ([*REQUIRED, "--target_dtype", "int8"], "target_dtype.*int8.*bfloat16"),
         ([*REQUIRED, "--init_heads", "h"], "give head_type to create heads, or init_heads"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.conftest import CHAT_TARGET
+from tests.conftest import CHAT_TARGET, HF_HOME
 from training.data import (
     BadLineError,
     ConversationCollator,
@@ -49,11 +49,6 @@ PLAIN_TEXT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
 STRICT_TEMPLATE = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user must begin') }}{% endif %}"
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
 
 
 @pytest.fixture
@@ -353,6 +348,10 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     write(file, [sharegpt("Ha", "Yo")])
     os.utime(file, ns=(changed + 1, changed + 1))
     assert load_conversations([str(file)])["messages"][0][0]["content"] == "Ha"
+
+
+def test_the_cache_is_the_tests_own() -> None:
+    assert Path(datasets.config.HF_DATASETS_CACHE).is_relative_to(HF_HOME)
 
 
 def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

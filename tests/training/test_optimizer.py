@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import nn
 
+from tests.conftest import needs_muon
 from training.optimizer import MuonWithAdamW
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+pytestmark = needs_muon
 
 
 class Model(nn.Module):
@@ -27,35 +29,44 @@ class Model(nn.Module):
 
 
 def make_optimizer(model: nn.Module) -> MuonWithAdamW:
-    return MuonWithAdamW(model.named_parameters(), muon_learning_rate=0.02, learning_rate=0.01, weight_decay=0.1)
+    return MuonWithAdamW(
+        model.named_parameters(),
+        muon_learning_rate=0.02,
+        learning_rate=0.01,
+        betas=(0.8, 0.7),
+        eps=0.003,
+        weight_decay=0.1,
+    )
 
 
-def train(model: nn.Module, optimizer: MuonWithAdamW, steps: range) -> None:
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+def make_separate_optimizers(model: Model) -> list[torch.optim.Optimizer]:
+    """The same as `make_optimizer`, with an optimizer for each parameter."""
+    return [
+        torch.optim.Muon([model.hidden.weight], lr=0.02, weight_decay=0.1),
+        torch.optim.AdamW([model.lm_head.weight], lr=0.01, betas=(0.8, 0.7), eps=0.003, weight_decay=0.1),
+        torch.optim.AdamW([model.hidden.bias], lr=0.01, betas=(0.8, 0.7), eps=0.003, weight_decay=0.0),
+    ]
+
+
+def train(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], steps: range, *, decay: float = 1.0) -> None:
+    """Every step takes `decay` times the learning rates of the one before."""
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: decay**step) for optimizer in optimizers]
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(8, 6, generator=generator)
         labels = torch.randint(9, (8,), generator=generator)
         nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-
-
-def test_each_parameter_moves_as_its_own_optimizer_moves_it() -> None:
-    model, reference = Model(), Model()
-    train(model, make_optimizer(model), range(3))
-    hidden = torch.optim.Muon([reference.hidden.weight], lr=0.02, weight_decay=0.1)
-    matrix = torch.optim.AdamW([reference.lm_head.weight], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
-    vector = torch.optim.AdamW([reference.hidden.bias], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(8, 6, generator=generator)
-        labels = torch.randint(9, (8,), generator=generator)
-        nn.functional.cross_entropy(reference(inputs), labels).backward()
-        for optimizer in (hidden, matrix, vector):
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
+            schedule.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5], ids=["constant", "decaying"])
+def test_each_parameter_moves_as_its_own_optimizer_moves_it(decay: float) -> None:
+    model, reference = Model(), Model()
+    train(model, [make_optimizer(model)], range(3), decay=decay)
+    train(reference, make_separate_optimizers(reference), range(3), decay=decay)
     for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one, other, msg=name, rtol=0, atol=0)
     assert torch.equal(model.frozen, torch.ones(3, 3))
@@ -65,25 +76,13 @@ def test_the_learning_rate_that_is_logged_is_adamws() -> None:
     assert [group["lr"] for group in make_optimizer(Model()).param_groups] == [0.01, 0.01, 0.02]
 
 
-def test_a_schedule_reaches_both() -> None:
-    model = Model()
-    optimizer = make_optimizer(model)
-    before = copy.deepcopy(model.state_dict())
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    nn.functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(9, (8,))).backward()
-    optimizer.step()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-
-
 def test_a_restored_optimizer_goes_on_exactly() -> None:
     whole, halves = Model(), Model()
-    train(whole, make_optimizer(whole), range(6))
+    train(whole, [make_optimizer(whole)], range(6))
     first = make_optimizer(halves)
-    train(halves, first, range(3))
+    train(halves, [first], range(3))
     second = make_optimizer(halves)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    train(halves, second, range(3, 6))
+    train(halves, [second], range(3, 6))
     for (name, one), other in zip(whole.named_parameters(), halves.parameters(), strict=True):
         assert torch.equal(one, other), name

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import yaml
@@ -27,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, generate
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from training import run as run_module
 from training import train_heads
@@ -41,11 +40,6 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
 
 
 @pytest.fixture(scope="module")
@@ -238,14 +232,19 @@ class TestARun:
         assert metrics.keys() == {"eval_acceptance_length"}
 
     def test_continues_from_trained_heads(self, train: Runner, tmp_path: Path) -> None:
+        """Weights and draft vocabulary are theirs, though the new conversations would give another one."""
         train(max_steps=2)
-        vocabulary, before = train.weights()["d2t"], train.weights()
-        train(
-            max_steps=2, init_heads=train.output_dir, head_type=None, head_overrides=None, output_dir=tmp_path / "again"
-        )
-        after = load_file(tmp_path / "again" / "model.safetensors")
-        assert torch.equal(after["d2t"], vocabulary)
-        assert not torch.equal(after["fc.weight"], before["fc.weight"])
+        before = train.weights()
+        others = write_conversations(tmp_path / "others.jsonl", words=WORDS[::-1][:30], seed=5)
+        again = Runner(Path(train.defaults["target"]), others, tmp_path / "again")
+        again.defaults |= {"init_heads": train.output_dir, "head_type": None, "head_overrides": None}
+        again(max_steps=1, learning_rate=0.0)
+        assert_same(again.weights(), before)
+        again(max_steps=2)
+        assert torch.equal(again.weights()["d2t"], before["d2t"])
+        assert not torch.equal(again.weights()["fc.weight"], before["fc.weight"])
+        train(max_steps=1, dataset=others)
+        assert not torch.equal(train.weights()["d2t"], before["d2t"]), "the data would give another one"
 
     def test_tensorboard_is_opt_in_and_works_offline(self, train: Runner) -> None:
         pytest.importorskip("tensorboard")
@@ -293,9 +292,22 @@ class TestHeldOutConversations:
 
 
 class TestBadInput:
-    def test_rows_are_cut_at_the_targets_limit(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    def test_rows_are_cut_at_the_targets_limit(
+        self, train: Runner, conversations: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        long = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": " ".join(WORDS * 5)}]
+        conversations.write_text(json.dumps({"messages": long}) + "\n")
+        widths = []
+        compute_loss = HeadsTrainer.compute_loss
+
+        def noted(self: HeadsTrainer, model: Any, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            widths.append(inputs["input_ids"].shape[1])
+            return compute_loss(self, model, inputs, *args, **kwargs)
+
+        monkeypatch.setattr(HeadsTrainer, "compute_loss", noted)
         with caplog.at_level(logging.WARNING):
             train(max_steps=1, max_length=1000)
+        assert widths == [256]
         assert "max_length is 1000, the target takes 256 tokens (max_position_embeddings=256)" in caplog.text
         assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_length"] == 256
 
@@ -422,10 +434,12 @@ class TestResume:
         state = json.loads((train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
         assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
 
-    def test_goes_on_with_muon(self, train: Runner) -> None:
+    @needs_muon
+    def test_goes_on_with_muon(self, train: Runner, uninterrupted: dict[str, Tensor]) -> None:
         options = {**self.SAVED, "muon_learning_rate": 0.02}
         train(**options)
         weights = train.weights()
+        assert not torch.equal(weights["fc.weight"], uninterrupted["fc.weight"]), "that is what AdamW learns"
         shutil.rmtree(train.output_dir)
         self.interrupt(train, 5, muon_learning_rate=0.02)
         train(**options, resume_from_checkpoint=True)
@@ -523,14 +537,8 @@ class TestLaunching:
         "save_steps": 2,
     }
 
-    def launch(self, launcher: Sequence[str], arguments: list[str], tmp_path: Path) -> str:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(tmp_path / "hub"),
-            "DS_ACCELERATOR": "cpu",
-        }
+    def launch(self, launcher: Sequence[str], arguments: list[str]) -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         command = [sys.executable, "-m", *launcher, "training/train_heads.py", *arguments]
         result = subprocess.run(
             command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=500
@@ -543,7 +551,7 @@ class TestLaunching:
         config = tmp_path / "run.yaml"
         config.write_text(f"target: {train.defaults['target']}\nmax_steps: 100\n")
         arguments = train.arguments(target=None, config=config, max_steps=2)
-        output = self.launch(launcher, arguments, tmp_path)
+        output = self.launch(launcher, arguments)
         assert "eval_acceptance_length" in output
         launched = train.weights()
         shutil.rmtree(train.output_dir)
@@ -571,7 +579,7 @@ class TestLaunching:
 
     @pytest.mark.parametrize("launcher", [TWO_PROCESSES, DEEPSPEED], ids=["data parallel", "DeepSpeed ZeRO-2"])
     def test_two_processes_train_as_one_with_batches_of_twice_the_size(
-        self, train: Runner, launcher: tuple[str, ...], tmp_path: Path
+        self, train: Runner, launcher: tuple[str, ...]
     ) -> None:
         """Plain SGD and the whole vocabulary, so that every predicted token has a loss and equal means equal; the
         second half is a resumed run."""
@@ -579,12 +587,12 @@ class TestLaunching:
             pytest.importorskip("deepspeed")
         # With use_cpu accelerate would fall back to plain data parallelism.
         options = {**self.EXACT, "per_device_train_batch_size": 2, "use_cpu": launcher != self.DEEPSPEED}
-        self.launch(launcher, train.arguments(**options), tmp_path)
+        self.launch(launcher, train.arguments(**options))
         newest = train.output_dir / "checkpoint-4"
         assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
         assert (newest / "global_step4").is_dir() == (launcher == self.DEEPSPEED)
         (newest / "trainer_state.json").unlink()
-        output = self.launch(launcher, train.arguments(**options, resume_from_checkpoint=True), tmp_path)
+        output = self.launch(launcher, train.arguments(**options, resume_from_checkpoint=True))
         assert output.count("checkpoint-4 is passed over: trainer_state.json is missing") == 1
         two = train.weights()
         metrics = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]

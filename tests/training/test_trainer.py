@@ -12,12 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from heads import DraftHeads, create_heads
+from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
+from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from training.arguments import HeadsTrainingArguments
 from training.data import ConversationCollator
 from training.losses import compute_teacher, draft_loss
+from training.optimizer import MuonWithAdamW
 from training.trainer import HeadsTrainer
 
 Rows = list[dict[str, list[int]]]
@@ -55,7 +57,8 @@ def make_heads(target: Target, head_type: str, **overrides: Any) -> DraftHeads:
 def make_trainer(
     target: Target, heads: DraftHeads, output_dir: Path, rows: Rows, *, eval_rows: Rows | None = None, **options: Any
 ) -> HeadsTrainer:
-    ours = {key: options.pop(key) for key in ("measure_acceptance", "callbacks") if key in options}
+    names = ("measure_acceptance", "muon_learning_rate", "callbacks")
+    ours = {name: options.pop(name) for name in names if name in options}
     step_decay = options.pop("step_decay", 0.8)
     defaults = {
         "output_dir": str(output_dir),
@@ -271,6 +274,52 @@ class TestAcceptanceLength:
         logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
         assert [entry["eval_acceptance_length"] for entry in logged] == [2.0, 1.5]
         assert {"eval_top1_depth1", "eval_top5_depth5", "step"} <= logged[0].keys()
+
+
+class TestMuon:
+    @needs_muon
+    @pytest.mark.parametrize("head_type", HEAD_TYPES)
+    def test_hidden_matrices_are_muons_and_the_rest_is_adamws(
+        self, target: Target, head_type: str, tmp_path: Path
+    ) -> None:
+        """LM heads are told by their shape here: one row for each token."""
+        heads = make_heads(target, head_type)
+        options = {"learning_rate": 0.003, "adam_beta1": 0.8, "adam_beta2": 0.7, "adam_epsilon": 1e-6}
+        trainer = make_trainer(target, heads, tmp_path, [], muon_learning_rate=0.02, weight_decay=0.125, **options)
+        optimizer = trainer.create_optimizer()
+        assert isinstance(optimizer, MuonWithAdamW)
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        kinds = []
+        for name, parameter in heads.named_parameters():
+            group = groups.pop(id(parameter))
+            is_matrix, is_lm_head = parameter.ndim == 2, parameter.shape == (target.vocab_size, target.hidden_size)
+            kinds.append("LM head" if is_lm_head else "hidden" if is_matrix else "vector")
+            assert group["weight_decay"] == (0.125 if is_matrix else 0), name
+            if kinds[-1] == "hidden":
+                assert (group["lr"], "momentum" in group, "betas" in group) == (0.02, True, False), name
+            else:
+                assert (group["lr"], group["betas"], group["eps"]) == (0.003, (0.8, 0.7), 1e-6), name
+        assert not groups
+        assert {"LM head", "hidden"} <= set(kinds)
+
+    def test_without_its_learning_rate_adamw_trains_all(self, target: Target, tmp_path: Path) -> None:
+        optimizer = make_trainer(target, make_heads(target, "medusa"), tmp_path, []).create_optimizer()
+        assert isinstance(optimizer, torch.optim.AdamW)
+
+    @pytest.mark.parametrize("attribute", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+    def test_matrices_that_are_cut_up_are_refused(
+        self, target: Target, attribute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trainer = make_trainer(target, make_heads(target, "medusa"), tmp_path, [], muon_learning_rate=0.02)
+        monkeypatch.setattr(trainer, attribute, True)
+        with pytest.raises(ValueError, match=r"got muon_learning_rate 0\.02 under DeepSpeed or FSDP: Muon"):
+            trainer.create_optimizer()
+
+    def test_older_torch_is_refused(self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        trainer = make_trainer(target, make_heads(target, "medusa"), tmp_path, [], muon_learning_rate=0.02)
+        monkeypatch.delattr(torch.optim, "Muon", raising=False)
+        with pytest.raises(ValueError, match=r"torch .* does not have: install torch 2\.9 or newer"):
+            trainer.create_optimizer()
 
 
 def test_training_logs_accuracy_of_the_steps_since_the_last_line(target: Target, tmp_path: Path) -> None:

@@ -1,0 +1,178 @@
+"""What Target refuses, and with which reason."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from inference.target import Target
+from tests.inference.plain_passes import calm_target, random_tree
+from tests.tiny_targets import random_prompt
+
+
+class TestRefusals:
+    """What cannot be rolled back or verified as a tree is refused at construction, with the reason."""
+
+    tiny: ClassVar[dict[str, Any]] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
+
+    def test_state_space_model(self) -> None:
+        model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
+        with pytest.raises(ValueError, match="MambaForCausalLM has layers of a kind that cannot be rolled back"):
+            Target(model.eval())
+
+    def test_linear_attention(self) -> None:
+        config = Qwen3NextConfig(
+            **self.tiny,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            layer_types=["linear_attention", "full_attention"],
+        )
+        with pytest.raises(ValueError, match=r"rolled back after a rejected draft.*\(linear_attention\)"):
+            Target(Qwen3NextForCausalLM(config).eval())
+
+    def test_recurrent_layers(self) -> None:
+        # Three layers, so that one of them is attention: older releases fail inside the model without any.
+        config = RecurrentGemmaConfig(
+            **self.tiny | {"num_hidden_layers": 3}, num_attention_heads=2, lru_width=32, head_dim=16
+        )
+        with pytest.raises(ValueError, match="rolled back"):
+            Target(RecurrentGemmaForCausalLM(config).eval())
+
+    def test_encoder_decoder(self) -> None:
+        model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_ff=32, num_layers=1, num_heads=2))
+        with pytest.raises(ValueError, match="encoder-decoder"):
+            Target(model.eval())
+
+    @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
+    def test_attention_that_takes_no_tree_mask(self, implementation: str) -> None:
+        model = calm_target("llama")
+        model.config._attn_implementation_internal = implementation
+        with pytest.raises(ValueError, match=rf"'{implementation}' cannot take a tree mask.*sdpa"):
+            Target(model)
+
+    def test_training_mode(self) -> None:
+        model = calm_target("llama").train()
+        with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+            Target(model)
+        target = Target(model.eval())
+        model.train()
+        with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+            target.encode(random_prompt(3), torch.ones(1, 3))
+
+    def test_no_language_model(self) -> None:
+        with pytest.raises(ValueError, match=r"AutoModelForCausalLM\), got Linear"):
+            Target(nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="LlamaModel has no LM head"):
+            Target(calm_target("llama").base_model)
+
+    def test_layers_that_share_a_cache(self) -> None:
+        class LazyLlama(LlamaForCausalLM):
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.layers[1].self_attn.layer_idx = 0
+
+        with pytest.raises(ValueError, match=r"layers \[1\] of LazyLlama never write"):
+            Target(LazyLlama(calm_target("llama").config).eval())
+
+    def test_a_model_that_ignores_masks_or_positions(self) -> None:
+        class DeafLlama(LlamaForCausalLM):
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.register_forward_pre_hook(lambda m, a, k: (a, k | {self.ignored: None}), with_kwargs=True)
+
+        for ignored in ("attention_mask", "position_ids"):
+            model = DeafLlama(calm_target("llama").config).eval()
+            model.ignored = ignored
+            with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+                Target(model)
+
+    def test_a_model_that_reads_the_mask_upside_down(self) -> None:
+        class InvertedLlama(LlamaForCausalLM):
+            """Takes every 4-D mask for 1 = seen, as some releases of MPT do, and so sees all or nothing."""
+
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.register_forward_pre_hook(self.invert, with_kwargs=True)
+
+            @staticmethod
+            def invert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                mask = kwargs.get("attention_mask")
+                return args, kwargs if mask is None else kwargs | {"attention_mask": torch.full_like(mask, -1e30)}
+
+        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+            Target(InvertedLlama(calm_target("llama").config).eval())
+
+    def test_positions_by_distance_in_slots(self) -> None:
+        """ALiBi counts slots, so a sibling's slot would change a node's scores."""
+        config = MptConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2, initializer_range=0.3)
+        config._attn_implementation = "eager"
+        with pytest.raises(ValueError, match=r"MptForCausalLM does not (compute a tree|run with a 4-D mask)"):
+            Target(MptForCausalLM(config).eval())
+
+    def test_a_model_that_takes_no_4d_mask(self) -> None:
+        config = BloomConfig(vocab_size=64, hidden_size=32, n_head=4, n_layer=2)
+        config._attn_implementation = "eager"
+        with pytest.raises(ValueError, match="BloomForCausalLM does not run with a 4-D mask"):
+            Target(BloomForCausalLM(config).eval())
+
+    def test_a_state_that_no_config_names(self) -> None:
+        class ConvolvedLlama(LlamaForCausalLM):
+            """Keeps a convolution state beside keys and values, as hybrids do."""
+
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.layers[1].register_forward_pre_hook(self.touch, with_kwargs=True)
+
+            @staticmethod
+            def touch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+                kwargs["past_key_values"].update_conv_state(torch.zeros(1), 1)
+
+        with pytest.raises(ValueError, match="ConvolvedLlama keeps a state besides keys and values"):
+            Target(ConvolvedLlama(calm_target("llama").config).eval())
+
+    def test_unknown_layer_and_empty_prompt(self) -> None:
+        target = Target(calm_target("llama"))
+        with pytest.raises(ValueError, match=r"hidden states \[7\] do not exist: a target of 6 layers"):
+            target.encode(random_prompt(3), torch.ones(1, 3), feature_layers=(7,))
+        with pytest.raises(ValueError, match="empty prompt"):
+            target.prefill(target.new_cache(1, 8), torch.zeros(1, 0, dtype=torch.long), torch.tensor([0]))
+
+    def test_full_cache(self) -> None:
+        target = Target(calm_target("llama"))
+        cache = target.new_cache(1, 8)
+        target.prefill(cache, random_prompt(6), torch.tensor([6]))
+        with pytest.raises(ValueError, match="holds 8 slots per row, but 3 new tokens behind up to 6"):
+            target.verify(cache, random_tree(1, 3, torch.Generator().manual_seed(0)))
