@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmark_measure import Contender, Prompt, Settings, load_prompts, make_contenders, measure
+from benchmark_contenders import make_contenders
+from benchmark_measure import Contender, Prompt, Settings, load_prompts, measure
 from benchmark_render import draw_plot, make_grids
 from benchmark_report import Row, describe_environment, make_rows, write_json
 from generate import DRAFTED_STYLE, SpeculationPrinter

@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmark_measure import Settings, load_prompts, make_contenders, measure
+from benchmark_contenders import make_contenders
+from benchmark_measure import Settings, load_prompts, measure
 from benchmark_render import draw_plot, make_grids
 from benchmark_report import describe_environment, make_rows, write_json
 from model_loading import DTYPES, TREE_HELP, load_heads, load_target

@@ -5,26 +5,20 @@ Legend: L prompt length.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from model_loading import encode_messages, parse_tree
+from model_loading import encode_messages
 from torch import Tensor
-from transformers import CompileConfig
 
-from inference import Decoder, Drafter, DraftLogits, GenerationStats, Target
-from inference.ngram import NgramDrafter
-from inference.policy import resolve_policy
+from inference import GenerationStats, Target
 from training.synthesis import read_prompts
 
 WARM_UP_TOKENS = 32
-PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
 # The two references, by name.
 TRANSFORMERS, PLAIN = "transformers generate", "plain decoding"
 
@@ -130,187 +124,6 @@ def read_clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class TransformersDecoding:
-    """The target's own `generate`, with options of its own speculation."""
-
-    def __init__(self, target: Target, **options: Any) -> None:
-        self.target = target
-        self.options = options
-
-    @torch.no_grad()
-    def __call__(self, prompt: Prompt, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
-        model, device = self.target.model, self.target.device
-        torch.manual_seed(settings.seed + prompt.index)
-        with _count_forwards(model) as num_forwards:
-            start = read_clock(device)
-            sequences = model.generate(
-                prompt.input_ids,
-                attention_mask=torch.ones_like(prompt.input_ids),
-                **settings.generate_kwargs(max_new_tokens),
-                **self.options,
-            )
-            seconds = read_clock(device) - start
-        return Run(sequences[0, prompt.input_ids.shape[1] :].tolist(), seconds, len(num_forwards))
-
-
-def compiled_options() -> dict[str, Any]:
-    """What makes transformers' `generate` compile its forward, on a CPU too, where it does not of itself."""
-    config = CompileConfig(mode=None)
-    config._compile_all_devices = True
-    return {"cache_implementation": "static", "compile_config": config}
-
-
-@contextmanager
-def _count_forwards(model: Any) -> Iterator[list[None]]:
-    """A list with one entry for each forward pass inside the block."""
-    calls: list[None] = []
-    handle = model.register_forward_pre_hook(lambda *_: calls.append(None))
-    try:
-        yield calls
-    finally:
-        handle.remove()
-
-
-class TimedDrafter:
-    """A drafter that adds up its own time, so that growing the tree can be told from drafting."""
-
-    def __init__(self, drafter: Drafter, device: torch.device) -> None:
-        self.drafter = drafter
-        self.device = device
-        self.feature_layers = drafter.feature_layers
-        self.max_depth = drafter.max_depth
-        self.seconds = 0.0
-        self.is_synchronised = False
-
-    def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any:
-        return self.drafter.start(batch_size, max_length, num_scratch)
-
-    def extend(self, *args: Any, **kwargs: Any) -> DraftLogits:
-        return self._timed(self.drafter.extend, *args, **kwargs)
-
-    def expand(self, *args: Any) -> DraftLogits:
-        return self._timed(self.drafter.expand, *args)
-
-    def _timed(self, call: Callable[..., DraftLogits], *args: Any, **kwargs: Any) -> DraftLogits:
-        start = self._now()
-        logits = call(*args, **kwargs)
-        self.seconds += self._now() - start
-        return logits
-
-    def _now(self) -> float:
-        return read_clock(self.device) if self.is_synchronised else time.perf_counter()
-
-
-class OurDecoding:
-    """A `Decoder`, kept from prompt to prompt. Compiled, a draft phase is one graph: its forwards and its tree cannot
-    be told apart, and count as forwards together."""
-
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        *,
-        tree: str | None = None,
-        is_coupled: bool = True,
-        is_compiled: bool = False,
-    ) -> None:
-        self.timed = TimedDrafter(drafter, target.device) if drafter is not None and not is_compiled else None
-        self.decoder = Decoder(
-            target, self.timed or drafter, tree=parse_tree(tree), is_coupled=is_coupled, compile=is_compiled
-        )
-
-    def __call__(
-        self,
-        prompt: Prompt,
-        settings: Settings,
-        *,
-        max_new_tokens: int | None = None,
-        is_synchronised: bool = False,
-    ) -> Run:
-        device = self.decoder.target.device
-        self.decoder.is_synchronised = is_synchronised
-        if self.timed is not None:
-            self.timed.seconds, self.timed.is_synchronised = 0.0, is_synchronised
-        seed = settings.seed + prompt.index if settings.is_sampled else None
-        start = read_clock(device)
-        output = self.decoder.generate(
-            prompt.input_ids,
-            torch.ones_like(prompt.input_ids),
-            seed=seed,
-            **settings.generate_kwargs(max_new_tokens),
-        )
-        seconds = read_clock(device) - start
-        stats = output.stats
-        drafting = stats.seconds["draft"] if self.decoder.drafter is not None else 0.0
-        return Run(
-            output.sequences[0, prompt.input_ids.shape[1] :].tolist(),
-            seconds,
-            stats.num_target_forwards,
-            stats,
-            self.timed.seconds if self.timed is not None else drafting,
-        )
-
-
-def make_contenders(
-    target: Target,
-    heads: Mapping[str, Drafter],
-    trees: Sequence[str],
-    settings: Settings,
-    *,
-    has_compiled: bool = False,
-) -> list[Contender]:
-    """The baselines, then every set of heads with every tree; at temperature > 0 with and without coupled drafting.
-
-    A tree that is too deep for a drafter makes a contender with a `problem`, not an error.
-
-    Args:
-        has_compiled: whoever can be compiled runs a second time, compiled.
-
-    Raises:
-        ValueError: for what is no tree at all, and for two trees of one name.
-    """
-    for tree in trees:
-        resolve_policy(parse_tree(tree), None)
-    names = {tree: Path(tree).stem or tree for tree in trees}
-    if len(set(names.values())) < len(trees):
-        raise ValueError(
-            f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
-            "apart, so leave one out or rename a file"
-        )
-    modes = (False, True) if has_compiled else (False,)
-    contenders = [
-        Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
-        for mode, options in zip(modes, ({}, compiled_options()), strict=False)
-    ]
-    contenders.append(
-        Contender(
-            "transformers prompt look-up",
-            decode=TransformersDecoding(target, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
-        )
-    )
-    contenders += [
-        Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
-        for mode in modes
-    ]
-    drafters: list[tuple[str, Drafter, Sequence[str]]] = [("n-gram drafter", NgramDrafter(), trees[:1])]
-    drafters += [(name, drafter, trees) for name, drafter in heads.items()]
-    couplings = (True, False) if settings.is_sampled else (True,)
-    for name, drafter, own_trees in drafters:
-        for tree, is_coupled, mode in itertools.product(own_trees, couplings, modes):
-            full_name = _mark(name if is_coupled else f"{name}, uncoupled", mode)
-            contender = Contender(full_name, names[tree], is_compiled=mode)
-            try:
-                contender.decode = OurDecoding(target, drafter, tree=tree, is_coupled=is_coupled, is_compiled=mode)
-            except ValueError as error:
-                contender.problem = str(error)
-            contenders.append(contender)
-    return contenders
-
-
-def _mark(name: str, is_compiled: bool) -> str:
-    return f"{name}, compiled" if is_compiled else name
-
-
 def measure(
     contenders: Sequence[Contender],
     prompts: Sequence[Prompt],
@@ -345,5 +158,5 @@ def _profile(contender: Contender, prompts: Sequence[Prompt], settings: Settings
     """Where the phases' times come from: the runs themselves, but on an accelerator, whose work is only launched by
     then, one more round that waits at every phase boundary and counts for nothing else."""
     contender.profiled = [run for runs in contender.runs for run in runs]
-    if isinstance(contender.decode, OurDecoding) and prompts[0].input_ids.is_cuda:
+    if contender.profiled[0].stats is not None and prompts[0].input_ids.is_cuda:
         contender.profiled = [contender.decode(prompt, settings, is_synchronised=True) for prompt in prompts]

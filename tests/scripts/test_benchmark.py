@@ -21,6 +21,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import benchmark
 from benchmark import BenchmarkArguments, name_heads
+from benchmark_contenders import make_contenders
 from benchmark_measure import (
     PLAIN,
     TRANSFORMERS,
@@ -29,7 +30,6 @@ from benchmark_measure import (
     Run,
     Settings,
     load_prompts,
-    make_contenders,
     measure,
 )
 from benchmark_render import make_grids
