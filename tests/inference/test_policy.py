@@ -89,7 +89,7 @@ def reference_dynamic(
         children = [
             ((*path, token), score + log_prob)
             for path, score in level
-            for log_prob, token in ranked_children(drafter, path, top_k)
+            for log_prob, token in ranked_children(drafter, path, 2 * top_k if len(path) == 1 else top_k)
         ]
         pool += children
         level = sorted(children, key=lambda node: -node[1])[:top_k]
