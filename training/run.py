@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -35,6 +35,40 @@ def run_training(
     """Trains heads as the arguments say, saves them in `output_dir` and returns the final metrics.
 
     With `--resume_from_checkpoint true` (or a folder) an interrupted run goes on from its newest complete checkpoint.
+    """
+    return prepare_run(model_args, data_args, training_args).finish()
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run with everything loaded and checked, before its first step."""
+
+    trainer: HeadsTrainer
+    output_dir: Path
+    checkpoint: Path | None
+
+    def finish(self) -> dict[str, float]:
+        """Trains, saves the heads and the record, and returns the final metrics."""
+        trainer = self.trainer
+        _train(trainer, self.checkpoint)
+        if trainer.eval_dataset is not None:
+            metrics = _final_metrics(trainer)
+        else:
+            metrics = {f"eval_{name}": value for name, value in (trainer.measure_acceptance or dict)().items()}
+        trainer.save_model(str(self.output_dir))
+        if trainer.args.process_index == 0:
+            (self.output_dir / "training_args.bin").unlink(missing_ok=True)  # a pickle of those in training_config.yaml
+            _write_record(self.output_dir, metrics)
+        return metrics
+
+
+def prepare_run(
+    model_args: ModelArguments, data_args: DataArguments, training_args: HeadsTrainingArguments
+) -> PreparedRun:
+    """Loads and checks what a run needs, and writes its configuration.
+
+    Raises:
+        ValueError, OSError: for options, files and folders that are wrong.
     """
     if training_args.n_gpu > 1:
         raise ValueError(
@@ -87,16 +121,7 @@ def run_training(
     if is_main_process:  # now, so that an interrupted run says what it was
         output_dir.mkdir(parents=True, exist_ok=True)
         _write(output_dir / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
-    _train(trainer, checkpoint)
-    if eval_set is not None:
-        metrics = _final_metrics(trainer)
-    else:
-        metrics = {f"eval_{name}": value for name, value in (measure_acceptance or dict)().items()}
-    trainer.save_model(training_args.output_dir)
-    if is_main_process:
-        (output_dir / "training_args.bin").unlink(missing_ok=True)  # a pickle of what training_config.yaml says
-        _write_record(output_dir, metrics)
-    return metrics
+    return PreparedRun(trainer, output_dir, checkpoint)
 
 
 def _make_heads(model_args: ModelArguments, target: Target, checkpoint: Path | None) -> DraftHeads:

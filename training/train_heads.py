@@ -19,15 +19,15 @@ def main() -> int:
     if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
         sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
     from training.arguments import parse_arguments
-    from training.run import run_training
+    from training.run import prepare_run
 
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR  # one process speaks for all
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     try:
-        arguments = parse_arguments()
-    except ValueError as error:
+        run = prepare_run(*parse_arguments())
+    except (ValueError, OSError) as error:
         sys.exit(f"train_heads.py: {error}")
-    run_training(*arguments)
+    run.finish()  # what goes wrong in here keeps its traceback
     return 0
 
 

@@ -30,6 +30,7 @@ from inference import Target, generate
 from tests.conftest import REPOSITORY
 from tests.tiny_targets import random_prompt, tiny_target
 from training import run as run_module
+from training import train_heads
 from training.arguments import parse_arguments
 from training.run import load_datasets, run_training
 from training.trainer import HeadsTrainer
@@ -319,6 +320,42 @@ class TestBadInput:
             (tmp_path / "prompts.jsonl").write_text(content)
         with pytest.raises(ValueError, match=message):
             train(eval_prompts=tmp_path / "prompts.jsonl")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"dataset": "nowhere.jsonl"}, "dataset nowhere.jsonl does not exist"),
+            ({"dataset": "wrong.jsonl"}, "line 1: expected an object, got int. Mend it"),
+            ({"head_overrides": ["ttt_stepz=2"]}, "ttt_stepz"),
+            ({"target": "./nowhere"}, "./nowhere"),
+            ({"resume_from_checkpoint": "nowhere"}, "cannot resume from nowhere: config.json is missing"),
+            ({"output_dir": "wrong.jsonl/heads"}, "Not a directory"),
+        ],
+    )
+    def test_the_program_ends_in_one_line(
+        self, train: Runner, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        interrupt_at_step(0, monkeypatch)
+        (tmp_path / "wrong.jsonl").write_text("3\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["train_heads.py", *train.arguments(**options)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(SystemExit) as exit_:
+            train_heads.main()
+        assert str(exit_.value.code).startswith("train_heads.py: ")
+        assert message in str(exit_.value.code)
+
+    def test_an_error_of_the_training_itself_keeps_its_traceback(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*args: Any, **kwargs: Any) -> Tensor:
+            raise ValueError("from somewhere deep inside")
+
+        monkeypatch.setattr(HeadsTrainer, "training_step", fail)
+        monkeypatch.setattr(sys, "argv", ["train_heads.py", *train.arguments()])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(ValueError, match="from somewhere deep inside"):
+            train_heads.main()
 
     def test_zero_3(self, train: Runner) -> None:
         model, data, training = parse_arguments(train.arguments())
