@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 
 class ConversationFile:
     """JSON lines to append to, gzipped if the name ends in .gz.
 
-    A kill leaves at most one torn line, at the end; opening the file again cuts it off. `rows` is what was there then.
+    A kill leaves at most one torn line, at the end; opening the file again cuts it off, and ends a whole one that only
+    lacks its line break. `rows` is what was there then.
 
     Raises:
         ValueError: a line in the middle is not JSON, or a .gz is no gzip file.
@@ -45,16 +49,25 @@ class ConversationFile:
     def _recover(self) -> list[dict[str, Any]]:
         raw = self.path.read_bytes()
         data, is_torn = self._decompress(raw) if self.is_gzip else (raw, False)
-        whole = data[: data.rfind(b"\n") + 1]
+        *lines, tail = data.split(b"\n")
         rows = []
-        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        for number, line in enumerate(lines, start=1):
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
                 raise ValueError(
                     f"{self.path}, line {number} is not JSON ({error}): mend it, or choose another output"
                 ) from error
-        if is_torn or len(whole) < len(data):
+        whole = data[: len(data) - len(tail)]
+        if tail:
+            try:
+                rows.append(json.loads(tail))  # no beginning of an object is an object
+                whole = data + b"\n"
+            except ValueError:
+                logger.warning(
+                    "%s: cut off the last line (%d bytes), which breaks off in the middle", self.path, len(tail)
+                )
+        if is_torn or whole != data:
             self._replace(whole)
         return rows
 

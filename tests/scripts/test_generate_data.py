@@ -319,7 +319,7 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
-def test_a_kill_at_any_byte_loses_no_whole_line(tmp_path: Path, name: str) -> None:
+def test_a_kill_at_any_byte_loses_no_whole_line(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / name
     file = ConversationFile(path)
     assert file.rows == []
@@ -327,20 +327,35 @@ def test_a_kill_at_any_byte_loses_no_whole_line(tmp_path: Path, name: str) -> No
     sizes = []
     for row in rows:
         file.append([row])
-        sizes.append(path.stat().st_size)
+        # A line of which only the line break is missing is whole.
+        sizes.append(path.stat().st_size - (not file.is_gzip))
     whole = path.read_bytes()
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
+        caplog.clear()
         # Of a torn gzip member, the lines that can be read are kept as well.
         at_least = sum(size >= end for end in sizes)
         kept = ConversationFile(path).rows
         assert kept == rows[: len(kept)]
-        assert at_least <= len(kept) <= at_least + path.name.endswith(".gz")
+        assert at_least <= len(kept) <= at_least + file.is_gzip
+        if not file.is_gzip:
+            is_torn = size not in (0, *sizes, *(end + 1 for end in sizes))
+            assert ("cut off the last line" in caplog.text) == is_torn
         ConversationFile(path).append([{"id": "next"}])
         assert ConversationFile(path).rows == [*kept, {"id": "next"}]
         text = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
         assert [json.loads(line) for line in text.splitlines()] == [*kept, {"id": "next"}]
     assert [place.name for place in tmp_path.iterdir()] == [name]
+
+
+def test_a_last_line_without_line_break_is_kept(tmp_path: Path) -> None:
+    """Other programs, and people, write such files."""
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"id": "1"}\n{"id": "2"}')
+    file = ConversationFile(path)
+    assert file.rows == [{"id": "1"}, {"id": "2"}]
+    file.append([{"id": "3"}])
+    assert path.read_text() == '{"id": "1"}\n{"id": "2"}\n{"id": "3"}\n'
 
 
 def test_compact_keeps_the_lines(tmp_path: Path) -> None:
