@@ -229,9 +229,18 @@ def make_contenders(
     """The baselines, then every set of heads with every tree; at temperature > 0 with and without coupled drafting.
 
     A tree that is too deep for a drafter makes a contender with a `problem`, not an error.
+
+    Raises:
+        ValueError: for what is no tree at all, and for two trees of one name.
     """
     for tree in trees:
-        resolve_policy(parse_tree(tree), None)  # raises for what is no tree at all
+        resolve_policy(parse_tree(tree), None)
+    names = {tree: Path(tree).stem or tree for tree in trees}
+    if len(set(names.values())) < len(trees):
+        raise ValueError(
+            f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
+            "apart, so leave one out or rename a file"
+        )
     contenders = [
         Contender(TRANSFORMERS, decode=TransformersDecoding(target)),
         Contender(
@@ -245,7 +254,7 @@ def make_contenders(
     for name, drafter, own_trees in drafters:
         for tree in own_trees:
             for is_coupled in (True, False) if settings.is_sampled else (True,):
-                contender = Contender(name if is_coupled else f"{name}, uncoupled", Path(tree).stem or tree)
+                contender = Contender(name if is_coupled else f"{name}, uncoupled", names[tree])
                 try:
                     contender.decode = OurDecoding(target, drafter, tree=tree, is_coupled=is_coupled)
                 except ValueError as error:

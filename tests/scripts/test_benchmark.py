@@ -100,6 +100,18 @@ def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) ->
         make_contenders(target, {"two": heads}, ["dynamc"], Settings())
 
 
+def test_trees_that_a_report_could_not_tell_apart_are_refused(target: Target, tmp_path: Path) -> None:
+    files = [tmp_path / folder / "chain.yaml" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("paths: [[0]]\n")
+    for trees in (["dynamic", "dynamic"], [str(file) for file in files], ["chain", str(files[0])]):
+        with pytest.raises(ValueError, match="--tree names one tree twice, or two files of one name"):
+            make_contenders(target, {}, trees, Settings())
+    contenders = make_contenders(target, {"h": NgramDrafter()}, [str(files[0]), "chain:2"], Settings())
+    assert [one.tree for one in contenders if one.name == "h"] == ["chain", "chain:2"]
+
+
 def test_sampling_adds_uncoupled_drafting(target: Target) -> None:
     names = [one.name for one in make_contenders(target, {"h": NgramDrafter()}, ["chain"], Settings(temperature=1.0))]
     assert names[-2:] == ["h", "h, uncoupled"]
