@@ -35,6 +35,7 @@ from transformers import HfArgumentParser
 
 from heads import DraftHeads
 from inference import Decoder, Drafter, Target
+from inference.policy import resolve_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"
@@ -59,6 +60,15 @@ class DemoArguments:
     max_new_tokens: int = field(default=96, metadata={"help": "Tokens decoded for each prompt."})
     repeats: int = field(default=2, metadata={"help": "Rounds over the prompts."})
     threads: int | None = field(default=None, metadata={"help": "CPU threads; none = one for each core."})
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "num_prompts", "max_new_tokens", "repeats", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"got --{name} {value}: give at least 1")
+        for option in self.train_options:
+            key, equals, _ = option.partition("=")
+            if not (key.isidentifier() and equals):
+                raise ValueError(f"got --train_options {option!r}: write key=value, for example learning_rate=1e-3")
 
 
 def find_recipes() -> dict[str, Path]:
@@ -152,14 +162,15 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
     os.chdir(ROOT)
     start = time.perf_counter()
     torch.set_num_threads(args.threads or os.cpu_count() or 1)
-    output = Path(args.output)
-    trained = {kind: output / "trained" / kind for kind in find_recipes()}
-    seconds = {kind: train(recipe, trained[kind], args, console) for kind, recipe in find_recipes().items()}
-
+    # Before the minutes of training, so that a wrong option is seen at once.
+    resolve_policy(parse_tree(args.tree), None)
     target, tokenizer = load_target(args.target, dtype=args.dtype, device="cpu")
     prompts, _ = load_prompts(
         Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
     )
+    output = Path(args.output)
+    trained = {kind: output / "trained" / kind for kind in find_recipes()}
+    seconds = {kind: train(recipe, trained[kind], args, console) for kind, recipe in find_recipes().items()}
     heads = gather_heads(trained, target)
     contenders, rows = compare(heads, target, prompts, args, console)
     environment = describe_environment(

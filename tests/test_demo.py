@@ -80,6 +80,31 @@ def test_defaults_need_no_option_and_no_file_of_the_user() -> None:
     assert f"/{defaults.output}/" in ignored
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--num_prompts=0", "got --num_prompts 0: give at least 1"),
+        ("--repeats=0", "got --repeats 0: give at least 1"),
+        ("--max_new_tokens=0", "got --max_new_tokens 0: give at least 1"),
+        ("--max_steps=0", "got --max_steps 0: give at least 1"),
+        ("--threads=0", "got --threads 0: give at least 1"),
+        ("--train_options=foo", "got --train_options 'foo': write key=value"),
+        ("--tree=dynamc", "tree is 'dynamc'; allowed are 'dynamic', 'chain'"),
+        ("--prompts=nowhere.jsonl", "--prompts nowhere.jsonl does not exist"),
+        ("--max_new_tokens=1024", "no prompt that leaves room for 1024 tokens"),
+    ],
+)
+def test_wrong_options_end_it_before_training(option: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(demo, "train", lambda *_: pytest.fail("it trains"))
+    monkeypatch.setattr(sys, "argv", ["demo.py", option])
+    with pytest.raises(SystemExit) as exit_:
+        demo.main()
+    assert str(exit_.value.code).startswith("demo.py: ")
+    assert message in str(exit_.value.code)
+
+
 def test_the_sample_shows_what_was_drafted(
     chat_target: PreTrainedModel, chat_tokenizer: Any, args: demo.DemoArguments
 ) -> None:
