@@ -44,20 +44,21 @@ class PreparedRun:
     """A run with everything loaded and checked, before its first step."""
 
     trainer: HeadsTrainer
+    output_dir: Path
     checkpoint: Path | None
 
     def finish(self) -> dict[str, float]:
         """Trains, saves the heads and the record, and returns the final metrics."""
-        trainer, output_dir = self.trainer, Path(self.trainer.args.output_dir)
+        trainer = self.trainer
         _train(trainer, self.checkpoint)
         if trainer.eval_dataset is not None:
             metrics = _final_metrics(trainer)
         else:
             metrics = {f"eval_{name}": value for name, value in (trainer.measure_acceptance or dict)().items()}
-        trainer.save_model(trainer.args.output_dir)
+        trainer.save_model(str(self.output_dir))
         if trainer.args.process_index == 0:
-            (output_dir / "training_args.bin").unlink(missing_ok=True)  # a pickle of what training_config.yaml says
-            _write_record(output_dir, metrics)
+            (self.output_dir / "training_args.bin").unlink(missing_ok=True)  # a pickle of those in training_config.yaml
+            _write_record(self.output_dir, metrics)
         return metrics
 
 
@@ -120,7 +121,7 @@ def prepare_run(
     if is_main_process:  # now, so that an interrupted run says what it was
         output_dir.mkdir(parents=True, exist_ok=True)
         _write(output_dir / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
-    return PreparedRun(trainer, checkpoint)
+    return PreparedRun(trainer, output_dir, checkpoint)
 
 
 def _make_heads(model_args: ModelArguments, target: Target, checkpoint: Path | None) -> DraftHeads:
