@@ -187,7 +187,8 @@ def make_contenders(
     drafters += [(name, drafter, trees) for name, drafter in heads.items()]
     couplings = (True, False) if settings.is_sampled else (True,)
     for name, drafter, own_trees in drafters:
-        for tree, is_coupled, mode in itertools.product(own_trees, couplings, modes):
+        own_modes = modes if name in heads else (False,)  # looking up n-grams is no work for a compiler
+        for tree, is_coupled, mode in itertools.product(own_trees, couplings, own_modes):
             full_name = _mark(name if is_coupled else f"{name}, uncoupled", mode)
             contender = Contender(full_name, names[tree], is_compiled=mode)
             try:
