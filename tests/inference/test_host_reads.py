@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,27 +21,38 @@ from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 # Operators whose result (a number, or a shape that depends on values) the host must wait for.
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
 
 
 class RefuseHostReads(TorchDispatchMode):
     """Raises where a tensor's values would reach the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:  # inference mode hands over whole what is made of other operators, as `item` is
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         name = func.name().split("::")[1].split(".")[0]
         is_mask = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         if name in READS or is_mask:
             raise AssertionError(f"{func} reads a value on the host")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def test_the_guard_works() -> None:
-    with RefuseHostReads():
-        for read in (lambda x: x.item(), lambda x: bool(x), lambda x: x[x > 0]):
-            with pytest.raises(AssertionError, match="reads a value on the host"):
-                read(torch.tensor([2]))
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [torch.Tensor.item, bool, int, torch.where, torch.unique, lambda x: x[x > 0], lambda x: torch.equal(x, x + 0)],
+    ids=["item", "bool", "int", "where", "unique", "mask", "equal"],
+)
+def test_the_guard_works(read: Callable[[torch.Tensor], Any], is_inference: bool) -> None:
+    with torch.inference_mode(is_inference):
+        x = torch.tensor([2])
+        with RefuseHostReads(), pytest.raises(AssertionError, match="reads a value on the host"):
+            read(x)
 
 
 @pytest.fixture
