@@ -54,9 +54,12 @@ class DemoArguments:
     train_options: list[str] = field(
         default_factory=list, metadata={"help": "Further training options, key=value (see train_heads.py --help)."}
     )
-    # In float32 a CPU pays for every further node of a tree; bfloat16 (with CPU instructions for it) takes larger ones.
-    tree: str = field(default="dynamic:3,2,6", metadata={"help": "Token tree (see scripts/benchmark.py --help)."})
+    # In float32, where texts are identical to the last token, a CPU pays for every further node of a tree.
+    tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree (see scripts/benchmark.py --help)."})
     dtype: str = field(default="float32", metadata={"help": "Weights while decoding.", "choices": list(DTYPES)})
+    compile: bool = field(
+        default=True, metadata={"help": "Compile the heads' decoding; so small a target is mostly dispatch otherwise."}
+    )
     num_prompts: int = field(default=6, metadata={"help": "Prompts to decode."})
     max_new_tokens: int = field(default=96, metadata={"help": "Tokens decoded for each prompt."})
     repeats: int = field(default=2, metadata={"help": "Rounds over the prompts."})
@@ -121,7 +124,7 @@ def compare(
 ) -> tuple[list[Contender], list[Row]]:
     """Decodes the prompts with everything there is, in turns."""
     settings = make_settings(args)
-    contenders = make_contenders(target, heads, [args.tree], settings)
+    contenders = make_contenders(target, heads, [args.tree], settings, modes=(args.compile,))
     num_runs = args.repeats * len(prompts) * len(contenders)
     with console.status(f"decoding {len(prompts)} prompts in {len(contenders)} ways, {num_runs} texts"):
         measure(contenders, prompts, settings)
@@ -151,7 +154,10 @@ def show_sample(
 
 def conclude(rows: list[Row], names: list[str]) -> str:
     """One sentence about the fastest heads, from the measured rows."""
-    best = max((row for row in rows if row.name in names), key=lambda row: row.over_transformers or 0.0)
+    best = max(
+        (row for row in rows if row.name.removesuffix(", compiled") in names),
+        key=lambda row: row.over_transformers or 0.0,
+    )
     return (
         f"Fastest heads: {best.name}: {best.over_transformers:.2f} × the speed of transformers' generate, "
         f"{best.acceptance_length:.2f} tokens per forward pass of the target, {best.num_identical} of "

@@ -91,7 +91,8 @@ def run(args: BenchmarkArguments, console: Console) -> None:
     prompts, num_too_long = load_prompts(
         Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
     )
-    contenders = make_contenders(target, heads, args.tree, settings, has_compiled=args.compile)
+    modes = (False, True) if args.compile else (False,)
+    contenders = make_contenders(target, heads, args.tree, settings, modes=modes)
     num_runs = args.repeats * len(prompts) * sum(not contender.problem for contender in contenders)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("decoding", total=num_runs)

@@ -148,14 +148,15 @@ def make_contenders(
     trees: Sequence[str],
     settings: Settings,
     *,
-    has_compiled: bool = False,
+    modes: Sequence[bool] = (False,),
 ) -> list[Contender]:
     """The baselines, then every set of heads with every tree; at temperature > 0 with and without coupled drafting.
 
     A tree that is too deep for a drafter makes a contender with a `problem`, not an error.
 
     Args:
-        has_compiled: whoever can be compiled runs a second time, compiled.
+        modes: False = eager, True = compiled: how heads run. The baselines always run eagerly, and compiled as well
+            when eager and compiled heads are compared.
 
     Raises:
         ValueError: for what is no tree at all, and for two trees of one name.
@@ -168,10 +169,10 @@ def make_contenders(
             f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
             "apart, so leave one out or rename a file"
         )
-    modes = (False, True) if has_compiled else (False,)
+    plain_modes = (False, True) if len(modes) > 1 else (False,)
     contenders = [
         Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
-        for mode, options in zip(modes, ({}, compiled_options()), strict=False)
+        for mode, options in zip(plain_modes, ({}, compiled_options()), strict=False)
     ]
     contenders.append(
         Contender(
@@ -181,7 +182,7 @@ def make_contenders(
     )
     contenders += [
         Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
-        for mode in modes
+        for mode in plain_modes
     ]
     drafters: list[tuple[str, Drafter, Sequence[str]]] = [("n-gram drafter", NgramDrafter(), trees[:1])]
     drafters += [(name, drafter, trees) for name, drafter in heads.items()]
