@@ -15,9 +15,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: begin (scripts/readme_results.py) -->", "<!-- results: end -->"
 BASELINES = ("transformers generate", "plain decoding")
-# Benchmark file -> its column. The first one is also the table of speeds.
+SPEED = "cpu-validation-t0"
+# Benchmark file -> its column of acceptance lengths.
 COLUMNS = {
-    "cpu-validation-t0": "validation, T=0",
+    "cpu-validation-t0-fp32": "validation, T=0",
     "cpu-validation-t1": "validation, T=1",
     "cpu-mt-bench-t0": "MT-Bench, T=0",
     "cpu-mt-bench-t1": "MT-Bench, T=1",
@@ -26,10 +27,9 @@ COLUMNS = {
 Report = dict[str, Any]
 
 
-def load_reports() -> dict[str, Report]:
-    """Column title -> benchmark report."""
-    folder = ROOT / "docs" / "benchmarks"
-    return {title: json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")) for stem, title in COLUMNS.items()}
+def load_report(stem: str) -> Report:
+    report: Report = json.loads((ROOT / "docs" / "benchmarks" / f"{stem}.json").read_text(encoding="utf-8"))
+    return report
 
 
 def acceptance_table(reports: dict[str, Report]) -> list[str]:
@@ -68,15 +68,16 @@ def speed_table(report: Report) -> list[str]:
     return lines
 
 
-def render(reports: dict[str, Report]) -> str:
-    first = next(iter(reports.values()))
-    machine = first["environment"]
+def render() -> str:
+    speed = load_report(SPEED)
+    machine = speed["environment"]
     description = (
         f"{machine['cpu']}, {machine['threads']} thread(s), {machine['dtype']}, batch 1, {machine['num_prompts']} "
         f"validation prompts of up to {machine['max_new_tokens']} tokens, T={machine['temperature']:g}, medians of "
         f"{machine['repeats']} interleaved rounds:"
     )
-    return "\n".join([BEGIN, *acceptance_table(reports), "", description, "", *speed_table(first), END])
+    reports = {title: load_report(stem) for stem, title in COLUMNS.items()}
+    return "\n".join([BEGIN, *acceptance_table(reports), "", description, "", *speed_table(speed), END])
 
 
 def _line(*cells: str) -> str:
@@ -98,7 +99,7 @@ def main() -> None:
     readme = ROOT / "README.md"
     try:
         old = readme.read_text(encoding="utf-8")
-        new = replace_between_markers(old, render(load_reports()))
+        new = replace_between_markers(old, render())
     except (ValueError, OSError) as error:
         sys.exit(f"readme_results.py: {error}")
     if args.check:

@@ -51,7 +51,7 @@ def chat_prompts() -> list[Tensor]:
     ]
 
 
-def train_quickly(kind: str, target: Target, texts: Tensor, *, num_steps: int = 60) -> DraftHeads:
+def train_quickly(kind: str, target: Target, texts: Tensor, *, num_steps: int = 100) -> DraftHeads:
     """Heads good enough to accept now and then, from the target's own texts [B, T]."""
     heads = create_heads(kind, target)
     mask = torch.ones_like(texts)
