@@ -72,8 +72,8 @@ class DecodeStep:
 
     @property
     def num_depths(self) -> int:
-        """Tokens one step can emit."""
-        return self.policy.max_depth + 1 if self.policy is not None else 1
+        """Tokens one step can emit: `path_width` of its trees."""
+        return 1 + min(self.policy.max_depth, self.num_nodes - 1) if self.policy is not None else 1
 
     @property
     def capacity_multiple(self) -> int:
@@ -122,7 +122,8 @@ class DecodeStep:
         max_slots: int,
     ) -> tuple[TokenTree, Tensor | None]:
         root_ids = next_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        noise = sampler.draw_noise(lengths, self.num_depths, self.target.vocab_size)
+        num_levels = self.policy.max_depth + 1 if self.policy is not None else 1
+        noise = sampler.draw_noise(lengths, num_levels, self.target.vocab_size)
         if self.drafter is None or self.policy is None:
             return TokenTree.from_root(root_ids), noise
         draft = self.drafter.extend(state, features, next_ids, counts, max_slots=max_slots)

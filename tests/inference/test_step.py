@@ -85,7 +85,8 @@ def test_plain_decoding_compiles_once(target: Target) -> None:
     assert seconds[1:] == [0, 0], "another length of the prompt must not make another graph"
 
 
-def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tree", [chain(2), DynamicTree(5, 2, 3)], ids=["chain", "deeper than its nodes"])
+def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.MonkeyPatch, tree: Any) -> None:
     """Its length is new each time: compiled, every call would make a graph of its own."""
     widths = set()
 
@@ -98,7 +99,7 @@ def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.Mo
         return call
 
     monkeypatch.setattr(torch, "compile", fake_compile)
-    decoder = Decoder(target, tiny_heads("eagle3", target), tree=chain(2), compile=True)
+    decoder = Decoder(target, tiny_heads("eagle3", target), tree=tree, compile=True)
     for length in (4, 9):
         decoder.generate(random_prompt(length), max_new_tokens=10, do_sample=False)
     assert widths == {3}
