@@ -254,6 +254,17 @@ class TestARun:
         train(max_steps=1, report_to="tensorboard")
         assert list(train.output_dir.rglob("events.out.tfevents.*"))
 
+    def test_wandb_is_opt_in_and_works_offline(self, train: Runner, tmp_path: Path) -> None:
+        pytest.importorskip("wandb")
+        folder = tmp_path / "wandb"
+        folder.mkdir()
+        environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
+        words = train.arguments(max_steps=1, report_to="wandb")
+        command = [sys.executable, str(REPOSITORY / "training" / "train_heads.py"), *words]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert list(folder.rglob("run-*.wandb")), "nothing was logged"
+
 
 class TestHeldOutConversations:
     def load(self, train: Runner, **options: Any) -> tuple[list[Any], list[Any]]:
