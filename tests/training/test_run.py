@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
-import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,115 +16,25 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, generate
-from tests.conftest import REPOSITORY, needs_muon
+from tests.conftest import REPOSITORY
 from tests.tiny_targets import random_prompt, tiny_target
-from training import run as run_module
+from tests.training.runner import (
+    WORDS,
+    InterruptedRunError,
+    Runner,
+    assert_same,
+    interrupt_at_step,
+    write_conversations,
+)
 from training import train_heads
 from training.arguments import parse_arguments
 from training.run import load_datasets, run_training
 from training.trainer import HeadsTrainer
-
-SPECIAL = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
-WORDS = [f"word{index}" for index in range(60 - len(SPECIAL))]
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 60 tokens with a tokenizer of one token per word and a chat template."""
-    folder = tmp_path_factory.mktemp("target")
-    tiny_target("llama", vocab_size=60, num_hidden_layers=4, initializer_range=0.2).save_pretrained(folder)
-    words = Tokenizer(WordLevel({word: index for index, word in enumerate([*SPECIAL, *WORDS])}, unk_token="<pad>"))
-    words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<|end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[1:3])})
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def write_conversations(path: Path, *, count: int = 24, words: list[str] = WORDS, seed: int = 0) -> Path:
-    """Questions of 3 to 8 words; the answers count up through `words` from the question's last."""
-    draw = random.Random(seed)
-    lines = []
-    for _ in range(count):
-        question = draw.choices(words, k=draw.randint(3, 8))
-        start = words.index(question[-1])
-        answer = [words[(start + step) % len(words)] for step in range(1, draw.randint(10, 20))]
-        turns = (("user", question), ("assistant", answer))
-        lines.append(json.dumps({"messages": [{"role": role, "content": " ".join(text)} for role, text in turns]}))
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-@pytest.fixture
-def conversations(tmp_path: Path) -> Path:
-    return write_conversations(tmp_path / "conversations.jsonl")
-
-
-class InterruptedRunError(Exception):
-    """Stands for whatever breaks off a run."""
-
-
-class Runner:
-    """Runs training into `output_dir` with options as on the command line."""
-
-    def __init__(self, target_path: Path, conversations: Path, output_dir: Path) -> None:
-        self.output_dir = output_dir
-        self.defaults: dict[str, Any] = {
-            "target": target_path,
-            "dataset": conversations,
-            "output_dir": output_dir,
-            "head_type": "eagle3",
-            "head_overrides": ["ttt_steps=2", "draft_vocab_size=40"],
-            "validation_fraction": 0.25,
-            "max_length": 64,
-            "num_eval_prompts": 2,
-            "eval_max_new_tokens": 8,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 0.003,
-            "max_steps": 8,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "bf16": False,
-            "use_cpu": True,
-            "disable_tqdm": True,
-        }
-
-    def arguments(self, **options: Any) -> list[str]:
-        words = []
-        for key, value in {**self.defaults, **options}.items():
-            if value is not None:
-                words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-        return words
-
-    def __call__(self, **options: Any) -> dict[str, float]:
-        return run_training(*parse_arguments(self.arguments(**options)))
-
-    def weights(self) -> dict[str, Tensor]:
-        return load_file(self.output_dir / "model.safetensors")
-
-
-@pytest.fixture
-def train(target_path: Path, conversations: Path, tmp_path: Path) -> Runner:
-    return Runner(target_path, conversations, tmp_path / "heads")
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
 
 
 class TestARun:
@@ -397,221 +304,3 @@ class TestBadInput:
         create_heads("medusa", tiny_target("llama")).save_pretrained(tmp_path / "others")
         with pytest.raises(ValueError, match=r"vocabulary size 128, this target .* has 60"):
             train(init_heads=tmp_path / "others", head_type=None, head_overrides=None)
-
-
-def interrupt_at_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks off training when `step` optimizer steps have been made."""
-    training_step = HeadsTrainer.training_step
-
-    def interrupted(self: HeadsTrainer, *args: Any, **kwargs: Any) -> Tensor:
-        if self.state.global_step == step:
-            raise InterruptedRunError
-        return training_step(self, *args, **kwargs)
-
-    monkeypatch.setattr(HeadsTrainer, "training_step", interrupted)
-
-
-class TestResume:
-    """Eight steps of which every second is saved; six batches an epoch, so that the run crosses into the next one."""
-
-    SAVED: dict[str, Any] = {  # noqa: RUF012
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_total_limit": 0,
-    }
-
-    @pytest.fixture
-    def uninterrupted(self, train: Runner) -> dict[str, Tensor]:
-        train(**self.SAVED)
-        weights = train.weights()
-        shutil.rmtree(train.output_dir)
-        return weights
-
-    def interrupt(self, train: Runner, step: int, **options: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            interrupt_at_step(step, patch)
-            with pytest.raises(InterruptedRunError):
-                train(**self.SAVED, **options)
-
-    @pytest.mark.parametrize("step", [5, 7])
-    def test_gives_the_weights_of_an_uninterrupted_run(
-        self, train: Runner, uninterrupted: dict[str, Tensor], step: int
-    ) -> None:
-        self.interrupt(train, step)
-        assert not (train.output_dir / "model.safetensors").exists()
-        train(**self.SAVED, resume_from_checkpoint=True)
-        assert_same(train.weights(), uninterrupted)
-        state = json.loads((train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
-        assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
-
-    @needs_muon
-    def test_goes_on_with_muon(self, train: Runner, uninterrupted: dict[str, Tensor]) -> None:
-        options = {**self.SAVED, "muon_learning_rate": 0.02}
-        train(**options)
-        weights = train.weights()
-        assert not torch.equal(weights["fc.weight"], uninterrupted["fc.weight"]), "that is what AdamW learns"
-        shutil.rmtree(train.output_dir)
-        self.interrupt(train, 5, muon_learning_rate=0.02)
-        train(**options, resume_from_checkpoint=True)
-        assert_same(train.weights(), weights)
-
-    def test_passes_over_a_torn_checkpoint(
-        self, train: Runner, uninterrupted: dict[str, Tensor], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        self.interrupt(train, 7)
-        weights = train.output_dir / "checkpoint-6" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:1000])
-        (train.output_dir / "checkpoint-4" / "trainer_state.json").unlink()
-        with caplog.at_level(logging.WARNING):
-            train(**self.SAVED, resume_from_checkpoint=True)
-        assert "checkpoint-6 is passed over: model.safetensors is cut off" in caplog.text
-        assert "checkpoint-4 is passed over: trainer_state.json is missing" in caplog.text
-        assert_same(train.weights(), uninterrupted)
-
-    def test_a_full_disk_leaves_the_checkpoint_before(
-        self, train: Runner, uninterrupted: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        save = torch.save
-        written: list[str] = []
-
-        def fail_at_the_third_optimizer(content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-            written.append(Path(path).name)
-            if written.count("optimizer.pt") == 3:
-                Path(path).write_bytes(b"half")
-                raise OSError(28, "No space left on device")
-            save(content, path, *args, **kwargs)
-
-        monkeypatch.setattr(torch, "save", fail_at_the_third_optimizer)
-        with pytest.raises(OSError, match="No space left"):
-            train(**self.SAVED)
-        monkeypatch.setattr(torch, "save", save)
-        assert (train.output_dir / "checkpoint-6" / "model.safetensors").exists()
-        train(**self.SAVED, resume_from_checkpoint=True)
-        assert_same(train.weights(), uninterrupted)
-
-    def test_keeps_the_draft_vocabulary_of_the_checkpoint(
-        self, train: Runner, conversations: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.interrupt(train, 5)
-        vocabulary = load_file(train.output_dir / "checkpoint-4" / "model.safetensors")["d2t"]
-        write_conversations(conversations, words=WORDS[::-1][:30], seed=5)
-        train(**self.SAVED, resume_from_checkpoint=True)
-        assert torch.equal(train.weights()["d2t"], vocabulary)
-        shutil.rmtree(train.output_dir)
-        train(max_steps=1)
-        assert not torch.equal(train.weights()["d2t"], vocabulary), "the data would give another one"
-
-    def test_counts_no_tokens(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.interrupt(train, 5)
-
-        def fail(*args: Any) -> Tensor:
-            raise AssertionError("the vocabulary is stored with the heads")
-
-        monkeypatch.setattr(run_module, "count_tokens", fail)
-        train(**self.SAVED, resume_from_checkpoint=True)
-
-    def test_a_finished_run_trains_and_evaluates_nothing(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        metrics = train(**self.SAVED)
-        weights = train.weights()
-        interrupt_at_step(8, monkeypatch)
-        monkeypatch.setattr(HeadsTrainer, "evaluation_loop", None)
-        assert train(**self.SAVED, resume_from_checkpoint=True) == pytest.approx(metrics, abs=1e-4)
-        assert_same(train.weights(), weights)
-
-    def test_other_heads_are_refused(self, train: Runner) -> None:
-        self.interrupt(train, 5)
-        with pytest.raises(ValueError, match=r"checkpoint-4 holds heads with ttt_steps 2 \(now 3\): resume"):
-            train(resume_from_checkpoint=True, head_overrides=["ttt_steps=3", "draft_vocab_size=40"])
-
-    def test_nothing_to_resume_starts_from_the_beginning(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.WARNING):
-            train(max_steps=1, resume_from_checkpoint=True)
-        assert "no complete checkpoint in" in caplog.text
-        assert train.weights()
-
-
-@pytest.mark.slow
-class TestLaunching:
-    """The entry point in processes of its own."""
-
-    TWO_PROCESSES = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    DEEPSPEED = ("accelerate.commands.launch", "--config_file", "configs/accelerate/deepspeed_zero2.yaml")
-    EXACT: dict[str, Any] = {  # noqa: RUF012
-        "head_overrides": ["ttt_steps=2"],
-        "optim": "sgd",
-        "learning_rate": 0.02,
-        "max_grad_norm": 0.0,
-        "max_steps": 4,
-        "lr_scheduler_type": "constant",
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
-
-    def launch(self, launcher: Sequence[str], arguments: list[str]) -> str:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        command = [sys.executable, "-m", *launcher, "training/train_heads.py", *arguments]
-        result = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=500
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout + result.stderr
-
-    def test_accelerate_launch(self, train: Runner, tmp_path: Path) -> None:
-        launcher = ["accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml"]
-        config = tmp_path / "run.yaml"
-        config.write_text(f"target: {train.defaults['target']}\nmax_steps: 100\n")
-        arguments = train.arguments(target=None, config=config, max_steps=2)
-        output = self.launch(launcher, arguments)
-        assert "eval_acceptance_length" in output
-        launched = train.weights()
-        shutil.rmtree(train.output_dir)
-        train(max_steps=2)
-        assert_same(launched, train.weights())
-
-    def test_a_wrong_option_ends_it_in_one_line_and_a_foreign_package_is_not_imported(self, tmp_path: Path) -> None:
-        """Another distribution ships a package named `inference` as well."""
-        (tmp_path / "inference").mkdir()
-        (tmp_path / "inference" / "__init__.py").write_text("raise SystemExit('the foreign package was imported')\n")
-        result = subprocess.run(
-            [sys.executable, "training/train_heads.py", "--learning_rat", "0.1"],
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 1
-        assert (
-            "train_heads.py: unknown key 'learning_rat' on the command line; did you mean 'learning_rate'"
-            in result.stderr
-        )
-        assert "Traceback" not in result.stderr
-
-    @pytest.mark.parametrize("launcher", [TWO_PROCESSES, DEEPSPEED], ids=["data parallel", "DeepSpeed ZeRO-2"])
-    def test_two_processes_train_as_one_with_batches_of_twice_the_size(
-        self, train: Runner, launcher: tuple[str, ...]
-    ) -> None:
-        """Plain SGD and the whole vocabulary, so that every predicted token has a loss and equal means equal; the
-        second half is a resumed run."""
-        if launcher == self.DEEPSPEED:
-            pytest.importorskip("deepspeed")
-        # With use_cpu accelerate would fall back to plain data parallelism.
-        options = {**self.EXACT, "per_device_train_batch_size": 2, "use_cpu": launcher != self.DEEPSPEED}
-        self.launch(launcher, train.arguments(**options))
-        newest = train.output_dir / "checkpoint-4"
-        assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
-        assert (newest / "global_step4").is_dir() == (launcher == self.DEEPSPEED)
-        (newest / "trainer_state.json").unlink()
-        output = self.launch(launcher, train.arguments(**options, resume_from_checkpoint=True))
-        assert output.count("checkpoint-4 is passed over: trainer_state.json is missing") == 1
-        two = train.weights()
-        metrics = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
-
-        shutil.rmtree(train.output_dir)
-        expected = train(**self.EXACT, per_device_train_batch_size=4)
-        for name, tensor in train.weights().items():
-            torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
-        for name in ("eval_loss", "eval_top1_depth1", "eval_top5_depth2", "eval_acceptance_length"):
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-3)

@@ -1,0 +1,99 @@
+"""What tests of whole training runs share: conversations, and a runner with options as on the command line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from training.arguments import parse_arguments
+from training.run import run_training
+from training.trainer import HeadsTrainer
+
+SPECIAL = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
+WORDS = [f"word{index}" for index in range(60 - len(SPECIAL))]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+
+
+def write_conversations(path: Path, *, count: int = 24, words: list[str] = WORDS, seed: int = 0) -> Path:
+    """Questions of 3 to 8 words; the answers count up through `words` from the question's last."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        question = draw.choices(words, k=draw.randint(3, 8))
+        start = words.index(question[-1])
+        answer = [words[(start + step) % len(words)] for step in range(1, draw.randint(10, 20))]
+        turns = (("user", question), ("assistant", answer))
+        lines.append(json.dumps({"messages": [{"role": role, "content": " ".join(text)} for role, text in turns]}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+class InterruptedRunError(Exception):
+    """Stands for whatever breaks off a run."""
+
+
+class Runner:
+    """Runs training into `output_dir` with options as on the command line."""
+
+    def __init__(self, target_path: Path, conversations: Path, output_dir: Path) -> None:
+        self.output_dir = output_dir
+        self.defaults: dict[str, Any] = {
+            "target": target_path,
+            "dataset": conversations,
+            "output_dir": output_dir,
+            "head_type": "eagle3",
+            "head_overrides": ["ttt_steps=2", "draft_vocab_size=40"],
+            "validation_fraction": 0.25,
+            "max_length": 64,
+            "num_eval_prompts": 2,
+            "eval_max_new_tokens": 8,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 0.003,
+            "max_steps": 8,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "bf16": False,
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+
+    def arguments(self, **options: Any) -> list[str]:
+        words = []
+        for key, value in {**self.defaults, **options}.items():
+            if value is not None:
+                words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+        return words
+
+    def __call__(self, **options: Any) -> dict[str, float]:
+        return run_training(*parse_arguments(self.arguments(**options)))
+
+    def weights(self) -> dict[str, Tensor]:
+        return load_file(self.output_dir / "model.safetensors")
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def interrupt_at_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks off training when `step` optimizer steps have been made."""
+    training_step = HeadsTrainer.training_step
+
+    def interrupted(self: HeadsTrainer, *args: Any, **kwargs: Any) -> Tensor:
+        if self.state.global_step == step:
+            raise InterruptedRunError
+        return training_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(HeadsTrainer, "training_step", interrupted)
