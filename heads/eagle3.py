@@ -134,12 +134,17 @@ class Eagle3Layer(nn.Module):
 
 @dataclass
 class Eagle3State:
-    """cache: the draft layer's keys and values. hidden: [B, W, D] outputs of the last call's nodes (the next nodes' g).
-    ancestors: [B, W, used] which scratch rows each node of the last frontier sees."""
+    """cache: the draft layer's keys and values, with R scratch rows.
+    hidden: [B, 1 + R, D] outputs (the next nodes' g) of the last certain slot and behind it of each scratch row.
+    ancestors: [B, 1 + R, R] which scratch rows each of these sees. Both have one size for all levels, and what tells
+    levels apart are tensors, so that one compiled graph serves every level: base [1], where the last frontier begins in
+    `hidden`; depth [1], how many levels there are so far."""
 
     cache: DraftCache
     hidden: Tensor
     ancestors: Tensor
+    base: Tensor
+    depth: Tensor
 
 
 class Eagle3Heads(DraftHeads):
@@ -231,8 +236,10 @@ class Eagle3Heads(DraftHeads):
             device=self.device,
             dtype=self.dtype,
         )
-        hidden = torch.zeros(batch_size, 1, self.config.hidden_size, device=self.device, dtype=self.dtype)
-        return Eagle3State(cache, hidden, torch.zeros(batch_size, 1, 0, dtype=torch.bool, device=self.device))
+        rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
+        hidden = torch.zeros(batch_size, rows, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        ancestors = torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device)
+        return Eagle3State(cache, hidden, ancestors, zero, zero)
 
     def extend(
         self, state: Eagle3State, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -251,19 +258,23 @@ class Eagle3Heads(DraftHeads):
             )
             last = (here - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
             last_hidden = torch.where((here > 0)[:, None, None], hidden.gather(1, last), last_hidden)
-        state.hidden = last_hidden
-        state.ancestors = state.ancestors.new_zeros(next_token_ids.shape[0], 1, 0)
-        return DraftLogits(self.score(state.hidden), self.draft_token_ids)
+        state.hidden.narrow(1, 0, 1).copy_(last_hidden)
+        state.base, state.depth = torch.zeros_like(state.base), torch.zeros_like(state.depth)
+        return DraftLogits(self.score(last_hidden), self.draft_token_ids)
 
     def expand(self, state: Eagle3State, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        batch, width = token_ids.shape
-        g = state.hidden.gather(1, parents[..., None].expand(-1, -1, state.hidden.shape[-1]))
-        inherited = state.ancestors.gather(1, parents[..., None].expand(-1, -1, state.ancestors.shape[-1]))
-        itself = torch.eye(width, dtype=torch.bool, device=g.device).expand(batch, -1, -1)
-        state.ancestors = torch.cat([inherited, itself], dim=-1)
+        width, cache = token_ids.shape[1], state.cache
+        rows = (state.base + parents)[..., None]
+        g = state.hidden.gather(1, rows.expand(-1, -1, state.hidden.shape[-1]))
+        own = cache.used_scratch + torch.arange(width, device=g.device)  # the scratch rows of this level
+        itself = own[:, None] == torch.arange(cache.num_scratch, device=g.device)
+        ancestors = state.ancestors.gather(1, rows.expand(-1, -1, cache.num_scratch)) | itself
         # The last certain slot is lengths - 1; level d of the tree stands d slots behind it.
-        positions = (state.cache.lengths + (depth - 1))[:, None].expand(-1, width)
+        positions = (cache.lengths[:, None] + state.depth).expand(-1, width)
         q, keys, values = self.midlayer.project(self.embed(token_ids), g, positions)
-        view = state.cache.append_scratch(keys, values, state.ancestors)
-        state.hidden = self.midlayer.finish(g, self.midlayer.self_attn.attend(q, *view))
-        return DraftLogits(self.score(state.hidden), self.draft_token_ids)
+        view = cache.append_scratch(keys, values, ancestors)
+        hidden = self.midlayer.finish(g, self.midlayer.self_attn.attend(q, *view))
+        state.hidden.index_copy_(1, 1 + own, hidden)
+        state.ancestors.index_copy_(1, 1 + own, ancestors)
+        state.base, state.depth = 1 + own[:1], state.depth + 1
+        return DraftLogits(self.score(hidden), self.draft_token_ids)

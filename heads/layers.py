@@ -16,6 +16,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from inference.attention import attend_masked
+
 QUERY_CHUNK = 256
 
 
@@ -124,7 +126,8 @@ class DraftCache:
         self.columns = torch.arange(num_scratch + num_slots, device=device)
         self.rows = torch.arange(batch, device=device)[:, None]
         self.max_slots = 0
-        self.used_scratch = 0
+        self.used_scratch = torch.zeros(1, dtype=torch.long, device=device)
+        self._num_used = 0
 
     def append(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor, Tensor]:
         """Writes W certain slots behind each row's own, [B, G, W, d]; only the first counts[b] become certain.
@@ -143,25 +146,30 @@ class DraftCache:
         mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
         self.lengths = self.lengths + counts
         self.max_slots = max_slots
-        self.used_scratch = 0
+        self.used_scratch = torch.zeros_like(self.used_scratch)
+        self._num_used = 0
         return self.keys[:, :, :view], self.values[:, :, :view], mask_BWS[:, None]
 
     def append_scratch(self, keys: Tensor, values: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes one level's W frontier rows. `ancestors` [B, W, used + W] says which scratch rows each sees."""
-        width, start = keys.shape[2], self.used_scratch
-        if start + width > self.num_scratch:
-            raise ValueError(
-                f"the tree has more than num_scratch={self.num_scratch} frontier nodes: start() the drafter with more"
-            )
-        self.keys[:, :, start : start + width] = keys
-        self.values[:, :, start : start + width] = values
-        self.used_scratch = start + width
+        """Writes one level's W frontier rows. `ancestors` [B, W, R] says which scratch rows each sees.
+
+        Where the level begins is a tensor, so that one compiled graph serves every level.
+        """
+        width = keys.shape[2]
+        if not torch.compiler.is_compiling():
+            self._num_used += width
+            if self._num_used > self.num_scratch:
+                raise ValueError(
+                    f"the tree has more than num_scratch={self.num_scratch} frontier nodes: start() the drafter with "
+                    "more"
+                )
+        columns = self.used_scratch + self.columns[:width]
+        self.keys.index_copy_(2, columns, keys)  # an assignment to a slice would be compiled to a copy of the cache
+        self.values.index_copy_(2, columns, values)
+        self.used_scratch = self.used_scratch + width
+        certain_BS = self.columns[: self.max_slots] < self.lengths[:, None]
+        mask_BWS = torch.cat([ancestors, certain_BS[:, None].expand(-1, width, -1)], dim=-1)
         view = self.num_scratch + self.max_slots
-        certain_BS = (self.columns[:view] >= self.num_scratch) & (
-            self.columns[:view] - self.num_scratch < self.lengths[:, None]
-        )
-        mask_BWS = certain_BS[:, None].repeat(1, width, 1)
-        mask_BWS[:, :, : self.used_scratch] = ancestors
         return self.keys[:, :, :view], self.values[:, :, :view], mask_BWS[:, None]
 
 
@@ -195,8 +203,7 @@ class DraftAttention(nn.Module):
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """q [B, H, Q, d] over keys and values [B, G, S, d] where mask [B, 1, Q, S] is True -> [B, Q, D]."""
-        use_groups = self.num_groups != self.num_heads
-        return self.output(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=use_groups))
+        return self.output(attend_masked(q, keys, values, mask))
 
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """The training-time test's attention (EAGLE-3, arXiv 2503.01840, section 3.2): query i of step k sees the keys

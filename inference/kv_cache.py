@@ -51,7 +51,8 @@ class TreeCache(Cache):
             its one synchronisation per step assigns the exact maximum, which keeps the view tight. It must never be
             below the true maximum.
         slots: [B, N] long, the slots opened for the present forward.
-        view: number of slots the attention of the present forward sees (python int).
+        slots_in_view: [S] long, 0 .. S - 1: the slots the attention of the present forward sees. A tensor, so that a
+            compiled graph can take their number from its shape and serve every number.
     """
 
     def __init__(
@@ -78,7 +79,6 @@ class TreeCache(Cache):
         self.layer_specs = tuple(layers)
         self.capacity = capacity
         self.view_multiple = view_multiple
-        self.view = 0
         self.length_bound = 0
         groups: dict[PlaneSpec, int] = {}  # planes of one shape, dtype and device share a stacked buffer
         places: list[tuple[PlaneSpec, int]] = []
@@ -94,14 +94,26 @@ class TreeCache(Cache):
                 for plane, count in groups.items()
             }
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device or self.layer_specs[0].keys.device)
+            self._every_slot = torch.arange(capacity, device=self.lengths.device)
         self._buffers = list(buffers.values())  # each [planes, B, H, C, width]
         planes = [buffers[plane][index] for plane, index in places]
         self._keys, self._values = planes[0::2], planes[1::2]  # per layer [B, H, C, width]
         self.slots = self.lengths[:, None]
+        self.slots_in_view = self.view_slots(0)
 
     @property
     def batch_size(self) -> int:
         return self.lengths.shape[0]
+
+    @property
+    def view(self) -> int:
+        """Slots the attention of the present forward sees."""
+        return self.slots_in_view.shape[0]
+
+    def view_slots(self, num_slots: int) -> Tensor:
+        """[S] long, 0 .. S - 1, where S is `num_slots` rounded up to a view, within the capacity."""
+        view = -(-num_slots // self.view_multiple) * self.view_multiple
+        return self._every_slot[:view]
 
     def open_slots(self, num_nodes: int) -> int:
         """Open the next `num_nodes` slots behind every row's length for the coming forward; returns the view."""
@@ -112,12 +124,8 @@ class TreeCache(Cache):
                 f"{self.length_bound} committed ones need {needed}: create it with a larger capacity"
             )
         self.slots = self.lengths[:, None] + torch.arange(num_nodes, device=self.lengths.device)
-        self.view = self.view_for(needed)
+        self.slots_in_view = self.view_slots(needed)
         return self.view
-
-    def view_for(self, num_slots: int) -> int:
-        """`num_slots` rounded up to a view, within the capacity."""
-        return min(self.capacity, -(-num_slots // self.view_multiple) * self.view_multiple)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -168,7 +176,7 @@ class TreeCache(Cache):
         """Forget every token; the buffers are kept and need no zeroing, since what they hold is finite."""
         self.lengths.zero_()
         self.length_bound = 0
-        self.view = 0
+        self.slots_in_view = self.view_slots(0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length_bound

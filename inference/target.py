@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inference.attention import grouped_attention
 from inference.kv_cache import TreeCache
 from inference.target_probe import examine_model, find_layer_windows, find_length_limit, unwrap_model
 from inference.tree import TokenTree
@@ -156,7 +157,7 @@ class Target:
 
     @torch.no_grad()
     def verify_opened(self, cache: TreeCache, tree: TokenTree, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
-        """`verify` behind `cache.open_slots(N)`; of the host's numbers it depends on the cache's view alone."""
+        """`verify` behind `cache.open_slots(N)`; it reads no number of the host but the size of the cache's view."""
         depths = tree.depths.clamp(min=0).where(tree.parents >= 0, torch.zeros_like(tree.depths))
         output = self._forward_cached(cache, tree.token_ids, depths, tree.ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last_hidden)
@@ -231,11 +232,11 @@ class Target:
         """Run [B, N] tokens, whose slots are open, at lengths + depths; each sees the committed tokens and its
         ancestors [B, N, N]."""
         batch, num_nodes = token_ids.shape
-        view, lengths, slots = cache.view, cache.lengths, cache.slots
+        lengths, slots = cache.lengths, cache.slots
         positions = lengths[:, None] + depths
         if self.max_length is not None:
             positions = positions.clamp(max=self.max_length - 1)
-        key_positions = torch.arange(view, device=self.device).expand(batch, view)
+        key_positions = cache.slots_in_view.expand(batch, -1)
         committed = key_positions < lengths[:, None]
         allowed = committed[:, None, :].repeat(1, num_nodes, 1)
         allowed.scatter_(2, slots[:, None, :].expand(batch, num_nodes, num_nodes), ancestors)
@@ -276,15 +277,16 @@ class Target:
         wanted = (
             sorted(set(layers) - {self.num_layers}) if module is self._causal_lm.base_model else sorted(set(layers))
         )
-        return module(
-            input_ids=token_ids,
-            attention_mask=masks,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            output_hidden_states=wanted or False,
-            return_dict=True,
-        )
+        with grouped_attention(self.text_config):
+            return module(
+                input_ids=token_ids,
+                attention_mask=masks,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                output_hidden_states=wanted or False,
+                return_dict=True,
+            )
 
     def _join_features(self, output: Any, last_hidden: Tensor, feature_layers: Sequence[int]) -> Tensor | None:
         """Concatenate the asked hidden states on the last dimension, on the device of the last one."""

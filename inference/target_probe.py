@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from inference.attention import GROUPED, STOCK
 from inference.kv_cache import LayerSpec, PlaneSpec
 
 # Layer types whose whole past stays readable in the cache, so that a step can be forgotten.
@@ -62,6 +63,8 @@ def unwrap_model(model: nn.Module) -> Any:
             f"its own ({other or 'a recurrent state'}): a target has {' and '.join(_ATTENTION_LAYER_TYPES)} layers only"
         )
     implementation = text_config._attn_implementation
+    if implementation == GROUPED:  # another thread is in the middle of a pass
+        implementation = STOCK
     if implementation not in _ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation {implementation!r} cannot take a tree mask: load the model with "

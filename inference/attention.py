@@ -1,0 +1,83 @@
+"""Grouped attention under a 4-D mask: the cache's keys and values are read once, not repeated per query head.
+
+transformers repeats keys and values for every query head of a group when several tokens come with a mask: a copy of
+the whole view of the cache in each layer. Here the query heads of a group become further query rows of their key-value
+head instead, which is the same arithmetic per row.
+
+Legend: B batch, H query heads, G key-value heads, N tokens of the pass, S cache slots in view, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+STOCK = "sdpa"
+GROUPED = "sdpa_grouped_rows"
+
+
+def attend_grouped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: query [B, H, N, d], key, value [B, G, S, d], additive mask [B, 1, N, S].
+
+    Returns:
+        [B, N, H, d]. Anything that is not grouped attention under such a mask goes to transformers' own function.
+    """
+    num_heads, num_groups = query.shape[1], key.shape[1]
+    is_plain = all(value is None for name, value in kwargs.items() if name in ("position_bias", "s_aux", "softcap"))
+    if num_heads == num_groups or attention_mask is None or attention_mask.shape[1] != 1 or dropout or not is_plain:
+        stock: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return stock
+    attended = attend_masked(query, key, value, attention_mask, scale=scaling)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
+    """Attention of query [B, H, N, d] over key and value [B, G, S, d] where mask [B, 1, N, S] (bool, or additive)
+    allows: [B, H, N, d of the values]. Each key-value head is read once.
+
+    Args:
+        scale: of the scores; None = d ** -0.5.
+    """
+    batch, num_heads, num_tokens, size = query.shape
+    per_group = num_heads // key.shape[1]
+    if per_group > 1:
+        query = query.reshape(batch, key.shape[1], per_group * num_tokens, size)
+        mask = mask.repeat(1, 1, per_group, 1)
+    attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return attended.reshape(batch, num_heads, num_tokens, value.shape[-1])
+
+
+AttentionInterface.register(GROUPED, attend_grouped)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+class grouped_attention:
+    """While active, layers of `config` that would call transformers' sdpa call `attend_grouped`; the config is then as
+    it was. A model that another thread runs meanwhile gets the same results, whichever of the two it calls."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __enter__(self) -> None:
+        self.before = self.config._attn_implementation_internal
+        if self.before == STOCK:
+            self.config._attn_implementation_internal = GROUPED
+
+    def __exit__(self, *_: object) -> None:
+        if self.before in (STOCK, GROUPED):  # GROUPED: another thread was here first
+            self.config._attn_implementation_internal = STOCK
