@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from inference.acceptance import Sampler, accept_exact
+from inference.auto_tree import AutoTree
+from inference.cost_measurement import find_costs
+from inference.cost_model import CostModel
 from inference.drafter import Drafter
+from inference.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from inference.hf_request import Request, run_with_generate
 from inference.kv_cache import TreeCache
 from inference.noise import row_seeds
@@ -22,6 +26,7 @@ from inference.stats import GenerationStats, PhaseClock
 from inference.step import DecodeStep
 from inference.target import Target
 from inference.tree import TokenTree
+from inference.tree_planner import TreePlanner
 
 PREFILL_CHUNK = 512
 
@@ -43,14 +48,15 @@ class Decoder:
     Args:
         target: a frozen causal LM of transformers, or a `Target`.
         drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
-        tree: "dynamic" (EAGLE-2, the default), "chain", a tree file, a list of rank paths, or a `TreePolicy`.
+        tree: "dynamic" (EAGLE-2, the default), "auto" (EAGLE-2's kind, of the size that pays, chosen at every
+            step), "chain", a tree file, a list of rank paths, or a `TreePolicy`.
         is_coupled: at temperature > 0, let the drafter read the target's own Gumbel noise (more is accepted; the text
             is the same either way).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits time truly.
 
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
-            then take tens of seconds (`stats.seconds["compile"]`), as does each further 256 tokens of context; numbers
-            are rounded differently than in the eager model, so near-ties may fall otherwise.
+            then take tens of seconds (`stats.seconds["compile"]`); numbers are rounded differently than in the eager
+            model, so near-ties may fall otherwise. Weights are read when a graph is made: later changes are not seen.
 
     The text depends on the target and the seed alone: not on the drafter, the tree or the other rows of the batch.
     """
@@ -80,6 +86,10 @@ class Decoder:
             )
         self._step = DecodeStep(self.target, drafter, self.policy, is_coupled=is_coupled, compile=compile)
         self._cache: TreeCache | None = None
+        self._costs: dict[tuple[int, bool], CostModel] = {}
+        self._planner: TreePlanner | None = None
+        if isinstance(self.policy, AutoTree):
+            self._planner = TreePlanner(self.policy.depths, self.policy.sizes, self.policy.max_nodes)
 
     def generate(
         self,
@@ -113,7 +123,8 @@ class Decoder:
         clock = PhaseClock(stats, self.target.device, is_synchronised=self.is_synchronised)
 
         def decode(request: Request) -> Tensor:
-            return self._decode(request, seed, stats, clock, on_step)
+            with self._step.active():
+                return self._decode(request, seed, stats, clock, on_step)
 
         sequences = run_with_generate(
             self.target,
@@ -138,7 +149,7 @@ class Decoder:
         on_step: StepCallback | None,
     ) -> Tensor:
         """The loop. One host synchronisation per step: reading what was emitted."""
-        target, drafter, step = self.target, self.drafter, self._step
+        target, step = self.target, self._step
         step.stats = stats
         batch = request.batch_size
         capacity = request.max_length + step.num_nodes
@@ -151,6 +162,8 @@ class Decoder:
         )
 
         clock.start()
+        drafting = self._start_drafting(batch, cache, do_sample=request.do_sample)
+        clock.stop("profile")
         output = target.prefill(
             cache,
             request.prompt_ids,
@@ -170,18 +183,21 @@ class Decoder:
             cache.lengths - 1,
             prefixes=None if sampler.is_prefix_free else request.prefixes(),
         )
-        is_first, features, counts = True, output.features, request.prompt_counts
         next_ids = _shift_in(request.prompt_ids, request.prompt_counts, accepted.next_tokens[:, 0])
-        state = None
-        if drafter is not None and self.policy is not None:
-            state = drafter.start(batch, cache.capacity, self.policy.num_scratch)
-        emitted, emitted_counts = accepted.next_tokens, accepted.counts
+        drafting.take(output.features, next_ids, request.prompt_counts)
+        is_first, emitted, counts = True, accepted.next_tokens, accepted.counts
 
         while True:
-            # The step's one synchronisation: both tensors in one copy.
-            *rows, num_emitted = torch.cat([emitted, emitted_counts[:, None]], dim=1).T.tolist()
-            kept = request.emit(list(zip(*rows, strict=True)), num_emitted)
+            asked = drafting.open(cache, sampler)
+            clock.stop("draft")
+            # The step's one synchronisation: everything in one copy.
+            width = emitted.shape[1]
+            read = torch.cat([emitted, counts[:, None], *([] if asked is None else [asked])], dim=1).tolist()
+            num_emitted = [row[width] for row in read]
+            kept = request.emit([row[:width] for row in read], num_emitted)
             if not is_first:
+                # The read above; processors that read the prefix also make the walk read the tree and each token.
+                stats.num_host_syncs += 1 if sampler.is_prefix_free else 3 + sum(num_emitted)
                 for count in num_emitted:
                     if count:
                         stats.count_step(count - 1)
@@ -195,9 +211,9 @@ class Decoder:
             active = request.active_mask() if batch > 1 else None
             if active is not None:
                 cache.lengths *= active  # finished rows stop growing, and give up what they overshot
-                counts = counts * active
+                drafting.retire(active)
 
-            tree, noise = step.draft(state, cache, sampler, features, next_ids, counts, max_slots=request.max_committed)
+            tree, noise = drafting.draft(cache, sampler, [row[width + 1 :] for row in read], num_emitted)
             stats.num_drafted += (tree.num_nodes - 1) * len(request.unfinished)
             clock.stop("draft")
 
@@ -217,21 +233,40 @@ class Decoder:
             counts = accepted.counts if active is None else accepted.counts * active
             clock.stop("accept")
 
-            features = step.commit(cache, accepted, counts, output.features)
-            next_ids = accepted.next_tokens
-            emitted, emitted_counts, is_first = accepted.next_tokens, counts, False
+            features, places = step.commit(cache, tree, accepted, counts, output.features)
+            drafting.take(features, accepted.next_tokens, counts, places)
+            is_first, emitted = False, accepted.next_tokens
             clock.stop("commit")
 
         stats.num_new_tokens += request.num_new_tokens
         return request.sequences()
 
+    def costs(self, batch_size: int = 1, *, do_sample: bool = False) -> CostModel:
+        """What `tree="auto"` decides with: measured when first asked for (see `inference.cost_model`), then kept in a
+        file.
+
+        Raises:
+            ValueError: for a decoder with another tree.
+        """
+        if not isinstance(self.policy, AutoTree):
+            raise ValueError(f"costs are measured for tree='auto', and this decoder's tree is {self.policy!r}")
+        key = (batch_size, do_sample)
+        if key not in self._costs:
+            with self._step.active():
+                self._costs[key] = find_costs(self._step, self.policy, batch_size, do_sample=do_sample)
+        return self._costs[key]
+
+    def _start_drafting(self, batch_size: int, cache: TreeCache, *, do_sample: bool) -> Drafting:
+        if self._planner is None or not isinstance(self.policy, AutoTree):
+            return FixedDrafting(self._step, batch_size, cache)
+        costs = self.costs(batch_size, do_sample=do_sample)
+        return AdaptiveDrafting(self._step, self.policy, self._planner, costs, batch_size, cache)
+
     def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:
         cache = self._cache
         if cache is None or cache.batch_size != batch_size or cache.capacity < capacity:
             self._cache = cache = None  # free the old one first
-            multiple = self._step.capacity_multiple
-            rounded = -(-capacity // multiple) * multiple
-            self._cache = cache = self._step.new_cache(batch_size, rounded)
+            self._cache = cache = self._step.new_cache(batch_size, capacity)
         cache.reset()
         return cache
 

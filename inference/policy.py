@@ -6,9 +6,10 @@ P nodes of the pool that a dynamic tree is chosen from.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,30 @@ def chain(depth: int) -> StaticTree:
     return StaticTree([[0] * (length + 1) for length in range(depth)])
 
 
+@dataclass(frozen=True)
+class Children:
+    """All drafted nodes of one level, M of them, and the W best, whose children are drafted next.
+
+    token_ids, scores: [B, M]. best: [B, W] indices into these; best_ids, best_scores: [B, W]; best_parents: [B, W]
+    their parents as indices into the best of the level above (0 for children of the root).
+    """
+
+    token_ids: Tensor
+    scores: Tensor
+    best: Tensor
+    best_ids: Tensor
+    best_scores: Tensor
+    best_parents: Tensor
+
+    @classmethod
+    def of_root(cls, scores: Tensor, token_ids: Tensor, width: int) -> Children:
+        """scores, token_ids: [B, M], best first."""
+        # Of the strides that later levels have, too: a graph serves tensors of one layout.
+        best_ids, best_scores = (x[:, :width].clone(memory_format=torch.contiguous_format) for x in (token_ids, scores))
+        best = torch.arange(best_ids.shape[1], device=token_ids.device).repeat(token_ids.shape[0], 1)
+        return cls(token_ids, scores, best, best_ids, best_scores, torch.zeros_like(best))
+
+
 class DynamicTree(TreePolicy):
     """EAGLE-2 (arXiv 2406.16858, section 4): per level the `top_k` most likely nodes are expanded into `top_k` children
     each; the whole pool is then re-ranked and the best nodes are verified.
@@ -217,31 +242,25 @@ class DynamicTree(TreePolicy):
     def grow(
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
     ) -> TokenTree:
-        batch, device = root_ids.shape[0], root_ids.device
-        scores, ids = (x[:, 0] for x in top_candidates(draft, sampling, 0, self.root_top_k))
-        # The pool keeps levels in order, so that a parent always stands before its children.
-        pool_ids, pool_scores = [ids], [scores]
-        pool_parents = [torch.full_like(ids, -1)]
-        pool_size = ids.shape[1]
-        frontier_ids, frontier_scores = ids[:, : self.top_k], scores[:, : self.top_k]
-        frontier_pool = torch.arange(frontier_ids.shape[1], device=device).expand(batch, -1)
-        frontier_parents = torch.zeros_like(frontier_pool)
+        top, ids = top_candidates(draft, sampling, 0, self.root_top_k)
+        levels = [Children.of_root(top[:, 0], ids[:, 0], self.top_k)]
         for depth in range(1, self.max_depth):
-            draft = drafter.expand(state, frontier_ids, frontier_parents, depth)
-            top, ids = top_candidates(draft, sampling, depth, self.top_k)
-            width = frontier_ids.shape[1]
-            scores = (frontier_scores[:, :, None] + top).flatten(1)  # [B, W * k]
-            ids = ids.expand(-1, width, -1).flatten(1)
-            pool_ids.append(ids)
-            pool_scores.append(scores)
-            pool_parents.append(frontier_pool.repeat_interleave(top.shape[-1], dim=1))
-            if depth + 1 < self.max_depth:
-                frontier_scores, best = scores.topk(min(self.top_k, scores.shape[1]), dim=-1)
-                frontier_ids = ids.gather(1, best)
-                frontier_parents = best // top.shape[-1]
-                frontier_pool = best + pool_size
-            pool_size += scores.shape[1]
-        return self._rerank(root_ids, torch.cat(pool_ids, 1), torch.cat(pool_scores, 1), torch.cat(pool_parents, 1))
+            here = replace(sampling, noise=None if sampling.noise is None else sampling.noise[:, depth : depth + 1])
+            levels.append(expand_level(drafter, state, levels[-1], depth, self.top_k, here))
+        return self.rerank(root_ids, levels)
+
+    def rerank(self, root_ids: Tensor, levels: Sequence[Children]) -> TokenTree:
+        """The best nodes of all levels as a tree."""
+        # The pool keeps levels in order, so that a parent always stands before its children.
+        parents, offset = [torch.full_like(levels[0].token_ids, -1)], 0
+        for above, level in itertools.pairwise(levels):
+            per_node = level.token_ids.shape[1] // above.best.shape[1]
+            parents.append((above.best + offset).repeat_interleave(per_node, dim=1))
+            offset += above.token_ids.shape[1]
+        token_ids, scores = (
+            torch.cat([getattr(level, name) for level in levels], 1) for name in ("token_ids", "scores")
+        )
+        return self._rerank(root_ids, token_ids, scores, torch.cat(parents, 1))
 
     def _rerank(self, root_ids: Tensor, ids: Tensor, scores: Tensor, parents: Tensor) -> TokenTree:
         """Keeps the best nodes of the pool [B, P]. A stable sort breaks ties by index, so that a parent always outranks
@@ -269,6 +288,25 @@ class DynamicTree(TreePolicy):
         )
 
 
+def expand_level(
+    drafter: Drafter, state: Any, level: Children, depth: int, top_k: int, sampling: DraftSampling
+) -> Children:
+    """The children of a level's best nodes.
+
+    Its shapes are the same at every depth, and only the drafter is told which one it is.
+
+    Args:
+        depth: of the best nodes.
+        sampling: its noise is that of this depth alone, [B, 1, V].
+    """
+    draft = drafter.expand(state, level.best_ids, level.best_parents, depth)
+    top, ids = top_candidates(draft, sampling, 0, top_k)
+    scores = (level.best_scores[:, :, None] + top).flatten(1)  # [B, W * k]
+    ids = ids.expand(-1, level.best_ids.shape[1], -1).flatten(1)
+    best_scores, best = scores.topk(min(top_k, scores.shape[1]), dim=-1)
+    return Children(ids, scores, best, ids.gather(1, best), best_scores, best // top.shape[-1])
+
+
 def top_candidates(draft: DraftLogits, sampling: DraftSampling, depth: int, top_k: int) -> tuple[Tensor, Tensor]:
     """The best children of nodes at `depth`: log-scores and target token ids, both [B, W or 1, min(top_k, C)]."""
     scores = sampling.score(draft, depth)
@@ -288,13 +326,17 @@ def mask_absent(tree: TokenTree) -> TokenTree:
 
 
 def resolve_policy(tree: TreePolicy | str | Path | Sequence[Sequence[int]] | None, max_depth: int | None) -> TreePolicy:
-    """A policy from what users write: a policy; "dynamic" (the default), "chain"; a tree file; a list of rank paths.
+    """A policy from what users write: a policy; "dynamic" (the default), "auto", "chain"; a file; a list of rank paths.
 
     Raises:
         ValueError: for anything else, and for trees deeper than the drafter goes.
     """
     if tree is None or tree == "dynamic":
         return DynamicTree().limit_depth(max_depth)
+    if tree == "auto":
+        from inference.auto_tree import AutoTree
+
+        return AutoTree().limit_depth(max_depth)
     if tree == "chain":
         return chain(min(5, max_depth or 5))
     if isinstance(tree, TreePolicy):
@@ -302,8 +344,8 @@ def resolve_policy(tree: TreePolicy | str | Path | Sequence[Sequence[int]] | Non
     if isinstance(tree, (str, Path)):
         if not Path(tree).is_file():
             raise ValueError(
-                f"tree is {str(tree)!r}; allowed are 'dynamic', 'chain', a tree file such as configs/trees/NAME.yaml, "
-                "a list of rank paths, or a TreePolicy"
+                f"tree is {str(tree)!r}; allowed are 'dynamic', 'auto', 'chain', a tree file such as "
+                "configs/trees/NAME.yaml, a list of rank paths, or a TreePolicy"
             )
         return StaticTree.from_file(tree).limit_depth(max_depth)
     return StaticTree(tree).limit_depth(max_depth)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-PHASES = ("prefill", "draft", "verify", "accept", "commit")
+PHASES = ("profile", "prefill", "draft", "verify", "accept", "commit")
 
 
 @dataclass
@@ -22,7 +22,11 @@ class GenerationStats:
     num_verify_steps: verify steps, each row counted on its own while it is unfinished.
     accepted_histogram: entry a = verify steps in which exactly a drafted tokens were accepted.
     num_drafted: drafted nodes verified, nodes a drafter had no token for included; roots are not counted.
-    seconds: wall-clock seconds per phase; `total` also holds what lies between the phases. On an accelerator the phases
+    num_host_syncs: times the host waited to read a tensor of a verify step, whatever the batch: once for what was
+        emitted; when processors read the prefix, also twice for the tree and once for each token drawn. The reads of
+        the prefill, and those that processors make of themselves, are not counted; uploads are no reads.
+    seconds: wall-clock seconds per phase (`profile`: making the drafter's buffers and, for `tree="auto"`, measuring
+        costs the first time); `total` also holds what lies between the phases. On an accelerator the phases
         are launch times unless the decoder was told to synchronise; `total` is always right. `compile`, a part of
         the phases it happens in, is time spent on the first calls of compiled graphs.
     """
@@ -32,6 +36,7 @@ class GenerationStats:
     num_verify_steps: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
     num_drafted: int = 0
+    num_host_syncs: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "compile", "total"), 0.0))
 
     def count_step(self, accepted: int) -> None:
@@ -56,7 +61,13 @@ class GenerationStats:
     @property
     def overhead_seconds(self) -> float:
         """Time in no phase's target or drafter: acceptance, commits and bookkeeping."""
-        return self.seconds["total"] - self.seconds["prefill"] - self.seconds["draft"] - self.seconds["verify"]
+        return (
+            self.seconds["total"]
+            - self.seconds["profile"]
+            - self.seconds["prefill"]
+            - self.seconds["draft"]
+            - self.seconds["verify"]
+        )
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
         """Statistics of several generations together."""
@@ -68,6 +79,7 @@ class GenerationStats:
             self.num_verify_steps + other.num_verify_steps,
             [a + b for a, b in zip(*padded, strict=True)],
             self.num_drafted + other.num_drafted,
+            self.num_host_syncs + other.num_host_syncs,
             {name: self.seconds[name] + other.seconds[name] for name in self.seconds},
         )
 

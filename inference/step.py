@@ -1,7 +1,8 @@
 """One step of the decode loop as functions of tensors: draft a tree, verify it, accept a path, commit it.
 
-With `compile`, each becomes one graph of torch.compile with static shapes. The host integers a graph depends on are few
-on purpose (how many cache slots are in view); whatever changes at every step stays outside or in a tensor.
+With `compile`, each becomes one graph of torch.compile. Its shapes are static but for the number of cache slots in
+view, which is taken from a tensor's shape, so that one graph serves every length of the text; whatever else changes at
+every step stays outside or in a tensor.
 
 Legend: B batch, S slots handed to the drafter, N tree nodes, P path length (tree depth + 1), F feature width, V target
 vocabulary.
@@ -9,29 +10,36 @@ vocabulary.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference.acceptance import Acceptance, Sampler, accept_exact
+from inference.auto_tree import AutoTree
+from inference.compilation import Function, StepCompiler
 from inference.drafter import Drafter, DraftSampling
 from inference.kv_cache import TreeCache
-from inference.policy import TreePolicy
+from inference.policy import Children, DynamicTree, TreePolicy, expand_level, top_candidates
 from inference.stats import GenerationStats
 from inference.target import Target, TargetOutput
 from inference.tree import TokenTree
 
-# Slots in view, and the cache's capacity, grow in steps of so many: each number of slots is a graph of its own.
-COMPILED_VIEW_MULTIPLE = 256
-COMPILED_CAPACITY_MULTIPLE = 1024
+# Capacities of caches are rounded up: to powers of two when compiled, since each is a graph of its own.
 CAPACITY_MULTIPLE = 256
-# Graphs torch keeps of one function before it gives up on it: views x decoders in one process.
-RECOMPILE_LIMIT = 128
+COMPILED_CAPACITY = 1024
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+
+@dataclass(frozen=True)
+class OpenedDraft:
+    """A draft whose tree is still to be grown: root_ids [B]; the root's children, best first; noise [B, depth + 1, V],
+    or None when greedy."""
+
+    root_ids: Tensor
+    children: Children
+    noise: Tensor | None
 
 
 class DecodeStep:
@@ -57,14 +65,28 @@ class DecodeStep:
         self.policy = policy
         self.is_coupled = is_coupled
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
-        self.is_compiled = compile
         self.stats = GenerationStats()  # of the present call
+        self._compiler: StepCompiler | None = None
         if compile:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+            modules = [part for part in (target.model, drafter) if isinstance(part, nn.Module)]
+            self._compiler = StepCompiler(modules, self._book_compiling)
         self._draft = self._compile(self._draft_eagerly)
+        self._open = self._compile(self._open_eagerly)
+        self._expand = self._compile(self._expand_eagerly, is_automatic=True)  # its state knows the slots in view
+        self._rerank = self._compile(self._rerank_eagerly, is_automatic=True)
+        self._start_plain = self._compile(self._start_plain_eagerly)
         self._verify = self._compile(self._verify_eagerly)
-        self._accept = self._compile(accept_exact)
-        self._commit = self._compile(self._commit_eagerly)
+        # No weights are read here, so one graph may serve trees of every size as fast.
+        self._accept = self._compile(accept_exact, is_automatic=True)
+        self._commit = self._compile(self._commit_eagerly, is_automatic=True)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiler is not None
+
+    def active(self) -> AbstractContextManager[None]:
+        """A step's functions are called inside this block."""
+        return self._compiler.active() if self._compiler is not None else nullcontext()
 
     @property
     def num_nodes(self) -> int:
@@ -75,15 +97,13 @@ class DecodeStep:
         """Tokens one step can emit: `path_width` of its trees."""
         return 1 + min(self.policy.max_depth, self.num_nodes - 1) if self.policy is not None else 1
 
-    @property
-    def capacity_multiple(self) -> int:
-        return COMPILED_CAPACITY_MULTIPLE if self.is_compiled else CAPACITY_MULTIPLE
-
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
-        cache = self.target.new_cache(batch_size, capacity)
+        """A cache of at least so many slots per row."""
         if self.is_compiled:
-            cache.view_multiple = COMPILED_VIEW_MULTIPLE
-        return cache
+            rounded = max(COMPILED_CAPACITY, 1 << (capacity - 1).bit_length())
+        else:
+            rounded = -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        return self.target.new_cache(batch_size, rounded)
 
     def draft(
         self,
@@ -105,11 +125,13 @@ class DecodeStep:
         Returns:
             the tree, and the step's noise [B, P, V] (None when greedy).
         """
+        if type(self.policy) is DynamicTree:  # a subclass may grow its trees in another way
+            opened = self.open(state, cache, sampler, features, next_ids, counts, max_slots=max_slots)
+            return self.grow(state, sampler, opened, self.policy), opened.noise
         is_prompt = next_ids.shape[1] != self.num_depths  # of another length each time
         call = self._draft_eagerly if is_prompt else self._draft
-        if self.is_compiled:
-            max_slots = cache.view_for(max_slots)
-        return call(state, cache.lengths, sampler, features, next_ids, counts, max_slots)
+        slots = self._mark_size(cache.view_slots(max_slots))
+        return call(state, cache.lengths, sampler, features, next_ids, counts, slots)
 
     def _draft_eagerly(
         self,
@@ -119,22 +141,99 @@ class DecodeStep:
         features: Tensor | None,
         next_ids: Tensor,
         counts: Tensor,
-        max_slots: int,
+        slots: Tensor,
     ) -> tuple[TokenTree, Tensor | None]:
-        root_ids = next_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        num_levels = self.policy.max_depth + 1 if self.policy is not None else 1
-        noise = sampler.draw_noise(lengths, num_levels, self.target.vocab_size)
         if self.drafter is None or self.policy is None:
-            return TokenTree.from_root(root_ids), noise
-        draft = self.drafter.extend(state, features, next_ids, counts, max_slots=max_slots)
-        sampling = DraftSampling(
+            return self._start_plain_eagerly(lengths, sampler, next_ids, counts)
+        root_ids = _last_ids(next_ids, counts)
+        noise = sampler.draw_noise(lengths, self.policy.max_depth + 1, self.target.vocab_size)
+        draft = self.drafter.extend(state, features, next_ids, counts, max_slots=slots.shape[0])
+        return self.policy.grow(self.drafter, state, root_ids, draft, self._sampling(sampler, noise)), noise
+
+    def start_plain(
+        self, cache: TreeCache, sampler: Sampler, next_ids: Tensor, counts: Tensor
+    ) -> tuple[TokenTree, Tensor | None]:
+        """`draft` without a drafter: a root alone, and the noise of its one draw."""
+        is_prompt = next_ids.shape[1] > self.num_depths  # of another length each time
+        call = self._start_plain_eagerly if is_prompt else self._start_plain
+        return call(cache.lengths, sampler, next_ids, counts)
+
+    def _start_plain_eagerly(
+        self, lengths: Tensor, sampler: Sampler, next_ids: Tensor, counts: Tensor
+    ) -> tuple[TokenTree, Tensor | None]:
+        noise = sampler.draw_noise(lengths, 1, self.target.vocab_size)
+        return TokenTree.from_root(_last_ids(next_ids, counts)), noise
+
+    def open(
+        self,
+        state: Any,
+        cache: TreeCache,
+        sampler: Sampler,
+        features: Tensor | None,
+        next_ids: Tensor,
+        counts: Tensor,
+        *,
+        max_slots: int,
+    ) -> OpenedDraft:
+        """The first half of `draft` (arguments as there) for dynamic trees and those of chosen sizes."""
+        is_usual = next_ids.shape[1] == self.num_depths  # prompts and arrears are of another length each time
+        call = self._open if is_usual else self._open_eagerly
+        slots = self._mark_size(cache.view_slots(max_slots))
+        return call(state, cache.lengths, sampler, features, next_ids, counts, slots)
+
+    def _open_eagerly(
+        self,
+        state: Any,
+        lengths: Tensor,
+        sampler: Sampler,
+        features: Tensor | None,
+        next_ids: Tensor,
+        counts: Tensor,
+        slots: Tensor,
+    ) -> OpenedDraft:
+        assert self.drafter is not None
+        assert isinstance(self.policy, (AutoTree, DynamicTree))
+        noise = sampler.draw_noise(lengths, self.policy.max_depth + 1, self.target.vocab_size)
+        draft = self.drafter.extend(state, features, next_ids, counts, max_slots=slots.shape[0])
+        top, ids = top_candidates(draft, self._sampling(sampler, noise), 0, 2 * self.policy.top_k)
+        children = Children.of_root(top[:, 0], ids[:, 0], self.policy.top_k)
+        return OpenedDraft(_last_ids(next_ids, counts), children, noise)
+
+    def grow(self, state: Any, sampler: Sampler, opened: OpenedDraft, policy: DynamicTree) -> TokenTree:
+        """The second half: a tree of this policy.
+
+        Compiled, one graph serves all levels: weights are packed per graph, and copies of them for every level would
+        drive one another out of the processor's caches.
+        """
+        levels = [opened.children]
+        for depth in range(1, policy.max_depth):
+            noise = None if opened.noise is None else opened.noise[:, depth : depth + 1]
+            levels.append(self._expand(policy.top_k, state, sampler, levels[-1], noise, depth))
+        return self._rerank(opened.root_ids, levels, policy.max_depth, policy.top_k, policy.num_nodes)
+
+    def _expand_eagerly(
+        self, top_k: int, state: Any, sampler: Sampler, level: Children, noise: Tensor | None, depth: int
+    ) -> Children:
+        assert self.drafter is not None
+        return expand_level(self.drafter, state, level, depth, top_k, self._sampling(sampler, noise))
+
+    def _rerank_eagerly(
+        self, root_ids: Tensor, levels: list[Children], depth: int, top_k: int, num_nodes: int
+    ) -> TokenTree:
+        tree = DynamicTree(depth, top_k, num_nodes).rerank(root_ids, levels)
+        # One depth for all plans: what follows is then one graph for each number of nodes.
+        deepest = self.policy.max_depth if self.policy is not None else depth
+        return TokenTree(tree.token_ids, tree.parents, tree.depths, tree.log_probs, max_depth=deepest)
+
+    def _sampling(self, sampler: Sampler, noise: Tensor | None) -> DraftSampling:
+        return DraftSampling(
             warp=sampler.warp_draft if sampler.do_sample else None, noise=noise if self.is_coupled else None
         )
-        return self.policy.grow(self.drafter, state, root_ids, draft, sampling), noise
 
     def verify(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
         """Logits [B, N, V] and features [B, N, F] of the tree's nodes."""
         cache.open_slots(tree.num_nodes)
+        self._mark_size(cache.slots_in_view)
         return self._verify(cache, tree)
 
     def _verify_eagerly(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
@@ -147,34 +246,41 @@ class DecodeStep:
         call = self._accept if sampler.is_prefix_free else accept_exact
         return call(sampler, tree, logits, root_positions, **kwargs)
 
-    def commit(self, cache: TreeCache, accepted: Acceptance, counts: Tensor, features: Tensor | None) -> Tensor | None:
-        """Keeps the accepted nodes in the cache and returns their features [B, P, F]."""
-        kept = self._commit(cache, accepted.path, counts, features)
+    def commit(
+        self, cache: TreeCache, tree: TokenTree, accepted: Acceptance, counts: Tensor, features: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Keeps the accepted nodes in the cache.
+
+        Returns:
+            their features [B, P, F]; and, for trees of chosen sizes, `AutoTree.find_places` of the path.
+        """
+        kept = self._commit(cache, tree, accepted.path, counts, features)
         cache.raise_bound(accepted.path.shape[1])
         return kept
 
-    def _commit_eagerly(self, cache: TreeCache, path: Tensor, counts: Tensor, features: Tensor | None) -> Tensor | None:
+    def _commit_eagerly(
+        self, cache: TreeCache, tree: TokenTree, path: Tensor, counts: Tensor, features: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         cache.keep(path, counts, is_chain=self.policy is None or self.policy.is_chain)
+        has_places = isinstance(self.policy, AutoTree) and tree.num_nodes > 1
+        places = self.policy.find_places(tree, path) if has_places else None  # type: ignore[union-attr]
         if features is None:
-            return None
-        return features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+            return None, places
+        return features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])), places
 
-    def _compile(self, function: Function) -> Function:
-        """The function, compiled; the time it spends compiling is booked as such."""
-        if not self.is_compiled:
-            return function
-        compiled = torch.compile(function, dynamic=False)
+    def _mark_size(self, slots: Tensor) -> Tensor:
+        """Tells the compiler that the number of slots will change."""
+        if self.is_compiled:
+            torch._dynamo.maybe_mark_dynamic(slots, 0)
+        return slots
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            graphs, start = _num_graphs(), time.perf_counter()
-            result = compiled(*args, **kwargs)
-            if _num_graphs() > graphs:
-                self.stats.seconds["compile"] += time.perf_counter() - start
-            return result
+    def _compile(self, function: Function, *, is_automatic: bool = False) -> Function:
+        return function if self._compiler is None else self._compiler.compile(function, is_automatic=is_automatic)
 
-        return call  # type: ignore[return-value]
+    def _book_compiling(self, seconds: float) -> None:
+        self.stats.seconds["compile"] += seconds
 
 
-def _num_graphs() -> int:
-    """Graphs torch.compile has made in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+def _last_ids(next_ids: Tensor, counts: Tensor) -> Tensor:
+    """Each row's last real token [B] of next_ids [B, S]."""
+    return next_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]

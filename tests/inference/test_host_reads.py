@@ -12,9 +12,10 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from inference.acceptance import Sampler, accept_exact
 from inference.drafter import DraftSampling
+from inference.generation import Decoder
 from inference.ngram import NgramDrafter
 from inference.noise import row_seeds
-from inference.policy import resolve_policy
+from inference.policy import chain, resolve_policy
 from inference.target import Target
 from inference.tree import TokenTree, compute_depths
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
@@ -131,3 +132,31 @@ def test_heads_and_policies_read_nothing_on_the_host(
                 next_ids, counts = accepted.next_tokens, accepted.counts
                 assert output.features is not None
                 features = output.features.gather(1, accepted.path[..., None].expand(-1, -1, output.features.shape[-1]))
+
+
+@pytest.mark.parametrize("penalty", [None, 1.3], ids=["prefix-free", "prefix"])
+def test_what_is_counted_is_what_is_read(penalty: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one step's report to the next, on tensors: what stopping criteria look at is no tensor of a step."""
+    num_reads, marks = 0, []
+
+    def counting(read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        def count(tensor: torch.Tensor) -> Any:
+            nonlocal num_reads
+            num_reads += 1
+            return read(tensor)
+
+        return count
+
+    decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=chain(3))
+    for name in ("tolist", "__int__", "item"):
+        monkeypatch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+    stats = decoder.generate(
+        random_prompt(4).repeat(1, 4),
+        max_new_tokens=12,
+        do_sample=False,
+        repetition_penalty=penalty,
+        on_step=lambda *_: marks.append(num_reads),
+    ).stats
+    assert len(marks) == stats.num_verify_steps + 1 > 2
+    assert stats.num_host_syncs == marks[-1] - marks[0]
+    assert (stats + stats).num_host_syncs == 2 * stats.num_host_syncs

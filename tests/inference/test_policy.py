@@ -183,7 +183,7 @@ def test_resolve_policy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "match"),
     [
-        ("chian", "'chian'.*'dynamic', 'chain'"),
+        ("chian", "'chian'.*'dynamic', 'auto', 'chain'"),
         ([[0], [0, 0, 0]], "no parent"),
         ([], "at least one path"),
         (chain(4), "4 levels deep.*at most 3"),

@@ -10,6 +10,7 @@ import torch
 
 from heads import HEAD_TYPES
 from inference import Decoder, DynamicTree, Target, chain
+from inference.auto_tree import AutoTree
 from inference.step import DecodeStep
 from tests.heads.tiny_heads import tiny_heads
 from tests.scripted_drafter import ScriptedDrafter
@@ -60,6 +61,18 @@ def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -
 
 
 @pytest.mark.slow
+def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
+    settings = SETTINGS["sampled"]
+    prompt = random_prompt(12)
+    expected = Decoder(target).generate(prompt, max_new_tokens=90, **settings).sequences
+    drafter = HostDrafter([expected[0]], VOCAB_SIZE)
+    decoder = Decoder(target, drafter, tree=AutoTree((1, 2), (4,), top_k=2), compile=True)
+    output = decoder.generate(prompt, max_new_tokens=90, **settings)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.stats.num_host_syncs == output.stats.num_verify_steps
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEAD_TYPES)
 def test_compiled_heads_draft_what_they_draft_eagerly(target: Target, kind: str) -> None:
     heads = tiny_heads(kind, target)
@@ -92,8 +105,10 @@ def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.Mo
 
     def fake_compile(function: Any, **_: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if function.__name__ == "_draft_eagerly":
+            if function.__name__ in ("_draft_eagerly", "_open_eagerly"):
                 widths.add(args[4].shape[1])
+            if function.__name__ == "_start_plain_eagerly":
+                widths.add(args[2].shape[1])
             return function(*args, **kwargs)
 
         return call
@@ -113,3 +128,33 @@ def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytes
     step = DecodeStep(target, None, None, is_coupled=True, compile=False)
     assert step.num_nodes == step.num_depths == 1
     Decoder(target).generate(random_prompt(4), max_new_tokens=4, do_sample=False)
+
+
+def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
+    """Guards on modules are dropped, and both models have one class and one shape."""
+    other = Target(tiny_target("llama", num_hidden_layers=4, seed=1))
+    prompt = random_prompt(8)
+    texts = {}
+    for name, one in (("first", target), ("second", other), ("first again", target)):
+        compiled = Decoder(one, compile=True).generate(prompt, max_new_tokens=12, do_sample=False).sequences
+        texts[name] = compiled.tolist()
+        assert texts[name] == Decoder(one).generate(prompt, max_new_tokens=12, do_sample=False).sequences.tolist()
+    assert texts["first"] != texts["second"]
+    assert texts["first"] == texts["first again"]
+
+
+@pytest.mark.slow
+def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(target: Target) -> None:
+    compiled, eager = (
+        Decoder(target, tiny_heads("eagle3", target), tree=DynamicTree(2, 2, 4), compile=flag) for flag in (True, False)
+    )
+    prompt = random_prompt(6)
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (prompt, SETTINGS["greedy"]),
+        (prompt, SETTINGS["sampled"]),
+        (torch.cat([prompt, random_prompt(6, seed=9)]), SETTINGS["greedy"]),
+        (prompt, SETTINGS["greedy"]),
+    ]
+    for ids, settings in calls:
+        one, other = (decoder.generate(ids, max_new_tokens=24, **settings) for decoder in (compiled, eager))
+        assert one.sequences.tolist() == other.sequences.tolist()

@@ -1,0 +1,126 @@
+"""What torch.compile is told about the functions of a decode step.
+
+On a CPU the weights of small models are frozen into the graphs: inductor then packs them once for its own matrix
+kernels, which for passes of a few tokens are several times faster than the library calls that pack them at every call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+# Each graph holds a packed copy of the weights it reads: worth it while the models are small beside the memory.
+FREEZE_LIMIT_BYTES = 1 << 30
+# Graphs torch keeps of one function before it gives up on it.
+RECOMPILE_LIMIT = 128
+FROZEN_OPTIONS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # one backend: nothing is timed
+
+_NUMBERS = itertools.count()
+
+logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class StepCompiler:
+    """Compiles functions that read the weights of `modules`.
+
+    Weights are read when a graph is made: a compiled decoder does not see later changes to them.
+
+    Args:
+        on_compile: told the seconds of each call that made a graph.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], on_compile: Callable[[float], None]) -> None:
+        self.on_compile = on_compile
+        weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+        self.is_freezing = num_bytes <= FREEZE_LIMIT_BYTES and all(weight.device.type == "cpu" for weight in weights)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Compiled functions are called inside this block: whether weights are frozen is a global setting of torch."""
+        # Stored graphs would hold weights, and not be told apart by them.
+        frozen = {"freezing": True, "fx_graph_cache": False}
+        with torch._inductor.config.patch(frozen if self.is_freezing else {}):
+            yield
+
+    def compile(self, function: Function, *, is_automatic: bool = False) -> Function:
+        """The function, compiled at its first call with each new shape.
+
+        Args:
+            is_automatic: a number that has changed once is left open in the next graph (torch's default); otherwise
+                only what was marked is, and every other new number makes a graph of its own.
+        """
+        return _CompiledFunction(function, self, dynamic=None if is_automatic else False)  # type: ignore[return-value]
+
+
+class _CompiledFunction:
+    def __init__(self, function: Callable[..., Any], compiler: StepCompiler, *, dynamic: bool | None) -> None:
+        self.function = _copy_function(function)
+        self.dynamic = dynamic
+        self.compiler = compiler
+        self.compiled = self._compile(FROZEN_OPTIONS if compiler.is_freezing else {})
+
+    def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
+        """In one piece: behind a break of the graph, the guards that are dropped would be missed (`_keep_guards`)."""
+        if _CAN_FILTER_GUARDS:
+            options = {**options, "guard_filter_fn": _keep_guards}
+        return torch.compile(self.function, dynamic=self.dynamic, fullgraph=True, options=options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graphs, start = count_graphs(), time.perf_counter()
+        try:
+            result = self.compiled(*args, **kwargs)
+        except _COMPILER_ERRORS as error:
+            # Parts that cannot be traced, or a product without a kernel of inductor's (its second factor is no weight).
+            logger.info("%s is compiled in pieces, with torch's library calls: %s", self.function.__name__, error)
+            self.compiled = torch.compile(self.function, dynamic=self.dynamic)
+            result = self.compiled(*args, **kwargs)
+        if count_graphs() > graphs:
+            self.compiler.on_compile(time.perf_counter() - start)
+        return result
+
+
+_CAN_FILTER_GUARDS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # came with the option itself
+_COMPILER_ERRORS: tuple[type[Exception], ...] = (
+    torch._dynamo.exc.BackendCompilerFailed,
+    torch._dynamo.exc.Unsupported,
+    *((torch._inductor.exc.InductorError,) if hasattr(torch._inductor.exc, "InductorError") else ()),
+)
+
+
+def _keep_guards(guards: Sequence[Any]) -> list[bool]:
+    """Guards on a function's arguments are kept; those on globals and on modules, thousands for a large model, are not:
+    nobody rewrites a library or a frozen model between two steps, and checking took a tenth of a step."""
+    return [not guard.is_global and not guard.orig_guard.source.is_unspecialized_nn_module() for guard in guards]
+
+
+def _copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own: torch keeps its graphs per code object, and without guards on modules
+    the graphs of one decoder would be taken for those of another."""
+    plain = getattr(function, "__func__", function)
+    copied = types.FunctionType(
+        plain.__code__.replace(co_name=f"{plain.__name__}_{next(_NUMBERS)}"),
+        plain.__globals__,
+        plain.__name__,
+        plain.__defaults__,
+        plain.__closure__,
+    )
+    copied.__kwdefaults__ = plain.__kwdefaults__
+    owner = getattr(function, "__self__", None)
+    return copied if owner is None else types.MethodType(copied, owner)
+
+
+def count_graphs() -> int:
+    """Graphs torch.compile has made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -1,0 +1,138 @@
+"""Measures a `CostModel` on the decoder's own functions, eager or compiled as they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inference.acceptance import Sampler
+from inference.auto_tree import AutoTree
+from inference.cost_model import CostModel, describe_machine, load_or_measure, time_calls
+from inference.noise import row_seeds
+from inference.step import DecodeStep
+from inference.tree import TokenTree
+
+MEASUREMENT = 2  # to be raised with every change that makes stored costs wrong
+CONTEXTS = (64, 512, 960)  # within the smallest cache of compiled decoding, so that its graphs are measured
+
+
+def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample: bool) -> CostModel:
+    """The stored costs for this machine, target, drafter, dtype, batch and way to run, or freshly measured ones."""
+    target, drafter = step.target, step.drafter
+    drafter_config = getattr(drafter, "config", None)
+    key = [
+        describe_machine(target.device),
+        type(target.model).__name__,
+        _digest(target.text_config),
+        str(target.dtype),
+        getattr(drafter, "name", type(drafter).__name__),
+        _describe_settings(drafter) if drafter_config is None else _digest(drafter_config),
+        str(getattr(drafter, "dtype", "")),
+        [policy.depths, policy.sizes, policy.top_k],
+        step.is_compiled,
+        batch_size,
+        do_sample,
+        CONTEXTS,
+        MEASUREMENT,
+    ]
+    return load_or_measure(key, lambda: measure_costs(step, policy, batch_size, do_sample=do_sample))
+
+
+def _describe_settings(drafter: Any) -> str:
+    """The plain values a drafter without a config holds."""
+    values = vars(drafter).items() if hasattr(drafter, "__dict__") else ()
+    return repr(sorted((name, value) for name, value in values if isinstance(value, (bool, int, float, str, tuple))))
+
+
+def _digest(config: Any) -> str:
+    """A config's shape, without where it was loaded from."""
+    values = {name: value for name, value in config.to_dict().items() if not name.endswith("name_or_path")}
+    return hashlib.sha256(repr(sorted(values.items(), key=lambda item: item[0])).encode()).hexdigest()
+
+
+@torch.no_grad()
+def measure_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample: bool) -> CostModel:
+    """Nothing is generated: passes over token 0 behind contexts of zeros cost what others cost."""
+    target, drafter, device = step.target, step.drafter, step.target.device
+    assert drafter is not None
+    limit = target.max_length
+    contexts = [context for context in CONTEXTS if limit is None or context <= limit] or [CONTEXTS[0]]
+    sizes = (1, *policy.sizes)
+    cache = step.new_cache(batch_size, contexts[-1] + policy.num_nodes)
+    sampler = Sampler(do_sample=do_sample, row_seeds=row_seeds(0, batch_size, device) if do_sample else None)
+    trees = {size: _flat_tree(size, policy.max_depth, batch_size, device) for size in sizes}
+
+    def verifying(size: int, context: int) -> Callable[[], Any]:
+        def call() -> Any:
+            cache.lengths.fill_(context)
+            cache.length_bound = context
+            return step.verify(cache, trees[size])
+
+        return call
+
+    places = [(size, context) for context in contexts for size in sizes]
+    # Plain decoding makes one pass after another; a tree's pass comes after a draft.
+    warm = [size == 1 for size, _ in places]
+    seconds = time_calls([verifying(*place) for place in places], device, is_warm=warm)
+    verify = dict(zip(places, seconds, strict=True))
+
+    largest = policy.num_nodes
+    state = drafter.start(batch_size, cache.capacity, policy.num_scratch)
+    width = step.num_depths
+    output = verifying(largest, contexts[0])()
+    features = None if output.features is None else output.features[:, :1].expand(-1, width, -1).contiguous()
+    next_ids = torch.zeros(batch_size, width, dtype=torch.long, device=device)
+    counts = torch.zeros(batch_size, dtype=torch.long, device=device)  # nothing becomes certain
+
+    def open_draft() -> Any:
+        return step.open(state, cache, sampler, features, next_ids, counts, max_slots=contexts[0])
+
+    opened = open_draft()
+
+    def finishing(size: int) -> Callable[[], Any]:
+        tree, output = trees[size], verifying(size, contexts[0])()
+
+        def call() -> None:
+            cache.open_slots(size)
+            noise = None
+            if size == 1:
+                _, noise = step.start_plain(cache, sampler, next_ids, counts)
+            elif do_sample:
+                noise = opened.noise
+            accepted = step.accept(sampler, tree, output.logits, cache.lengths, noise=noise)
+            step.commit(cache, tree, accepted, torch.zeros_like(accepted.counts), output.features)
+            cache.length_bound = contexts[0]
+            accepted.next_tokens.tolist()
+
+        return call
+
+    rest, plain_rest = time_calls([finishing(largest), finishing(1)], device)
+
+    def growing(depth: int) -> Callable[[], Any]:
+        return lambda: step.grow(state, sampler, open_draft(), policy.tree_of(depth, largest))
+
+    first, last = policy.depths[0], policy.max_depth
+    extend, shallow, deep = time_calls([open_draft, growing(first), growing(last)], device)
+    level = max(0.0, (deep - shallow) / (last - first)) if last > first else 0.0
+    return CostModel(
+        contexts=tuple(contexts),
+        sizes=sizes,
+        verify=tuple(tuple(verify[size, context] for size in sizes) for context in contexts),
+        extend=extend,
+        level=level,
+        grow=max(0.0, shallow - extend - (first - 1) * level),
+        rest=rest,
+        plain_rest=plain_rest,
+    )
+
+
+def _flat_tree(size: int, max_depth: int, batch_size: int, device: torch.device) -> TokenTree:
+    """A root and its children: any tree of a size costs the same."""
+    zeros = torch.zeros(batch_size, size, dtype=torch.long, device=device)
+    is_root = torch.arange(size, device=device).expand(batch_size, -1) == 0
+    if size == 1:
+        return TokenTree.from_root(zeros[:, 0])
+    return TokenTree(zeros, torch.where(is_root, -1, 0), torch.where(is_root, 0, 1), zeros.float(), max_depth=max_depth)

@@ -1,0 +1,159 @@
+"""CostModel: what a verify pass costs by number of nodes and length of context, and what drafting costs by level.
+
+Measured once per machine, target, drafter and dtype, and kept in a file; `tree="auto"` decides with it.
+
+Legend: N tree nodes, D depth.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 9
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds, medians of several calls.
+
+    Attributes:
+        contexts: tokens in the cache, rising. sizes: nodes, rising, from 1 (plain decoding) on.
+        verify: [contexts][sizes] the target's forward.
+        extend: the drafter takes in accepted tokens and scores the root's children; level: each further level;
+            grow: building the tree, whatever its depth.
+        rest: acceptance and commit of a step with a tree; plain_rest: of one without.
+    """
+
+    contexts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    verify: tuple[tuple[float, ...], ...]
+    extend: float
+    level: float
+    grow: float
+    rest: float
+    plain_rest: float
+
+    def verify_seconds(self, num_nodes: int, context: int) -> float:
+        """Interpolated between what was measured; beyond the largest context the last slope goes on."""
+        rows = [_interpolate(self.sizes, row, num_nodes) for row in self.verify]
+        return _interpolate(self.contexts, rows, context)
+
+    def plain_seconds(self, context: int) -> float:
+        """A step without drafting."""
+        return self.verify_seconds(1, context) + self.plain_rest
+
+    def step_seconds(self, depth: int, num_nodes: int, context: int) -> float:
+        """A step that asked the drafter: with a tree of this size, or with none after all (depth 0)."""
+        if depth == 0:
+            return self.extend + self.plain_seconds(context)
+        draft = self.extend + self.grow + (depth - 1) * self.level
+        return draft + self.verify_seconds(num_nodes, context) + self.rest
+
+    def to_table(self) -> str:
+        """A few lines for people, in milliseconds."""
+        lines = ["verify, ms      " + "".join(f"{size:>9} nodes" for size in self.sizes)]
+        for context, row in zip(self.contexts, self.verify, strict=True):
+            lines.append(f"{context:>9} tokens" + "".join(f"{1000 * value:>15.2f}" for value in row))
+        parts = {"extend": self.extend, "level": self.level, "grow": self.grow, "rest": self.rest}
+        lines.append("draft, ms        " + "   ".join(f"{name} {1000 * value:.2f}" for name, value in parts.items()))
+        return "\n".join(lines)
+
+
+def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
+    """Piecewise linear; the first value below the first x, the last slope beyond the last.
+
+    >>> _interpolate([1, 3], [10.0, 20.0], 2), _interpolate([1, 3], [10.0, 20.0], 5), _interpolate([1], [4.0], 9)
+    (15.0, 30.0, 4.0)
+    """
+    if len(xs) == 1 or x <= xs[0]:
+        return ys[0]
+    right = min(bisect.bisect_left(xs, x), len(xs) - 1)
+    low, high = xs[right - 1], xs[right]
+    return ys[right - 1] + (ys[right] - ys[right - 1]) * (x - low) / (high - low)
+
+
+def time_calls(
+    calls: Sequence[Callable[[], Any]], device: torch.device, *, is_warm: Sequence[bool] | None = None
+) -> list[float]:
+    """Median seconds of each call. They take turns, so that a neighbour's load meets all of them alike.
+
+    Args:
+        is_warm: calls that are made twice in a row, of which the second counts: what is called again and again finds
+            its weights in the processor's caches.
+    """
+    seconds: list[list[float]] = [[] for _ in calls]
+    for number in range(WARM_UP_ROUNDS + MEASURED_ROUNDS):
+        for own, call, warm in zip(seconds, calls, is_warm or [False] * len(calls), strict=True):
+            if warm:
+                call()
+            start = _read_clock(device)
+            call()
+            if number >= WARM_UP_ROUNDS:
+                own.append(_read_clock(device) - start)
+    return [statistics.median(own) for own in seconds]
+
+
+def _read_clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def describe_machine(device: torch.device) -> str:
+    """What the costs depend on besides the models."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        try:
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            lines = []
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        hardware = f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+    return f"{hardware}, torch {torch.__version__}"
+
+
+def cache_file(key: Sequence[Any]) -> Path:
+    """Where costs of this key are kept: in $DRAFTSMITH_CACHE, else in the user's cache folder."""
+    root = os.environ.get("DRAFTSMITH_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:16]
+    return Path(root) / "draftsmith" / f"costs-{digest}.json"
+
+
+def load_or_measure(key: Sequence[Any], measure: Callable[[], CostModel]) -> CostModel:
+    """The stored costs of this key, or freshly measured ones, which are then stored."""
+    path = cache_file(key)
+    if (stored := _load(path)) is not None:
+        return stored
+    costs = measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        scratch.write_text(json.dumps(asdict(costs)), encoding="utf-8")
+        scratch.replace(path)
+    except OSError:  # a read-only home: measured again next time
+        pass
+    return costs
+
+
+def _load(path: Path) -> CostModel | None:
+    """None when there are no costs yet, or only those of another release."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["verify"] = tuple(tuple(row) for row in content["verify"])
+        content["contexts"], content["sizes"] = tuple(content["contexts"]), tuple(content["sizes"])
+        return CostModel(**content)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,188 @@
+"""How a step comes by its tree: of one size always, or of a size chosen at every step.
+
+The loop hands over what became certain (`take`), lets the drafter begin (`open`), reads the host's copy of everything
+at the step's one synchronisation, and then asks for the tree (`draft`).
+
+Legend: B batch, S slots handed over, F feature width, P path length (tree depth + 1), X extra columns to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from inference.acceptance import Sampler
+from inference.auto_tree import AutoTree
+from inference.cost_model import CostModel
+from inference.kv_cache import TreeCache
+from inference.step import DecodeStep, OpenedDraft
+from inference.tree import TokenTree
+from inference.tree_planner import NO_TREE, Plan, TreePlanner
+
+CHANCE_UNIT = 1_000_000  # chances travel to the host as integers
+
+
+class Drafting(Protocol):
+    """One text's (batch's) drafting."""
+
+    def take(self, features: Tensor | None, next_ids: Tensor, counts: Tensor, places: Tensor | None = None) -> None:
+        """What became certain: features [B, S, F], the tokens one position later [B, S], real slots per row [B]; and,
+        after a step with a chosen tree, `AutoTree.find_places` of its path."""
+
+    def open(self, cache: TreeCache, sampler: Sampler) -> Tensor | None:
+        """Begins to draft; returns [B, X] long for the host to read."""
+
+    def draft(
+        self, cache: TreeCache, sampler: Sampler, columns: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> tuple[TokenTree, Tensor | None]:
+        """The tree and the step's noise.
+
+        Args:
+            columns: per row, what `open` asked for; counts: per row, tokens the last step emitted (0: finished).
+        """
+
+    def retire(self, active: Tensor) -> None:
+        """Rows whose `active` [B] is 0 have finished."""
+
+
+class FixedDrafting:
+    """One policy's trees, or none at all."""
+
+    def __init__(self, step: DecodeStep, batch_size: int, cache: TreeCache) -> None:
+        self.step = step
+        self.state: Any = None
+        if step.drafter is not None and step.policy is not None:
+            self.state = step.drafter.start(batch_size, cache.capacity, step.policy.num_scratch)
+
+    def take(self, features: Tensor | None, next_ids: Tensor, counts: Tensor, places: Tensor | None = None) -> None:
+        self.features, self.next_ids, self.counts = features, next_ids, counts
+
+    def open(self, cache: TreeCache, sampler: Sampler) -> Tensor | None:
+        return None
+
+    def retire(self, active: Tensor) -> None:
+        self.counts = self.counts * active
+
+    def draft(
+        self, cache: TreeCache, sampler: Sampler, columns: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> tuple[TokenTree, Tensor | None]:
+        return self.step.draft(
+            self.state, cache, sampler, self.features, self.next_ids, self.counts, max_slots=cache.length_bound
+        )
+
+
+@dataclass
+class _Slots:
+    """Slots the drafter has not seen yet; see `Drafting.take`."""
+
+    features: Tensor | None
+    next_ids: Tensor
+    counts: Tensor
+
+
+class AdaptiveDrafting:
+    """Trees of the sizes that pay. The drafter scores the root's children before the synchronisation, so that its
+    confidence is known when the size is chosen; while drafting does not pay it is not asked, and catches up later."""
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        policy: AutoTree,
+        planner: TreePlanner,
+        costs: CostModel,
+        batch_size: int,
+        cache: TreeCache,
+    ) -> None:
+        assert step.drafter is not None
+        self.step, self.policy, self.planner, self.costs = step, policy, planner, costs
+        self.state = step.drafter.start(batch_size, cache.capacity, policy.num_scratch)
+        planner.begin_text()
+        self._waiting: list[_Slots] = []
+        self._places: Tensor | None = None
+        self._opened: OpenedDraft | None = None
+        self._plan: Plan | None = None  # of the last step, if the drafter was asked
+        self._confidences: list[float] = []  # then, per row
+
+    def take(self, features: Tensor | None, next_ids: Tensor, counts: Tensor, places: Tensor | None = None) -> None:
+        self._waiting.append(_Slots(features, next_ids, counts))
+        self._places = places
+
+    def open(self, cache: TreeCache, sampler: Sampler) -> Tensor | None:
+        columns = [] if self._places is None else [self._places.flatten(1)]
+        self._opened = None
+        if self.planner.is_drafting:
+            slots = _join(self._waiting, self.step.num_depths)
+            self._waiting = []
+            self._opened = self.step.open(
+                self.state, cache, sampler, slots.features, slots.next_ids, slots.counts, max_slots=cache.length_bound
+            )
+            columns.append((self._opened.children.scores[:, :1].exp() * CHANCE_UNIT).long())
+        return torch.cat(columns, dim=1) if columns else None
+
+    def retire(self, active: Tensor) -> None:
+        for slots in self._waiting:
+            slots.counts = slots.counts * active
+
+    def draft(
+        self, cache: TreeCache, sampler: Sampler, columns: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> tuple[TokenTree, Tensor | None]:
+        rows = [row for row, count in enumerate(counts) if count]
+        if self._plan is not None:
+            self._learn(columns, counts, rows, cache.length_bound)
+        if self._opened is None:
+            self.planner.pass_step()
+            self._plan = None
+            last = self._waiting[-1]
+            return self.step.start_plain(cache, sampler, last.next_ids, last.counts)
+        self._confidences = [row[-1] / CHANCE_UNIT for row in columns]
+        self._plan = self.planner.choose(
+            self.costs, cache.length_bound, [self._confidences[row] for row in rows] or [0.0]
+        )
+        if self._plan == NO_TREE:
+            return TokenTree.from_root(self._opened.root_ids), self._opened.noise
+        return self.step.grow(
+            self.state, sampler, self._opened, self.policy.tree_of(self._plan.depth, self._plan.num_nodes)
+        ), self._opened.noise
+
+    def _learn(
+        self, columns: Sequence[Sequence[int]], counts: Sequence[int], rows: Sequence[int], context: int
+    ) -> None:
+        assert self._plan is not None
+        if not rows:
+            return
+        width, places = self.policy.max_depth, []
+        for row in rows:
+            values = columns[row] if self._plan != NO_TREE else []
+            by_depth = {depth: values[d * width : (d + 1) * width] for d, depth in enumerate(self.policy.depths)}
+            places.append(by_depth)
+        self.planner.learn(
+            self._plan,
+            [self._confidences[row] for row in rows],
+            [counts[row] - 1 for row in rows],
+            places,
+            self.costs,
+            context,
+        )
+
+
+def _join(waiting: Sequence[_Slots], width: int) -> _Slots:
+    """All waiting slots of each row side by side, padded to `width` if they are fewer."""
+    total = sum(slots.next_ids.shape[1] for slots in waiting)
+    if len(waiting) == 1 and total >= width:
+        return waiting[0]
+    first = waiting[0]
+    batch, columns = first.next_ids.shape[0], max(total, width)
+    counts = torch.zeros_like(first.counts)
+    next_ids = first.next_ids.new_zeros(batch, columns)
+    features = None if first.features is None else first.features.new_zeros(batch, columns, first.features.shape[-1])
+    for slots in waiting:  # what a row's padding leaves behind its real slots, the following slots overwrite
+        places = counts[:, None] + torch.arange(slots.next_ids.shape[1], device=counts.device)
+        next_ids.scatter_(1, places, slots.next_ids)
+        if features is not None and slots.features is not None:
+            features.scatter_(1, places[..., None].expand_as(slots.features), slots.features)
+        counts = counts + slots.counts
+    return _Slots(features, next_ids, counts)

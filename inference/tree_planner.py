@@ -1,0 +1,214 @@
+"""TreePlanner: which tree pays for the next step, from measured costs and the acceptance measured so far.
+
+A step that emits t tokens in c seconds beats the present rate r (tokens a second) if t - r c > 0, so the plan with the
+largest expected t - r c is taken: a level or a node is added as long as the tokens it brings are worth its time at the
+rate reached without it. The expected tokens are measured, not taken from the drafter's probabilities (which say little
+under coupled drafting at temperature > 0): one step with a large tree tells what every smaller tree would have
+accepted, because the accepted nodes' places in the order of scores are known.
+
+All of it runs on the host, on numbers that were read with the emitted tokens.
+
+Legend: D depth of a tree, N its nodes (root included).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inference.cost_model import CostModel
+
+# Steps of like confidence share their statistics: the drafter's chance of its best root child, cut at these values.
+CONFIDENCE_CUTS = (0.15, 0.3, 0.5, 0.7, 0.9)
+# After so many further steps a step's weight is 1/e.
+MEMORY_STEPS = 64
+# Drafting is given up when it is slower than not drafting by this share over the square root of the steps it was seen.
+GIVE_UP_MARGIN = 0.25
+# Before anything is measured: each further depth is accepted with this chance, counted as so many steps. Optimistic, so
+# that large trees are tried, which tell about small ones.
+PRIOR_CHANCE, PRIOR_STEPS = 0.6, 1.0
+# Every so many drafted steps the largest tree is drafted, to notice that it would pay.
+EXPLORE_EVERY = 40
+# Steps without drafting after drafting did not pay; doubled while it goes on not paying.
+SLEEP_STEPS, MAX_SLEEP_STEPS = 8, 128
+# Then single drafted steps, so many of which must pay in a row before drafting begins again.
+PROBES = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A tree's size. depth 0, num_nodes 1: no tree."""
+
+    depth: int
+    num_nodes: int
+
+
+NO_TREE = Plan(0, 1)
+
+
+def count_accepted(plan: Plan, places: Sequence[int]) -> int:
+    """Drafted tokens a tree of this plan would have accepted.
+
+    Args:
+        places: for the accepted node of each depth from 1 on, its place (0 = best) in the order of scores among the
+            nodes of at most `plan.depth`. A parent stands before its children, so places rise.
+    """
+    return sum(place < plan.num_nodes - 1 for place in places[: plan.depth])
+
+
+@dataclass
+class _Mean:
+    """A mean that forgets."""
+
+    total: float
+    weight: float
+
+    def add(self, value: float) -> None:
+        keep = 1.0 - 1.0 / MEMORY_STEPS
+        self.total, self.weight = self.total * keep + value, self.weight * keep + 1.0
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight
+
+
+class TreePlanner:
+    """Chooses one plan a step; keeps what it has learned from text to text.
+
+    Args:
+        depths, sizes: the depths and numbers of nodes to choose from.
+        max_nodes: [D] most nodes a tree of each depth in `depths` can have.
+    """
+
+    def __init__(self, depths: Sequence[int], sizes: Sequence[int], max_nodes: Sequence[int]) -> None:
+        self.depths = tuple(depths)
+        self.plans = [
+            Plan(depth, size)
+            for depth, most in zip(self.depths, max_nodes, strict=True)
+            for size in sizes
+            if depth < size <= most
+        ]
+        if not self.plans:
+            raise ValueError(f"no tree has {list(sizes)} nodes and a depth of {list(depths)}: allow more nodes")
+        self.largest = max(self.plans, key=lambda plan: (plan.num_nodes, plan.depth))
+        self._forget()
+        self._tokens: _Mean | None = None  # per drafted step and row
+        self._seconds = _Mean(0.0, 1.0)
+        self._drafted_steps = 0
+        self._asleep = 0
+        self._sleep_steps = SLEEP_STEPS
+        self._is_probe = self._awaits_probe = False
+        self._paying_probes = 0
+
+    def _forget(self) -> None:
+        """What is expected before anything is measured, for each group of confidences."""
+        self._accepted = [
+            {plan: _Mean(PRIOR_STEPS * _prior(plan), PRIOR_STEPS) for plan in self.plans}
+            for _ in range(len(CONFIDENCE_CUTS) + 1)
+        ]
+
+    def begin_text(self) -> None:
+        """Another text begins: the outcome of a probe that ended the last one was never learned."""
+        self._awaits_probe = False
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the coming step asks the drafter at all. Without, the drafter catches up later."""
+        return self._asleep == 0 and not self._awaits_probe
+
+    def choose(self, costs: CostModel, context: int, confidences: Sequence[float]) -> Plan:
+        """The plan of a step whose root children are scored.
+
+        Args:
+            context: tokens in the cache.
+            confidences: of each unfinished row, the drafter's chance of its best root child.
+        """
+        self._drafted_steps += 1
+        if self._is_probe:  # one step with a small tree, and no other before its outcome is known
+            self._awaits_probe = True
+            return min(self.plans, key=lambda plan: (abs(plan.depth - 2), plan.num_nodes))
+        if self._drafted_steps % EXPLORE_EVERY == 0:
+            return self.largest
+        rate = self._rate(costs, context)
+        groups = [self._accepted[_group(confidence)] for confidence in confidences]
+
+        def gain(plan: Plan) -> float:
+            accepted = sum(group[plan].value for group in groups) / len(groups) if plan.depth else 0.0
+            return 1.0 + accepted - rate * costs.step_seconds(plan.depth, plan.num_nodes, context)
+
+        return max([NO_TREE, *self.plans], key=gain)
+
+    def learn(
+        self,
+        plan: Plan,
+        confidences: Sequence[float],
+        accepted: Sequence[int],
+        places: Sequence[dict[int, Sequence[int]]],
+        costs: CostModel,
+        context: int,
+    ) -> None:
+        """Takes in what a drafted step of `plan` brought.
+
+        Args:
+            confidences: as given to `choose`.
+            accepted: drafted tokens each unfinished row accepted.
+            places: per row, for each depth in `depths`, what `count_accepted` takes.
+        """
+        for confidence, number, row_places in zip(confidences, accepted, places, strict=True):
+            group = self._accepted[_group(confidence)]
+            for other in self.plans:
+                if other.depth <= plan.depth and other.num_nodes <= plan.num_nodes:
+                    group[other].add(count_accepted(other, row_places[other.depth][:number]))
+        tokens = 1.0 + sum(accepted) / len(accepted)
+        seconds = costs.step_seconds(plan.depth, plan.num_nodes, context)
+        if self._tokens is None or self._is_probe:  # a probe speaks for the text as it is now
+            self._tokens, self._seconds = _Mean(tokens, 1.0), _Mean(seconds, 1.0)
+        else:
+            self._tokens.add(tokens)
+            self._seconds.add(seconds)
+        steps, plain = self._tokens.weight, 1.0 / costs.plain_seconds(context)
+        if self._is_probe:
+            pays = tokens / seconds > plain
+        else:  # what the best tree would bring, not what trying them has brought
+            best = max(self.expected_tokens(p) / costs.step_seconds(p.depth, p.num_nodes, context) for p in self.plans)
+            pays = best > plain * (1.0 - GIVE_UP_MARGIN / math.sqrt(steps))
+        if self._is_probe and pays:
+            self._paying_probes += 1
+            if self._paying_probes < PROBES:
+                self._asleep = 1  # ask again at once
+            else:
+                self._forget()  # this is another text
+        elif pays and steps > SLEEP_STEPS:
+            self._sleep_steps = SLEEP_STEPS
+        elif not pays and self._asleep == 0 and (self._is_probe or steps > SLEEP_STEPS):
+            self._asleep, self._paying_probes = self._sleep_steps, 0
+            self._sleep_steps = min(2 * self._sleep_steps, MAX_SLEEP_STEPS)
+        self._is_probe = self._awaits_probe = False
+
+    def pass_step(self) -> None:
+        """A step without drafting begins."""
+        if self._asleep > 0:
+            self._asleep -= 1
+            self._is_probe = self._asleep == 0
+
+    def expected_tokens(self, plan: Plan) -> float:
+        """Tokens a step of this plan is expected to emit, all confidences together."""
+        weights = [(group[plan].value, group[plan].weight) for group in self._accepted]
+        weights = [pair for pair in weights if pair[1] > PRIOR_STEPS] or weights  # only confidences that were met
+        return 1.0 + sum(value * weight for value, weight in weights) / sum(weight for _, weight in weights)
+
+    def _rate(self, costs: CostModel, context: int) -> float:
+        """Tokens a second and row: the present rate, at least that of plain decoding."""
+        plain = 1.0 / costs.plain_seconds(context)
+        return plain if self._tokens is None else max(plain, self._tokens.value / self._seconds.value)
+
+
+def _group(confidence: float) -> int:
+    return sum(confidence >= cut for cut in CONFIDENCE_CUTS)
+
+
+def _prior(plan: Plan) -> float:
+    """Accepted tokens before anything is known; more nodes help a little."""
+    share = 1.0 - 0.5 / math.sqrt(plan.num_nodes)
+    return share * sum(PRIOR_CHANCE**depth for depth in range(1, plan.depth + 1))

@@ -1,0 +1,130 @@
+"""TreePlanner: what one step teaches about every smaller tree, and which tree the costs then call for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from inference.auto_tree import AutoTree
+from inference.cost_model import CostModel
+from inference.tree import TokenTree
+from inference.tree_planner import MAX_SLEEP_STEPS, NO_TREE, Plan, TreePlanner, count_accepted
+
+DEPTHS, SIZES = (1, 2, 4), (4, 8, 16)
+
+
+def make_costs(
+    *, node: float = 0.0, level: float = 0.0, extend: float = 0.0, plain: float = 1.0, contexts: tuple[int, ...] = (8,)
+) -> CostModel:
+    sizes = (1, *SIZES)
+    row = tuple(plain + node * (size - 1) for size in sizes)
+    return CostModel(contexts, sizes, (row,) * len(contexts), extend, level, 0.0, 0.0, 0.0)
+
+
+def make_planner() -> TreePlanner:
+    return TreePlanner(DEPTHS, SIZES, max_nodes=[9, 25, 57])
+
+
+def run(planner: TreePlanner, costs: CostModel, chance: float, *, num_steps: int, seed: int = 0) -> list[Plan | None]:
+    """A world in which each depth is accepted with `chance` and the accepted node is always its level's best one."""
+    coin = random.Random(seed)
+    plans: list[Plan | None] = []
+    for _ in range(num_steps):
+        if not planner.is_drafting:
+            planner.pass_step()
+            plans.append(None)
+            continue
+        plan = planner.choose(costs, 8, [0.6])
+        accepted = 0
+        while accepted < plan.depth and coin.random() < chance:
+            accepted += 1
+        places = {depth: list(range(depth)) for depth in DEPTHS}
+        planner.learn(plan, [0.6], [accepted], [places], costs, 8)
+        plans.append(plan)
+    return plans
+
+
+def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
+    places = [0, 2, 9]  # of the accepted nodes of depths 1, 2 and 3
+    assert count_accepted(Plan(4, 16), places) == 3
+    assert count_accepted(Plan(4, 10), places) == 2, "nine drafted nodes end at place 8"
+    assert count_accepted(Plan(2, 16), places) == 2
+    assert count_accepted(Plan(4, 3), places) == 1
+    assert count_accepted(NO_TREE, places) == 0
+
+
+def test_free_drafts_are_deep_and_dear_levels_are_few() -> None:
+    assert run(make_planner(), make_costs(), 0.8, num_steps=200)[-1] == Plan(4, 16)
+    dear_levels = run(make_planner(), make_costs(level=0.6), 0.5, num_steps=200)
+    assert {plan.depth for plan in dear_levels[100:] if plan} <= {1, 2, 4}
+    assert sum(plan == NO_TREE or (plan is not None and plan.depth == 1) for plan in dear_levels[100:]) > 80
+
+
+def test_dear_nodes_make_small_trees() -> None:
+    plans = run(make_planner(), make_costs(node=0.05), 0.7, num_steps=200)
+    assert sum(plan is not None and plan.num_nodes > 8 for plan in plans[100:]) < 10
+
+
+def test_hostile_text_stops_drafting_and_easy_text_starts_it_again() -> None:
+    planner, costs = make_planner(), make_costs(node=0.02, level=0.1, extend=0.2)
+    hostile = run(planner, costs, 0.0, num_steps=2000)
+    asked = [plan for plan in hostile if plan is not None]
+    assert len(asked) / len(hostile) < 0.05
+    longest = max(len(part) for part in "".join("x" if plan is None else " " for plan in hostile).split())
+    assert longest == MAX_SLEEP_STEPS
+    easy = run(planner, costs, 0.9, num_steps=400)
+    assert sum(plan is not None for plan in easy[-200:]) > 190
+
+
+def test_the_best_fixed_plan_is_nearly_reached() -> None:
+    """Tokens a second within 5% of the best single plan's, in worlds from hostile to easy."""
+    costs = make_costs(node=0.02, level=0.12, extend=0.15)
+    for chance in (0.05, 0.3, 0.6, 0.9):
+        planner = make_planner()
+        run(planner, costs, chance, num_steps=300)
+        tokens = seconds = 0.0
+        for plan in run(planner, costs, chance, num_steps=3000, seed=1):
+            tokens += 1 + (sum(chance**depth for depth in range(1, plan.depth + 1)) if plan else 0)
+            seconds += costs.plain_seconds(8) if plan is None else costs.step_seconds(plan.depth, plan.num_nodes, 8)
+        best = max(
+            [1 / costs.plain_seconds(8)]
+            + [
+                (1 + sum(chance**depth for depth in range(1, plan.depth + 1)))
+                / costs.step_seconds(plan.depth, plan.num_nodes, 8)
+                for plan in planner.plans
+            ]
+        )
+        assert tokens / seconds > 0.95 * best, f"chance {chance}: {tokens / seconds:.3f} of {best:.3f}"
+
+
+def test_trees_nobody_could_draft_are_refused() -> None:
+    with pytest.raises(ValueError, match="no tree has"):
+        TreePlanner((4,), (3,), [57])
+
+
+def test_places_count_better_nodes_up_to_each_depth() -> None:
+    # root; a, b at depth 1; c (child of a), d (child of b) at depth 2; one node of padding.
+    tree = TokenTree(
+        torch.tensor([[9, 1, 2, 3, 4, 0]]),
+        torch.tensor([[-1, 0, 0, 1, 2, -1]]),
+        torch.tensor([[0, 1, 1, 2, 2, 0]]),
+        torch.tensor([[0.0, -2.0, -1.0, -2.5, -1.5, -torch.inf]]),
+    )
+    policy = AutoTree(depths=(1, 2), sizes=(6,), top_k=2)
+    places = policy.find_places(tree, torch.tensor([[0, 1, 3]]))[0].tolist()
+    assert places[0][0] == 1, "among a and b, a is second"
+    assert places[1] == [2, 3], "among all, a is third (after b and d) and c last"
+
+
+@pytest.mark.parametrize("wrong", [{"depths": ()}, {"sizes": (1,)}, {"depths": (0, 2)}, {"top_k": 0}])
+def test_auto_tree_refuses_what_is_no_tree(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="allowed are"):
+        AutoTree(**wrong)  # type: ignore[arg-type]
+
+
+def test_auto_tree_keeps_to_the_drafters_depth() -> None:
+    limited = AutoTree((1, 2, 4, 6)).limit_depth(3)
+    assert isinstance(limited, AutoTree)
+    assert limited.depths == (1, 2, 3)

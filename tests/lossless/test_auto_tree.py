@@ -1,0 +1,125 @@
+"""Trees of sizes chosen at every step: whatever is chosen, however long the drafter was left out, the text stays."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Decoder, generate
+from inference.auto_tree import AutoTree
+from inference.cost_model import CostModel
+from inference.ngram import NgramDrafter
+from inference.tree_planner import NO_TREE, Plan, TreePlanner
+from tests.lossless.near_tie import assert_same_text
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
+
+TREE = AutoTree(depths=(1, 2, 4), sizes=(8, 24), top_k=4)
+COSTS = CostModel((8,), (1, 8, 24), ((1.0, 1.1, 1.3),), 0.1, 0.1, 0.0, 0.0, 0.0)
+
+
+class RestlessPlanner(TreePlanner):
+    """Takes all plans in turn, and now and then leaves the drafter out for some steps."""
+
+    def __init__(self) -> None:
+        super().__init__(TREE.depths, TREE.sizes, TREE.max_nodes)
+        self.turns = itertools.cycle([*self.plans, NO_TREE, *reversed(self.plans)])
+        self.rests = itertools.cycle([0, 0, 1, 0, 3, 0, 9, 0])
+        self.resting = 0
+        self.taken: set[Plan] = set()
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.resting == 0
+
+    def choose(self, *_: Any) -> Plan:
+        plan = next(self.turns)
+        self.taken.add(plan)
+        return plan
+
+    def learn(self, plan: Plan, *args: Any) -> None:
+        super().learn(plan, *args)
+        self.resting = self.resting or next(self.rests)
+
+    def pass_step(self) -> None:
+        self.resting -= 1
+
+
+def restless(model: Any, drafter: Any, **options: Any) -> tuple[Decoder, RestlessPlanner]:
+    decoder = Decoder(model, drafter, tree=TREE, **options)
+    planner = RestlessPlanner()
+    decoder._planner = planner
+    decoder._costs = {(batch, sampled): COSTS for batch in range(1, 9) for sampled in (False, True)}
+    return decoder, planner
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_transformers_generate(family: str) -> None:
+    model = tiny_target(family, initializer_range=0.3)
+    prompt = random_prompt(12)
+    expected = model.generate(prompt, max_new_tokens=150, do_sample=False)
+    decoder, planner = restless(model, ScriptedDrafter([expected[0]], VOCAB_SIZE))
+    output = decoder.generate(prompt, max_new_tokens=150, do_sample=False)
+    assert_same_text(model, expected, output.sequences)
+    assert planner.taken == {NO_TREE, *planner.plans}
+    assert len(output.stats.accepted_histogram) == 5, "not every depth was reached"
+    assert output.stats.num_host_syncs == output.stats.num_verify_steps
+
+
+@pytest.mark.parametrize("is_coupled", [True, False], ids=["coupled", "uncoupled"])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "repetition_penalty": 1.2}]
+)
+def test_sampled_text_is_plain_decoding(settings: dict[str, float], is_coupled: bool) -> None:
+    model = tiny_target("qwen3", initializer_range=0.3)
+    prompt = random_prompt(9)
+    options = {"max_new_tokens": 100, "do_sample": True, "seed": 5, **settings}
+    expected = generate(model, None, prompt, **options).sequences
+    decoder, _ = restless(model, ScriptedDrafter([expected[0]], VOCAB_SIZE), is_coupled=is_coupled)
+    assert torch.equal(decoder.generate(prompt, **options).sequences, expected)
+
+
+def test_a_batch_is_its_rows() -> None:
+    """Rows of different lengths that end at different times; a decoder that is used twice."""
+    model = tiny_target("llama", initializer_range=0.3)
+    prompts = [random_prompt(length, seed=length) for length in (4, 11, 7)]
+    longest = max(prompt.shape[1] for prompt in prompts)
+    padded = torch.cat([torch.nn.functional.pad(p, (longest - p.shape[1], 0)) for p in prompts])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(p), (longest - p.shape[1], 0)) for p in prompts])
+    free = [generate(model, None, p, max_new_tokens=60, do_sample=False).sequences[0, p.shape[1] :] for p in prompts]
+    eos = int(free[1][20])
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    alone = [generate(model, None, prompt, **options).sequences[0, prompt.shape[1] :].tolist() for prompt in prompts]
+    decoder, _ = restless(model, NgramDrafter())
+    for _ in range(2):
+        rows = decoder.generate(padded, mask, **options).sequences[:, longest:].tolist()
+        for row, expected in zip(rows, alone, strict=True):
+            assert row == expected + [0] * (len(row) - len(expected))
+
+
+def test_the_real_planner_measures_and_decodes() -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    prompt = random_prompt(12)
+    expected = model.generate(prompt, max_new_tokens=60, do_sample=False)
+    output = generate(
+        model, ScriptedDrafter([expected[0]], VOCAB_SIZE), prompt, tree="auto", max_new_tokens=60, do_sample=False
+    )
+    assert_same_text(model, expected, output.sequences)
+
+
+def test_a_text_that_ends_in_a_probe_does_not_end_drafting_for_good() -> None:
+    """The outcome of its last step is never learned; the next text must ask the drafter again."""
+    model = tiny_target("llama", initializer_range=0.3)
+    prompt = random_prompt(12)
+    expected = generate(model, None, prompt, max_new_tokens=120, do_sample=False).sequences
+    decoder = Decoder(model, ScriptedDrafter([expected[0]], VOCAB_SIZE), tree=TREE)
+    decoder._costs = {(1, False): COSTS}
+    planner = decoder._planner
+    assert planner is not None
+    planner._is_probe = planner._awaits_probe = True  # as after a step whose outcome nobody read
+    output = decoder.generate(prompt, max_new_tokens=120, do_sample=False)
+    assert torch.equal(output.sequences, expected)
+    assert output.stats.num_drafted > 0
