@@ -25,9 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmark_contenders import make_contenders
+from benchmark_environment import describe_environment
 from benchmark_measure import Contender, Prompt, Settings, load_prompts, measure
-from benchmark_render import draw_plot, make_grids
-from benchmark_report import Row, describe_environment, make_rows, write_json
+from benchmark_plot import draw_plot
+from benchmark_render import make_grids
+from benchmark_report import Row, make_report, make_rows, write_json
 from generate import DRAFTED_STYLE, SpeculationPrinter
 from model_loading import DTYPES, load_heads, load_target, parse_tree
 from rich.console import Console
@@ -192,7 +194,7 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
     grids = make_grids(rows, environment)
     for grid in grids:
         grid.print(console)
-    write_json(output / "report.json", environment, rows, contenders)
+    write_json(output / "report.json", [make_report(environment, rows, contenders)])
     draw_plot(output / "plot.png", rows, grids[0].title)
     show_sample(list(heads.values())[-1], prompts[0], tokenizer, target, args, console)
     console.print(conclude(rows, list(heads)), markup=False)

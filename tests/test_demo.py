@@ -90,7 +90,7 @@ def test_defaults_need_no_option_and_no_file_of_the_user() -> None:
         ("--max_steps=0", "got --max_steps 0: give at least 1"),
         ("--threads=0", "got --threads 0: give at least 1"),
         ("--train_options=foo", "got --train_options 'foo': write key=value"),
-        ("--tree=dynamc", "tree is 'dynamc'; allowed are 'dynamic', 'chain'"),
+        ("--tree=dynamc", "tree is 'dynamc'; allowed are 'dynamic', 'auto', 'chain'"),
         ("--prompts=nowhere.jsonl", "--prompts nowhere.jsonl does not exist"),
         ("--max_new_tokens=1024", "no prompt that leaves room for 1024 tokens"),
     ],
@@ -146,7 +146,7 @@ def test_demo_from_training_to_report(args: demo.DemoArguments, monkeypatch: pyt
     fresh = {f"{kind}, trained here" for kind in HEAD_TYPES}
     assert fresh <= {row.name for row in rows}
     assert all(row.num_identical == row.num_compared == 2 for row in rows)
-    report = json.loads((output / "report.json").read_text())
+    (report,) = json.loads((output / "report.json").read_text())["reports"]
     assert set(report["environment"]["training_seconds"]) == set(HEAD_TYPES)
     assert [row["name"] for row in report["rows"]] == [row.name for row in rows]
     assert (output / "plot.png").read_bytes().startswith(b"\x89PNG")
