@@ -1,41 +1,59 @@
-"""Measures draft heads beside every baseline, interleaved in one process; prints tables, writes JSON, a plot, Markdown.
+"""Measures draft heads beside every baseline, interleaved in one process; prints tables, writes JSON, plots, Markdown.
 
     python scripts/benchmark.py --target examples/chat-13m --heads examples/heads/medusa examples/heads/eagle3 \\
         --prompts examples/prompts.jsonl --tree dynamic chain --max-new-tokens 128 --json outputs/benchmark.json
 
-Baselines: transformers' `generate` and its prompt look-up, plain decoding on our stack, and a drafter that only looks
-up n-grams of the text so far (untrained: what it gains, looping text gives to every drafter).
+Several targets, prompt files and temperatures make a matrix: each combination is one report with its own tables.
+
+Baselines: transformers' `generate`, its prompt look-up and (--assistant) assisted generation, plain decoding on our
+stack, and a drafter that only looks up n-grams of the text so far (untrained: what it gains, looping text gives to
+every drafter).
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmark_contenders import make_contenders
-from benchmark_measure import Settings, load_prompts, measure
-from benchmark_render import draw_plot, make_grids
-from benchmark_report import describe_environment, make_rows, write_json
-from model_loading import DTYPES, TREE_HELP, load_heads, load_target
+from benchmark_matrix import load_subject, measure_combination
+from benchmark_measure import Settings
+from benchmark_plot import draw_plot
+from benchmark_render import make_grids
+from benchmark_report import make_report, write_json
+from model_loading import DTYPES, TREE_HELP
 from rich.console import Console
-from rich.progress import Progress
 from transformers import HfArgumentParser
 
 
 @dataclass
 class BenchmarkArguments:
-    target: str = field(metadata={"help": "The target: a folder or a hub id."})
-    prompts: str = field(metadata={"help": "JSON lines (.gz or not) of `turns` or conversations; first user turns."})
-    heads: list[str] = field(default_factory=list, metadata={"help": "Draft heads: folders or hub ids."})
-    num_prompts: int | None = field(default=None, metadata={"help": "Use the first so many prompts; none = all."})
+    target: list[str] = field(metadata={"help": "Targets: folders or hub ids."})
+    prompts: list[str] = field(
+        metadata={"help": "Files of JSON lines (.gz or not), `turns` or conversations; first user turns."}
+    )
+    heads: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Draft heads: folders or hub ids. Of several targets, one that heads were not made for gets a row "
+            "that says so."
+        },
+    )
+    assistant: str | None = field(
+        default=None, metadata={"help": "A small causal LM with the target's tokenizer, for assisted generation."}
+    )
+    num_prompts: int | None = field(default=None, metadata={"help": "The first so many prompts of a file; none = all."})
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
-    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 = greedy."})
+    temperature: list[float] = field(
+        default_factory=lambda: [0.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
+    )
     dtype: str = field(
         default="float32", metadata={"help": "Weights of the target and the heads.", "choices": list(DTYPES)}
     )
@@ -47,80 +65,84 @@ class BenchmarkArguments:
     repeats: int = field(default=3, metadata={"help": "Rounds over all prompts."})
     threads: int | None = field(default=None, metadata={"help": "CPU threads; none = torch's choice."})
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    json: str | None = field(default=None, metadata={"help": "Write rows, runs and environment to this JSON file."})
-    plot: str | None = field(default=None, metadata={"help": "Draw speed and acceptance length into this PNG file."})
+    json: str | None = field(
+        default=None, metadata={"help": "Write rows, runs and environment of every report to this JSON file."}
+    )
+    plot: str | None = field(
+        default=None, metadata={"help": "Draw into this PNG file; several reports into FILE-1.png, FILE-2.png, ..."}
+    )
     markdown: str | None = field(default=None, metadata={"help": "Write the tables to this Markdown file."})
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "repeats", "num_prompts", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"got --{name} {value}: give at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"got --temperature {self.temperature}: give 0 for greedy decoding, or a positive number")
+        for name in ("target", "prompts", "temperature"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"got --{name} {' '.join(map(str, values))}: give one or more, each once")
+        for temperature in self.temperature:
+            if temperature < 0:
+                raise ValueError(f"got --temperature {temperature}: give 0 for greedy decoding, or a positive number")
+        for path in self.prompts:
+            if not Path(path).is_file():
+                raise ValueError(f"--prompts {path} does not exist: give a file of JSON lines")
 
-    def settings(self) -> Settings:
+    def settings(self, temperature: float) -> Settings:
         return Settings(
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=self.seed, repeats=self.repeats
+            max_new_tokens=self.max_new_tokens, temperature=temperature, seed=self.seed, repeats=self.repeats
         )
 
 
-def name_heads(paths: Sequence[str]) -> dict[str, str]:
-    """Short distinct names for sets of heads: the ends of their paths.
-
-    >>> name_heads(["a/heads/medusa", "b/heads/medusa", "b/heads/eagle3"])
-    {'a/heads/medusa': 'a/heads/medusa', 'b/heads/medusa': 'b/heads/medusa', 'eagle3': 'b/heads/eagle3'}
-    """
-    if len(set(paths)) < len(paths):
-        raise ValueError(f"--heads names the same heads twice: {', '.join(paths)}")
-
-    def shorten(path: str) -> str:
-        parts = path.rstrip("/").split("/")
-        ends = ("/".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        others = [other.rstrip("/") for other in paths if other != path]
-        return next((end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in others)), path)
-
-    return {shorten(path): path for path in paths}
-
-
-def run(args: BenchmarkArguments, console: Console) -> None:
+def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
+    """Measures every target x prompt file x temperature; files are written after each, so that a kill leaves those
+    that are done."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    settings = args.settings()
-    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
-    heads = {name: load_heads(path, target) for name, path in name_heads(args.heads).items()}
-    prompts, num_too_long = load_prompts(
-        Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
-    )
-    modes = (False, True) if args.compile else (False,)
-    contenders = make_contenders(target, heads, args.tree, settings, modes=modes)
-    num_runs = args.repeats * len(prompts) * sum(not contender.problem for contender in contenders)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("decoding", total=num_runs)
-        measure(contenders, prompts, settings, on_run=lambda: progress.advance(task))
+    reports: list[dict[str, Any]] = []
+    pages: list[str] = []
+    for name in args.target:
+        subject = load_subject(
+            name,
+            heads=args.heads,
+            assistant=args.assistant,
+            prompts=args.prompts,
+            num_prompts=args.num_prompts,
+            max_new_tokens=args.max_new_tokens,
+            dtype=args.dtype,
+            device=args.device,
+            is_only_target=len(args.target) == 1,
+        )
+        for path, temperature in itertools.product(args.prompts, args.temperature):
+            measured = measure_combination(
+                subject, path, args.settings(temperature), trees=args.tree, is_compiled=args.compile
+            )
+            grids = make_grids(measured.rows, measured.environment)
+            for grid in grids:
+                grid.print(console)
+            reports.append(make_report(measured.environment, measured.rows, measured.contenders))
+            pages += [grid.to_markdown() for grid in grids]
+            if args.json is not None:
+                write_json(Path(args.json), reports)
+            if args.plot is not None:
+                draw_plot(name_plot(args, len(reports)), measured.rows, grids[0].title)
+            if args.markdown is not None:
+                command = measured.environment["command"]
+                write_markdown(Path(args.markdown), [f"```bash\n{command}\n```\n", *pages])
+        del subject, measured  # before the next target needs the memory
+    return reports
 
-    rows = make_rows(contenders, prompts, settings, target)
-    environment = describe_environment(
-        target,
-        settings,
-        target=args.target,
-        heads=args.heads,
-        trees=args.tree,
-        prompts=args.prompts,
-        num_prompts=len(prompts),
-        num_prompts_too_long=num_too_long,
-        has_chat_template=bool(tokenizer.chat_template),
-    )
-    grids = make_grids(rows, environment)
-    for grid in grids:
-        grid.print(console)
-    if args.json is not None:
-        write_json(Path(args.json), environment, rows, contenders)
-    if args.plot is not None:
-        draw_plot(Path(args.plot), rows, grids[0].title)
-    if args.markdown is not None:
-        Path(args.markdown).parent.mkdir(parents=True, exist_ok=True)
-        text = "\n".join(["```bash", environment["command"], "```", "", *(grid.to_markdown() for grid in grids)])
-        Path(args.markdown).write_text(text, encoding="utf-8")
+
+def name_plot(args: BenchmarkArguments, number: int) -> Path:
+    """Where the picture of a report goes: --plot itself, or with several reports FILE-1.png, FILE-2.png, ..."""
+    path = Path(args.plot or "")
+    is_single = len(args.target) * len(args.prompts) * len(args.temperature) == 1
+    return path if is_single else path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def write_markdown(path: Path, pages: Sequence[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(pages), encoding="utf-8")
 
 
 def main() -> None:

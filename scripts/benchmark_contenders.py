@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from benchmark_measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, read_clock
 from model_loading import parse_tree
-from transformers import CompileConfig
+from roofline import Work, count_round
+from transformers import CompileConfig, PreTrainedModel
 
 from inference import Decoder, Drafter, DraftLogits, Target
+from inference.auto_tree import AutoTree
 from inference.ngram import NgramDrafter
 from inference.policy import resolve_policy
 
@@ -70,6 +72,8 @@ class TimedDrafter:
         self.device = device
         self.feature_layers = drafter.feature_layers
         self.max_depth = drafter.max_depth
+        self.config, self.dtype = getattr(drafter, "config", None), getattr(drafter, "dtype", None)
+        self.name = type(drafter).__name__
         self.seconds = 0.0
         self.is_synchronised = False
 
@@ -105,6 +109,7 @@ class OurDecoding:
         is_coupled: bool = True,
         is_compiled: bool = False,
     ) -> None:
+        self.drafter = drafter
         self.timed = TimedDrafter(drafter, target.device) if drafter is not None and not is_compiled else None
         self.decoder = Decoder(
             target, self.timed or drafter, tree=parse_tree(tree), is_coupled=is_coupled, compile=is_compiled
@@ -142,6 +147,45 @@ class OurDecoding:
         )
 
 
+class AssistedDecoding(TransformersDecoding):
+    """The target's own `generate` with a small model that drafts (arXiv 2211.17192).
+
+    Raises:
+        ValueError: when the two cannot work together.
+    """
+
+    def __init__(self, target: Target, assistant: PreTrainedModel) -> None:
+        sizes = [model.get_output_embeddings().weight.shape[0] for model in (target.model, assistant)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the target has a vocabulary of {sizes[0]} tokens, the assistant one of {sizes[1]}: give an assistant "
+                "with the target's tokenizer"
+            )
+        super().__init__(target, assistant_model=assistant)
+        prompt = Prompt("probe", 0, torch.zeros((1, 4), dtype=torch.long, device=target.device))
+        try:
+            self(prompt, Settings(), max_new_tokens=4)
+        except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:  # as each family fails
+            raise ValueError(f"transformers cannot decode with this assistant: {error}") from error
+
+
+def count_work(contenders: Sequence[Contender], prompts: Sequence[Prompt]) -> None:
+    """Fills in what a round of our own contenders does, counted once for those that draft alike."""
+    counted: dict[tuple[str, Drafter | None], Work | None] = {}
+    for contender in contenders:
+        if contender.problem or not isinstance(contender.decode, OurDecoding):
+            continue
+        decode = contender.decode
+        if isinstance(decode.decoder.policy, AutoTree):  # another tree, and other work, at every step
+            continue
+        key = (contender.tree, decode.drafter)
+        if key not in counted:
+            decoder = decode.decoder
+            input_ids = [prompt.input_ids for prompt in prompts]
+            counted[key] = count_round(decoder.target, decode.drafter, decoder.policy, input_ids)
+        contender.work = counted[key]
+
+
 def make_contenders(
     target: Target,
     heads: Mapping[str, Drafter],
@@ -149,6 +193,8 @@ def make_contenders(
     settings: Settings,
     *,
     modes: Sequence[bool] = (False,),
+    assistant: PreTrainedModel | None = None,
+    misfits: Mapping[str, str] | None = None,
 ) -> list[Contender]:
     """The baselines, then every set of heads with every tree; at temperature > 0 with and without coupled drafting.
 
@@ -157,6 +203,8 @@ def make_contenders(
     Args:
         modes: False = eager, True = compiled: how heads run. The baselines always run eagerly, and compiled as well
             when eager and compiled heads are compared.
+        assistant: a small causal LM for transformers' assisted generation, one baseline more.
+        misfits: heads that do not fit the target and why: each becomes a contender with that `problem`.
 
     Raises:
         ValueError: for what is no tree at all, and for two trees of one name.
@@ -169,21 +217,7 @@ def make_contenders(
             f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
             "apart, so leave one out or rename a file"
         )
-    plain_modes = (False, True) if len(modes) > 1 else (False,)
-    contenders = [
-        Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
-        for mode, options in zip(plain_modes, ({}, compiled_options()), strict=False)
-    ]
-    contenders.append(
-        Contender(
-            "transformers prompt look-up",
-            decode=TransformersDecoding(target, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
-        )
-    )
-    contenders += [
-        Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
-        for mode in plain_modes
-    ]
+    contenders = _make_baselines(target, (False, True) if len(modes) > 1 else (False,), assistant)
     drafters: list[tuple[str, Drafter, Sequence[str]]] = [("n-gram drafter", NgramDrafter(), trees[:1])]
     drafters += [(name, drafter, trees) for name, drafter in heads.items()]
     couplings = (True, False) if settings.is_sampled else (True,)
@@ -197,6 +231,32 @@ def make_contenders(
             except ValueError as error:
                 contender.problem = str(error)
             contenders.append(contender)
+    return contenders + [Contender(name, problem=problem) for name, problem in (misfits or {}).items()]
+
+
+def _make_baselines(target: Target, plain_modes: Sequence[bool], assistant: PreTrainedModel | None) -> list[Contender]:
+    """Who needs no heads: transformers' own ways, and plain decoding."""
+    contenders = [
+        Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
+        for mode, options in zip(plain_modes, ({}, compiled_options()), strict=False)
+    ]
+    contenders.append(
+        Contender(
+            "transformers prompt look-up",
+            decode=TransformersDecoding(target, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
+        )
+    )
+    if assistant is not None:
+        contender = Contender("transformers assisted")
+        try:
+            contender.decode = AssistedDecoding(target, assistant)
+        except ValueError as error:
+            contender.problem = str(error)
+        contenders.append(contender)
+    contenders += [
+        Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
+        for mode in plain_modes
+    ]
     return contenders
 
 

@@ -9,14 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from model_loading import encode_messages
 from torch import Tensor
 
 from inference import GenerationStats, Target
+from inference.compilation import count_graphs
 from training.synthesis import read_prompts
+
+if TYPE_CHECKING:
+    from roofline import Work
 
 WARM_UP_TOKENS = 32
 # The two references, by name.
@@ -79,6 +83,7 @@ class Contender:
         problem: why it does not run, "" if it does.
         is_compiled: warms up over all of the prompts' lengths before it is measured.
         warm_up_seconds: what that took, compiling included.
+        work: what one of its rounds must read and multiply (see `roofline`); None where that is not known.
     """
 
     name: str
@@ -87,6 +92,7 @@ class Contender:
     problem: str = ""
     is_compiled: bool = False
     warm_up_seconds: float = 0.0
+    work: Work | None = None
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][prompt]
     profiled: list[Run] = field(default_factory=list)  # where the phases' times come from
 
@@ -148,10 +154,20 @@ def measure(
         for prompt in prompts:
             first = (repeat * len(prompts) + prompt.index) % len(runnable)
             for contender in runnable[first:] + runnable[:first]:
-                contender.runs[repeat].append(contender.decode(prompt, settings))  # type: ignore[misc]
+                contender.runs[repeat].append(_decode_warm(contender, prompt, settings))
                 on_run()
     for contender in runnable:
         _profile(contender, prompts, settings)
+
+
+def _decode_warm(contender: Contender, prompt: Prompt, settings: Settings) -> Run:
+    """A run that compiled nothing: one that met a new shape counts as warming up and is made again."""
+    while True:
+        graphs, start = count_graphs(), time.perf_counter()
+        run = contender.decode(prompt, settings)  # type: ignore[misc]
+        if count_graphs() == graphs:
+            return run
+        contender.warm_up_seconds += time.perf_counter() - start
 
 
 def _profile(contender: Contender, prompts: Sequence[Prompt], settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""A benchmark's rows as tables (for the terminal and as Markdown) and as a plot."""
+"""A benchmark's rows as tables, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Grid:
 
 
 def make_grids(rows: Sequence[Row], environment: dict[str, Any]) -> list[Grid]:
-    """Speed and text; then where a step's time goes."""
-    return [_speed_grid(rows, environment), _step_grid(rows)]
+    """Speed and text; where a step's time goes; how far that is from what it could be (see docs/benchmarks)."""
+    grids = [_speed_grid(rows, environment), _step_grid(rows), _limits_grid(rows, environment)]
+    return [grid for grid in grids if grid.cells]
 
 
 def _number(value: float | None, form: str = ".2f") -> str:
@@ -51,6 +52,7 @@ def _number(value: float | None, form: str = ".2f") -> str:
 def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
     columns = [
         "decoding",
+        "warm-up s",
         "tokens/s (min–max)",
         "× generate",
         "× plain",
@@ -68,6 +70,7 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         cells.append(
             [
                 row.label,
+                f"{row.warm_up_seconds:.1f}",
                 f"{row.tokens_per_second:.1f} ({low:.1f}–{high:.1f})",
                 _number(row.over_transformers),
                 _number(row.over_plain),
@@ -76,9 +79,10 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
                 f"{row.repeated_4grams:.0%}",
             ]
         )
+    source = f" of {Path(environment['prompts']).name}" if environment.get("prompts") else ""
     title = (
         f"{environment['target']}, {environment['dtype']}, T = {environment['temperature']:g}, "
-        f"{environment['num_prompts']} prompts × {environment['max_new_tokens']} tokens, "
+        f"{environment['num_prompts']} prompts{source} × {environment['max_new_tokens']} tokens, "
         f"{environment['repeats']} repeats, batch 1, "
         f"{environment['gpu'] or environment['cpu']}, {environment['threads']} threads"
     )
@@ -106,6 +110,7 @@ def _step_grid(rows: Sequence[Row]) -> Grid:
             row.label,
             *(f"{row.step_milliseconds[part]:.2f}" for part in STEP_PARTS),
             _number(row.overhead_share, ".0%"),
+            _number(row.host_syncs_per_step),
             _number(row.nodes_per_step, ".0f"),
             " ".join(f"{share:.2f}" for share in row.acceptance_by_depth) or "–",
         ]
@@ -116,45 +121,32 @@ def _step_grid(rows: Sequence[Row]) -> Grid:
         "draft: inside the drafter; grow: the tree and the noise; verify: the target's forward; "
         "overhead: all but draft and verify"
     ]
-    columns = ["ms per verify step", *STEP_PARTS, "overhead", "nodes", "accepted at depth 1, 2, ..."]
+    columns = ["ms per verify step", *STEP_PARTS, "overhead", "host syncs", "nodes", "accepted at depth 1, 2, ..."]
     return Grid("Where a verify step's time goes", columns, cells, notes)
 
 
-def draw_plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Bars of the speed against transformers' `generate`, and of the acceptance length, as a PNG."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or install draftsmith[bench]") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def _limits_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
+    """Columns that no row has a number for are left out."""
+    shown = [row for row in rows if row.ideal_speedup is not None or row.roofline_share is not None]
+    columns: dict[str, list[str]] = {
+        "× plain step": [_number(row.step_speedup) for row in shown],
+        "ideal": [_number(row.ideal_speedup) for row in shown],
+        "reached": [_number(row.ideal_share, ".0%") for row in shown],
+        "MB of weights": [_number(_scaled(row.round_weight_bytes, 1e6), ".1f") for row in shown],
+        "GFLOP": [_number(_scaled(row.round_flops, 1e9)) for row in shown],
+        "limit ms": [_number(row.limit_milliseconds) for row in shown],
+        "of the roofline": [_number(row.roofline_share, ".0%") for row in shown],
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cell != "–" for cell in cells)}
+    notes = ["ideal: acceptance length × plain decoding's verify time / (verify + draft time), in the same mode"]
+    if "of the roofline" in columns:
+        notes.append(
+            f"roofline: {environment['bandwidth_gb_s']:.1f} GB/s of reading as much as the target's weights, "
+            f"{environment['matmul_gflop_s']:.0f} GFLOP/s of large products"
+        )
+    cells = [list(line) for line in zip([row.label for row in shown], *columns.values(), strict=True)]
+    return Grid("What a verify step could be", ["per verify step", *columns], cells, notes)
 
-    shown = [row for row in rows if not row.problem and row.over_transformers is not None]
-    places = range(len(shown))
-    figure, (speed, acceptance) = plt.subplots(
-        1, 2, sharey=True, figsize=(11, 1.8 + 0.42 * len(shown)), layout="constrained"
-    )
-    speeds = [row.over_transformers or 0.0 for row in shown]
-    quartiles = [row.over_transformers_quartiles or (ratio, ratio) for row, ratio in zip(shown, speeds, strict=True)]
-    spread = [[max(0.0, s - q[0]) for s, q in zip(speeds, quartiles, strict=True)],
-              [max(0.0, q[1] - s) for s, q in zip(speeds, quartiles, strict=True)]]  # fmt: skip
-    speed.barh(places, speeds, xerr=spread, color="#4878a8", ecolor="#8a8a8a", capsize=2)
-    speed.axvline(1.0, color="black", linewidth=0.8)
-    speed.set_xlabel("speed against transformers generate (median, quartiles)")
-    lengths = [row.acceptance_length for row in shown]
-    acceptance.barh(places, lengths, color="#d98c3f")
-    acceptance.axvline(1.0, color="black", linewidth=0.8)
-    acceptance.set_xlabel("acceptance length (tokens per verify step)")
-    for axis, values, tops in ((speed, speeds, [q[1] for q in quartiles]), (acceptance, lengths, lengths)):
-        for place, value, top in zip(places, values, tops, strict=True):
-            axis.text(max(value, top), place, f" {value:.2f}", va="center", fontsize=9)
-        axis.set_xlim(0, 1.15 * max(1.0, *tops))
-        axis.spines[["top", "right"]].set_visible(False)
-    speed.set_yticks(places, [row.label for row in shown])
-    speed.invert_yaxis()
-    figure.suptitle(title, fontsize=9, wrap=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.tmp")
-    figure.savefig(scratch, format="png", dpi=130)
-    plt.close(figure)
-    scratch.replace(path)
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit

@@ -1,4 +1,4 @@
-"""What a benchmark's runs say: one row of numbers for each contender, the machine they were made on, and a JSON file.
+"""What a benchmark's runs say: one row of numbers for each contender, and a JSON file.
 
 Acceptance length is counted as in `inference.stats`: tokens that verify steps emit / verify steps, the bonus token
 included, the prefill and its token excluded. transformers does not tell its steps: there it is tokens / forwards.
@@ -7,41 +7,18 @@ included, the prefill and its token excluded. transformers does not tell its ste
 from __future__ import annotations
 
 import json
-import math
-import os
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+from benchmark_limits import set_ideals, set_rooflines
 from benchmark_measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings
+from benchmark_texts import Difference, find_difference, share_of_repeated_ngrams
+from roofline import Hardware
 
 from inference import GenerationStats, Target
-
-ROOT = Path(__file__).resolve().parents[1]
-# Instruction sets that decide what a wide forward pass costs on a CPU.
-CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "sve", "bf16")
-
-
-@dataclass
-class Difference:
-    """Where one prompt's text leaves the reference, and (at T = 0) how close the target held the two tokens there.
-
-    gap: the reference token's logit minus the other's, from one forward pass over the common text. resolution: the
-    distance of neighbouring numbers of the target's dtype at that size.
-    """
-
-    prompt: str
-    position: int
-    gap: float | None = None
-    resolution: float | None = None
 
 
 @dataclass
@@ -56,6 +33,10 @@ class Row:
         step_milliseconds: of a verify step, prefill excluded: draft (inside the drafter), grow (the tree and, when
             sampling, the noise), verify (the target's forward), accept, commit, other (the rest); `step` is their sum.
         overhead_share: the share of a step that is neither the target's forward nor the drafter's.
+        host_syncs_per_step: how often the host waited to read a tensor (see `GenerationStats.num_host_syncs`).
+        step_speedup, ideal_speedup, ideal_share: beside plain decoding in the same mode (see `benchmark_limits`).
+        round_weight_bytes, round_flops: what a draft phase and a verify pass must read and multiply (see `roofline`).
+        limit_milliseconds: the shortest time the hardware could do that in; roofline_share: that / the measured step.
         num_identical: prompts whose text equals the reference's in every repeat.
         repeated_4grams: the share of 4-grams of the new text that stood there before: looping text flatters drafters.
     """
@@ -77,6 +58,14 @@ class Row:
     nodes_per_step: float | None = None
     step_milliseconds: dict[str, float] | None = None
     overhead_share: float | None = None
+    host_syncs_per_step: float | None = None
+    step_speedup: float | None = None
+    ideal_speedup: float | None = None
+    ideal_share: float | None = None
+    round_weight_bytes: float | None = None
+    round_flops: float | None = None
+    limit_milliseconds: float | None = None
+    roofline_share: float | None = None
     reference: str | None = None
     num_identical: int | None = None
     num_compared: int = 0
@@ -89,11 +78,20 @@ class Row:
 
 
 def make_rows(
-    contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings, target: Target
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    target: Target,
+    *,
+    hardware: Hardware | None = None,
 ) -> list[Row]:
-    """Rows in the contenders' order."""
+    """Rows in the contenders' order; with their share of the roofline if the hardware was measured."""
     by_name = {contender.name: contender for contender in contenders if contender.runs}
-    return [_make_row(contender, by_name, prompts, settings, target) for contender in contenders]
+    rows = [_make_row(contender, by_name, prompts, settings, target) for contender in contenders]
+    set_ideals(rows, contenders)
+    if hardware is not None:
+        set_rooflines(rows, contenders, hardware)
+    return rows
 
 
 def _make_row(
@@ -137,17 +135,6 @@ def _ratio(contender: Contender, reference: Contender | None) -> tuple[float | N
     return median, (low, high)
 
 
-def share_of_repeated_ngrams(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """Of all n-grams of the texts, the share that stood earlier in the same text.
-
-    >>> share_of_repeated_ngrams([[1, 2, 1, 2, 1, 2, 3]])  # 1212 2121 1212 2123
-    0.25
-    """
-    grams = [[tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in texts]
-    total = sum(map(len, grams))
-    return 1 - sum(len(set(one)) for one in grams) / total if total else 0.0
-
-
 def _count_steps(row: Row, contender: Contender) -> None:
     """Acceptance over all runs (they repeat one another), time per verify step over the profiled ones."""
     every = [run for runs in contender.runs for run in runs]
@@ -162,6 +149,7 @@ def _count_steps(row: Row, contender: Contender) -> None:
     if not total.num_verify_steps:
         return
     row.nodes_per_step = 1 + total.num_drafted / total.num_verify_steps
+    row.host_syncs_per_step = total.num_host_syncs / total.num_verify_steps
     stats = sum((run.stats for run in contender.profiled if run.stats is not None), GenerationStats())
     row.step_milliseconds = split_step(stats, sum(run.draft_forward_seconds for run in contender.profiled))
     outside = row.step_milliseconds["step"] - row.step_milliseconds["draft"] - row.step_milliseconds["verify"]
@@ -178,7 +166,7 @@ def split_step(stats: GenerationStats, draft_forward_seconds: float) -> dict[str
         "accept": seconds["accept"],
         "commit": seconds["commit"],
     }
-    step = seconds["total"] - seconds["prefill"]
+    step = seconds["total"] - seconds["prefill"] - seconds["profile"]
     parts = {"step": step, **parts, "other": step - sum(parts.values())}
     return {name: 1000 * value / stats.num_verify_steps for name, value in parts.items()}
 
@@ -207,79 +195,21 @@ def _compare_texts(
     row.num_identical = len(prompts) - len(row.differences)
 
 
-def find_difference(
-    prompt: Prompt, expected: Sequence[int], found: Sequence[int], target: Target, *, has_gap: bool
-) -> Difference:
-    """The first place where two texts differ, and the target's two logits there."""
-    pairs = zip(expected, found, strict=False)
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
-    difference = Difference(prompt.id, position)
-    if has_gap and position < min(len(expected), len(found)):
-        common = torch.tensor([list(expected[:position])], dtype=torch.long, device=prompt.input_ids.device)
-        with torch.no_grad():
-            logits = target.model(torch.cat([prompt.input_ids, common], dim=1)).logits[0, -1]
-        one, other = logits[expected[position]], logits[found[position]]
-        difference.gap = float(one.float() - other.float())
-        # Numbers from 2**e to 2**(e + 1) stand eps * 2**e apart; frexp's exponent is e + 1.
-        difference.resolution = torch.finfo(logits.dtype).eps * 2.0 ** (math.frexp(float(one))[1] - 1)
-    return difference
-
-
-def describe_environment(target: Target, settings: Settings, /, **details: Any) -> dict[str, Any]:
-    """Everything a reader needs to judge the numbers, or to make them again."""
-    cpu, flags = _read_cpu()
-    return {
-        "cpu": cpu,
-        "cpu_flags": flags,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
-        "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "attention": target.text_config._attn_implementation,
-        "batch": 1,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "commit": _read_commit(),
-        "command": shlex.join(["python", *sys.argv]),
-        **asdict(settings),
-        **details,
-    }
-
-
-def _read_cpu() -> tuple[str, list[str]]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return platform.processor() or platform.machine(), []
-    values = dict(reversed([(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))  # type: ignore[misc]
-    flags = set(values.get("flags", values.get("Features", "")).split())
-    name = values.get("model name") or platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores", [flag for flag in CPU_FLAGS if flag in flags]
-
-
-def _read_commit() -> str | None:
-    """The commit that is checked out, with a + when tracked files have changed since; None without git."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def write_json(path: Path, environment: dict[str, Any], rows: Sequence[Row], contenders: Sequence[Contender]) -> None:
-    """Rows and, so that other statistics can be made of them, every run. Never half-written."""
+def make_report(
+    environment: dict[str, Any], rows: Sequence[Row], contenders: Sequence[Contender]
+) -> dict[str, dict[str, Any] | list[Any]]:
+    """One combination of target, prompts and temperature, as JSON holds it: environment, rows and, so that other
+    statistics can be made of them, every run."""
     runs = {
         row.label: [[{"tokens": len(run.token_ids), "seconds": run.seconds} for run in runs] for runs in contender.runs]
         for row, contender in zip(rows, contenders, strict=True)
     }
-    content = {"environment": environment, "rows": [asdict(row) for row in rows], "runs": runs}
+    return {"environment": environment, "rows": [asdict(row) for row in rows], "runs": runs}
+
+
+def write_json(path: Path, reports: Sequence[dict[str, Any]]) -> None:
+    """{"reports": [...]}, never half-written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    scratch.write_text(json.dumps({"reports": list(reports)}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     scratch.replace(path)

@@ -50,10 +50,16 @@ class GenerateArguments:
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     compile: bool = field(default=False, metadata={"help": "Compile each step: slow to start, then faster."})
+    profile: bool = field(
+        default=False,
+        metadata={"help": "First print what verifying and drafting cost here, which --tree auto decides with."},
+    )
     raw: bool = field(default=False, metadata={"help": "Continue the prompt as it is, without the chat template."})
     color: bool = field(default=True, metadata={"help": "Accepted drafted tokens in colour (in a terminal)."})
 
     def __post_init__(self) -> None:
+        if self.profile and self.heads is None:
+            raise ValueError("got --profile without --heads: give the heads whose drafting is to be measured")
         if self.max_new_tokens < 1:
             raise ValueError(f"got --max_new_tokens {self.max_new_tokens}: give at least 1")
         if self.temperature < 0:
@@ -226,6 +232,9 @@ def run(args: GenerateArguments) -> None:
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
     heads = load_heads(args.heads, target) if args.heads else None
     decoder = Decoder(target, heads, tree=tree, compile=args.compile)
+    if args.profile:
+        profiled = decoder if args.tree == "auto" else Decoder(target, heads, tree="auto", compile=args.compile)
+        print(profiled.costs().to_table(), file=sys.stderr)
     console = Console(no_color=not args.color or None, highlight=False)
     conversation = Conversation(tokenizer, system=args.system, is_raw=args.raw)
     is_chat = args.prompt is None and sys.stdin.isatty()

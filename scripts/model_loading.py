@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from heads import DraftHeads
 from inference import DynamicTree, Target, TreePolicy, chain
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-TREE_HELP = "dynamic (EAGLE-2; the default), dynamic:DEPTH,TOP_K,NODES, chain, chain:DEPTH, or a file of configs/trees"
+TREE_HELP = (
+    "dynamic (EAGLE-2; the default), dynamic:DEPTH,TOP_K,NODES, auto (the size that pays), chain, chain:DEPTH, or a "
+    "file of configs/trees"
+)
 
 
 def load_target(name: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Target, Any]:
@@ -38,6 +41,12 @@ def load_heads(name: str, target: Target) -> DraftHeads:
     """Heads of any kind from a folder or hub id, bound to the target, in its dtype and on its device."""
     heads: DraftHeads = DraftHeads.from_pretrained(name, dtype=target.dtype)
     return heads.bind(target).to(target.device)
+
+
+def load_assistant(name: str, target: Target) -> PreTrainedModel:
+    """A small causal LM that drafts in transformers' assisted generation, in the target's dtype and on its device."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
+    return model.requires_grad_(False).eval().to(target.device)
 
 
 def parse_tree(text: str | None) -> TreePolicy | str | None:

@@ -28,8 +28,15 @@ Report = dict[str, Any]
 
 
 def load_report(stem: str) -> Report:
-    report: Report = json.loads((ROOT / "docs" / "benchmarks" / f"{stem}.json").read_text(encoding="utf-8"))
-    return report
+    """The one report of a benchmark file: these files hold one combination of target, prompts and temperature each."""
+    path = ROOT / "docs" / "benchmarks" / f"{stem}.json"
+    reports: list[Report] = json.loads(path.read_text(encoding="utf-8"))["reports"]
+    if len(reports) != 1:
+        raise ValueError(
+            f"{path} holds {len(reports)} reports; a column of the README shows one: run benchmark.py with one "
+            "--target, one --prompts and one --temperature"
+        )
+    return reports[0]
 
 
 def acceptance_table(reports: dict[str, Report]) -> list[str]:

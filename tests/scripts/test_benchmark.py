@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import sys
 from dataclasses import replace
@@ -12,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from transformers import HfArgumentParser, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.conftest import REPOSITORY
+from tests.tiny_targets import random_prompt, tiny_target
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import benchmark
-from benchmark import BenchmarkArguments, name_heads
 from benchmark_contenders import make_contenders
+from benchmark_environment import describe_environment
+from benchmark_matrix import name_heads
 from benchmark_measure import (
     PLAIN,
     TRANSFORMERS,
@@ -33,15 +32,9 @@ from benchmark_measure import (
     measure,
 )
 from benchmark_render import make_grids
-from benchmark_report import (
-    describe_environment,
-    find_difference,
-    make_rows,
-    share_of_repeated_ngrams,
-    split_step,
-    write_json,
-)
-from model_loading import encode_messages
+from benchmark_report import make_report, make_rows, split_step, write_json
+from benchmark_texts import find_difference, share_of_repeated_ngrams
+from model_loading import encode_messages, load_assistant
 
 from heads import create_heads
 from inference import GenerationStats, Target
@@ -61,6 +54,7 @@ def stats_of(accepted: list[int], **seconds: float) -> GenerationStats:
     stats = GenerationStats()
     for count in accepted:
         stats.count_step(count)
+        stats.num_host_syncs += 1
     stats.seconds |= seconds
     return stats
 
@@ -96,7 +90,7 @@ def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) ->
     problems = {(one.name, one.tree): one.problem for one in contenders if one.problem}
     assert list(problems) == [("two", "chain:3")]
     assert "3 levels deep, the drafter proposes at most 2" in problems["two", "chain:3"]
-    with pytest.raises(ValueError, match="allowed are 'dynamic', 'chain'"):
+    with pytest.raises(ValueError, match="allowed are 'dynamic', 'auto', 'chain'"):
         make_contenders(target, {"two": heads}, ["dynamc"], Settings())
 
 
@@ -110,6 +104,41 @@ def test_trees_that_a_report_could_not_tell_apart_are_refused(target: Target, tm
             make_contenders(target, {}, trees, Settings())
     contenders = make_contenders(target, {"h": NgramDrafter()}, [str(files[0]), "chain:2"], Settings())
     assert [one.tree for one in contenders if one.name == "h"] == ["chain", "chain:2"]
+
+
+def test_an_assistant_drafts_for_transformers(tmp_path: Path) -> None:
+    model = tiny_target("llama")
+    model.save_pretrained(tmp_path / "same")
+    tiny_target("llama", vocab_size=64).save_pretrained(tmp_path / "smaller")
+    target = Target(model)
+    settings = Settings(max_new_tokens=12)
+    one = Prompt("p", 0, random_prompt(5))
+
+    def assisted(name: str) -> Contender:
+        assistant = load_assistant(str(tmp_path / name), target)
+        contenders = make_contenders(target, {}, ["chain"], settings, assistant=assistant)
+        return next(one for one in contenders if one.name == "transformers assisted")
+
+    decode = assisted("same").decode
+    assert decode is not None
+    run = decode(one, settings)
+    expected = model.generate(one.input_ids, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
+    assert run.token_ids == expected
+    assert run.num_forwards < len(expected), "the target drafts for itself: its own tokens are accepted"
+    assert "the target has a vocabulary of 128 tokens, the assistant one of 64" in assisted("smaller").problem
+
+
+def test_an_assistant_that_cannot_run_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("llama")
+
+    def refuse(*_: Any, **kwargs: Any) -> torch.Tensor:
+        raise ValueError("assisted generation is not supported here")
+
+    monkeypatch.setattr(model, "generate", refuse)
+    contenders = make_contenders(Target(model), {}, ["chain"], Settings(), assistant=tiny_target("llama"))
+    assert [one.problem for one in contenders if one.problem] == [
+        "transformers cannot decode with this assistant: assisted generation is not supported here"
+    ]
 
 
 def test_sampling_adds_uncoupled_drafting(target: Target) -> None:
@@ -163,6 +192,8 @@ def test_rows_by_hand(target: Target) -> None:
         {"step": 350, "draft": 75, "grow": 25, "verify": 150, "accept": 25, "commit": 25, "other": 50}
     )
     assert row.overhead_share == pytest.approx(0.25 / 0.7)
+    # Two reads for two steps in each of the four runs.
+    assert row.host_syncs_per_step == 1.0
     assert broken.problem == "too deep"
     assert broken.num_compared == 0
 
@@ -220,70 +251,6 @@ def test_names_of_heads_are_short_and_distinct() -> None:
         name_heads(["a", "a"])
 
 
-@pytest.mark.parametrize("spelling", ["--max-new-tokens", "--max_new_tokens"])
-def test_both_spellings_of_an_option(spelling: str) -> None:
-    parser = HfArgumentParser(BenchmarkArguments)
-    (args,) = parser.parse_args_into_dataclasses(["--target", "t", "--prompts", "p", spelling, "7", "--tree", "a", "b"])
-    assert (args.max_new_tokens, args.tree) == (7, ["a", "b"])
-    with pytest.raises(ValueError, match="--repeats 0"):
-        parser.parse_args_into_dataclasses(["--target", "t", "--prompts", "p", "--repeats", "0"])
-
-
-# From prompts to files.
-
-
-@pytest.fixture(scope="module")
-def heads_path(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("heads") / "untrained"
-    create_heads("medusa", target, num_heads=2).save_pretrained(path)
-    return path
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_small_run(temperature: float, heads_path: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": str(n), "turns": [f"Count to {n}"]}) + "\n" for n in range(2)))
-    files = {name: str(tmp_path / "out" / f"report.{name}") for name in ("json", "plot", "markdown")}
-    console = Console(file=io.StringIO(), width=150)
-    benchmark.run(
-        BenchmarkArguments(
-            target=str(CHAT_TARGET),
-            prompts=str(prompts),
-            heads=[str(heads_path)],
-            max_new_tokens=8,
-            temperature=temperature,
-            tree=["chain", "dynamic:2,2,4"],
-            repeats=2,
-            device="cpu",
-            **files,
-        ),
-        console,
-    )
-    report = json.loads(Path(files["json"]).read_text())
-    rows = {row["name"] + row["tree"]: row for row in report["rows"]}
-    assert {TRANSFORMERS, PLAIN, "transformers prompt look-up", "n-gram drafterchain", "untraineddynamic:2,2,4"} <= set(
-        rows
-    )
-    assert ("untrained, uncoupledchain" in rows) == (temperature > 0)
-    for row in rows.values():
-        assert row["tokens_per_second"] > 0
-        assert row["over_transformers"] > 0
-        is_compared = temperature == 0 or not row["name"].startswith("transformers")
-        assert (row["num_identical"], row["num_compared"]) == ((2, 2) if is_compared else (None, 0))
-    environment = report["environment"]
-    assert (environment["dtype"], environment["num_prompts"], environment["temperature"]) == ("float32", 2, temperature)
-    assert environment["cpu"]
-    assert Path(files["plot"]).read_bytes().startswith(b"\x89PNG")
-    assert "| untrained, chain |" in Path(files["markdown"]).read_text()
-    assert "untrained, chain" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "report.json",
-        "report.markdown",
-        "report.plot",
-    ]
-
-
 def test_a_report_that_cannot_be_written_leaves_the_old_one(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +258,8 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
     rows = make_rows([contender(TRANSFORMERS, [[Run([1, 2], 1.0, 2)]])], [prompt()], Settings(), target)
     environment = describe_environment(target, Settings(), target="t", num_prompts=1)
     contenders = [contender(TRANSFORMERS, [[Run([1, 2], 1.0, 2)]])]
-    write_json(path, environment, rows, contenders)
+    report = make_report(environment, rows, contenders)
+    write_json(path, [report])
     before = path.read_text()
 
     def fail(self: Path, *_: Any, **__: Any) -> None:
@@ -299,7 +267,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
 
     monkeypatch.setattr(Path, "write_text", fail)
     with pytest.raises(OSError, match="No space left"):
-        write_json(path, environment, rows, contenders)
+        write_json(path, [report])
     assert path.read_text() == before
 
 
@@ -311,8 +279,8 @@ def test_near_ties_and_what_did_not_run_are_told(target: Target) -> None:
         Contender("other", "chain:9", problem="the tree is 9 levels deep"),
     ]
     rows = make_rows(contenders, [prompt()], Settings(), target)
-    grid, _ = make_grids(rows, describe_environment(target, Settings(), target="t", num_prompts=1))
-    assert [line[5] for line in grid.cells] == ["reference", "0/1"]
+    grid = make_grids(rows, describe_environment(target, Settings(), target="t", num_prompts=1))[0]
+    assert [line[grid.columns.index("same text")] for line in grid.cells] == ["reference", "0/1"]
     assert grid.notes[0] == "other, chain:9 did not run: the tree is 9 levels deep"
     assert grid.notes[1].startswith(
         "mine: 1 of 1 texts differ from transformers generate; the target's two logits are at"

@@ -194,3 +194,15 @@ def test_a_mistake_ends_the_program_with_one_line() -> None:
     assert run.returncode == 1
     assert run.stderr.strip().splitlines()[-1].startswith("generate.py: --top_k and --top_p change sampled text only")
     assert "Traceback" not in run.stderr
+
+
+def test_profile_prints_what_auto_decides_with(capsys: pytest.CaptureFixture[str]) -> None:
+    heads = str(REPOSITORY / "examples" / "heads" / "medusa")
+    generate.run(
+        GenerateArguments(
+            target=str(CHAT_TARGET), heads=heads, prompt="Hi", max_new_tokens=4, tree="auto", profile=True
+        )
+    )
+    assert "verify, ms" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--profile without --heads"):
+        GenerateArguments(target=str(CHAT_TARGET), profile=True)

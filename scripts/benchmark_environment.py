@@ -1,0 +1,69 @@
+"""What a benchmark ran on: the machine, the versions, the commit and the command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from benchmark_measure import Settings
+
+from inference import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+# Instruction sets that decide what a wide forward pass costs on a CPU.
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "sve", "bf16")
+
+
+def describe_environment(target: Target, settings: Settings | None, /, **details: Any) -> dict[str, Any]:
+    """Everything a reader needs to judge the numbers, or to make them again; settings and details are taken in."""
+    cpu, flags = _read_cpu()
+    return {
+        "cpu": cpu,
+        "cpu_flags": flags,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": target.text_config._attn_implementation,
+        "batch": 1,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": _read_commit(),
+        "command": shlex.join(["python", *sys.argv]),
+        **(asdict(settings) if settings is not None else {}),
+        **details,
+    }
+
+
+def _read_cpu() -> tuple[str, list[str]]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine(), []
+    values = dict(reversed([(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))  # type: ignore[misc]
+    flags = set(values.get("flags", values.get("Features", "")).split())
+    name = values.get("model name") or platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores", [flag for flag in CPU_FLAGS if flag in flags]
+
+
+def _read_commit() -> str | None:
+    """The commit that is checked out, with a + when tracked files have changed since; None without git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

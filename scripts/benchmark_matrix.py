@@ -1,0 +1,169 @@
+"""A matrix of measurements: every target with every file of prompts at every temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmark_contenders import count_work, make_contenders
+from benchmark_environment import describe_environment
+from benchmark_measure import Contender, Prompt, Settings, load_prompts, measure
+from benchmark_report import Row, make_rows
+from model_loading import load_assistant, load_target
+from rich.console import Console
+from rich.progress import Progress
+from roofline import Hardware, measure_hardware
+from transformers import PreTrainedModel
+
+from heads import DraftHeads
+from inference import Target
+
+Heads = dict[str, DraftHeads]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target with all that is measured on it.
+
+    Attributes:
+        heads: by their short names. misfits: heads that were made for another target, and why they do not fit.
+        prompts: of each file, and how many were left out for being too long.
+        hardware: what the machine can do with weights of this size and dtype.
+        details: what a report's environment says of all this.
+    """
+
+    target: Target
+    heads: Heads
+    misfits: dict[str, str]
+    assistant: PreTrainedModel | None
+    prompts: dict[str, tuple[list[Prompt], int]]
+    hardware: Hardware
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One combination: environment, and a row for each contender."""
+
+    environment: dict[str, Any]
+    rows: list[Row]
+    contenders: list[Contender]
+
+
+def load_subject(
+    name: str,
+    *,
+    heads: Sequence[str],
+    assistant: str | None,
+    prompts: Sequence[str],
+    num_prompts: int | None,
+    max_new_tokens: int,
+    dtype: str,
+    device: str | None,
+    is_only_target: bool,
+) -> Subject:
+    """Loads a target and what is measured on it (options as in `benchmark.py`).
+
+    Raises:
+        ValueError: for heads that do not fit the only target.
+    """
+    target, tokenizer = load_target(name, dtype=dtype, device=device)
+    loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
+    return Subject(
+        target=target,
+        heads=loaded,
+        misfits=misfits,
+        assistant=load_assistant(assistant, target) if assistant is not None else None,
+        prompts={
+            path: load_prompts(Path(path), tokenizer, target, num_prompts=num_prompts, max_new_tokens=max_new_tokens)
+            for path in prompts
+        },
+        hardware=measure_hardware(target),
+        details={
+            "target": name,
+            "heads": list(heads),
+            "assistant": assistant,
+            "has_chat_template": bool(tokenizer.chat_template),
+        },
+    )
+
+
+def name_heads(paths: Sequence[str]) -> dict[str, str]:
+    """Short distinct names for sets of heads: the ends of their paths.
+
+    >>> name_heads(["a/heads/medusa", "b/heads/medusa", "b/heads/eagle3"])
+    {'a/heads/medusa': 'a/heads/medusa', 'b/heads/medusa': 'b/heads/medusa', 'eagle3': 'b/heads/eagle3'}
+    """
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"--heads names the same heads twice: {', '.join(paths)}")
+
+    def shorten(path: str) -> str:
+        parts = path.rstrip("/").split("/")
+        ends = ("/".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        others = [other.rstrip("/") for other in paths if other != path]
+        return next((end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in others)), path)
+
+    return {shorten(path): path for path in paths}
+
+
+def load_all_heads(paths: Sequence[str], target: Target, *, is_only_target: bool) -> tuple[Heads, dict[str, str]]:
+    """Heads by name, and those that were made for another target with the reason (an error if there is no other)."""
+    heads: Heads = {}
+    misfits: dict[str, str] = {}
+    for name, path in name_heads(paths).items():
+        loaded: DraftHeads = DraftHeads.from_pretrained(path, dtype=target.dtype)
+        try:
+            heads[name] = loaded.bind(target)
+        except ValueError as error:
+            if is_only_target:
+                raise
+            misfits[name] = str(error)
+    return heads, misfits
+
+
+def measure_combination(
+    subject: Subject, path: str, settings: Settings, *, trees: Sequence[str], is_compiled: bool
+) -> Measured:
+    """Everybody on one file's prompts at one temperature, interleaved.
+
+    Args:
+        is_compiled: measure whoever can be compiled a second time, compiled.
+    """
+    if is_compiled:
+        torch._dynamo.reset()  # each combination compiles for itself, and none meets the limit of graphs
+    target = subject.target
+    contenders = make_contenders(
+        target,
+        subject.heads,
+        trees,
+        settings,
+        modes=(False, True) if is_compiled else (False,),
+        assistant=subject.assistant,
+        misfits=subject.misfits,
+    )
+    prompts, num_too_long = subject.prompts[path]
+    _measure_with_progress(contenders, prompts, settings)
+    count_work(contenders, prompts)
+    environment = describe_environment(
+        target,
+        settings,
+        **subject.details,
+        trees=list(trees),
+        prompts=path,
+        num_prompts=len(prompts),
+        num_prompts_too_long=num_too_long,
+        **asdict(subject.hardware),
+    )
+    return Measured(
+        environment, make_rows(contenders, prompts, settings, target, hardware=subject.hardware), contenders
+    )
+
+
+def _measure_with_progress(contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings) -> None:
+    num_runs = settings.repeats * len(prompts) * sum(not contender.problem for contender in contenders)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("decoding", total=num_runs)
+        measure(contenders, prompts, settings, on_run=lambda: progress.advance(task))

@@ -1,0 +1,104 @@
+"""A benchmark's rows as a picture: speed, acceptance length, and where a step's time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark_report import Row
+
+# The parts of a step in the order they happen, each with its colour.
+PART_COLOURS = {
+    "draft": "#d98c3f",
+    "grow": "#eac08a",
+    "verify": "#4878a8",
+    "accept": "#6aa56a",
+    "commit": "#a7cf9f",
+    "other": "#b0b0b0",
+}
+SPEED_COLOUR, LENGTH_COLOUR = "#4878a8", "#d98c3f"
+
+
+def draw_plot(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Bars of the speed against transformers' `generate`, of the acceptance length, and of the milliseconds of a verify
+    step by what they went to, as a PNG. Rows that did not run are left out."""
+    plt = load_pyplot()
+    shown = [row for row in rows if not row.problem and row.over_transformers is not None]
+    figure, (speed, acceptance, step) = plt.subplots(
+        1, 3, sharey=True, figsize=(15, 2.4 + 0.42 * len(shown)), layout="constrained"
+    )
+    ratios = [row.over_transformers or 0.0 for row in shown]
+    quartiles = [row.over_transformers_quartiles or (ratio, ratio) for row, ratio in zip(shown, ratios, strict=True)]
+    _draw_bars(speed, ratios, SPEED_COLOUR, "speed against transformers generate (median, quartiles)", quartiles)
+    lengths = [row.acceptance_length for row in shown]
+    _draw_bars(acceptance, lengths, LENGTH_COLOUR, "acceptance length (tokens per verify step)")
+    _draw_steps(step, shown)
+    speed.set_yticks(range(len(shown)), [row.label for row in shown])
+    speed.set_ylim(len(shown) - 0.4, -0.6)  # the first row on top
+    figure.suptitle(title, fontsize=9, wrap=True)
+    save_figure(figure, path)
+
+
+def _draw_bars(
+    axis: Any,
+    values: Sequence[float],
+    colour: str,
+    label: str,
+    quartiles: Sequence[tuple[float, float]] | None = None,
+) -> None:
+    places = range(len(values))
+    spread, tops = None, list(values)
+    if quartiles is not None:
+        tops = [max(value, high) for value, (_, high) in zip(values, quartiles, strict=True)]
+        below = [max(0.0, value - low) for value, (low, _) in zip(values, quartiles, strict=True)]
+        spread = [below, [top - value for top, value in zip(tops, values, strict=True)]]
+    axis.barh(places, values, xerr=spread, color=colour, ecolor="#8a8a8a", capsize=2)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    _label_ends(axis, tops, [f"{value:.2f}" for value in values], least=1.0)
+    axis.set_xlabel(label)
+
+
+def _draw_steps(axis: Any, rows: Sequence[Row]) -> None:
+    """transformers does not tell its steps apart: its rows stay empty."""
+    steps = [row.step_milliseconds or {} for row in rows]
+    lefts = [0.0] * len(rows)
+    for part, colour in PART_COLOURS.items():
+        widths = [max(0.0, step.get(part, 0.0)) for step in steps]
+        axis.barh(range(len(rows)), widths, left=lefts, color=colour, label=part)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    _label_ends(axis, lefts, [f"{step['step']:.1f}" if step else "not measured" for step in steps])
+    axis.set_xlabel("milliseconds of a verify step")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PART_COLOURS), fontsize=8, frameon=False,
+                columnspacing=1.0, handlelength=1.0)  # fmt: skip
+
+
+def _label_ends(axis: Any, tops: Sequence[float], texts: Sequence[str], least: float = 0.0) -> None:
+    """Writes a number behind the end of each bar, and leaves room for it."""
+    for place, (top, text) in enumerate(zip(tops, texts, strict=True)):
+        # On white, so that the line at 1 does not run through a number.
+        axis.annotate(text, (top, place), (5, 0), textcoords="offset points", va="center", fontsize=9,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
+    axis.set_xlim(0, 1.18 * max(least, *tops, 1e-9))
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def load_pyplot() -> Any:
+    """matplotlib.pyplot, drawing into files."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib, or install draftsmith[bench]") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """As a PNG, never half-written; the figure is closed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.tmp")
+    figure.savefig(scratch, format="png", dpi=130)
+    load_pyplot().close(figure)
+    scratch.replace(path)

@@ -1,0 +1,179 @@
+"""benchmark.py from its options to its files."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel
+
+from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.tiny_targets import tiny_target
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import benchmark
+import benchmark_matrix
+from benchmark import BenchmarkArguments
+from benchmark_measure import PLAIN, TRANSFORMERS
+from roofline import Hardware
+
+from heads import create_heads
+from inference import Target
+
+
+@pytest.fixture(autouse=True)
+def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine can do is another test's business."""
+    monkeypatch.setattr(benchmark_matrix, "measure_hardware", lambda target: Hardware(10.0, 100.0))
+
+
+@pytest.fixture(scope="module")
+def heads_path(chat_target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("heads") / "untrained"
+    create_heads("medusa", Target(chat_target), num_heads=2).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"id": str(n), "turns": [f"Count to {n}"]}) + "\n" for n in range(2)))
+    return path
+
+
+def decode_all(**options: Any) -> tuple[list[dict[str, Any]], str]:
+    console = Console(file=io.StringIO(), width=150)
+    reports = benchmark.run(BenchmarkArguments(device="cpu", **options), console)
+    return reports, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_small_run(temperature: float, heads_path: Path, prompts: Path, tmp_path: Path) -> None:
+    files = {name: str(tmp_path / "out" / f"report.{name}") for name in ("json", "plot", "markdown")}
+    _, printed = decode_all(
+        target=[str(CHAT_TARGET)],
+        prompts=[str(prompts)],
+        heads=[str(heads_path)],
+        max_new_tokens=8,
+        temperature=[temperature],
+        tree=["chain", "dynamic:2,2,4"],
+        repeats=2,
+        **files,
+    )
+    (report,) = json.loads(Path(files["json"]).read_text())["reports"]
+    rows = {row["name"] + row["tree"]: row for row in report["rows"]}
+    assert {TRANSFORMERS, PLAIN, "transformers prompt look-up", "n-gram drafterchain", "untraineddynamic:2,2,4"} <= set(
+        rows
+    )
+    assert ("untrained, uncoupledchain" in rows) == (temperature > 0)
+    for row in rows.values():
+        assert row["tokens_per_second"] > 0
+        assert row["over_transformers"] > 0
+        assert row["warm_up_seconds"] > 0
+        is_ours = not row["name"].startswith("transformers")
+        is_compared = temperature == 0 or is_ours
+        assert (row["num_identical"], row["num_compared"]) == ((2, 2) if is_compared else (None, 0))
+        assert row["host_syncs_per_step"] == (1.0 if is_ours else None)
+        assert (row["ideal_speedup"] is not None) == is_ours
+        assert (row["roofline_share"] is not None) == is_ours
+    environment = report["environment"]
+    assert (environment["dtype"], environment["num_prompts"], environment["temperature"]) == ("float32", 2, temperature)
+    assert (environment["bandwidth_gb_s"], environment["matmul_gflop_s"]) == (10.0, 100.0)
+    assert environment["cpu"]
+    assert Path(files["plot"]).read_bytes().startswith(b"\x89PNG")
+    markdown = Path(files["markdown"]).read_text()
+    for column in ("warm-up s", "host syncs", "overhead", "ideal", "reached", "of the roofline"):
+        assert f"| {column} |" in markdown
+    assert "| untrained, chain |" in markdown
+    assert "untrained, chain" in printed
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "report.json",
+        "report.markdown",
+        "report.plot",
+    ]
+
+
+def test_a_matrix_is_one_report_for_each_combination(
+    heads_path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two targets, two files, two temperatures; the heads fit the first target only, and no assistant fits both."""
+    other = tmp_path / "other"
+    tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
+    # Prompt look-up of older transformers needs an EOS token.
+    eos = tokenizer.eos_token_id
+    tiny_target("llama", vocab_size=len(tokenizer) + 8, initializer_range=0.02, eos_token_id=eos).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    more = tmp_path / "more.jsonl"
+    more.write_text(json.dumps({"id": "sea", "turns": ["The sea"]}) + "\n")
+    files = {"json": str(tmp_path / "report.json"), "plot": str(tmp_path / "plot.png")}
+    plots: list[str] = []
+    monkeypatch.setattr(benchmark, "draw_plot", lambda path, rows, title: plots.append(path.name))
+    targets, paths, temperatures = [str(CHAT_TARGET), str(other)], [str(prompts), str(more)], [0.0, 0.7]
+    reports, _ = decode_all(
+        target=targets,
+        prompts=paths,
+        temperature=temperatures,
+        heads=[str(heads_path)],
+        assistant=str(other),
+        max_new_tokens=4,
+        num_prompts=1,
+        tree=["chain:1"],
+        repeats=1,
+        **files,
+    )
+    assert json.loads(Path(files["json"]).read_text()) == {"reports": json.loads(json.dumps(reports))}
+    keys = [tuple(report["environment"][key] for key in ("target", "prompts", "temperature")) for report in reports]
+    assert keys == [(target, path, value) for target in targets for path in paths for value in temperatures]
+    for report in reports:
+        problems = {row["name"]: row["problem"] for row in report["rows"] if row["problem"]}
+        if report["environment"]["target"] == targets[0]:
+            assert list(problems) == ["transformers assisted"]
+            assert f"the assistant one of {len(tokenizer) + 8}" in problems["transformers assisted"]
+        else:
+            assert list(problems) == ["untrained"]
+            assert "were made for a target with hidden size" in problems["untrained"]
+    assert plots == [f"plot-{n}.png" for n in range(1, 9)]
+
+
+def test_heads_for_another_target_than_the_only_one_are_an_error(
+    heads_path: Path, prompts: Path, tmp_path: Path
+) -> None:
+    tiny_target("llama").save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(CHAT_TARGET).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="these medusa heads were made for a target with hidden size"):
+        decode_all(target=[str(tmp_path / "other")], prompts=[str(prompts)], heads=[str(heads_path)])
+
+
+@pytest.mark.parametrize("spelling", ["--max-new-tokens", "--max_new_tokens"])
+def test_both_spellings_of_an_option(spelling: str, prompts: Path) -> None:
+    parser = HfArgumentParser(BenchmarkArguments)
+    words = ["--target", "t", "--prompts", str(prompts)]
+    (args,) = parser.parse_args_into_dataclasses(
+        [*words, spelling, "7", "--tree", "a", "b", "--temperature", "0", "0.5"]
+    )
+    assert (args.max_new_tokens, args.tree, args.temperature) == (7, ["a", "b"], [0.0, 0.5])
+    assert (args.target, args.prompts, args.settings(0.5).temperature) == (["t"], [str(prompts)], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--repeats", "0"], "got --repeats 0: give at least 1"),
+        (["--temperature", "0", "-1"], "got --temperature -1.0: give 0 for greedy decoding"),
+        (["--temperature", "1", "1.0"], "got --temperature 1.0 1.0: give one or more, each once"),
+        (["--target", "a", "a"], "got --target a a: give one or more, each once"),
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl does not exist"),
+    ],
+)
+def test_wrong_options(words: list[str], message: str, prompts: Path) -> None:
+    parser = HfArgumentParser(BenchmarkArguments)
+    with pytest.raises(ValueError, match=message):
+        parser.parse_args_into_dataclasses(["--target", "t", "--prompts", str(prompts), *words])
