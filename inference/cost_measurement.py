@@ -12,7 +12,7 @@ from inference.acceptance import Sampler
 from inference.auto_tree import AutoTree
 from inference.cost_model import CostModel, describe_machine, load_or_measure, time_calls
 from inference.noise import row_seeds
-from inference.step import DecodeStep
+from inference.step import DecodeStep, NewSlots
 from inference.tree import TokenTree
 
 MEASUREMENT = 2  # to be raised with every change that makes stored costs wrong
@@ -86,9 +86,10 @@ def measure_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sam
     features = None if output.features is None else output.features[:, :1].expand(-1, width, -1).contiguous()
     next_ids = torch.zeros(batch_size, width, dtype=torch.long, device=device)
     counts = torch.zeros(batch_size, dtype=torch.long, device=device)  # nothing becomes certain
+    slots = NewSlots(features, next_ids, counts)
 
     def open_draft() -> Any:
-        return step.open(state, cache, sampler, features, next_ids, counts, max_slots=contexts[0])
+        return step.open(state, cache, sampler, slots)
 
     opened = open_draft()
 
@@ -99,7 +100,7 @@ def measure_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sam
             cache.open_slots(size)
             noise = None
             if size == 1:
-                _, noise = step.start_plain(cache, sampler, next_ids, counts)
+                _, noise = step.start_plain(cache, sampler, slots)
             elif do_sample:
                 noise = opened.noise
             accepted = step.accept(sampler, tree, output.logits, cache.lengths, noise=noise)

@@ -3,13 +3,12 @@
 The loop hands over what became certain (`take`), lets the drafter begin (`open`), reads the host's copy of everything
 at the step's one synchronisation, and then asks for the tree (`draft`).
 
-Legend: B batch, S slots handed over, F feature width, P path length (tree depth + 1), X extra columns to read.
+Legend: B batch, X extra columns to read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,7 @@ from inference.acceptance import Sampler
 from inference.auto_tree import AutoTree
 from inference.cost_model import CostModel
 from inference.kv_cache import TreeCache
-from inference.step import DecodeStep, OpenedDraft
+from inference.step import DecodeStep, NewSlots, OpenedDraft
 from inference.tree import TokenTree
 from inference.tree_planner import NO_TREE, Plan, TreePlanner
 
@@ -29,9 +28,8 @@ CHANCE_UNIT = 1_000_000  # chances travel to the host as integers
 class Drafting(Protocol):
     """One text's (batch's) drafting."""
 
-    def take(self, features: Tensor | None, next_ids: Tensor, counts: Tensor, places: Tensor | None = None) -> None:
-        """What became certain: features [B, S, F], the tokens one position later [B, S], real slots per row [B]; and,
-        after a step with a chosen tree, `AutoTree.find_places` of its path."""
+    def take(self, slots: NewSlots, places: Tensor | None = None) -> None:
+        """What became certain; and, after a step with a chosen tree, `AutoTree.find_places` of its path."""
 
     def open(self, cache: TreeCache, sampler: Sampler) -> Tensor | None:
         """Begins to draft; returns [B, X] long for the host to read."""
@@ -58,30 +56,19 @@ class FixedDrafting:
         if step.drafter is not None and step.policy is not None:
             self.state = step.drafter.start(batch_size, cache.capacity, step.policy.num_scratch)
 
-    def take(self, features: Tensor | None, next_ids: Tensor, counts: Tensor, places: Tensor | None = None) -> None:
-        self.features, self.next_ids, self.counts = features, next_ids, counts
+    def take(self, slots: NewSlots, places: Tensor | None = None) -> None:
+        self.slots = slots
 
     def open(self, cache: TreeCache, sampler: Sampler) -> Tensor | None:
         return None
 
     def retire(self, active: Tensor) -> None:
-        self.counts = self.counts * active
+        self.slots.counts = self.slots.counts * active
 
     def draft(
         self, cache: TreeCache, sampler: Sampler, columns: Sequence[Sequence[int]], counts: Sequence[int]
     ) -> tuple[TokenTree, Tensor | None]:
-        return self.step.draft(
-            self.state, cache, sampler, self.features, self.next_ids, self.counts, max_slots=cache.length_bound
-        )
-
-
-@dataclass
-class _Slots:
-    """Slots the drafter has not seen yet; see `Drafting.take`."""
-
-    features: Tensor | None
-    next_ids: Tensor
-    counts: Tensor
+        return self.step.draft(self.state, cache, sampler, self.slots)
 
 
 class AdaptiveDrafting:
@@ -101,14 +88,14 @@ class AdaptiveDrafting:
         self.step, self.policy, self.planner, self.costs = step, policy, planner, costs
         self.state = step.drafter.start(batch_size, cache.capacity, policy.num_scratch)
         planner.begin_text()
-        self._waiting: list[_Slots] = []
+        self._waiting: list[NewSlots] = []
         self._places: Tensor | None = None
         self._opened: OpenedDraft | None = None
         self._plan: Plan | None = None  # of the last step, if the drafter was asked
         self._confidences: list[float] = []  # then, per row
 
-    def take(self, features: Tensor | None, next_ids: Tensor, counts: Tensor, places: Tensor | None = None) -> None:
-        self._waiting.append(_Slots(features, next_ids, counts))
+    def take(self, slots: NewSlots, places: Tensor | None = None) -> None:
+        self._waiting.append(slots)
         self._places = places
 
     def open(self, cache: TreeCache, sampler: Sampler) -> Tensor | None:
@@ -117,9 +104,7 @@ class AdaptiveDrafting:
         if self.planner.is_drafting:
             slots = _join(self._waiting, self.step.num_depths)
             self._waiting = []
-            self._opened = self.step.open(
-                self.state, cache, sampler, slots.features, slots.next_ids, slots.counts, max_slots=cache.length_bound
-            )
+            self._opened = self.step.open(self.state, cache, sampler, slots)
             columns.append((self._opened.children.scores[:, :1].exp() * CHANCE_UNIT).long())
         return torch.cat(columns, dim=1) if columns else None
 
@@ -136,8 +121,7 @@ class AdaptiveDrafting:
         if self._opened is None:
             self.planner.pass_step()
             self._plan = None
-            last = self._waiting[-1]
-            return self.step.start_plain(cache, sampler, last.next_ids, last.counts)
+            return self.step.start_plain(cache, sampler, self._waiting[-1])
         self._confidences = [row[-1] / CHANCE_UNIT for row in columns]
         self._plan = self.planner.choose(
             self.costs, cache.length_bound, [self._confidences[row] for row in rows] or [0.0]
@@ -169,7 +153,7 @@ class AdaptiveDrafting:
         )
 
 
-def _join(waiting: Sequence[_Slots], width: int) -> _Slots:
+def _join(waiting: Sequence[NewSlots], width: int) -> NewSlots:
     """All waiting slots of each row side by side, padded to `width` if they are fewer."""
     total = sum(slots.next_ids.shape[1] for slots in waiting)
     if len(waiting) == 1 and total >= width:
@@ -185,4 +169,4 @@ def _join(waiting: Sequence[_Slots], width: int) -> _Slots:
         if features is not None and slots.features is not None:
             features.scatter_(1, places[..., None].expand_as(slots.features), slots.features)
         counts = counts + slots.counts
-    return _Slots(features, next_ids, counts)
+    return NewSlots(features, next_ids, counts)

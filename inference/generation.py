@@ -23,7 +23,7 @@ from inference.kv_cache import TreeCache
 from inference.noise import row_seeds
 from inference.policy import TreePolicy, resolve_policy
 from inference.stats import GenerationStats, PhaseClock
-from inference.step import DecodeStep
+from inference.step import DecodeStep, NewSlots
 from inference.target import Target
 from inference.tree import TokenTree
 from inference.tree_planner import TreePlanner
@@ -184,7 +184,7 @@ class Decoder:
             prefixes=None if sampler.is_prefix_free else request.prefixes(),
         )
         next_ids = _shift_in(request.prompt_ids, request.prompt_counts, accepted.next_tokens[:, 0])
-        drafting.take(output.features, next_ids, request.prompt_counts)
+        drafting.take(NewSlots(output.features, next_ids, request.prompt_counts))
         is_first, emitted, counts = True, accepted.next_tokens, accepted.counts
 
         while True:
@@ -234,7 +234,7 @@ class Decoder:
             clock.stop("accept")
 
             features, places = step.commit(cache, tree, accepted, counts, output.features)
-            drafting.take(features, accepted.next_tokens, counts, places)
+            drafting.take(NewSlots(features, accepted.next_tokens, counts), places)
             is_first, emitted = False, accepted.next_tokens
             clock.stop("commit")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -243,11 +243,19 @@ class DynamicTree(TreePolicy):
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
     ) -> TokenTree:
         top, ids = top_candidates(draft, sampling, 0, self.root_top_k)
-        levels = [Children.of_root(top[:, 0], ids[:, 0], self.top_k)]
-        for depth in range(1, self.max_depth):
+
+        def expand(level: Children, depth: int) -> Children:
             here = replace(sampling, noise=None if sampling.noise is None else sampling.noise[:, depth : depth + 1])
-            levels.append(expand_level(drafter, state, levels[-1], depth, self.top_k, here))
-        return self.rerank(root_ids, levels)
+            return expand_level(drafter, state, level, depth, self.top_k, here)
+
+        return self.rerank(root_ids, self.grow_levels(Children.of_root(top[:, 0], ids[:, 0], self.top_k), expand))
+
+    def grow_levels(self, first: Children, expand: Callable[[Children, int], Children]) -> list[Children]:
+        """All levels behind the root's children; `expand` takes a level and its depth, and returns the next one."""
+        levels = [first]
+        for depth in range(1, self.max_depth):
+            levels.append(expand(levels[-1], depth))
+        return levels
 
     def rerank(self, root_ids: Tensor, levels: Sequence[Children]) -> TokenTree:
         """The best nodes of all levels as a tree."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from inference.acceptance import Acceptance, Sampler, accept_exact
 from inference.auto_tree import AutoTree
 from inference.compilation import Function, StepCompiler
-from inference.drafter import Drafter, DraftSampling
+from inference.drafter import Drafter, DraftLogits, DraftSampling
 from inference.kv_cache import TreeCache
 from inference.policy import Children, DynamicTree, TreePolicy, expand_level, top_candidates
 from inference.stats import GenerationStats
@@ -30,6 +30,21 @@ from inference.tree import TokenTree
 # Capacities of caches are rounded up: to powers of two when compiled, since each is a graph of its own.
 CAPACITY_MULTIPLE = 256
 COMPILED_CAPACITY = 1024
+
+
+@dataclass
+class NewSlots:
+    """Slots that became certain and that the drafter has not seen: features [B, S, F] (None when it reads none); the
+    tokens one position later next_ids [B, S]; counts [B] real slots per row."""
+
+    features: Tensor | None
+    next_ids: Tensor
+    counts: Tensor
+
+    @property
+    def last_ids(self) -> Tensor:
+        """Each row's last real token [B]: the root of its next tree."""
+        return self.next_ids.gather(1, (self.counts - 1).clamp(min=0)[:, None])[:, 0]
 
 
 @dataclass(frozen=True)
@@ -105,99 +120,71 @@ class DecodeStep:
             rounded = -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
         return self.target.new_cache(batch_size, rounded)
 
-    def draft(
-        self,
-        state: Any,
-        cache: TreeCache,
-        sampler: Sampler,
-        features: Tensor | None,
-        next_ids: Tensor,
-        counts: Tensor,
-        *,
-        max_slots: int,
-    ) -> tuple[TokenTree, Tensor | None]:
+    def draft(self, state: Any, cache: TreeCache, sampler: Sampler, slots: NewSlots) -> tuple[TokenTree, Tensor | None]:
         """Hands the newly certain slots to the drafter and grows the tree.
-
-        Args:
-            features: [B, S, F]; next_ids: [B, S] the token one position after each; counts: [B] real slots per row.
-            max_slots: the largest number of certain slots of any row afterwards.
 
         Returns:
             the tree, and the step's noise [B, P, V] (None when greedy).
         """
         if type(self.policy) is DynamicTree:  # a subclass may grow its trees in another way
-            opened = self.open(state, cache, sampler, features, next_ids, counts, max_slots=max_slots)
+            opened = self.open(state, cache, sampler, slots)
             return self.grow(state, sampler, opened, self.policy), opened.noise
-        is_prompt = next_ids.shape[1] != self.num_depths  # of another length each time
-        call = self._draft_eagerly if is_prompt else self._draft
-        slots = self._mark_size(cache.view_slots(max_slots))
-        return call(state, cache.lengths, sampler, features, next_ids, counts, slots)
+        if self.drafter is None:
+            return self.start_plain(cache, sampler, slots)
+        call = self._draft if self._has_usual_width(slots) else self._draft_eagerly
+        return call(state, cache.lengths, sampler, slots, self._view_certain(cache))
 
     def _draft_eagerly(
-        self,
-        state: Any,
-        lengths: Tensor,
-        sampler: Sampler,
-        features: Tensor | None,
-        next_ids: Tensor,
-        counts: Tensor,
-        slots: Tensor,
+        self, state: Any, lengths: Tensor, sampler: Sampler, slots: NewSlots, in_view: Tensor
     ) -> tuple[TokenTree, Tensor | None]:
-        if self.drafter is None or self.policy is None:
-            return self._start_plain_eagerly(lengths, sampler, next_ids, counts)
-        root_ids = _last_ids(next_ids, counts)
-        noise = sampler.draw_noise(lengths, self.policy.max_depth + 1, self.target.vocab_size)
-        draft = self.drafter.extend(state, features, next_ids, counts, max_slots=slots.shape[0])
-        return self.policy.grow(self.drafter, state, root_ids, draft, self._sampling(sampler, noise)), noise
+        assert self.policy is not None
+        draft, noise = self._extend(state, lengths, sampler, slots, in_view)
+        tree = self.policy.grow(self.drafter, state, slots.last_ids, draft, self._sampling(sampler, noise))  # type: ignore[arg-type]
+        return tree, noise
 
-    def start_plain(
-        self, cache: TreeCache, sampler: Sampler, next_ids: Tensor, counts: Tensor
-    ) -> tuple[TokenTree, Tensor | None]:
+    def start_plain(self, cache: TreeCache, sampler: Sampler, slots: NewSlots) -> tuple[TokenTree, Tensor | None]:
         """`draft` without a drafter: a root alone, and the noise of its one draw."""
-        is_prompt = next_ids.shape[1] > self.num_depths  # of another length each time
-        call = self._start_plain_eagerly if is_prompt else self._start_plain
-        return call(cache.lengths, sampler, next_ids, counts)
+        is_usual = slots.next_ids.shape[1] <= self.num_depths
+        call = self._start_plain if is_usual else self._start_plain_eagerly
+        return call(cache.lengths, sampler, slots.next_ids, slots.counts)
 
     def _start_plain_eagerly(
         self, lengths: Tensor, sampler: Sampler, next_ids: Tensor, counts: Tensor
     ) -> tuple[TokenTree, Tensor | None]:
         noise = sampler.draw_noise(lengths, 1, self.target.vocab_size)
-        return TokenTree.from_root(_last_ids(next_ids, counts)), noise
+        return TokenTree.from_root(NewSlots(None, next_ids, counts).last_ids), noise
 
-    def open(
-        self,
-        state: Any,
-        cache: TreeCache,
-        sampler: Sampler,
-        features: Tensor | None,
-        next_ids: Tensor,
-        counts: Tensor,
-        *,
-        max_slots: int,
-    ) -> OpenedDraft:
-        """The first half of `draft` (arguments as there) for dynamic trees and those of chosen sizes."""
-        is_usual = next_ids.shape[1] == self.num_depths  # prompts and arrears are of another length each time
-        call = self._open if is_usual else self._open_eagerly
-        slots = self._mark_size(cache.view_slots(max_slots))
-        return call(state, cache.lengths, sampler, features, next_ids, counts, slots)
+    def open(self, state: Any, cache: TreeCache, sampler: Sampler, slots: NewSlots) -> OpenedDraft:
+        """The first half of `draft`, for dynamic trees and those of chosen sizes."""
+        call = self._open if self._has_usual_width(slots) else self._open_eagerly
+        return call(state, cache.lengths, sampler, slots, self._view_certain(cache))
 
     def _open_eagerly(
-        self,
-        state: Any,
-        lengths: Tensor,
-        sampler: Sampler,
-        features: Tensor | None,
-        next_ids: Tensor,
-        counts: Tensor,
-        slots: Tensor,
+        self, state: Any, lengths: Tensor, sampler: Sampler, slots: NewSlots, in_view: Tensor
     ) -> OpenedDraft:
-        assert self.drafter is not None
         assert isinstance(self.policy, (AutoTree, DynamicTree))
-        noise = sampler.draw_noise(lengths, self.policy.max_depth + 1, self.target.vocab_size)
-        draft = self.drafter.extend(state, features, next_ids, counts, max_slots=slots.shape[0])
+        draft, noise = self._extend(state, lengths, sampler, slots, in_view)
         top, ids = top_candidates(draft, self._sampling(sampler, noise), 0, 2 * self.policy.top_k)
         children = Children.of_root(top[:, 0], ids[:, 0], self.policy.top_k)
-        return OpenedDraft(_last_ids(next_ids, counts), children, noise)
+        return OpenedDraft(slots.last_ids, children, noise)
+
+    def _extend(
+        self, state: Any, lengths: Tensor, sampler: Sampler, slots: NewSlots, in_view: Tensor
+    ) -> tuple[DraftLogits, Tensor | None]:
+        """The root's children's scores, and the step's noise."""
+        assert self.drafter is not None
+        assert self.policy is not None
+        noise = sampler.draw_noise(lengths, self.policy.max_depth + 1, self.target.vocab_size)
+        max_slots = in_view.shape[0]
+        draft = self.drafter.extend(state, slots.features, slots.next_ids, slots.counts, max_slots=max_slots)
+        return draft, noise
+
+    def _has_usual_width(self, slots: NewSlots) -> bool:
+        """Prompts and arrears are of another length each time: a graph for each would not pay."""
+        return slots.next_ids.shape[1] == self.num_depths
+
+    def _view_certain(self, cache: TreeCache) -> Tensor:
+        return self._mark_size(cache.view_slots(cache.length_bound))
 
     def grow(self, state: Any, sampler: Sampler, opened: OpenedDraft, policy: DynamicTree) -> TokenTree:
         """The second half: a tree of this policy.
@@ -205,10 +192,12 @@ class DecodeStep:
         Compiled, one graph serves all levels: weights are packed per graph, and copies of them for every level would
         drive one another out of the processor's caches.
         """
-        levels = [opened.children]
-        for depth in range(1, policy.max_depth):
+
+        def expand(level: Children, depth: int) -> Children:
             noise = None if opened.noise is None else opened.noise[:, depth : depth + 1]
-            levels.append(self._expand(policy.top_k, state, sampler, levels[-1], noise, depth))
+            return self._expand(policy.top_k, state, sampler, level, noise, depth)
+
+        levels = policy.grow_levels(opened.children, expand)
         return self._rerank(opened.root_ids, levels, policy.max_depth, policy.top_k, policy.num_nodes)
 
     def _expand_eagerly(
@@ -279,8 +268,3 @@ class DecodeStep:
 
     def _book_compiling(self, seconds: float) -> None:
         self.stats.seconds["compile"] += seconds
-
-
-def _last_ids(next_ids: Tensor, counts: Tensor) -> Tensor:
-    """Each row's last real token [B] of next_ids [B, S]."""
-    return next_ids.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]

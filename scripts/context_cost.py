@@ -22,7 +22,7 @@ from inference import Drafter, Target, TreePolicy
 from inference.acceptance import Sampler
 from inference.generation import PREFILL_CHUNK
 from inference.kv_cache import TreeCache
-from inference.step import DecodeStep
+from inference.step import DecodeStep, NewSlots
 from inference.tree import TokenTree
 
 WARM_UP_STEPS = 2
@@ -121,12 +121,12 @@ class Speculation:
         start = read_clock(device)
         self.state = drafter.start(1, self.cache.capacity, policy.num_scratch)
         next_ids = torch.cat([prompt[:, 1:], self.root_ids[:, None]], dim=1)
-        step.draft(self.state, self.cache, self.sampler, output.features, next_ids, counts, max_slots=context)
+        step.draft(self.state, self.cache, self.sampler, NewSlots(output.features, next_ids, counts))
         self.draft_prefill_seconds = read_clock(device) - start
 
         # What a step hands over: P slots, of which one is real.
-        self.features = None if output.features is None else output.features[:, -1:].repeat(1, step.num_depths, 1)
-        self.next_ids, self.counts = self.root_ids[:, None].repeat(1, step.num_depths), torch.ones_like(counts)
+        features = None if output.features is None else output.features[:, -1:].repeat(1, step.num_depths, 1)
+        self.slots = NewSlots(features, self.root_ids[:, None].repeat(1, step.num_depths), torch.ones_like(counts))
         self.num_slots = context
 
     def run(self) -> list[float]:
@@ -134,15 +134,9 @@ class Speculation:
         self.num_slots += 1
         device = self.cache.lengths.device
         start = read_clock(device)
-        tree, _ = self.step.draft(
-            self.state,
-            self.cache,
-            self.sampler,
-            self.features,
-            self.next_ids,
-            self.counts,
-            max_slots=self.num_slots,
-        )
+        context, self.cache.length_bound = self.cache.length_bound, self.num_slots  # the drafter's slots grow
+        tree, _ = self.step.draft(self.state, self.cache, self.sampler, self.slots)
+        self.cache.length_bound = context  # the target's cache keeps the prompt alone
         middle = read_clock(device)
         _verify(self.step, self.cache, tree)
         return [middle - start, read_clock(device) - middle]

@@ -106,7 +106,7 @@ def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.Mo
     def fake_compile(function: Any, **_: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if function.__name__ in ("_draft_eagerly", "_open_eagerly"):
-                widths.add(args[4].shape[1])
+                widths.add(args[3].next_ids.shape[1])
             if function.__name__ == "_start_plain_eagerly":
                 widths.add(args[2].shape[1])
             return function(*args, **kwargs)
