@@ -1,7 +1,7 @@
 """What torch.compile is told about the functions of a decode step.
 
 On a CPU the weights of small models are frozen into the graphs: inductor then packs them once for its own matrix
-kernels, which for passes of a few tokens are several times faster than the library calls that pack them at every call.
+kernels or oneDNN's, which for passes of a few tokens are several times faster than calls that pack them every time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,7 +21,9 @@ from torch import nn
 FREEZE_LIMIT_BYTES = 1 << 30
 # Graphs torch keeps of one function before it gives up on it.
 RECOMPILE_LIMIT = 128
-FROZEN_OPTIONS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # one backend: nothing is timed
+FROZEN_OPTIONS = {"cpp.enable_concat_linear": True}  # products of one input, such as q, k and v, become one
+# Inductor's own matrix kernels, and nothing beside them, so that nothing is timed.
+OWN_KERNELS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 
 _NUMBERS = itertools.count()
 
@@ -44,6 +46,10 @@ class StepCompiler:
         weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
         num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
         self.is_freezing = num_bytes <= FREEZE_LIMIT_BYTES and all(weight.device.type == "cpu" for weight in weights)
+        self.options: dict[str, Any] = {}
+        if self.is_freezing:
+            is_for_onednn = _prefers_onednn(weight.dtype for weight in weights)
+            self.options = FROZEN_OPTIONS if is_for_onednn else FROZEN_OPTIONS | OWN_KERNELS
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
 
     @contextmanager
@@ -69,7 +75,7 @@ class _CompiledFunction:
         self.function = _copy_function(function)
         self.dynamic = dynamic
         self.compiler = compiler
-        self.compiled = self._compile(FROZEN_OPTIONS if compiler.is_freezing else {})
+        self.compiled = self._compile(compiler.options)
 
     def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
         """In one piece: behind a break of the graph, the guards that are dropped would be missed (`_keep_guards`)."""
@@ -97,6 +103,13 @@ _COMPILER_ERRORS: tuple[type[Exception], ...] = (
     torch._dynamo.exc.Unsupported,
     *((torch._inductor.exc.InductorError,) if hasattr(torch._inductor.exc, "InductorError") else ()),
 )
+
+
+def _prefers_onednn(dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether oneDNN's kernels for packed weights are the faster ones: in bfloat16 on processors with instructions for
+    its products but no AMX, for which inductor's own kernels compute in float32."""
+    has_bf16_alone = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    return has_bf16_alone and torch.bfloat16 in dtypes
 
 
 def _keep_guards(guards: Sequence[Any]) -> list[bool]:
