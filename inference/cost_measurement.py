@@ -12,10 +12,11 @@ from inference.acceptance import Sampler
 from inference.auto_tree import AutoTree
 from inference.cost_model import CostModel, describe_machine, load_or_measure, time_calls
 from inference.noise import row_seeds
+from inference.policy import DynamicTree
 from inference.step import DecodeStep, NewSlots
 from inference.tree import TokenTree
 
-MEASUREMENT = 2  # to be raised with every change that makes stored costs wrong
+MEASUREMENT = 3  # to be raised with every change that makes stored costs wrong
 CONTEXTS = (64, 512, 960)  # within the smallest cache of compiled decoding, so that its graphs are measured
 
 
@@ -31,7 +32,7 @@ def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample
         getattr(drafter, "name", type(drafter).__name__),
         _describe_settings(drafter) if drafter_config is None else _digest(drafter_config),
         str(getattr(drafter, "dtype", "")),
-        [policy.depths, policy.sizes, policy.top_k],
+        [policy.depths, policy.sizes, policy.widths],
         step.is_compiled,
         batch_size,
         do_sample,
@@ -112,19 +113,24 @@ def measure_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sam
 
     rest, plain_rest = time_calls([finishing(largest), finishing(1)], device)
 
-    def growing(depth: int) -> Callable[[], Any]:
-        return lambda: step.grow(state, sampler, open_draft(), policy.tree_of(depth, largest))
+    def growing(depth: int, width: int) -> Callable[[], Any]:
+        return lambda: step.grow(state, sampler, open_draft(), DynamicTree(depth, width, largest))
 
     first, last = policy.depths[0], policy.max_depth
-    extend, shallow, deep = time_calls([open_draft, growing(first), growing(last)], device)
-    level = max(0.0, (deep - shallow) / (last - first)) if last > first else 0.0
+    calls = [growing(depth, width) for width in policy.widths for depth in (first, last)]
+    extend, *grown = time_calls([open_draft, *calls], device)
+    level = tuple(
+        max(0.0, (deep - shallow) / (last - first)) if last > first else 0.0
+        for shallow, deep in zip(grown[0::2], grown[1::2], strict=True)
+    )
     return CostModel(
         contexts=tuple(contexts),
         sizes=sizes,
         verify=tuple(tuple(verify[size, context] for size in sizes) for context in contexts),
         extend=extend,
+        grow=max(0.0, grown[-2] - extend - (first - 1) * level[-1]),
+        widths=policy.widths,
         level=level,
-        grow=max(0.0, shallow - extend - (first - 1) * level),
         rest=rest,
         plain_rest=plain_rest,
     )
@@ -136,4 +142,5 @@ def _flat_tree(size: int, max_depth: int, batch_size: int, device: torch.device)
     is_root = torch.arange(size, device=device).expand(batch_size, -1) == 0
     if size == 1:
         return TokenTree.from_root(zeros[:, 0])
-    return TokenTree(zeros, torch.where(is_root, -1, 0), torch.where(is_root, 0, 1), zeros.float(), max_depth=max_depth)
+    parents, depths, widths = torch.where(is_root, -1, 0), torch.where(is_root, 0, 1), torch.ones_like(zeros)
+    return TokenTree(zeros, parents, depths, zeros.float(), max_depth=max_depth, widths=widths)

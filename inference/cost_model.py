@@ -25,14 +25,27 @@ WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 9
 
 
 @dataclass(frozen=True)
+class Plan:
+    """A tree's size: its depth, its nodes (root included), and the width of its beam. depth 0, one node: no tree."""
+
+    depth: int
+    num_nodes: int
+    width: int
+
+
+NO_TREE = Plan(0, 1, 0)
+
+
+@dataclass(frozen=True)
 class CostModel:
     """Seconds, medians of several calls.
 
     Attributes:
         contexts: tokens in the cache, rising. sizes: nodes, rising, from 1 (plain decoding) on.
         verify: [contexts][sizes] the target's forward.
-        extend: the drafter takes in accepted tokens and scores the root's children; level: each further level;
-            grow: building the tree, whatever its depth.
+        extend: the drafter takes in accepted tokens and scores the root's children; grow: building the tree, whatever
+            its depth.
+        widths: of beams, rising. level: [widths] each level behind the first.
         rest: acceptance and commit of a step with a tree; plain_rest: of one without.
     """
 
@@ -40,8 +53,9 @@ class CostModel:
     sizes: tuple[int, ...]
     verify: tuple[tuple[float, ...], ...]
     extend: float
-    level: float
     grow: float
+    widths: tuple[int, ...]
+    level: tuple[float, ...]
     rest: float
     plain_rest: float
 
@@ -54,19 +68,20 @@ class CostModel:
         """A step without drafting."""
         return self.verify_seconds(1, context) + self.plain_rest
 
-    def step_seconds(self, depth: int, num_nodes: int, context: int) -> float:
-        """A step that asked the drafter: with a tree of this size, or with none after all (depth 0)."""
-        if depth == 0:
+    def step_seconds(self, plan: Plan, context: int) -> float:
+        """A step that asked the drafter: with a tree of this size, or with none after all."""
+        if plan.depth == 0:
             return self.extend + self.plain_seconds(context)
-        draft = self.extend + self.grow + (depth - 1) * self.level
-        return draft + self.verify_seconds(num_nodes, context) + self.rest
+        draft = self.extend + self.grow + (plan.depth - 1) * _interpolate(self.widths, self.level, plan.width)
+        return draft + self.verify_seconds(plan.num_nodes, context) + self.rest
 
     def to_table(self) -> str:
         """A few lines for people, in milliseconds."""
         lines = ["verify, ms      " + "".join(f"{size:>9} nodes" for size in self.sizes)]
         for context, row in zip(self.contexts, self.verify, strict=True):
             lines.append(f"{context:>9} tokens" + "".join(f"{1000 * value:>15.2f}" for value in row))
-        parts = {"extend": self.extend, "level": self.level, "grow": self.grow, "rest": self.rest}
+        levels = {f"level of {width}": value for width, value in zip(self.widths, self.level, strict=True)}
+        parts = {"extend": self.extend, **levels, "grow": self.grow, "rest": self.rest}
         lines.append("draft, ms        " + "   ".join(f"{name} {1000 * value:.2f}" for name, value in parts.items()))
         return "\n".join(lines)
 
@@ -153,7 +168,8 @@ def _load(path: Path) -> CostModel | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         content["verify"] = tuple(tuple(row) for row in content["verify"])
-        content["contexts"], content["sizes"] = tuple(content["contexts"]), tuple(content["sizes"])
+        for name in ("contexts", "sizes", "widths", "level"):
+            content[name] = tuple(content[name])
         return CostModel(**content)
     except (OSError, ValueError, KeyError, TypeError):
         return None

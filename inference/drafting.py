@@ -8,6 +8,7 @@ Legend: B batch, X extra columns to read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from inference.acceptance import Sampler
 from inference.auto_tree import AutoTree
-from inference.cost_model import CostModel
+from inference.cost_model import NO_TREE, CostModel, Plan
 from inference.kv_cache import TreeCache
 from inference.step import DecodeStep, NewSlots, OpenedDraft
 from inference.tree import TokenTree
-from inference.tree_planner import NO_TREE, Plan, TreePlanner
+from inference.tree_planner import TreePlanner
 
 CHANCE_UNIT = 1_000_000  # chances travel to the host as integers
 
@@ -128,9 +129,7 @@ class AdaptiveDrafting:
         )
         if self._plan == NO_TREE:
             return TokenTree.from_root(self._opened.root_ids), self._opened.noise
-        return self.step.grow(
-            self.state, sampler, self._opened, self.policy.tree_of(self._plan.depth, self._plan.num_nodes)
-        ), self._opened.noise
+        return self.step.grow(self.state, sampler, self._opened, self.policy.tree_of(self._plan)), self._opened.noise
 
     def _learn(
         self, columns: Sequence[Sequence[int]], counts: Sequence[int], rows: Sequence[int], context: int
@@ -138,11 +137,11 @@ class AdaptiveDrafting:
         assert self._plan is not None
         if not rows:
             return
-        width, places = self.policy.max_depth, []
+        length, shapes = self.policy.max_depth, list(itertools.product(self.policy.depths, self.policy.widths))
+        places = []
         for row in rows:
             values = columns[row] if self._plan != NO_TREE else []
-            by_depth = {depth: values[d * width : (d + 1) * width] for d, depth in enumerate(self.policy.depths)}
-            places.append(by_depth)
+            places.append({shape: values[i * length : (i + 1) * length] for i, shape in enumerate(shapes)})
         self.planner.learn(
             self._plan,
             [self._confidences[row] for row in rows],

@@ -89,7 +89,7 @@ class Decoder:
         self._costs: dict[tuple[int, bool], CostModel] = {}
         self._planner: TreePlanner | None = None
         if isinstance(self.policy, AutoTree):
-            self._planner = TreePlanner(self.policy.depths, self.policy.sizes, self.policy.max_nodes)
+            self._planner = TreePlanner(self.policy.plans)
 
     def generate(
         self,

@@ -188,12 +188,15 @@ def chain(depth: int) -> StaticTree:
 class Children:
     """All drafted nodes of one level, M of them, and the W best, whose children are drafted next.
 
-    token_ids, scores: [B, M]. best: [B, W] indices into these; best_ids, best_scores: [B, W]; best_parents: [B, W]
-    their parents as indices into the best of the level above (0 for children of the root).
+    token_ids, scores: [B, M]; parents: [B, M] indices into all nodes of the level above (-1 for children of the root);
+    widths: [B, M] as in `TokenTree`. best: [B, W] indices into these; best_ids, best_scores: [B, W]; best_parents:
+    [B, W] their parents as indices into the best of the level above (0 for children of the root).
     """
 
     token_ids: Tensor
     scores: Tensor
+    parents: Tensor
+    widths: Tensor
     best: Tensor
     best_ids: Tensor
     best_scores: Tensor
@@ -204,8 +207,17 @@ class Children:
         """scores, token_ids: [B, M], best first."""
         # Of the strides that later levels have, too: a graph serves tensors of one layout.
         best_ids, best_scores = (x[:, :width].clone(memory_format=torch.contiguous_format) for x in (token_ids, scores))
+        ranks = torch.arange(token_ids.shape[1], device=token_ids.device).repeat(token_ids.shape[0], 1)
         best = torch.arange(best_ids.shape[1], device=token_ids.device).repeat(token_ids.shape[0], 1)
-        return cls(token_ids, scores, best, best_ids, best_scores, torch.zeros_like(best))
+        # The root has twice as many children as a beam is wide.
+        widths, parents = ranks // 2 + 1, torch.full_like(ranks, -1)
+        return cls(token_ids, scores, parents, widths, best, best_ids, best_scores, torch.zeros_like(best))
+
+    def narrow(self, width: int) -> Children:
+        """These children of the root for a narrower beam."""
+        if width >= self.best.shape[1]:
+            return self
+        return Children.of_root(self.scores[:, : 2 * width], self.token_ids[:, : 2 * width], width)
 
 
 class DynamicTree(TreePolicy):
@@ -231,7 +243,8 @@ class DynamicTree(TreePolicy):
         self.max_depth = depth
         self.top_k = top_k
         self.root_top_k = 2 * top_k
-        self.num_nodes = min(num_nodes, 1 + self.root_top_k + (depth - 1) * top_k**2)
+        self.pool_size = self.root_top_k + (depth - 1) * top_k**2  # nodes drafted
+        self.num_nodes = min(num_nodes, 1 + self.pool_size)
         self.num_scratch = (depth - 1) * top_k
 
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
@@ -248,7 +261,8 @@ class DynamicTree(TreePolicy):
             here = replace(sampling, noise=None if sampling.noise is None else sampling.noise[:, depth : depth + 1])
             return expand_level(drafter, state, level, depth, self.top_k, here)
 
-        return self.rerank(root_ids, self.grow_levels(Children.of_root(top[:, 0], ids[:, 0], self.top_k), expand))
+        levels = self.grow_levels(Children.of_root(top[:, 0], ids[:, 0], self.top_k), expand)
+        return choose_best(root_ids, Pool.of_levels(levels), self.num_nodes, self.max_depth)
 
     def grow_levels(self, first: Children, expand: Callable[[Children, int], Children]) -> list[Children]:
         """All levels behind the root's children; `expand` takes a level and its depth, and returns the next one."""
@@ -257,43 +271,70 @@ class DynamicTree(TreePolicy):
             levels.append(expand(levels[-1], depth))
         return levels
 
-    def rerank(self, root_ids: Tensor, levels: Sequence[Children]) -> TokenTree:
-        """The best nodes of all levels as a tree."""
-        # The pool keeps levels in order, so that a parent always stands before its children.
-        parents, offset = [torch.full_like(levels[0].token_ids, -1)], 0
-        for above, level in itertools.pairwise(levels):
-            per_node = level.token_ids.shape[1] // above.best.shape[1]
-            parents.append((above.best + offset).repeat_interleave(per_node, dim=1))
-            offset += above.token_ids.shape[1]
-        token_ids, scores = (
-            torch.cat([getattr(level, name) for level in levels], 1) for name in ("token_ids", "scores")
-        )
-        return self._rerank(root_ids, token_ids, scores, torch.cat(parents, 1))
 
-    def _rerank(self, root_ids: Tensor, ids: Tensor, scores: Tensor, parents: Tensor) -> TokenTree:
-        """Keeps the best nodes of the pool [B, P]. A stable sort breaks ties by index, so that a parent always outranks
-        its child, even one of probability 1."""
-        batch, pool_size = ids.shape
-        keep = min(self.num_nodes - 1, pool_size)
-        kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, :keep].sort(dim=-1).values
-        # Tree index of each pool node; the last entry stands for the root, which pool parents call -1.
-        place = torch.zeros(batch, pool_size + 1, dtype=torch.long, device=ids.device)
-        place.scatter_(1, kept, torch.arange(1, keep + 1, device=ids.device).expand(batch, -1))
-        kept_parents = place.gather(1, parents.gather(1, kept) % (pool_size + 1))
-        root = torch.zeros(batch, 1, dtype=torch.long, device=ids.device)
-        tree_parents = torch.cat([root - 1, kept_parents], dim=1)
-        depths = torch.zeros_like(tree_parents)
-        for _ in range(self.max_depth):
-            depths = torch.where(tree_parents >= 0, depths.gather(1, tree_parents.clamp(min=0)) + 1, depths)
-        return mask_absent(
-            TokenTree(
-                token_ids=torch.cat([root_ids[:, None], ids.gather(1, kept)], dim=1),
-                parents=tree_parents,
-                depths=depths,
-                log_probs=torch.cat([root.float(), scores.gather(1, kept)], dim=1),
-                max_depth=self.max_depth,
-            )
+@dataclass(frozen=True)
+class Pool:
+    """All drafted nodes of all levels, [B, P] each: parents are indices into the pool (-1: the root); the rest as in
+    `Children`. A parent stands before its children."""
+
+    token_ids: Tensor
+    scores: Tensor
+    parents: Tensor
+    widths: Tensor
+
+    @classmethod
+    def of_levels(cls, levels: Sequence[Children], size: int | None = None) -> Pool:
+        """Padded to `size` with nodes of score -inf."""
+        parents, offset = [levels[0].parents], 0
+        for above, level in itertools.pairwise(levels):
+            parents.append(level.parents + offset)
+            offset += above.token_ids.shape[1]
+        token_ids, scores, widths = (
+            torch.cat([getattr(level, name) for level in levels], 1) for name in ("token_ids", "scores", "widths")
         )
+        pool = cls(token_ids, scores, torch.cat(parents, 1), widths)
+        missing = 0 if size is None else size - token_ids.shape[1]
+        if missing <= 0:
+            return pool
+
+        def pad(values: Tensor, value: float) -> Tensor:
+            return torch.nn.functional.pad(values, (0, missing), value=value)
+
+        return cls(pad(token_ids, 0), pad(scores, float("-inf")), pad(pool.parents, -1), pad(widths, 1))
+
+
+def choose_best(root_ids: Tensor, pool: Pool, num_nodes: int, max_depth: int) -> TokenTree:
+    """The tree of the pool's best nodes, behind `root_ids` [B].
+
+    A stable sort breaks ties by index, so that a parent always outranks its child, even one of probability 1.
+
+    Args:
+        num_nodes: nodes to keep, root included.
+        max_depth: of the pool's nodes.
+    """
+    batch, pool_size = pool.token_ids.shape
+    device = root_ids.device
+    keep = min(num_nodes - 1, pool_size)
+    kept = pool.scores.sort(dim=-1, descending=True, stable=True).indices[:, :keep].sort(dim=-1).values
+    # Tree index of each pool node; the last entry stands for the root, which pool parents call -1.
+    place = torch.zeros(batch, pool_size + 1, dtype=torch.long, device=device)
+    place.scatter_(1, kept, torch.arange(1, keep + 1, device=device).expand(batch, -1))
+    kept_parents = place.gather(1, pool.parents.gather(1, kept) % (pool_size + 1))
+    root = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    parents = torch.cat([root - 1, kept_parents], dim=1)
+    depths = torch.zeros_like(parents)
+    for _ in range(max_depth):
+        depths = torch.where(parents >= 0, depths.gather(1, parents.clamp(min=0)) + 1, depths)
+    return mask_absent(
+        TokenTree(
+            token_ids=torch.cat([root_ids[:, None], pool.token_ids.gather(1, kept)], dim=1),
+            parents=parents,
+            depths=depths,
+            log_probs=torch.cat([root.float(), pool.scores.gather(1, kept)], dim=1),
+            max_depth=max_depth,
+            widths=torch.cat([root + 1, pool.widths.gather(1, kept)], dim=1),
+        )
+    )
 
 
 def expand_level(
@@ -310,9 +351,14 @@ def expand_level(
     draft = drafter.expand(state, level.best_ids, level.best_parents, depth)
     top, ids = top_candidates(draft, sampling, 0, top_k)
     scores = (level.best_scores[:, :, None] + top).flatten(1)  # [B, W * k]
-    ids = ids.expand(-1, level.best_ids.shape[1], -1).flatten(1)
+    batch, width = level.best_ids.shape
+    ids = ids.expand(-1, width, -1).flatten(1)
+    parents = level.best[:, :, None].expand(-1, -1, top.shape[-1]).flatten(1)
+    places, ranks = torch.arange(1, width + 1, device=ids.device), torch.arange(1, top.shape[-1] + 1, device=ids.device)
+    needed = torch.maximum(level.widths.gather(1, level.best), places)  # for a node to be in the beam
+    widths = torch.maximum(needed[:, :, None], ranks).expand(batch, width, -1).flatten(1)
     best_scores, best = scores.topk(min(top_k, scores.shape[1]), dim=-1)
-    return Children(ids, scores, best, ids.gather(1, best), best_scores, best // top.shape[-1])
+    return Children(ids, scores, parents, widths, best, ids.gather(1, best), best_scores, best // top.shape[-1])
 
 
 def top_candidates(draft: DraftLogits, sampling: DraftSampling, depth: int, top_k: int) -> tuple[Tensor, Tensor]:
@@ -330,7 +376,7 @@ def mask_absent(tree: TokenTree) -> TokenTree:
     """Turns nodes of score -inf (the drafter had no such candidate) into padding, which hangs on nothing."""
     absent = tree.log_probs.isneginf()
     parents, depths = tree.parents.masked_fill(absent, -1), tree.depths.masked_fill(absent, 0)
-    return TokenTree(tree.token_ids, parents, depths, tree.log_probs, max_depth=tree.max_depth)
+    return replace(tree, parents=parents, depths=depths)
 
 
 def resolve_policy(tree: TreePolicy | str | Path | Sequence[Sequence[int]] | None, max_depth: int | None) -> TreePolicy:

@@ -22,7 +22,7 @@ from inference.auto_tree import AutoTree
 from inference.compilation import Function, StepCompiler
 from inference.drafter import Drafter, DraftLogits, DraftSampling
 from inference.kv_cache import TreeCache
-from inference.policy import Children, DynamicTree, TreePolicy, expand_level, top_candidates
+from inference.policy import Children, DynamicTree, Pool, TreePolicy, choose_best, expand_level, top_candidates
 from inference.stats import GenerationStats
 from inference.target import Target, TargetOutput
 from inference.tree import TokenTree
@@ -87,8 +87,10 @@ class DecodeStep:
             self._compiler = StepCompiler(modules, self._book_compiling)
         self._draft = self._compile(self._draft_eagerly)
         self._open = self._compile(self._open_eagerly)
-        self._expand = self._compile(self._expand_eagerly, is_automatic=True)  # its state knows the slots in view
-        self._rerank = self._compile(self._rerank_eagerly, is_automatic=True)
+        # One for each width, so that this stays a constant; automatic, since the drafter's state counts its slots.
+        widths = policy.widths if isinstance(policy, AutoTree) else (getattr(policy, "top_k", 0),)
+        self._expand = {width: self._compile(self._expand_eagerly, is_automatic=True) for width in widths}
+        self._choose = self._compile(choose_best)
         self._start_plain = self._compile(self._start_plain_eagerly)
         self._verify = self._compile(self._verify_eagerly)
         # No weights are read here, so one graph may serve trees of every size as fast.
@@ -195,24 +197,19 @@ class DecodeStep:
 
         def expand(level: Children, depth: int) -> Children:
             noise = None if opened.noise is None else opened.noise[:, depth : depth + 1]
-            return self._expand(policy.top_k, state, sampler, level, noise, depth)
+            return self._expand[policy.top_k](policy.top_k, state, sampler, level, noise, depth)
 
-        levels = policy.grow_levels(opened.children, expand)
-        return self._rerank(opened.root_ids, levels, policy.max_depth, policy.top_k, policy.num_nodes)
+        levels = policy.grow_levels(opened.children.narrow(policy.top_k), expand)
+        # One depth and one size of pool for all plans: this, and what follows, is one graph for each number of nodes.
+        assert isinstance(self.policy, (AutoTree, DynamicTree))
+        pool = Pool.of_levels(levels, self.policy.pool_size)
+        return self._choose(opened.root_ids, pool, policy.num_nodes, self.policy.max_depth)
 
     def _expand_eagerly(
         self, top_k: int, state: Any, sampler: Sampler, level: Children, noise: Tensor | None, depth: int
     ) -> Children:
         assert self.drafter is not None
         return expand_level(self.drafter, state, level, depth, top_k, self._sampling(sampler, noise))
-
-    def _rerank_eagerly(
-        self, root_ids: Tensor, levels: list[Children], depth: int, top_k: int, num_nodes: int
-    ) -> TokenTree:
-        tree = DynamicTree(depth, top_k, num_nodes).rerank(root_ids, levels)
-        # One depth for all plans: what follows is then one graph for each number of nodes.
-        deepest = self.policy.max_depth if self.policy is not None else depth
-        return TokenTree(tree.token_ids, tree.parents, tree.depths, tree.log_probs, max_depth=deepest)
 
     def _sampling(self, sampler: Sampler, noise: Tensor | None) -> DraftSampling:
         return DraftSampling(

@@ -8,16 +8,16 @@ accepted, because the accepted nodes' places in the order of scores are known.
 
 All of it runs on the host, on numbers that were read with the emitted tokens.
 
-Legend: D depth of a tree, N its nodes (root included).
+Legend: N nodes of a tree (root included).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from inference.cost_model import CostModel
+from inference.cost_model import NO_TREE, CostModel, Plan
 
 # Steps of like confidence share their statistics: the drafter's chance of its best root child, cut at these values.
 CONFIDENCE_CUTS = (0.15, 0.3, 0.5, 0.7, 0.9)
@@ -34,17 +34,8 @@ EXPLORE_EVERY = 40
 SLEEP_STEPS, MAX_SLEEP_STEPS = 8, 128
 # Then single drafted steps, so many of which must pay in a row before drafting begins again.
 PROBES = 2
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A tree's size. depth 0, num_nodes 1: no tree."""
-
-    depth: int
-    num_nodes: int
-
-
-NO_TREE = Plan(0, 1)
+# Costs are taken for the same over so many tokens of context.
+CONTEXT_STEP = 64
 
 
 def count_accepted(plan: Plan, places: Sequence[int]) -> int:
@@ -52,7 +43,8 @@ def count_accepted(plan: Plan, places: Sequence[int]) -> int:
 
     Args:
         places: for the accepted node of each depth from 1 on, its place (0 = best) in the order of scores among the
-            nodes of at most `plan.depth`. A parent stands before its children, so places rise.
+            nodes of at most `plan.depth` that a beam of `plan.width` drafts. A parent stands before its children, so
+            places rise.
     """
     return sum(place < plan.num_nodes - 1 for place in places[: plan.depth])
 
@@ -77,21 +69,16 @@ class TreePlanner:
     """Chooses one plan a step; keeps what it has learned from text to text.
 
     Args:
-        depths, sizes: the depths and numbers of nodes to choose from.
-        max_nodes: [D] most nodes a tree of each depth in `depths` can have.
+        plans: the trees to choose from (`AutoTree.plans`).
     """
 
-    def __init__(self, depths: Sequence[int], sizes: Sequence[int], max_nodes: Sequence[int]) -> None:
-        self.depths = tuple(depths)
-        self.plans = [
-            Plan(depth, size)
-            for depth, most in zip(self.depths, max_nodes, strict=True)
-            for size in sizes
-            if depth < size <= most
-        ]
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.plans = list(plans)
         if not self.plans:
-            raise ValueError(f"no tree has {list(sizes)} nodes and a depth of {list(depths)}: allow more nodes")
-        self.largest = max(self.plans, key=lambda plan: (plan.num_nodes, plan.depth))
+            raise ValueError("no tree of the depths, sizes and widths to choose from exists: allow more or fewer nodes")
+        self.largest = max(self.plans, key=lambda plan: (plan.num_nodes, plan.depth, plan.width))
+        self._costs: CostModel | None = None
+        self._seconds_of: dict[tuple[Plan, int], float] = {}  # by these costs
         self._forget()
         self._tokens: _Mean | None = None  # per drafted step and row
         self._seconds = _Mean(0.0, 1.0)
@@ -127,7 +114,7 @@ class TreePlanner:
         self._drafted_steps += 1
         if self._is_probe:  # one step with a small tree, and no other before its outcome is known
             self._awaits_probe = True
-            return min(self.plans, key=lambda plan: (abs(plan.depth - 2), plan.num_nodes))
+            return min(self.plans, key=lambda plan: (abs(plan.depth - 2), plan.num_nodes, plan.width))
         if self._drafted_steps % EXPLORE_EVERY == 0:
             return self.largest
         rate = self._rate(costs, context)
@@ -135,7 +122,7 @@ class TreePlanner:
 
         def gain(plan: Plan) -> float:
             accepted = sum(group[plan].value for group in groups) / len(groups) if plan.depth else 0.0
-            return 1.0 + accepted - rate * costs.step_seconds(plan.depth, plan.num_nodes, context)
+            return 1.0 + accepted - rate * self._step_seconds(costs, plan, context)
 
         return max([NO_TREE, *self.plans], key=gain)
 
@@ -144,7 +131,7 @@ class TreePlanner:
         plan: Plan,
         confidences: Sequence[float],
         accepted: Sequence[int],
-        places: Sequence[dict[int, Sequence[int]]],
+        places: Sequence[Mapping[tuple[int, int], Sequence[int]]],
         costs: CostModel,
         context: int,
     ) -> None:
@@ -153,15 +140,15 @@ class TreePlanner:
         Args:
             confidences: as given to `choose`.
             accepted: drafted tokens each unfinished row accepted.
-            places: per row, for each depth in `depths`, what `count_accepted` takes.
+            places: per row, for each depth and width, what `count_accepted` takes.
         """
         for confidence, number, row_places in zip(confidences, accepted, places, strict=True):
             group = self._accepted[_group(confidence)]
             for other in self.plans:
-                if other.depth <= plan.depth and other.num_nodes <= plan.num_nodes:
-                    group[other].add(count_accepted(other, row_places[other.depth][:number]))
+                if other.depth <= plan.depth and other.num_nodes <= plan.num_nodes and other.width <= plan.width:
+                    group[other].add(count_accepted(other, row_places[other.depth, other.width][:number]))
         tokens = 1.0 + sum(accepted) / len(accepted)
-        seconds = costs.step_seconds(plan.depth, plan.num_nodes, context)
+        seconds = self._step_seconds(costs, plan, context)
         if self._tokens is None or self._is_probe:  # a probe speaks for the text as it is now
             self._tokens, self._seconds = _Mean(tokens, 1.0), _Mean(seconds, 1.0)
         else:
@@ -171,7 +158,7 @@ class TreePlanner:
         if self._is_probe:
             pays = tokens / seconds > plain
         else:  # what the best tree would bring, not what trying them has brought
-            best = max(self.expected_tokens(p) / costs.step_seconds(p.depth, p.num_nodes, context) for p in self.plans)
+            best = max(self.expected_tokens(p) / self._step_seconds(costs, p, context) for p in self.plans)
             pays = best > plain * (1.0 - GIVE_UP_MARGIN / math.sqrt(steps))
         if self._is_probe and pays:
             self._paying_probes += 1
@@ -197,6 +184,15 @@ class TreePlanner:
         weights = [(group[plan].value, group[plan].weight) for group in self._accepted]
         weights = [pair for pair in weights if pair[1] > PRIOR_STEPS] or weights  # only confidences that were met
         return 1.0 + sum(value * weight for value, weight in weights) / sum(weight for _, weight in weights)
+
+    def _step_seconds(self, costs: CostModel, plan: Plan, context: int) -> float:
+        """`CostModel.step_seconds`, looked up again only when the context has grown by some tokens."""
+        if costs is not self._costs:
+            self._costs, self._seconds_of = costs, {}
+        key = (plan, context // CONTEXT_STEP)
+        if key not in self._seconds_of:
+            self._seconds_of[key] = costs.step_seconds(plan, context)
+        return self._seconds_of[key]
 
     def _rate(self, costs: CostModel, context: int) -> float:
         """Tokens a second and row: the present rate, at least that of plain decoding."""

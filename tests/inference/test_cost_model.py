@@ -8,11 +8,11 @@ import pytest
 
 from inference import Decoder
 from inference.auto_tree import AutoTree
-from inference.cost_model import CostModel, cache_file, load_or_measure
+from inference.cost_model import NO_TREE, CostModel, Plan, cache_file, load_or_measure
 from inference.ngram import NgramDrafter
 from tests.tiny_targets import tiny_target
 
-COSTS = CostModel((10, 110), (1, 8, 16), ((1.0, 1.7, 2.5), (2.0, 2.7, 3.5)), 0.5, 0.25, 0.1, 0.05, 0.02)
+COSTS = CostModel((10, 110), (1, 8, 16), ((1.0, 1.7, 2.5), (2.0, 2.7, 3.5)), 0.5, 0.1, (4, 8), (0.25, 0.45), 0.05, 0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,9 @@ def test_costs_lie_between_what_was_measured_and_go_on_beyond_it() -> None:
     assert COSTS.verify_seconds(1, 210) == pytest.approx(3.0)
     assert COSTS.verify_seconds(1, 0) == 1.0
     assert COSTS.plain_seconds(10) == pytest.approx(1.02)
-    assert COSTS.step_seconds(3, 8, 10) == pytest.approx(0.5 + 0.1 + 2 * 0.25 + 1.7 + 0.05)
-    assert COSTS.step_seconds(0, 1, 10) == pytest.approx(0.5 + 1.02)
+    assert COSTS.step_seconds(Plan(3, 8, 4), 10) == pytest.approx(0.5 + 0.1 + 2 * 0.25 + 1.7 + 0.05)
+    assert COSTS.step_seconds(Plan(3, 8, 8), 10) == pytest.approx(0.5 + 0.1 + 2 * 0.45 + 1.7 + 0.05)
+    assert COSTS.step_seconds(NO_TREE, 10) == pytest.approx(0.5 + 1.02)
     assert "110 tokens" in COSTS.to_table()
 
 
@@ -57,11 +58,13 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypa
 
 
 def test_a_decoder_measures_its_own_functions() -> None:
-    decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=AutoTree((1, 3), (4, 8), top_k=2))
+    decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=AutoTree((1, 3), (4, 8), (2, 3)))
     costs = decoder.costs()
     assert costs.sizes == (1, 4, 8)
     assert all(value > 0 for row in costs.verify for value in row)
     assert costs.extend > 0
+    assert costs.widths == (2, 3)
+    assert len(costs.level) == 2
     assert decoder.costs() is costs
 
 

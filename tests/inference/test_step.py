@@ -66,7 +66,7 @@ def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
     prompt = random_prompt(12)
     expected = Decoder(target).generate(prompt, max_new_tokens=90, **settings).sequences
     drafter = HostDrafter([expected[0]], VOCAB_SIZE)
-    decoder = Decoder(target, drafter, tree=AutoTree((1, 2), (4,), top_k=2), compile=True)
+    decoder = Decoder(target, drafter, tree=AutoTree((1, 2), (4,), (2,)), compile=True)
     output = decoder.generate(prompt, max_new_tokens=90, **settings)
     assert output.sequences.tolist() == expected.tolist()
     assert output.stats.num_host_syncs == output.stats.num_verify_steps

@@ -12,23 +12,32 @@ from inference.cost_model import CostModel
 from inference.tree import TokenTree
 from inference.tree_planner import MAX_SLEEP_STEPS, NO_TREE, Plan, TreePlanner, count_accepted
 
-DEPTHS, SIZES = (1, 2, 4), (4, 8, 16)
+DEPTHS, SIZES, WIDTHS = (1, 2, 4), (4, 8, 16), (2, 4)
 
 
 def make_costs(
-    *, node: float = 0.0, level: float = 0.0, extend: float = 0.0, plain: float = 1.0, contexts: tuple[int, ...] = (8,)
+    *,
+    node: float = 0.0,
+    level: float = 0.0,
+    wide: float = 0.0,
+    extend: float = 0.0,
+    plain: float = 1.0,
+    contexts: tuple[int, ...] = (8,),
 ) -> CostModel:
     sizes = (1, *SIZES)
     row = tuple(plain + node * (size - 1) for size in sizes)
-    return CostModel(contexts, sizes, (row,) * len(contexts), extend, level, 0.0, 0.0, 0.0)
+    return CostModel(contexts, sizes, (row,) * len(contexts), extend, 0.0, WIDTHS, (level, level + wide), 0.0, 0.0)
 
 
 def make_planner() -> TreePlanner:
-    return TreePlanner(DEPTHS, SIZES, max_nodes=[9, 25, 57])
+    return TreePlanner(AutoTree(DEPTHS, SIZES, WIDTHS).plans)
 
 
-def run(planner: TreePlanner, costs: CostModel, chance: float, *, num_steps: int, seed: int = 0) -> list[Plan | None]:
-    """A world in which each depth is accepted with `chance` and the accepted node is always its level's best one."""
+def run(
+    planner: TreePlanner, costs: CostModel, chance: float, *, num_steps: int, seed: int = 0, needed_width: int = 1
+) -> list[Plan | None]:
+    """A world in which each depth is accepted with `chance`. The accepted node is always its level's best one, and no
+    beam narrower than `needed_width` drafts it."""
     coin = random.Random(seed)
     plans: list[Plan | None] = []
     for _ in range(num_steps):
@@ -38,9 +47,13 @@ def run(planner: TreePlanner, costs: CostModel, chance: float, *, num_steps: int
             continue
         plan = planner.choose(costs, 8, [0.6])
         accepted = 0
-        while accepted < plan.depth and coin.random() < chance:
+        while accepted < plan.depth and plan.width >= needed_width and coin.random() < chance:
             accepted += 1
-        places = {depth: list(range(depth)) for depth in DEPTHS}
+        places = {
+            (depth, width): [place if width >= needed_width else 99 for place in range(depth)]
+            for depth in DEPTHS
+            for width in WIDTHS
+        }
         planner.learn(plan, [0.6], [accepted], [places], costs, 8)
         plans.append(plan)
     return plans
@@ -48,18 +61,26 @@ def run(planner: TreePlanner, costs: CostModel, chance: float, *, num_steps: int
 
 def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
     places = [0, 2, 9]  # of the accepted nodes of depths 1, 2 and 3
-    assert count_accepted(Plan(4, 16), places) == 3
-    assert count_accepted(Plan(4, 10), places) == 2, "nine drafted nodes end at place 8"
-    assert count_accepted(Plan(2, 16), places) == 2
-    assert count_accepted(Plan(4, 3), places) == 1
+    assert count_accepted(Plan(4, 16, 4), places) == 3
+    assert count_accepted(Plan(4, 10, 4), places) == 2, "nine drafted nodes end at place 8"
+    assert count_accepted(Plan(2, 16, 4), places) == 2
+    assert count_accepted(Plan(4, 3, 4), places) == 1
     assert count_accepted(NO_TREE, places) == 0
 
 
 def test_free_drafts_are_deep_and_dear_levels_are_few() -> None:
-    assert run(make_planner(), make_costs(), 0.8, num_steps=200)[-1] == Plan(4, 16)
+    assert run(make_planner(), make_costs(), 0.8, num_steps=200)[-1] == Plan(4, 16, 4)
     dear_levels = run(make_planner(), make_costs(level=0.6), 0.5, num_steps=200)
     assert {plan.depth for plan in dear_levels[100:] if plan} <= {1, 2, 4}
     assert sum(plan == NO_TREE or (plan is not None and plan.depth == 1) for plan in dear_levels[100:]) > 80
+
+
+def test_the_width_is_chosen() -> None:
+    """Wide levels are dearer; they are drafted where what is accepted needs them."""
+    for needed, expected in ((1, 2), (4, 4)):
+        plans = run(make_planner(), make_costs(level=0.02, wide=0.2), 0.8, num_steps=200, needed_width=needed)
+        drafted = [plan for plan in plans[100:] if plan is not None and plan.depth > 1]
+        assert sum(plan.width == expected for plan in drafted) > 80, needed
 
 
 def test_dear_nodes_make_small_trees() -> None:
@@ -87,12 +108,11 @@ def test_the_best_fixed_plan_is_nearly_reached() -> None:
         tokens = seconds = 0.0
         for plan in run(planner, costs, chance, num_steps=3000, seed=1):
             tokens += 1 + (sum(chance**depth for depth in range(1, plan.depth + 1)) if plan else 0)
-            seconds += costs.plain_seconds(8) if plan is None else costs.step_seconds(plan.depth, plan.num_nodes, 8)
+            seconds += costs.plain_seconds(8) if plan is None else costs.step_seconds(plan, 8)
         best = max(
             [1 / costs.plain_seconds(8)]
             + [
-                (1 + sum(chance**depth for depth in range(1, plan.depth + 1)))
-                / costs.step_seconds(plan.depth, plan.num_nodes, 8)
+                (1 + sum(chance**depth for depth in range(1, plan.depth + 1))) / costs.step_seconds(plan, 8)
                 for plan in planner.plans
             ]
         )
@@ -100,8 +120,8 @@ def test_the_best_fixed_plan_is_nearly_reached() -> None:
 
 
 def test_trees_nobody_could_draft_are_refused() -> None:
-    with pytest.raises(ValueError, match="no tree has"):
-        TreePlanner((4,), (3,), [57])
+    with pytest.raises(ValueError, match="no tree of"):
+        TreePlanner(AutoTree((4,), (3,)).plans)
 
 
 def test_places_count_better_nodes_up_to_each_depth() -> None:
@@ -111,14 +131,16 @@ def test_places_count_better_nodes_up_to_each_depth() -> None:
         torch.tensor([[-1, 0, 0, 1, 2, -1]]),
         torch.tensor([[0, 1, 1, 2, 2, 0]]),
         torch.tensor([[0.0, -2.0, -1.0, -2.5, -1.5, -torch.inf]]),
+        widths=torch.tensor([[1, 1, 1, 2, 1, 1]]),
     )
-    policy = AutoTree(depths=(1, 2), sizes=(6,), top_k=2)
+    policy = AutoTree(depths=(1, 2), sizes=(6,), widths=(1, 2))
     places = policy.find_places(tree, torch.tensor([[0, 1, 3]]))[0].tolist()
-    assert places[0][0] == 1, "among a and b, a is second"
-    assert places[1] == [2, 3], "among all, a is third (after b and d) and c last"
+    assert places[0][1][0] == 1, "among a and b, a is second"
+    assert places[1][1] == [2, 3], "among all, a is third (after b and d) and c last"
+    assert places[1][0] == [2, 6], "a beam of one would not have drafted c"
 
 
-@pytest.mark.parametrize("wrong", [{"depths": ()}, {"sizes": (1,)}, {"depths": (0, 2)}, {"top_k": 0}])
+@pytest.mark.parametrize("wrong", [{"depths": ()}, {"sizes": (1,)}, {"depths": (0, 2)}, {"widths": (0,)}])
 def test_auto_tree_refuses_what_is_no_tree(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="allowed are"):
         AutoTree(**wrong)  # type: ignore[arg-type]

@@ -10,22 +10,22 @@ import torch
 
 from inference import Decoder, generate
 from inference.auto_tree import AutoTree
-from inference.cost_model import CostModel
+from inference.cost_model import NO_TREE, CostModel, Plan
 from inference.ngram import NgramDrafter
-from inference.tree_planner import NO_TREE, Plan, TreePlanner
+from inference.tree_planner import TreePlanner
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
 
-TREE = AutoTree(depths=(1, 2, 4), sizes=(8, 24), top_k=4)
-COSTS = CostModel((8,), (1, 8, 24), ((1.0, 1.1, 1.3),), 0.1, 0.1, 0.0, 0.0, 0.0)
+TREE = AutoTree(depths=(1, 2, 4), sizes=(8, 24), widths=(2, 4))
+COSTS = CostModel((8,), (1, 8, 24), ((1.0, 1.1, 1.3),), 0.1, 0.0, (2, 4), (0.1, 0.1), 0.0, 0.0)
 
 
 class RestlessPlanner(TreePlanner):
     """Takes all plans in turn, and now and then leaves the drafter out for some steps."""
 
     def __init__(self) -> None:
-        super().__init__(TREE.depths, TREE.sizes, TREE.max_nodes)
+        super().__init__(TREE.plans)
         self.turns = itertools.cycle([*self.plans, NO_TREE, *reversed(self.plans)])
         self.rests = itertools.cycle([0, 0, 1, 0, 3, 0, 9, 0])
         self.resting = 0
