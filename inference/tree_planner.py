@@ -25,11 +25,11 @@ CONFIDENCE_CUTS = (0.15, 0.3, 0.5, 0.7, 0.9)
 MEMORY_STEPS = 64
 # Drafting is given up when it is slower than not drafting by this share over the square root of the steps it was seen.
 GIVE_UP_MARGIN = 0.25
-# Before anything is measured: each further depth is accepted with this chance, counted as so many steps. Optimistic, so
-# that large trees are tried, which tell about small ones.
+# Before anything is measured: each further depth is accepted with this chance, counted as so many steps.
 PRIOR_CHANCE, PRIOR_STEPS = 0.6, 1.0
-# Every so many drafted steps the largest tree is drafted, to notice that it would pay.
-EXPLORE_EVERY = 40
+# The largest tree, which tells about all others, is drafted so often at each confidence first, and then every so many
+# drafted steps, to notice that it would pay.
+FIRST_TRIES, EXPLORE_EVERY = 4, 40
 # Steps without drafting after drafting did not pay; doubled while it goes on not paying.
 SLEEP_STEPS, MAX_SLEEP_STEPS = 8, 128
 # Then single drafted steps, so many of which must pay in a row before drafting begins again.
@@ -115,10 +115,11 @@ class TreePlanner:
         if self._is_probe:  # one step with a small tree, and no other before its outcome is known
             self._awaits_probe = True
             return min(self.plans, key=lambda plan: (abs(plan.depth - 2), plan.num_nodes, plan.width))
-        if self._drafted_steps % EXPLORE_EVERY == 0:
+        groups = [self._accepted[_group(confidence)] for confidence in confidences]
+        num_tries = min(group[self.largest].weight for group in groups)  # prior included, fading
+        if num_tries < FIRST_TRIES or self._drafted_steps % EXPLORE_EVERY == 0:
             return self.largest
         rate = self._rate(costs, context)
-        groups = [self._accepted[_group(confidence)] for confidence in confidences]
 
         def gain(plan: Plan) -> float:
             accepted = sum(group[plan].value for group in groups) / len(groups) if plan.depth else 0.0
@@ -157,8 +158,10 @@ class TreePlanner:
         steps, plain = self._tokens.weight, 1.0 / costs.plain_seconds(context)
         if self._is_probe:
             pays = tokens / seconds > plain
-        else:  # what the best tree would bring, not what trying them has brought
-            best = max(self.expected_tokens(p) / self._step_seconds(costs, p, context) for p in self.plans)
+        else:  # what drafting has brought or, since trying trees costs, what the best one would bring
+            best = self._tokens.value / self._seconds.value
+            if best <= plain:
+                best = max(self.expected_tokens(p) / self._step_seconds(costs, p, context) for p in self.plans)
             pays = best > plain * (1.0 - GIVE_UP_MARGIN / math.sqrt(steps))
         if self._is_probe and pays:
             self._paying_probes += 1
