@@ -207,7 +207,7 @@ class Decoder:
             if request.is_finished:
                 break
             # Host knowledge of the true lengths keeps the attention's view tight.
-            cache.length_bound = request.max_committed
+            cache.length_bound, cache.length_floor = request.max_committed, request.min_committed
             active = request.active_mask() if batch > 1 else None
             if active is not None:
                 cache.lengths *= active  # finished rows stop growing, and give up what they overshot

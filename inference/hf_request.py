@@ -147,6 +147,11 @@ class Request:
         """Largest number of tokens of any row in the cache: all but the newest, which is the next tree's root."""
         return max(n + len(new) - 1 for n, new in zip(self._prompt_lengths, self._new, strict=True))
 
+    @property
+    def min_committed(self) -> int:
+        """The smallest such number of the rows still decoding."""
+        return min(self._prompt_lengths[row] + len(self._new[row]) - 1 for row in self.unfinished)
+
     def active_mask(self) -> Tensor:
         """[B] int64, 1 for rows still decoding."""
         mask = torch.zeros(self.batch_size, dtype=torch.long)

@@ -1,6 +1,7 @@
 """TreeCache: the target's keys and values, allocated once, with its own length for every row.
 
-Legend: B batch, N tree nodes (or prompt tokens of one chunk), P path length, C capacity in slots, H key-value heads.
+Legend: B batch, N tree nodes (or prompt tokens of one chunk), P path length, C capacity in slots, H key-value heads,
+S slots in view, W slots of them that a layer with a sliding window sees.
 """
 
 from __future__ import annotations
@@ -26,10 +27,15 @@ class PlaneSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one attention layer of the target writes into the cache."""
+    """What one attention layer of the target writes into the cache, and how far back it looks.
+
+    Attributes:
+        window: a query at position p sees keys at positions > p - window only; None = all before it.
+    """
 
     keys: PlaneSpec
     values: PlaneSpec
+    window: int | None = None
 
 
 class TreeCache(Cache):
@@ -50,9 +56,14 @@ class TreeCache(Cache):
             the attention sees. A commit raises it by the path's width; a decode loop that learns the true lengths in
             its one synchronisation per step assigns the exact maximum, which keeps the view tight. It must never be
             below the true maximum.
+        length_floor: what the host knows from below: no row whose result matters holds fewer tokens; 0 is always right.
+            Layers with a window see the slots its queries may need, so a floor that is too high loses keys: whoever
+            shrinks lengths lowers it first.
         slots: [B, N] long, the slots opened for the present forward.
         slots_in_view: [S] long, 0 .. S - 1: the slots the attention of the present forward sees. A tensor, so that a
             compiled graph can take their number from its shape and serve every number.
+        window_sizes: for each distinct window, [W] long, of which only the shape counts: layers with this window see
+            the last W of the S slots in view.
     """
 
     def __init__(
@@ -80,6 +91,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.view_multiple = view_multiple
         self.length_bound = 0
+        self.length_floor = 0
         groups: dict[PlaneSpec, int] = {}  # planes of one shape, dtype and device share a stacked buffer
         places: list[tuple[PlaneSpec, int]] = []
         for spec in self.layer_specs:
@@ -98,8 +110,9 @@ class TreeCache(Cache):
         self._buffers = list(buffers.values())  # each [planes, B, H, C, width]
         planes = [buffers[plane][index] for plane, index in places]
         self._keys, self._values = planes[0::2], planes[1::2]  # per layer [B, H, C, width]
+        self._windows = tuple(spec.window for spec in self.layer_specs)
         self.slots = self.lengths[:, None]
-        self.slots_in_view = self.view_slots(0)
+        self._set_view(0, 0)
 
     @property
     def batch_size(self) -> int:
@@ -115,31 +128,64 @@ class TreeCache(Cache):
         view = -(-num_slots // self.view_multiple) * self.view_multiple
         return self._every_slot[:view]
 
-    def open_slots(self, num_nodes: int) -> int:
-        """Open the next `num_nodes` slots behind every row's length for the coming forward; returns the view."""
+    def _set_view(self, num_slots: int, length_floor: int) -> None:
+        """Each window's view starts at a multiple of `view_multiple`, at or before the first slot it may need.
+
+        Worked example, a window of 8 with views in steps of 4: a query behind 21 tokens sees positions 14 to 21, so
+        the view is slots 12 .. S - 1.
+        """
+        self.slots_in_view = self.view_slots(num_slots)
+        self.window_sizes: dict[int, Tensor] = {}
+        for window in self._windows:
+            if window is not None and window not in self.window_sizes:
+                start = max(0, length_floor - window + 1) // self.view_multiple * self.view_multiple
+                # From slot 0 on: graphs are guarded by where in its storage a tensor begins.
+                self.window_sizes[window] = self._every_slot[: self.view - start]
+
+    def open_slots(self, num_nodes: int, *, num_ahead: int = 0) -> int:
+        """Open the next `num_nodes` slots behind every row's length for the coming forward; returns the view.
+
+        Args:
+            num_ahead: tokens by which the rows whose result matters in this forward exceed `length_floor`.
+        """
         needed = self.length_bound + num_nodes
         if needed > self.capacity:
             raise ValueError(
                 f"the cache holds {self.capacity} slots per row, but {num_nodes} new tokens behind up to "
                 f"{self.length_bound} committed ones need {needed}: create it with a larger capacity"
             )
-        self.slots = self.lengths[:, None] + torch.arange(num_nodes, device=self.lengths.device)
-        self.slots_in_view = self.view_slots(needed)
+        floor = self.length_floor + num_ahead
+        assert floor <= self.length_bound, "no row can hold more than the bound"
+        self._set_view(needed, floor)
+        # Rows below the floor write at it, where every window reaches: a query that saw no key at all could become NaN.
+        first = self.lengths.clamp(min=floor) if self.window_sizes and floor else self.lengths
+        self.slots = first[:, None] + torch.arange(num_nodes, device=self.lengths.device)
         return self.view
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model's layers: write [B, H, N, width] rows into the open slots, return the view."""
-        stored = []
+        """Called by the model's layers: write [B, H, N, width] rows into the open slots, return the layer's view."""
+        stored, start = [], self._view_start(self._windows[layer_idx])
         for plane, rows in ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states)):
             slots = self.slots.to(plane.device)
             if plane.shape[0] == 1:
                 plane.index_copy_(2, slots[0], rows)
             else:
                 plane.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)
-            stored.append(plane[:, :, : self.view])
+            stored.append(plane[:, :, start : self.view])
         return stored[0], stored[1]
+
+    def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """What layers with this window see: [W] long, their slots, and [B, N] long, the open ones' places in them."""
+        if window is None:
+            return self.slots_in_view, self.slots
+        start = self._view_start(window)
+        return self.slots_in_view[start:], self.slots - start
+
+    def _view_start(self, window: int | None) -> int:
+        """The first slot in view; from shapes alone, since compiled graphs contain it."""
+        return 0 if window is None else self.view - self.window_sizes[window].shape[0]
 
     def commit(self, path: Tensor, counts: Tensor, *, is_chain: bool = False) -> None:
         """Keep the accepted nodes of the last forward and forget the others.
@@ -176,7 +222,8 @@ class TreeCache(Cache):
         """Forget every token; the buffers are kept and need no zeroing, since what they hold is finite."""
         self.lengths.zero_()
         self.length_bound = 0
-        self.slots_in_view = self.view_slots(0)
+        self.length_floor = 0
+        self._set_view(0, 0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length_bound
@@ -185,7 +232,8 @@ class TreeCache(Cache):
         return self.capacity
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return self.view, 0
+        start = self._view_start(self._windows[layer_idx])
+        return self.view - start, start
 
     def __len__(self) -> int:
         return len(self.layer_specs)

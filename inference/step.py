@@ -219,7 +219,8 @@ class DecodeStep:
     def verify(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
         """Logits [B, N, V] and features [B, N, F] of the tree's nodes."""
         cache.open_slots(tree.num_nodes)
-        self._mark_size(cache.slots_in_view)
+        for slots in (cache.slots_in_view, *cache.window_sizes.values()):
+            self._mark_size(slots)
         return self._verify(cache, tree)
 
     def _verify_eagerly(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:

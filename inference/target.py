@@ -3,8 +3,8 @@
 The only file (with `target_probe.py`, which examines a model once) that depends on how transformers models work inside.
 
 Legend: B batch, L prompt length, T tokens of one pass, N tree nodes, D hidden, F = len(feature_layers) * D, V target
-vocabulary, S cache slots in view. Hidden states are numbered as transformers does: hs[0] embeddings, hs[i] the input of
-layer i, hs[n] the last state AFTER the final norm.
+vocabulary, S cache slots in view, W of them that a layer sees (S without a window). Hidden states are numbered as
+transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[n] the last state AFTER the final norm.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Target:
             steps = torch.arange(size, device=counts.device)
             depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
             causal = (steps[:, None] >= steps).expand(chunk.shape[0], size, size)
-            cache.open_slots(size)
+            cache.open_slots(size, num_ahead=start)  # rows that still have tokens took every chunk before whole
             output = self._forward_cached(cache, chunk, depths, causal, feature_layers)
             has_tokens = counts > start
             source = output.last_hidden if output.logits is None else output.logits
@@ -217,13 +217,31 @@ class Target:
             One [B, 1, N, S] tensor in the model's dtype (0 or its minimum; eager attention would ADD a boolean), or
             a dict of them per layer type for models with several.
         """
+        masks = {
+            layer_type: self._make_mask(allowed, query_positions, key_positions, window)
+            for layer_type, window in self._windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _make_mask(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+        seen = allowed
+        if window is not None:
+            seen = allowed & (key_positions[:, None, :] > query_positions[:, :, None] - window)
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
+
+    def _masks_in_view(self, cache: TreeCache, positions: Tensor, ancestors: Tensor) -> Any:
+        """`masks_from_allowed` for the open slots at [B, N] positions, each [B, 1, N, W] over what its layers see."""
+        batch, num_nodes = positions.shape
         masks = {}
         for layer_type, window in self._windows.items():
-            seen = allowed
-            if window is not None:
-                seen = allowed & (key_positions[:, None, :] > query_positions[:, :, None] - window)
-            mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
-            masks[layer_type] = mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
+            slots_seen, places = cache.slots_seen(window)
+            key_positions = slots_seen.expand(batch, -1)
+            committed = key_positions < cache.lengths[:, None]
+            allowed = committed[:, None, :].repeat(1, num_nodes, 1)
+            allowed.scatter_(2, places[:, None, :].expand(batch, num_nodes, num_nodes), ancestors)
+            key_positions = key_positions.scatter(1, places, positions)
+            masks[layer_type] = self._make_mask(allowed, positions, key_positions, window)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _forward_cached(
@@ -231,16 +249,10 @@ class Target:
     ) -> _Pass:
         """Run [B, N] tokens, whose slots are open, at lengths + depths; each sees the committed tokens and its
         ancestors [B, N, N]."""
-        batch, num_nodes = token_ids.shape
-        lengths, slots = cache.lengths, cache.slots
-        positions = lengths[:, None] + depths
+        positions = cache.lengths[:, None] + depths
         if self.max_length is not None:
             positions = positions.clamp(max=self.max_length - 1)
-        key_positions = cache.slots_in_view.expand(batch, -1)
-        committed = key_positions < lengths[:, None]
-        allowed = committed[:, None, :].repeat(1, num_nodes, 1)
-        allowed.scatter_(2, slots[:, None, :].expand(batch, num_nodes, num_nodes), ancestors)
-        masks = self.masks_from_allowed(allowed, positions, key_positions.scatter(1, slots, positions))
+        masks = self._masks_in_view(cache, positions, ancestors)
         if self._scale_logits is not None:
             output = self._run_backbone(token_ids, positions, masks, cache, feature_layers)
             return _Pass(

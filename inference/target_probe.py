@@ -7,7 +7,7 @@ or verified as a tree.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,6 +93,13 @@ def find_layer_windows(text_config: Any) -> dict[str, int | None]:
     return windows
 
 
+def _list_windows(text_config: Any) -> list[int | None]:
+    """The window of every layer."""
+    windows = find_layer_windows(text_config)
+    layer_types = getattr(text_config, "layer_types", None) or list(windows) * text_config.num_hidden_layers
+    return [windows[layer_type] for layer_type in layer_types]
+
+
 def find_length_limit(text_config: Any) -> LengthLimit:
     """Positions the model is exact for: its position limit, or where its RoPE starts to depend on the whole pass."""
     limit = getattr(text_config, "max_position_embeddings", None)
@@ -131,10 +138,10 @@ class _RecordingCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        planes = [
+        keys, values = (
             PlaneSpec(rows.shape[1], rows.shape[3], rows.dtype, rows.device) for rows in (key_states, value_states)
-        ]
-        self.specs[layer_idx] = LayerSpec(*planes)
+        )
+        self.specs[layer_idx] = LayerSpec(keys, values)
         return key_states, value_states
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +204,9 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks) -> Findin
     _check_branches(name, output.last_hidden_state[0], plain_hidden[0])
     logits = model(**plain).logits
     scale_logits = _find_logit_scaling(text_config, model.get_output_embeddings()(plain_hidden), logits)
-    return Findings(tuple(cache.specs[layer] for layer in range(num_layers)), scale_logits, logits.shape[-1])
+    windows = _list_windows(text_config)
+    specs = tuple(replace(cache.specs[layer], window=windows[layer]) for layer in range(num_layers))
+    return Findings(specs, scale_logits, logits.shape[-1])
 
 
 def _check_branches(name: str, tree_hidden: Tensor, plain_hidden: Tensor) -> None:

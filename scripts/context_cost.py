@@ -116,6 +116,7 @@ class Speculation:
             self.cache, prompt, counts, feature_layers=step.feature_layers, chunk_size=PREFILL_CHUNK
         )
         self.prefill_seconds = read_clock(device) - start
+        self.cache.length_floor = context
 
         self.root_ids = output.logits[:, -1].argmax(-1)
         start = read_clock(device)

@@ -111,6 +111,42 @@ def test_the_view_grows_in_steps_and_follows_the_bound() -> None:
     assert (cache.get_seq_length(), cache.get_max_length(), len(cache)) == (90, 100, 3)
 
 
+def test_window_layers_see_the_end_of_the_view() -> None:
+    windowed = tuple(LayerSpec(NARROW, WIDE, window=window) for window in (None, 8, 3, 8))
+    cache = TreeCache(windowed, 2, capacity=60, view_multiple=4)
+    for buffer in cache._buffers:
+        buffer.copy_(torch.rand(buffer.shape, dtype=buffer.dtype))
+    # (lengths, bound, floor) -> the first slot seen with windows of 8 and 3, as in the docstring's example.
+    cases = (
+        ([0, 0], 0, 0, 0, 0),
+        ([12, 9], 13, 2, 0, 0),
+        ([12, 11], 13, 11, 4, 8),
+        ([30, 21], 30, 21, 12, 16),
+        ([30, 22], 30, 22, 12, 20),
+        ([54, 0], 54, 54, 44, 52),
+    )
+    for lengths, bound, floor, start_of_8, start_of_3 in cases:
+        cache.lengths.copy_(torch.tensor(lengths))
+        cache.length_bound, cache.length_floor = bound, floor
+        view = cache.open_slots(5)
+        assert cache.slots[:, 0].tolist() == [max(length, floor) for length in lengths]
+        for layer, start in enumerate((0, start_of_8, start_of_3, start_of_8)):
+            rows = [torch.rand(2, 2, 5, 3), torch.rand(2, 1, 5, 5, dtype=torch.float64)]
+            seen = cache.update(rows[0], rows[1], layer)
+            for shown, plane, written in zip(seen, (cache._keys[layer], cache._values[layer]), rows, strict=True):
+                assert torch.equal(shown, plane[:, :, start:view])
+                assert torch.equal(shown[0, :, cache.slots[0] - start], written[0])
+            assert cache.get_mask_sizes(5, layer) == (view - start, start)
+            slots, places = cache.slots_seen(windowed[layer].window)
+            assert torch.equal(slots, torch.arange(start, view))
+            assert torch.equal(slots[places], cache.slots)
+    cache.length_floor = 11
+    cache.open_slots(5, num_ahead=10)
+    assert cache.slots_seen(8)[0][0] == 12
+    cache.reset()
+    assert cache.length_floor == 0
+
+
 def test_buffers_are_zeroed_stacked_and_kept() -> None:
     cache = TreeCache(LAYERS, 2, capacity=8)
     assert [tuple(buffer.shape) for buffer in cache._buffers] == [(5, 2, 2, 8, 3), (1, 2, 1, 8, 5)]

@@ -11,7 +11,9 @@ import torch
 from heads import HEAD_TYPES
 from inference import Decoder, DynamicTree, Target, chain
 from inference.auto_tree import AutoTree
+from inference.compilation import count_graphs
 from inference.step import DecodeStep
+from inference.tree import TokenTree, compute_depths
 from tests.heads.tiny_heads import tiny_heads
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
@@ -96,6 +98,28 @@ def test_plain_decoding_compiles_once(target: Target) -> None:
         )
     assert seconds[0] > 0
     assert seconds[1:] == [0, 0], "another length of the prompt must not make another graph"
+
+
+@pytest.mark.parametrize("first", [5, pytest.param(100, marks=pytest.mark.slow)])
+def test_windows_of_any_length_share_one_graph(first: int) -> None:
+    """Whether the first pass is within the window, where its view is the whole view, or far beyond it."""
+    layer_types = ["sliding_attention", "full_attention"]
+    target = Target(tiny_target("gemma3", num_hidden_layers=2, layer_types=layer_types))
+    step = DecodeStep(target, None, None, is_coupled=True, compile=True)
+    cache = step.new_cache(2, 256)
+    for buffer in cache._buffers:
+        buffer.normal_(generator=torch.Generator().manual_seed(0))
+    parents = torch.tensor([[-1, 0, 0, 1]] * 2)
+    tree = TokenTree(random_prompt(4, batch_size=2), parents, compute_depths(parents), torch.zeros(2, 4))
+    numbers = []
+    with step.active(), torch.no_grad():
+        for length in (first, 5, 70, 75, 130, 201):
+            cache.lengths.copy_(torch.tensor([length, length - 2]))
+            cache.length_bound, cache.length_floor = length, length - 2
+            logits = step.verify(cache, tree).logits
+            numbers.append(count_graphs())
+            torch.testing.assert_close(logits, target.verify(cache, tree).logits, atol=1e-3, rtol=0)
+    assert len(set(numbers)) == 1
 
 
 @pytest.mark.parametrize("tree", [chain(2), DynamicTree(5, 2, 3)], ids=["chain", "deeper than its nodes"])

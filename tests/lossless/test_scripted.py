@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference import Decoder, DynamicTree, GenerationStats, StaticTree, TreePolicy, chain, generate
+from inference import Decoder, DynamicTree, GenerationStats, StaticTree, TreePolicy, chain, generate, generation
+from inference.kv_cache import TreeCache
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_targets import FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, random_prompt, tiny_target
 
 NEW_TOKENS = 64
 POLICIES: dict[str, TreePolicy] = {
@@ -93,6 +94,36 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(policy: str) -> None:
     output = generate(model, drafter, padded, mask, seed=seeds, tree=POLICIES[policy], **options)
     for row, text in enumerate(alone):
         assert torch.equal(output.sequences[row, longest - lengths[row] :], text), f"row {row}"
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_batches_far_beyond_the_window(family: str, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in several chunks; rows end at their own EOS, the longest of them first."""
+    monkeypatch.setattr(generation, "PREFILL_CHUNK", 32)
+    starts: list[int] = []
+
+    def open_slots(cache: TreeCache, num_nodes: int, **kwargs: int) -> int:
+        view = plain_open(cache, num_nodes, **kwargs)
+        starts.append(view - cache.window_sizes[SLIDING_WINDOW].shape[0])
+        return view
+
+    plain_open = TreeCache.open_slots
+    monkeypatch.setattr(TreeCache, "open_slots", open_slots)
+    model = tiny_target(family, initializer_range=0.3)
+    lengths, longest = (101, 70, 85), 101
+    rows = [random_prompt(length, seed=length) for length in lengths]
+    padded = torch.stack([torch.nn.functional.pad(row[0], (longest - row.shape[1], 0)) for row in rows])
+    mask = torch.stack([(torch.arange(longest) >= longest - length).long() for length in lengths])
+    free = model.generate(rows[0], max_new_tokens=20, do_sample=False)
+    options = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": int(free[0, -1])}
+    expected = [model.generate(row, **options)[0] for row in rows]
+    drafter = None if policy is None else ScriptedDrafter(expected, VOCAB_SIZE)
+    output = generate(model, drafter, padded, mask, tree=POLICIES[policy] if policy else None, **options)
+    for row, text in enumerate(expected):
+        assert_same_text(model, text[None], output.sequences[row : row + 1, longest - lengths[row] :][:, : len(text)])
+    assert {len(text) - length for text, length in zip(expected, lengths, strict=True)} != {80}
+    assert {0, 64} <= set(starts)
 
 
 @pytest.mark.parametrize("max_new_tokens", range(1, 9))
