@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from inference.acceptance import Acceptance, Sampler, accept_exact
 from inference.auto_tree import AutoTree
+from inference.beam import Children, Pool, choose_best, expand_level, top_candidates
 from inference.compilation import Function, StepCompiler
 from inference.drafter import Drafter, DraftLogits, DraftSampling
 from inference.kv_cache import TreeCache
-from inference.policy import Children, DynamicTree, Pool, TreePolicy, choose_best, expand_level, top_candidates
+from inference.policy import DynamicTree, TreePolicy
 from inference.stats import GenerationStats
 from inference.target import Target, TargetOutput
 from inference.tree import TokenTree
