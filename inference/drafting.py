@@ -9,6 +9,7 @@ Legend: B batch, X extra columns to read.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -94,6 +95,7 @@ class AdaptiveDrafting:
         self._opened: OpenedDraft | None = None
         self._plan: Plan | None = None  # of the last step, if the drafter was asked
         self._confidences: list[float] = []  # then, per row
+        self._began: float | None = None  # when the last step did
 
     def take(self, slots: NewSlots, places: Tensor | None = None) -> None:
         self._waiting.append(slots)
@@ -117,8 +119,16 @@ class AdaptiveDrafting:
         self, cache: TreeCache, sampler: Sampler, columns: Sequence[Sequence[int]], counts: Sequence[int]
     ) -> tuple[TokenTree, Tensor | None]:
         rows = [row for row, count in enumerate(counts) if count]
+        # From one synchronisation to the next. The drafter's first level belongs to the step after it, so only a step
+        # followed by one of its kind is measured.
+        now = time.perf_counter()
+        is_alike = (self._plan is None) == (self._opened is None)
+        seconds = now - self._began if self._began is not None and is_alike else None
         if self._plan is not None:
-            self._learn(columns, counts, rows, cache.length_bound)
+            self._learn(columns, counts, rows, cache.length_bound, seconds)
+        elif seconds is not None:
+            self.planner.learn_plain(self.costs, cache.length_bound, seconds)
+        self._began = now
         if self._opened is None:
             self.planner.pass_step()
             self._plan = None
@@ -132,7 +142,12 @@ class AdaptiveDrafting:
         return self.step.grow(self.state, sampler, self._opened, self.policy.tree_of(self._plan)), self._opened.noise
 
     def _learn(
-        self, columns: Sequence[Sequence[int]], counts: Sequence[int], rows: Sequence[int], context: int
+        self,
+        columns: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        rows: Sequence[int],
+        context: int,
+        seconds: float | None,
     ) -> None:
         assert self._plan is not None
         if not rows:
@@ -149,6 +164,7 @@ class AdaptiveDrafting:
             places,
             self.costs,
             context,
+            seconds,
         )
 
 

@@ -36,6 +36,8 @@ SLEEP_STEPS, MAX_SLEEP_STEPS = 8, 128
 PROBES = 2
 # Costs are taken for the same over so many tokens of context.
 CONTEXT_STEP = 64
+# A step that took longer than expected by more than this (something was compiled, the machine was busy) counts as this.
+MAX_SCALE = 2.0
 
 
 def count_accepted(plan: Plan, places: Sequence[int]) -> int:
@@ -79,6 +81,8 @@ class TreePlanner:
         self.largest = max(self.plans, key=lambda plan: (plan.num_nodes, plan.depth, plan.width))
         self._costs: CostModel | None = None
         self._seconds_of: dict[tuple[Plan, int], float] = {}  # by these costs
+        # Measured seconds over those of the costs, for steps that ask the drafter and for those that do not.
+        self._drafted_scale, self._plain_scale = _Mean(1.0, 1.0), _Mean(1.0, 1.0)
         self._forget()
         self._tokens: _Mean | None = None  # per drafted step and row
         self._seconds = _Mean(0.0, 1.0)
@@ -135,6 +139,7 @@ class TreePlanner:
         places: Sequence[Mapping[tuple[int, int], Sequence[int]]],
         costs: CostModel,
         context: int,
+        seconds: float | None = None,
     ) -> None:
         """Takes in what a drafted step of `plan` brought.
 
@@ -142,6 +147,7 @@ class TreePlanner:
             confidences: as given to `choose`.
             accepted: drafted tokens each unfinished row accepted.
             places: per row, for each depth and width, what `count_accepted` takes.
+            seconds: what it took, if that was measured: a clock knows what costs leave out.
         """
         for confidence, number, row_places in zip(confidences, accepted, places, strict=True):
             group = self._accepted[_group(confidence)]
@@ -149,13 +155,17 @@ class TreePlanner:
                 if other.depth <= plan.depth and other.num_nodes <= plan.num_nodes and other.width <= plan.width:
                     group[other].add(count_accepted(other, row_places[other.depth, other.width][:number]))
         tokens = 1.0 + sum(accepted) / len(accepted)
+        if seconds is not None:
+            self._drafted_scale.add(
+                _clip(seconds * self._drafted_scale.value / self._step_seconds(costs, plan, context))
+            )
         seconds = self._step_seconds(costs, plan, context)
         if self._tokens is None or self._is_probe:  # a probe speaks for the text as it is now
             self._tokens, self._seconds = _Mean(tokens, 1.0), _Mean(seconds, 1.0)
         else:
             self._tokens.add(tokens)
             self._seconds.add(seconds)
-        steps, plain = self._tokens.weight, 1.0 / costs.plain_seconds(context)
+        steps, plain = self._tokens.weight, 1.0 / self._plain_seconds(costs, context)
         if self._is_probe:
             pays = tokens / seconds > plain
         else:  # what drafting has brought or, since trying trees costs, what the best one would bring
@@ -176,6 +186,10 @@ class TreePlanner:
             self._sleep_steps = min(2 * self._sleep_steps, MAX_SLEEP_STEPS)
         self._is_probe = self._awaits_probe = False
 
+    def learn_plain(self, costs: CostModel, context: int, seconds: float) -> None:
+        """Takes in what a step without drafting took."""
+        self._plain_scale.add(_clip(seconds / costs.plain_seconds(context)))
+
     def pass_step(self) -> None:
         """A step without drafting begins."""
         if self._asleep > 0:
@@ -189,18 +203,25 @@ class TreePlanner:
         return 1.0 + sum(value * weight for value, weight in weights) / sum(weight for _, weight in weights)
 
     def _step_seconds(self, costs: CostModel, plan: Plan, context: int) -> float:
-        """`CostModel.step_seconds`, looked up again only when the context has grown by some tokens."""
+        """`CostModel.step_seconds` as the clock has corrected it; looked up again when the context has grown."""
         if costs is not self._costs:
             self._costs, self._seconds_of = costs, {}
         key = (plan, context // CONTEXT_STEP)
         if key not in self._seconds_of:
             self._seconds_of[key] = costs.step_seconds(plan, context)
-        return self._seconds_of[key]
+        return self._seconds_of[key] * self._drafted_scale.value
+
+    def _plain_seconds(self, costs: CostModel, context: int) -> float:
+        return costs.plain_seconds(context) * self._plain_scale.value
 
     def _rate(self, costs: CostModel, context: int) -> float:
         """Tokens a second and row: the present rate, at least that of plain decoding."""
-        plain = 1.0 / costs.plain_seconds(context)
+        plain = 1.0 / self._plain_seconds(costs, context)
         return plain if self._tokens is None else max(plain, self._tokens.value / self._seconds.value)
+
+
+def _clip(scale: float) -> float:
+    return min(max(scale, 1.0 / MAX_SCALE), MAX_SCALE)
 
 
 def _group(confidence: float) -> int:

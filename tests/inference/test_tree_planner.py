@@ -88,6 +88,23 @@ def test_dear_nodes_make_small_trees() -> None:
     assert sum(plan is not None and plan.num_nodes > 8 for plan in plans[100:]) < 10
 
 
+def test_the_clock_corrects_the_costs() -> None:
+    """Costs that make drafting look cheap, while its steps take twice as long: in the end nobody asks the drafter."""
+    costs, planner = make_costs(extend=0.05), make_planner()
+    places = {(depth, width): list(range(depth)) for depth in DEPTHS for width in WIDTHS}
+    num_drafted = 0
+    for _ in range(1000):
+        if planner.is_drafting:
+            plan = planner.choose(costs, 8, [0.6])
+            accepted = int(num_drafted % 2 == 0 and plan.depth > 0)
+            planner.learn(plan, [0.6], [accepted], [places], costs, 8, 2.0 * costs.step_seconds(plan, 8))
+            num_drafted += 1
+        else:
+            planner.pass_step()
+            planner.learn_plain(costs, 8, costs.plain_seconds(8))
+    assert num_drafted < 200
+
+
 def test_hostile_text_stops_drafting_and_easy_text_starts_it_again() -> None:
     planner, costs = make_planner(), make_costs(node=0.02, level=0.1, extend=0.2)
     hostile = run(planner, costs, 0.0, num_steps=2000)
