@@ -1,6 +1,6 @@
 """AutoTree: dynamic trees whose depth, width and number of nodes are chosen at every step (`tree="auto"`).
 
-Legend: B batch, N tree nodes, P path length (root included), D number of depths to choose from, W number of widths.
+Legend: B batch, N tree nodes, P path length (root included).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class AutoTree(TreePolicy):
     def __init__(
         self,
         depths: Sequence[int] = (1, 2, 3, 4, 6),
-        sizes: Sequence[int] = (8, 16, 32),
-        widths: Sequence[int] = (4, 8),
+        sizes: Sequence[int] = (4, 8, 12, 16, 24, 32),
+        widths: Sequence[int] = (2, 4, 8),
     ) -> None:
         if not depths or not sizes or not widths or min(depths) < 1 or min(sizes) < 2 or min(widths) < 1:
             raise ValueError(
@@ -44,16 +44,10 @@ class AutoTree(TreePolicy):
         self.max_depth = self.depths[-1]
         self.num_nodes = self.sizes[-1]
         self.num_scratch = (self.max_depth - 1) * self.top_k
-        self.pool_size = DynamicTree(self.max_depth, self.top_k).pool_size
-
-    @property
-    def plans(self) -> list[Plan]:
-        """All trees there are to choose from: those with a node on every level that can have all their nodes."""
-        return [
-            plan
-            for plan in itertools.starmap(Plan, itertools.product(self.depths, self.sizes, self.widths))
-            if plan.depth < plan.num_nodes == self.tree_of(plan).num_nodes
-        ]
+        every = itertools.starmap(Plan, itertools.product(self.depths, self.sizes, self.widths))
+        # All trees there are to choose from: those with a node on every level that can have all their nodes.
+        self.plans = [plan for plan in every if plan.depth < plan.num_nodes == self.tree_of(plan).num_nodes]
+        self._tables: dict[torch.device, Tensor] = {}
 
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         if max_depth is None or self.max_depth <= max_depth:
@@ -71,27 +65,35 @@ class AutoTree(TreePolicy):
         largest = DynamicTree(self.max_depth, self.top_k, self.num_nodes)
         return largest.grow(drafter, state, root_ids, draft, sampling)
 
-    def find_places(self, tree: TokenTree, path: Tensor) -> Tensor:
-        """Places of the accepted nodes in the order of scores, from which `TreePlanner` learns.
+    def count_accepted(self, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor:
+        """What each plan would have accepted in this tree's place, from which `TreePlanner` learns.
+
+        A smaller tree holds the nodes with the best scores among those of its depth that its beam drafts, so the places
+        of the accepted nodes in that order tell.
 
         Args:
-            path: [B, P] node indices, root first.
+            path: [B, P] accepted node indices, root first; counts: [B] how many of them are real (0: a finished row).
 
         Returns:
-            [B, D, W, max_depth] long: entry [d, w, j] is the place (0 = best, ties by index) of the path's node of
-            depth j + 1 among the nodes of at most `depths[d]` that a beam of `widths[w]` would have drafted (N if it
-            would not have drafted that node itself); columns beyond the path hold what the planner never reads.
+            [B, plans] long, drafted tokens, in the order of `plans`; true for plans that are in nothing larger than the
+            tree's own.
         """
         assert tree.widths is not None
-        scores, depths = tree.log_probs, tree.depths
+        depth, num_nodes, width = self._table(path.device)[..., None]  # each [plans, 1]
+        scores, steps = tree.log_probs, torch.arange(path.shape[1] - 1, device=path.device)
         nodes = torch.arange(tree.num_nodes, device=path.device)
         own, own_node = scores.gather(1, path[:, 1:])[..., None], path[:, 1:, None]  # [B, P - 1, 1]
         is_better = (scores[:, None] > own) | ((scores[:, None] == own) & (nodes < own_node))
         is_better = is_better & (tree.parents >= 0)[:, None]  # [B, P - 1, N], neither the root nor padding
-        deepest = torch.tensor(self.depths, device=path.device)[:, None, None]  # [D, 1, 1]
-        widest = torch.tensor(self.widths, device=path.device)[:, None]  # [W, 1]
-        within = (depths[:, None, None] <= deepest) & (tree.widths[:, None, None] <= widest)  # [B, D, W, N]
-        places = (is_better[:, None, None] & within[..., None, :]).sum(-1)  # [B, D, W, P - 1]
-        is_drafted = tree.widths.gather(1, path[:, 1:])[:, None, None] <= widest
-        places = torch.where(is_drafted, places, tree.num_nodes)
-        return torch.nn.functional.pad(places, (0, self.max_depth - places.shape[-1]))
+        is_drafted = (tree.depths[:, None] <= depth) & (tree.widths[:, None] <= width)  # [B, plans, N]
+        places = (is_better[:, None] & is_drafted[:, :, None]).sum(-1)  # [B, plans, P - 1]; 0 = best
+        is_kept = (places < num_nodes - 1) & (tree.widths.gather(1, path[:, 1:])[:, None] <= width)
+        counted: Tensor = (is_kept & (steps < torch.minimum(depth, counts[:, None, None] - 1))).sum(-1)
+        return counted
+
+    def _table(self, device: torch.device) -> Tensor:
+        """depth, num_nodes and width of the plans: [3, plans]."""
+        if device not in self._tables:
+            rows = [(plan.depth, plan.num_nodes, plan.width) for plan in self.plans]
+            self._tables[device] = torch.tensor(rows, device=device).T.contiguous()
+        return self._tables[device]

@@ -47,12 +47,6 @@ class Children:
         widths, parents = ranks // 2 + 1, torch.full_like(ranks, -1)
         return cls(token_ids, scores, parents, widths, best, best_ids, best_scores, torch.zeros_like(best))
 
-    def narrow(self, width: int) -> Children:
-        """These children of the root for a narrower beam."""
-        if width >= self.best.shape[1]:
-            return self
-        return Children.of_root(self.scores[:, : 2 * width], self.token_ids[:, : 2 * width], width)
-
 
 @dataclass(frozen=True)
 class Pool:
@@ -65,8 +59,7 @@ class Pool:
     widths: Tensor
 
     @classmethod
-    def of_levels(cls, levels: Sequence[Children], size: int | None = None) -> Pool:
-        """Padded to `size` with nodes of score -inf."""
+    def of_levels(cls, levels: Sequence[Children]) -> Pool:
         parents, offset = [levels[0].parents], 0
         for above, level in itertools.pairwise(levels):
             parents.append(level.parents + offset)
@@ -74,15 +67,7 @@ class Pool:
         token_ids, scores, widths = (
             torch.cat([getattr(level, name) for level in levels], 1) for name in ("token_ids", "scores", "widths")
         )
-        pool = cls(token_ids, scores, torch.cat(parents, 1), widths)
-        missing = 0 if size is None else size - token_ids.shape[1]
-        if missing <= 0:
-            return pool
-
-        def pad(values: Tensor, value: float) -> Tensor:
-            return torch.nn.functional.pad(values, (0, missing), value=value)
-
-        return cls(pad(token_ids, 0), pad(scores, float("-inf")), pad(pool.parents, -1), pad(widths, 1))
+        return cls(token_ids, scores, torch.cat(parents, 1), widths)
 
 
 def choose_best(root_ids: Tensor, pool: Pool, num_nodes: int, max_depth: int) -> TokenTree:

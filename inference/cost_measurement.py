@@ -10,13 +10,21 @@ import torch
 
 from inference.acceptance import Sampler
 from inference.auto_tree import AutoTree
-from inference.cost_model import CostModel, describe_machine, load_or_measure, time_calls
+from inference.cost_model import (
+    MEASURED_ROUNDS,
+    WARM_UP_ROUNDS,
+    CostModel,
+    describe_machine,
+    load_costs,
+    store_costs,
+    time_calls,
+)
 from inference.noise import row_seeds
 from inference.policy import DynamicTree
 from inference.step import DecodeStep, NewSlots
 from inference.tree import TokenTree
 
-MEASUREMENT = 4  # to be raised with every change that makes stored costs wrong
+MEASUREMENT = 5  # to be raised with every change that makes stored costs wrong
 CONTEXTS = (64, 512, 960)  # within the smallest cache of compiled decoding, so that its graphs are measured
 
 
@@ -39,7 +47,16 @@ def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample
         CONTEXTS,
         MEASUREMENT,
     ]
-    return load_or_measure(key, lambda: measure_costs(step, policy, batch_size, do_sample=do_sample))
+    stored = load_costs(key)
+    if stored is not None and not step.is_compiled:
+        return stored
+    # Compiled, one round is made all the same: it makes the graphs, which would otherwise be made within a text.
+    num_rounds = WARM_UP_ROUNDS + MEASURED_ROUNDS if stored is None else 1
+    costs = measure_costs(step, policy, batch_size, do_sample=do_sample, num_rounds=num_rounds)
+    if stored is not None:
+        return stored
+    store_costs(key, costs)
+    return costs
 
 
 def _describe_settings(drafter: Any) -> str:
@@ -55,8 +72,14 @@ def _digest(config: Any) -> str:
 
 
 @torch.no_grad()
-def measure_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample: bool) -> CostModel:
-    """Nothing is generated: passes over token 0 behind contexts of zeros cost what others cost."""
+def measure_costs(
+    step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample: bool, num_rounds: int
+) -> CostModel:
+    """Nothing is generated: passes over token 0 behind contexts of zeros cost what others cost.
+
+    Args:
+        num_rounds: as in `time_calls`.
+    """
     target, drafter, device = step.target, step.drafter, step.target.device
     assert drafter is not None
     limit = target.max_length
@@ -77,7 +100,7 @@ def measure_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sam
     places = [(size, context) for context in contexts for size in sizes]
     # Plain decoding makes one pass after another; a tree's pass comes after a draft.
     warm = [size == 1 for size, _ in places]
-    seconds = time_calls([verifying(*place) for place in places], device, is_warm=warm)
+    seconds = time_calls([verifying(*place) for place in places], device, is_warm=warm, num_rounds=num_rounds)
     verify = dict(zip(places, seconds, strict=True))
 
     largest = policy.num_nodes
@@ -92,13 +115,18 @@ def measure_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sam
     def open_draft() -> Any:
         return step.open(state, cache, sampler, slots)
 
+    # At another length of the cache first: graphs of the drafter that leave it open are made here.
+    cache.length_bound = contexts[-1]
+    for tree_width in policy.widths:
+        step.grow(state, sampler, open_draft(), DynamicTree(policy.max_depth, tree_width, largest))
+    cache.length_bound = contexts[0]
     opened = open_draft()
 
     def finishing(size: int) -> Callable[[], Any]:
         tree, output = trees[size], verifying(size, contexts[0])()
 
         def call() -> None:
-            cache.open_slots(size)
+            step.open_slots(cache, tree)
             noise = None
             if size == 1:
                 _, noise = step.start_plain(cache, sampler, slots)
@@ -111,14 +139,16 @@ def measure_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sam
 
         return call
 
-    rest, plain_rest = time_calls([finishing(largest), finishing(1)], device)
+    for size in policy.sizes:  # the graphs of all
+        finishing(size)()
+    rest, plain_rest = time_calls([finishing(largest), finishing(1)], device, num_rounds=num_rounds)
 
     def growing(depth: int, width: int) -> Callable[[], Any]:
         return lambda: step.grow(state, sampler, open_draft(), DynamicTree(depth, width, largest))
 
     first, last = policy.depths[0], policy.max_depth
     calls = [growing(depth, width) for width in policy.widths for depth in (first, last)]
-    extend, *grown = time_calls([open_draft, *calls], device)
+    extend, *grown = time_calls([open_draft, *calls], device, num_rounds=num_rounds)
     level = tuple(
         max(0.0, (deep - shallow) / (last - first)) if last > first else 0.0
         for shallow, deep in zip(grown[0::2], grown[1::2], strict=True)

@@ -100,16 +100,21 @@ def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
 
 
 def time_calls(
-    calls: Sequence[Callable[[], Any]], device: torch.device, *, is_warm: Sequence[bool] | None = None
+    calls: Sequence[Callable[[], Any]],
+    device: torch.device,
+    *,
+    is_warm: Sequence[bool] | None = None,
+    num_rounds: int = WARM_UP_ROUNDS + MEASURED_ROUNDS,
 ) -> list[float]:
     """Median seconds of each call. They take turns, so that a neighbour's load meets all of them alike.
 
     Args:
         is_warm: calls that are made twice in a row, of which the second counts: what is called again and again finds
             its weights in the processor's caches.
+        num_rounds: how often each call is made; up to `WARM_UP_ROUNDS`, nothing is measured and all is 0.
     """
     seconds: list[list[float]] = [[] for _ in calls]
-    for number in range(WARM_UP_ROUNDS + MEASURED_ROUNDS):
+    for number in range(num_rounds):
         for own, call, warm in zip(seconds, calls, is_warm or [False] * len(calls), strict=True):
             if warm:
                 call()
@@ -117,7 +122,7 @@ def time_calls(
             call()
             if number >= WARM_UP_ROUNDS:
                 own.append(_read_clock(device) - start)
-    return [statistics.median(own) for own in seconds]
+    return [statistics.median(own) if own else 0.0 for own in seconds]
 
 
 def _read_clock(device: torch.device) -> float:
@@ -147,29 +152,25 @@ def cache_file(key: Sequence[Any]) -> Path:
     return Path(root) / "draftsmith" / f"costs-{digest}.json"
 
 
-def load_or_measure(key: Sequence[Any], measure: Callable[[], CostModel]) -> CostModel:
-    """The stored costs of this key, or freshly measured ones, which are then stored."""
-    path = cache_file(key)
-    if (stored := _load(path)) is not None:
-        return stored
-    costs = measure()
+def load_costs(key: Sequence[Any]) -> CostModel | None:
+    """The stored costs of this key. None when there are none yet, or only those of another release."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        scratch.write_text(json.dumps(asdict(costs)), encoding="utf-8")
-        scratch.replace(path)
-    except OSError:  # a read-only home: measured again next time
-        pass
-    return costs
-
-
-def _load(path: Path) -> CostModel | None:
-    """None when there are no costs yet, or only those of another release."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(cache_file(key).read_text(encoding="utf-8"))
         content["verify"] = tuple(tuple(row) for row in content["verify"])
         for name in ("contexts", "sizes", "widths", "level"):
             content[name] = tuple(content[name])
         return CostModel(**content)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def store_costs(key: Sequence[Any], costs: CostModel) -> None:
+    """Where nothing can be written, nothing is: costs are then measured again next time."""
+    path = cache_file(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        scratch.write_text(json.dumps(asdict(costs)), encoding="utf-8")
+        scratch.replace(path)
+    except OSError:
+        pass

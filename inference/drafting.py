@@ -8,7 +8,6 @@ Legend: B batch, X extra columns to read.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -20,18 +19,16 @@ from inference.acceptance import Sampler
 from inference.auto_tree import AutoTree
 from inference.cost_model import NO_TREE, CostModel, Plan
 from inference.kv_cache import TreeCache
-from inference.step import DecodeStep, NewSlots, OpenedDraft
+from inference.step import CHANCE_UNIT, DecodeStep, NewSlots, OpenedDraft
 from inference.tree import TokenTree
 from inference.tree_planner import TreePlanner
-
-CHANCE_UNIT = 1_000_000  # chances travel to the host as integers
 
 
 class Drafting(Protocol):
     """One text's (batch's) drafting."""
 
-    def take(self, slots: NewSlots, places: Tensor | None = None) -> None:
-        """What became certain; and, after a step with a chosen tree, `AutoTree.find_places` of its path."""
+    def take(self, slots: NewSlots, counted: Tensor | None = None) -> None:
+        """What became certain; and, after a step with a chosen tree, `AutoTree.count_accepted` of its path."""
 
     def open(self, cache: TreeCache, sampler: Sampler) -> Tensor | None:
         """Begins to draft; returns [B, X] long for the host to read."""
@@ -58,7 +55,7 @@ class FixedDrafting:
         if step.drafter is not None and step.policy is not None:
             self.state = step.drafter.start(batch_size, cache.capacity, step.policy.num_scratch)
 
-    def take(self, slots: NewSlots, places: Tensor | None = None) -> None:
+    def take(self, slots: NewSlots, counted: Tensor | None = None) -> None:
         self.slots = slots
 
     def open(self, cache: TreeCache, sampler: Sampler) -> Tensor | None:
@@ -91,24 +88,24 @@ class AdaptiveDrafting:
         self.state = step.drafter.start(batch_size, cache.capacity, policy.num_scratch)
         planner.begin_text()
         self._waiting: list[NewSlots] = []
-        self._places: Tensor | None = None
+        self._counted: Tensor | None = None
         self._opened: OpenedDraft | None = None
         self._plan: Plan | None = None  # of the last step, if the drafter was asked
         self._confidences: list[float] = []  # then, per row
         self._began: float | None = None  # when the last step did
 
-    def take(self, slots: NewSlots, places: Tensor | None = None) -> None:
+    def take(self, slots: NewSlots, counted: Tensor | None = None) -> None:
         self._waiting.append(slots)
-        self._places = places
+        self._counted = counted
 
     def open(self, cache: TreeCache, sampler: Sampler) -> Tensor | None:
-        columns = [] if self._places is None else [self._places.flatten(1)]
+        columns = [] if self._counted is None else [self._counted]
         self._opened = None
         if self.planner.is_drafting:
             slots = _join(self._waiting, self.step.num_depths)
             self._waiting = []
             self._opened = self.step.open(self.state, cache, sampler, slots)
-            columns.append((self._opened.children.scores[:, :1].exp() * CHANCE_UNIT).long())
+            columns.append(self._opened.chances)
         return torch.cat(columns, dim=1) if columns else None
 
     def retire(self, active: Tensor) -> None:
@@ -152,16 +149,13 @@ class AdaptiveDrafting:
         assert self._plan is not None
         if not rows:
             return
-        length, shapes = self.policy.max_depth, list(itertools.product(self.policy.depths, self.policy.widths))
-        places = []
-        for row in rows:
-            values = columns[row] if self._plan != NO_TREE else []
-            places.append({shape: values[i * length : (i + 1) * length] for i, shape in enumerate(shapes)})
+        num_plans = len(self.policy.plans)
+        counted: list[Sequence[int]] = [() if self._plan == NO_TREE else columns[row][:num_plans] for row in rows]
         self.planner.learn(
             self._plan,
             [self._confidences[row] for row in rows],
             [counts[row] - 1 for row in rows],
-            places,
+            counted,
             self.costs,
             context,
             seconds,

@@ -89,7 +89,7 @@ class Decoder:
         self._costs: dict[tuple[int, bool], CostModel] = {}
         self._planner: TreePlanner | None = None
         if isinstance(self.policy, AutoTree):
-            self._planner = TreePlanner(self.policy.plans)
+            self._planner = TreePlanner(self.policy)
 
     def generate(
         self,
@@ -233,8 +233,8 @@ class Decoder:
             counts = accepted.counts if active is None else accepted.counts * active
             clock.stop("accept")
 
-            features, places = step.commit(cache, tree, accepted, counts, output.features)
-            drafting.take(NewSlots(features, accepted.next_tokens, counts), places)
+            features, counted = step.commit(cache, tree, accepted, counts, output.features)
+            drafting.take(NewSlots(features, accepted.next_tokens, counts), counted)
             is_first, emitted = False, accepted.next_tokens
             clock.stop("commit")
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+VIEW_MULTIPLE = 64  # the view grows in steps of so many slots
+
 
 @dataclass(frozen=True)
 class PlaneSpec:
@@ -73,7 +75,7 @@ class TreeCache(Cache):
         capacity: int,
         *,
         device: torch.device | str | None = None,
-        view_multiple: int = 64,
+        view_multiple: int = VIEW_MULTIPLE,
     ) -> None:
         """Allocate zeroed buffers (a NaN in a masked slot would poison attention: 0 * NaN).
 

@@ -22,7 +22,7 @@ from inference.auto_tree import AutoTree
 from inference.beam import Children, Pool, choose_best, expand_level, top_candidates
 from inference.compilation import Function, StepCompiler
 from inference.drafter import Drafter, DraftLogits, DraftSampling
-from inference.kv_cache import TreeCache
+from inference.kv_cache import VIEW_MULTIPLE, TreeCache
 from inference.policy import DynamicTree, TreePolicy
 from inference.stats import GenerationStats
 from inference.target import Target, TargetOutput
@@ -31,6 +31,7 @@ from inference.tree import TokenTree
 # Capacities of caches are rounded up: to powers of two when compiled, since each is a graph of its own.
 CAPACITY_MULTIPLE = 256
 COMPILED_CAPACITY = 1024
+CHANCE_UNIT = 1_000_000  # chances travel to the host as integers
 
 
 @dataclass
@@ -50,11 +51,15 @@ class NewSlots:
 
 @dataclass(frozen=True)
 class OpenedDraft:
-    """A draft whose tree is still to be grown: root_ids [B]; the root's children, best first; noise [B, depth + 1, V],
-    or None when greedy."""
+    """A draft whose tree is still to be grown.
+
+    root_ids: [B]; children: for each width of beam, the root's; chances: [B, 1] long, the drafter's chance of the best
+    of them, in `CHANCE_UNIT`; noise: [B, depth + 1, V], or None when greedy.
+    """
 
     root_ids: Tensor
-    children: Children
+    children: dict[int, Children]
+    chances: Tensor
     noise: Tensor | None
 
 
@@ -88,13 +93,12 @@ class DecodeStep:
             self._compiler = StepCompiler(modules, self._book_compiling)
         self._draft = self._compile(self._draft_eagerly)
         self._open = self._compile(self._open_eagerly)
-        # One for each width, so that this stays a constant; automatic, since the drafter's state counts its slots.
-        widths = policy.widths if isinstance(policy, AutoTree) else (getattr(policy, "top_k", 0),)
-        self._expand = {width: self._compile(self._expand_eagerly, is_automatic=True) for width in widths}
-        self._choose = self._compile(choose_best)
-        self._start_plain = self._compile(self._start_plain_eagerly)
+        # Automatic, since the drafter's state counts its slots, and one graph serves beams of all widths.
+        self._expand = self._compile(self._expand_eagerly, is_automatic=True)
         self._verify = self._compile(self._verify_eagerly)
         # No weights are read here, so one graph may serve trees of every size as fast.
+        self._start_plain = self._compile(self._start_plain_eagerly, is_automatic=True)
+        self._choose = self._compile(choose_best, is_automatic=True)
         self._accept = self._compile(accept_exact, is_automatic=True)
         self._commit = self._compile(self._commit_eagerly, is_automatic=True)
 
@@ -118,7 +122,8 @@ class DecodeStep:
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A cache of at least so many slots per row."""
         if self.is_compiled:
-            rounded = max(COMPILED_CAPACITY, 1 << (capacity - 1).bit_length())
+            # Never all in view: a view of everything is contiguous, which would make one more graph.
+            rounded = max(COMPILED_CAPACITY, 1 << (capacity - 1).bit_length()) + VIEW_MULTIPLE
         else:
             rounded = -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
         return self.target.new_cache(batch_size, rounded)
@@ -168,8 +173,9 @@ class DecodeStep:
         assert isinstance(self.policy, (AutoTree, DynamicTree))
         draft, noise = self._extend(state, lengths, sampler, slots, in_view)
         top, ids = top_candidates(draft, self._sampling(sampler, noise), 0, 2 * self.policy.top_k)
-        children = Children.of_root(top[:, 0], ids[:, 0], self.policy.top_k)
-        return OpenedDraft(slots.last_ids, children, noise)
+        widths = self.policy.widths if isinstance(self.policy, AutoTree) else (self.policy.top_k,)
+        children = {width: Children.of_root(top[:, 0, : 2 * width], ids[:, 0, : 2 * width], width) for width in widths}
+        return OpenedDraft(slots.last_ids, children, (top[:, 0, :1].exp() * CHANCE_UNIT).long(), noise)
 
     def _extend(
         self, state: Any, lengths: Tensor, sampler: Sampler, slots: NewSlots, in_view: Tensor
@@ -198,12 +204,11 @@ class DecodeStep:
 
         def expand(level: Children, depth: int) -> Children:
             noise = None if opened.noise is None else opened.noise[:, depth : depth + 1]
-            return self._expand[policy.top_k](policy.top_k, state, sampler, level, noise, depth)
+            return self._expand(policy.top_k, state, sampler, level, noise, depth)
 
-        levels = policy.grow_levels(opened.children.narrow(policy.top_k), expand)
-        # One depth and one size of pool for all plans: this, and what follows, is one graph for each number of nodes.
-        assert isinstance(self.policy, (AutoTree, DynamicTree))
-        pool = Pool.of_levels(levels, self.policy.pool_size)
+        pool = Pool.of_levels(policy.grow_levels(opened.children[policy.top_k], expand))
+        # One depth for all plans: this, and what follows, is one graph for all of them.
+        assert self.policy is not None
         return self._choose(opened.root_ids, pool, policy.num_nodes, self.policy.max_depth)
 
     def _expand_eagerly(
@@ -219,10 +224,18 @@ class DecodeStep:
 
     def verify(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
         """Logits [B, N, V] and features [B, N, F] of the tree's nodes."""
+        self.open_slots(cache, tree)
+        return self._verify(cache, tree)
+
+    def open_slots(self, cache: TreeCache, tree: TokenTree) -> None:
+        """Cache slots for the tree's nodes; what changes in size from step to step is marked for the compiler."""
         cache.open_slots(tree.num_nodes)
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             self._mark_size(slots)
-        return self._verify(cache, tree)
+        if isinstance(self.policy, AutoTree) and tree.num_nodes > 1:
+            # One graph for trees of all sizes: each would have its own packed copy of the target's weights.
+            for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
+                self._mark_size(nodes, dim=1)
 
     def _verify_eagerly(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
         return self.target.verify_opened(cache, tree, feature_layers=self.feature_layers)
@@ -240,7 +253,7 @@ class DecodeStep:
         """Keeps the accepted nodes in the cache.
 
         Returns:
-            their features [B, P, F]; and, for trees of chosen sizes, `AutoTree.find_places` of the path.
+            their features [B, P, F]; and, for trees of chosen sizes, `AutoTree.count_accepted` of the path.
         """
         kept = self._commit(cache, tree, accepted.path, counts, features)
         cache.raise_bound(accepted.path.shape[1])
@@ -250,17 +263,18 @@ class DecodeStep:
         self, cache: TreeCache, tree: TokenTree, path: Tensor, counts: Tensor, features: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         cache.keep(path, counts, is_chain=self.policy is None or self.policy.is_chain)
-        has_places = isinstance(self.policy, AutoTree) and tree.num_nodes > 1
-        places = self.policy.find_places(tree, path) if has_places else None  # type: ignore[union-attr]
+        counted = None
+        if isinstance(self.policy, AutoTree) and tree.num_nodes > 1:
+            counted = self.policy.count_accepted(tree, path, counts)
         if features is None:
-            return None, places
-        return features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])), places
+            return None, counted
+        return features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])), counted
 
-    def _mark_size(self, slots: Tensor) -> Tensor:
-        """Tells the compiler that the number of slots will change."""
+    def _mark_size(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Tells the compiler that this size will change."""
         if self.is_compiled:
-            torch._dynamo.maybe_mark_dynamic(slots, 0)
-        return slots
+            torch._dynamo.maybe_mark_dynamic(values, dim)
+        return values
 
     def _compile(self, function: Function, *, is_automatic: bool = False) -> Function:
         return function if self._compiler is None else self._compiler.compile(function, is_automatic=is_automatic)

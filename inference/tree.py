@@ -71,21 +71,25 @@ class TokenTree:
     @property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: row i is True at j if j is i or an ancestor of i."""
-        return compute_ancestors(self.parents, max_depth=self.path_width - 1)
+        # The bound itself, even where fewer nodes cannot reach it: one compiled graph then serves all numbers of nodes.
+        return compute_ancestors(self.parents, max_depth=self.max_depth)
 
 
 def compute_ancestors(parents: Tensor, *, max_depth: int | None = None) -> Tensor:
     """Who is above whom: bool [..., N, N] from `parents` [..., N] (-1 = none); TokenTree has the worked example.
 
-    Squares the relation "self or parent" until it spans `max_depth` edges (default N - 1): log2 of the depth products.
+    Each round every node takes over what the ancestor it points at has reached, and then points where that one points:
+    as many rounds as `max_depth` (default N - 1) has binary digits.
     """
     num_nodes = parents.shape[-1]
     nodes = torch.arange(num_nodes, device=parents.device)
-    reach = ((parents[..., None] == nodes) | (nodes[:, None] == nodes)).float()
+    reach = (nodes[:, None] == nodes).expand(*parents.shape, num_nodes)
+    target = torch.where(parents < 0, nodes, parents)
     longest = num_nodes - 1 if max_depth is None else max_depth
-    for _ in range(max(longest - 1, 0).bit_length()):
-        reach = (reach @ reach).clamp_(max=1.0)
-    return reach > 0.5
+    for _ in range(longest.bit_length()):
+        reach = reach | reach.gather(-2, target[..., None].expand(reach.shape))
+        target = target.gather(-1, target)
+    return reach
 
 
 def compute_depths(parents: Tensor, *, max_depth: int | None = None) -> Tensor:

@@ -8,27 +8,33 @@ accepted, because the accepted nodes' places in the order of scores are known.
 
 All of it runs on the host, on numbers that were read with the emitted tokens.
 
-Legend: N nodes of a tree (root included).
+Legend: P plans, with "no tree" as the first; G groups of confidence, with all confidences together as the last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from inference.auto_tree import AutoTree
 from inference.cost_model import NO_TREE, CostModel, Plan
 
 # Steps of like confidence share their statistics: the drafter's chance of its best root child, cut at these values.
 CONFIDENCE_CUTS = (0.15, 0.3, 0.5, 0.7, 0.9)
 # After so many further steps a step's weight is 1/e.
-MEMORY_STEPS = 64
+MEMORY_STEPS = 128
 # Drafting is given up when it is slower than not drafting by this share over the square root of the steps it was seen.
 GIVE_UP_MARGIN = 0.25
 # Before anything is measured: each further depth is accepted with this chance, counted as so many steps.
 PRIOR_CHANCE, PRIOR_STEPS = 0.6, 1.0
-# The largest tree, which tells about all others, is drafted so often at each confidence first, and then every so many
-# drafted steps, to notice that it would pay.
+# What all confidences together say counts as so many steps of each one.
+SHARED_STEPS = 12.0
+# The largest tree, which tells about all others, is drafted so often first, and then every so many drafted steps, to
+# notice that it would pay.
 FIRST_TRIES, EXPLORE_EVERY = 4, 40
 # Steps without drafting after drafting did not pay; doubled while it goes on not paying.
 SLEEP_STEPS, MAX_SLEEP_STEPS = 8, 128
@@ -38,17 +44,6 @@ PROBES = 2
 CONTEXT_STEP = 64
 # A step that took longer than expected by more than this (something was compiled, the machine was busy) counts as this.
 MAX_SCALE = 2.0
-
-
-def count_accepted(plan: Plan, places: Sequence[int]) -> int:
-    """Drafted tokens a tree of this plan would have accepted.
-
-    Args:
-        places: for the accepted node of each depth from 1 on, its place (0 = best) in the order of scores among the
-            nodes of at most `plan.depth` that a beam of `plan.width` drafts. A parent stands before its children, so
-            places rise.
-    """
-    return sum(place < plan.num_nodes - 1 for place in places[: plan.depth])
 
 
 @dataclass
@@ -71,16 +66,22 @@ class TreePlanner:
     """Chooses one plan a step; keeps what it has learned from text to text.
 
     Args:
-        plans: the trees to choose from (`AutoTree.plans`).
+        policy: whose trees there are to choose from.
     """
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self.plans = list(plans)
-        if not self.plans:
+    def __init__(self, policy: AutoTree) -> None:
+        if not policy.plans:
             raise ValueError("no tree of the depths, sizes and widths to choose from exists: allow more or fewer nodes")
+        self.plans = [NO_TREE, *policy.plans]
         self.largest = max(self.plans, key=lambda plan: (plan.num_nodes, plan.depth, plan.width))
+        # A probe: one step with a small tree.
+        self.smallest = min(policy.plans, key=lambda plan: (abs(plan.depth - 2), plan.num_nodes, plan.width))
+        self._index = {plan: index for index, plan in enumerate(self.plans)}
+        # Of which plans a step of each one tells: [P], 1 or 0.
+        self._tells = {plan: np.array([float(_holds(plan, other)) for other in self.plans]) for plan in self.plans}
+        self._prior = PRIOR_STEPS * np.array([_prior(plan) for plan in self.plans])  # [P]
         self._costs: CostModel | None = None
-        self._seconds_of: dict[tuple[Plan, int], float] = {}  # by these costs
+        self._seconds_of: dict[int, NDArray[np.float64]] = {}  # by these costs, [P] for each stretch of context
         # Measured seconds over those of the costs, for steps that ask the drafter and for those that do not.
         self._drafted_scale, self._plain_scale = _Mean(1.0, 1.0), _Mean(1.0, 1.0)
         self._forget()
@@ -93,11 +94,9 @@ class TreePlanner:
         self._paying_probes = 0
 
     def _forget(self) -> None:
-        """What is expected before anything is measured, for each group of confidences."""
-        self._accepted = [
-            {plan: _Mean(PRIOR_STEPS * _prior(plan), PRIOR_STEPS) for plan in self.plans}
-            for _ in range(len(CONFIDENCE_CUTS) + 1)
-        ]
+        """Nothing is known of any plan at any confidence."""
+        # Accepted tokens, and the steps they were counted in.
+        self._counted = np.zeros((2, len(CONFIDENCE_CUTS) + 2, len(self.plans)))  # [2, G, P]
 
     def begin_text(self) -> None:
         """Another text begins: the outcome of a probe that ended the last one was never learned."""
@@ -118,25 +117,19 @@ class TreePlanner:
         self._drafted_steps += 1
         if self._is_probe:  # one step with a small tree, and no other before its outcome is known
             self._awaits_probe = True
-            return min(self.plans, key=lambda plan: (abs(plan.depth - 2), plan.num_nodes, plan.width))
-        groups = [self._accepted[_group(confidence)] for confidence in confidences]
-        num_tries = min(group[self.largest].weight for group in groups)  # prior included, fading
+            return self.smallest
+        num_tries = self._counted[1, -1, self._index[self.largest]]
         if num_tries < FIRST_TRIES or self._drafted_steps % EXPLORE_EVERY == 0:
             return self.largest
-        rate = self._rate(costs, context)
-
-        def gain(plan: Plan) -> float:
-            accepted = sum(group[plan].value for group in groups) / len(groups) if plan.depth else 0.0
-            return 1.0 + accepted - rate * self._step_seconds(costs, plan, context)
-
-        return max([NO_TREE, *self.plans], key=gain)
+        gains = self._expect(confidences) - self._rate(costs, context) * self._step_seconds(costs, context)
+        return self.plans[int(gains.argmax())]
 
     def learn(
         self,
         plan: Plan,
         confidences: Sequence[float],
         accepted: Sequence[int],
-        places: Sequence[Mapping[tuple[int, int], Sequence[int]]],
+        counted: Sequence[Sequence[int]],
         costs: CostModel,
         context: int,
         seconds: float | None = None,
@@ -146,20 +139,27 @@ class TreePlanner:
         Args:
             confidences: as given to `choose`.
             accepted: drafted tokens each unfinished row accepted.
-            places: per row, for each depth and width, what `count_accepted` takes.
+            counted: per row, `AutoTree.count_accepted`; empty for a step without a tree.
             seconds: what it took, if that was measured: a clock knows what costs leave out.
         """
-        for confidence, number, row_places in zip(confidences, accepted, places, strict=True):
-            group = self._accepted[_group(confidence)]
-            for other in self.plans:
-                if other.depth <= plan.depth and other.num_nodes <= plan.num_nodes and other.width <= plan.width:
-                    group[other].add(count_accepted(other, row_places[other.depth, other.width][:number]))
+        tells = self._tells[plan]
+        keeps = 1.0 - tells / MEMORY_STEPS
+        news = np.zeros((2, len(self.plans)))
+        news[1] = tells
+        for confidence, row_counted in zip(confidences, counted, strict=True):
+            news[0, 1:] = row_counted or 0.0
+            news[0] *= tells
+            for group in (_group(confidence), -1):
+                self._counted[:, group] *= keeps
+                self._counted[:, group] += news
         tokens = 1.0 + sum(accepted) / len(accepted)
+        expected_seconds = float(self._step_seconds(costs, context)[self._index[plan]])
         if seconds is not None:
-            self._drafted_scale.add(
-                _clip(seconds * self._drafted_scale.value / self._step_seconds(costs, plan, context))
-            )
-        seconds = self._step_seconds(costs, plan, context)
+            self._drafted_scale.add(_clip(seconds * self._drafted_scale.value / expected_seconds))
+        self._judge(tokens, expected_seconds, costs, context)
+
+    def _judge(self, tokens: float, seconds: float, costs: CostModel, context: int) -> None:
+        """Whether drafting goes on, after a drafted step."""
         if self._tokens is None or self._is_probe:  # a probe speaks for the text as it is now
             self._tokens, self._seconds = _Mean(tokens, 1.0), _Mean(seconds, 1.0)
         else:
@@ -171,7 +171,7 @@ class TreePlanner:
         else:  # what drafting has brought or, since trying trees costs, what the best one would bring
             best = self._tokens.value / self._seconds.value
             if best <= plain:
-                best = max(self.expected_tokens(p) / self._step_seconds(costs, p, context) for p in self.plans)
+                best = float(((1.0 + self._expect_anywhere()) / self._step_seconds(costs, context))[1:].max())
             pays = best > plain * (1.0 - GIVE_UP_MARGIN / math.sqrt(steps))
         if self._is_probe and pays:
             self._paying_probes += 1
@@ -196,19 +196,29 @@ class TreePlanner:
             self._asleep -= 1
             self._is_probe = self._asleep == 0
 
-    def expected_tokens(self, plan: Plan) -> float:
-        """Tokens a step of this plan is expected to emit, all confidences together."""
-        weights = [(group[plan].value, group[plan].weight) for group in self._accepted]
-        weights = [pair for pair in weights if pair[1] > PRIOR_STEPS] or weights  # only confidences that were met
-        return 1.0 + sum(value * weight for value, weight in weights) / sum(weight for _, weight in weights)
+    def _expect_anywhere(self) -> NDArray[np.float64]:
+        """Drafted tokens that each plan is expected to accept in a step, all confidences together: [P]."""
+        accepted, steps = self._counted[:, -1]
+        expected: NDArray[np.float64] = (accepted + self._prior) / (steps + PRIOR_STEPS)
+        return expected
 
-    def _step_seconds(self, costs: CostModel, plan: Plan, context: int) -> float:
-        """`CostModel.step_seconds` as the clock has corrected it; looked up again when the context has grown."""
+    def _expect(self, confidences: Sequence[float]) -> NDArray[np.float64]:
+        """The same at these confidences."""
+        shared = SHARED_STEPS * self._expect_anywhere()
+        expected = np.zeros(len(self.plans))
+        for confidence in confidences:
+            accepted, steps = self._counted[:, _group(confidence)]
+            expected += (accepted + shared) / (steps + SHARED_STEPS)
+        return expected / len(confidences)
+
+    def _step_seconds(self, costs: CostModel, context: int) -> NDArray[np.float64]:
+        """`CostModel.step_seconds` of each plan as the clock has corrected it, [P]; looked up again when the context
+        has grown."""
         if costs is not self._costs:
             self._costs, self._seconds_of = costs, {}
-        key = (plan, context // CONTEXT_STEP)
+        key = context // CONTEXT_STEP
         if key not in self._seconds_of:
-            self._seconds_of[key] = costs.step_seconds(plan, context)
+            self._seconds_of[key] = np.array([costs.step_seconds(plan, context) for plan in self.plans])
         return self._seconds_of[key] * self._drafted_scale.value
 
     def _plain_seconds(self, costs: CostModel, context: int) -> float:
@@ -226,6 +236,11 @@ def _clip(scale: float) -> float:
 
 def _group(confidence: float) -> int:
     return sum(confidence >= cut for cut in CONFIDENCE_CUTS)
+
+
+def _holds(plan: Plan, other: Plan) -> bool:
+    """Whether what a tree of `plan` accepts tells what `other` would have accepted."""
+    return other.depth <= plan.depth and other.num_nodes <= plan.num_nodes and other.width <= plan.width
 
 
 def _prior(plan: Plan) -> float:

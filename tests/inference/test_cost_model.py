@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from inference import Decoder
+from inference import Decoder, cost_measurement
 from inference.auto_tree import AutoTree
-from inference.cost_model import NO_TREE, CostModel, Plan, cache_file, load_or_measure
+from inference.cost_model import (
+    MEASURED_ROUNDS,
+    NO_TREE,
+    WARM_UP_ROUNDS,
+    CostModel,
+    Plan,
+    cache_file,
+    load_costs,
+    store_costs,
+)
 from inference.ngram import NgramDrafter
 from tests.tiny_targets import tiny_target
 
@@ -32,29 +41,38 @@ def test_costs_lie_between_what_was_measured_and_go_on_beyond_it() -> None:
     assert "110 tokens" in COSTS.to_table()
 
 
-def test_costs_are_measured_once_and_a_broken_file_is_replaced() -> None:
-    measured = []
-
-    def measure() -> CostModel:
-        measured.append(1)
-        return COSTS
-
-    assert load_or_measure(["a"], measure) == COSTS
-    assert load_or_measure(["a"], measure) == COSTS
-    assert len(measured) == 1
-    assert load_or_measure(["b"], measure) == COSTS
-    assert len(measured) == 2
+def test_costs_are_stored_and_a_broken_file_is_replaced() -> None:
+    assert load_costs(["a"]) is None
+    store_costs(["a"], COSTS)
+    assert load_costs(["a"]) == COSTS
+    assert load_costs(["b"]) is None
     cache_file(["a"]).write_text("{half a fi", encoding="utf-8")
-    assert load_or_measure(["a"], measure) == COSTS
-    assert len(measured) == 3
-    assert load_or_measure(["a"], measure) == COSTS
-    assert len(measured) == 3
+    assert load_costs(["a"]) is None
+    store_costs(["a"], COSTS)
+    assert load_costs(["a"]) == COSTS
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder", encoding="utf-8")
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
-    assert load_or_measure(["a"], lambda: COSTS) == COSTS
+    store_costs(["a"], COSTS)
+    assert load_costs(["a"]) is None
+
+
+def test_costs_are_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second decoder of the same models reads what the first has measured."""
+    rounds: list[int] = []
+    measure = cost_measurement.measure_costs
+    monkeypatch.setattr(
+        cost_measurement,
+        "measure_costs",
+        lambda *args, **kwargs: rounds.append(kwargs["num_rounds"]) or measure(*args, **kwargs),
+    )
+    first, second = (
+        Decoder(tiny_target("llama"), NgramDrafter(), tree=AutoTree((1, 3), (4, 8), (2, 3))).costs() for _ in range(2)
+    )
+    assert first == second
+    assert rounds == [WARM_UP_ROUNDS + MEASURED_ROUNDS]
 
 
 def test_a_decoder_measures_its_own_functions() -> None:

@@ -10,7 +10,7 @@ import torch
 from inference.auto_tree import AutoTree
 from inference.cost_model import CostModel
 from inference.tree import TokenTree
-from inference.tree_planner import MAX_SLEEP_STEPS, NO_TREE, Plan, TreePlanner, count_accepted
+from inference.tree_planner import MAX_SLEEP_STEPS, NO_TREE, Plan, TreePlanner
 
 DEPTHS, SIZES, WIDTHS = (1, 2, 4), (4, 8, 16), (2, 4)
 
@@ -30,7 +30,12 @@ def make_costs(
 
 
 def make_planner() -> TreePlanner:
-    return TreePlanner(AutoTree(DEPTHS, SIZES, WIDTHS).plans)
+    return TreePlanner(AutoTree(DEPTHS, SIZES, WIDTHS))
+
+
+def count_best(planner: TreePlanner, accepted: int, needed_width: int = 1) -> list[int]:
+    """What each plan accepts when every accepted node is the best of its level and all, drafted from a width on."""
+    return [min(accepted, plan.depth) if plan.width >= needed_width else 0 for plan in planner.plans[1:]]
 
 
 def run(
@@ -49,23 +54,41 @@ def run(
         accepted = 0
         while accepted < plan.depth and plan.width >= needed_width and coin.random() < chance:
             accepted += 1
-        places = {
-            (depth, width): [place if width >= needed_width else 99 for place in range(depth)]
-            for depth in DEPTHS
-            for width in WIDTHS
-        }
-        planner.learn(plan, [0.6], [accepted], [places], costs, 8)
+        planner.learn(plan, [0.6], [accepted], [count_best(planner, accepted, needed_width)], costs, 8)
         plans.append(plan)
     return plans
 
 
 def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
-    places = [0, 2, 9]  # of the accepted nodes of depths 1, 2 and 3
-    assert count_accepted(Plan(4, 16, 4), places) == 3
-    assert count_accepted(Plan(4, 10, 4), places) == 2, "nine drafted nodes end at place 8"
-    assert count_accepted(Plan(2, 16, 4), places) == 2
-    assert count_accepted(Plan(4, 3, 4), places) == 1
-    assert count_accepted(NO_TREE, places) == 0
+    # root; a, b at depth 1; c (child of a), d (child of b) at depth 2; e (child of d) at depth 3; one node of padding.
+    tree = TokenTree(
+        torch.tensor([[9, 1, 2, 3, 4, 5, 0]]),
+        torch.tensor([[-1, 0, 0, 1, 2, 4, -1]]),
+        torch.tensor([[0, 1, 1, 2, 2, 3, 0]]),
+        torch.tensor([[0.0, -2.0, -1.0, -2.5, -1.5, -1.6, -torch.inf]]),
+        widths=torch.tensor([[1, 1, 1, 2, 1, 1, 1]]),
+    )
+    policy = AutoTree(depths=(1, 2, 3), sizes=(2, 3, 4, 5), widths=(1, 2))
+
+    def count(path: list[int], num_real: int) -> dict[Plan, int]:
+        counted = policy.count_accepted(tree, torch.tensor([path]), torch.tensor([num_real]))
+        return dict(zip(policy.plans, counted[0].tolist(), strict=True))
+
+    # Scores fall from b over d, e and a to c.
+    counts = count([0, 2, 4, 5], 4)
+    assert counts[Plan(3, 4, 1)] == 3
+    assert counts[Plan(2, 4, 1)] == 2
+    assert counts[Plan(2, 3, 1)] == 2, "two drafted nodes: b and d"
+    assert counts[Plan(1, 2, 1)] == 1
+    counts = count([0, 1, 3, 0], 3)
+    assert counts[Plan(1, 2, 1)] == 0, "b alone is drafted"
+    assert counts[Plan(1, 3, 1)] == 1
+    assert counts[Plan(3, 5, 2)] == 1, "c is the fifth of five, behind a"
+    assert counts[Plan(2, 5, 2)] == 2, "without e, it is the fourth"
+    assert counts[Plan(2, 4, 2)] == 1, "of three drafted nodes, a is the last"
+    assert counts[Plan(2, 4, 1)] == 1, "a beam of one does not draft c at all"
+    assert set(count([0, 2, 4, 5], 1).values()) == {0}, "nothing was accepted; the rest of the path is padding"
+    assert set(count([0, 2, 4, 5], 0).values()) == {0}, "a finished row"
 
 
 def test_free_drafts_are_deep_and_dear_levels_are_few() -> None:
@@ -91,13 +114,14 @@ def test_dear_nodes_make_small_trees() -> None:
 def test_the_clock_corrects_the_costs() -> None:
     """Costs that make drafting look cheap, while its steps take twice as long: in the end nobody asks the drafter."""
     costs, planner = make_costs(extend=0.05), make_planner()
-    places = {(depth, width): list(range(depth)) for depth in DEPTHS for width in WIDTHS}
     num_drafted = 0
     for _ in range(1000):
         if planner.is_drafting:
             plan = planner.choose(costs, 8, [0.6])
             accepted = int(num_drafted % 2 == 0 and plan.depth > 0)
-            planner.learn(plan, [0.6], [accepted], [places], costs, 8, 2.0 * costs.step_seconds(plan, 8))
+            planner.learn(
+                plan, [0.6], [accepted], [count_best(planner, accepted)], costs, 8, 2.0 * costs.step_seconds(plan, 8)
+            )
             num_drafted += 1
         else:
             planner.pass_step()
@@ -138,23 +162,7 @@ def test_the_best_fixed_plan_is_nearly_reached() -> None:
 
 def test_trees_nobody_could_draft_are_refused() -> None:
     with pytest.raises(ValueError, match="no tree of"):
-        TreePlanner(AutoTree((4,), (3,)).plans)
-
-
-def test_places_count_better_nodes_up_to_each_depth() -> None:
-    # root; a, b at depth 1; c (child of a), d (child of b) at depth 2; one node of padding.
-    tree = TokenTree(
-        torch.tensor([[9, 1, 2, 3, 4, 0]]),
-        torch.tensor([[-1, 0, 0, 1, 2, -1]]),
-        torch.tensor([[0, 1, 1, 2, 2, 0]]),
-        torch.tensor([[0.0, -2.0, -1.0, -2.5, -1.5, -torch.inf]]),
-        widths=torch.tensor([[1, 1, 1, 2, 1, 1]]),
-    )
-    policy = AutoTree(depths=(1, 2), sizes=(6,), widths=(1, 2))
-    places = policy.find_places(tree, torch.tensor([[0, 1, 3]]))[0].tolist()
-    assert places[0][1][0] == 1, "among a and b, a is second"
-    assert places[1][1] == [2, 3], "among all, a is third (after b and d) and c last"
-    assert places[1][0] == [2, 6], "a beam of one would not have drafted c"
+        TreePlanner(AutoTree((4,), (3,)))
 
 
 @pytest.mark.parametrize("wrong", [{"depths": ()}, {"sizes": (1,)}, {"depths": (0, 2)}, {"widths": (0,)}])

@@ -25,7 +25,7 @@ class RestlessPlanner(TreePlanner):
     """Takes all plans in turn, and now and then leaves the drafter out for some steps."""
 
     def __init__(self) -> None:
-        super().__init__(TREE.plans)
+        super().__init__(TREE)
         self.turns = itertools.cycle([*self.plans, NO_TREE, *reversed(self.plans)])
         self.rests = itertools.cycle([0, 0, 1, 0, 3, 0, 9, 0])
         self.resting = 0
