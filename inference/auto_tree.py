@@ -29,7 +29,7 @@ class AutoTree(TreePolicy):
     def __init__(
         self,
         depths: Sequence[int] = (1, 2, 3, 4, 6),
-        sizes: Sequence[int] = (4, 8, 12, 16, 24, 32),
+        sizes: Sequence[int] = (4, 8, 16, 32),
         widths: Sequence[int] = (2, 4, 8),
     ) -> None:
         if not depths or not sizes or not widths or min(depths) < 1 or min(sizes) < 2 or min(widths) < 1:
