@@ -239,7 +239,7 @@ class Eagle3Heads(DraftHeads):
         rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
         hidden = torch.zeros(batch_size, rows, self.config.hidden_size, device=self.device, dtype=self.dtype)
         ancestors = torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device)
-        return Eagle3State(cache, hidden, ancestors, zero, zero)
+        return Eagle3State(cache, hidden, ancestors, zero, zero.clone())
 
     def extend(
         self, state: Eagle3State, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

@@ -106,7 +106,7 @@ class DraftCache:
     """Keys and values of one draft layer: R scratch rows for the tree in front, then one slot per certain position.
 
     Scratch in front keeps both regions at fixed columns for every row, whatever its length. `num_scratch` rows are used
-    level by level; `extend` of the drafter drops them by `reset_scratch`.
+    level by level; `extend` of the drafter drops them.
 
     Args:
         shape: (B, G, d).

@@ -23,7 +23,7 @@ class AutoTree(TreePolicy):
 
     Args:
         depths, sizes, widths: depths, numbers of nodes (root included) and `top_k` of `DynamicTree` to choose from.
-            Compiled, each size and each width is a graph of its own.
+            Compiled, all share their graphs.
     """
 
     def __init__(
@@ -47,6 +47,8 @@ class AutoTree(TreePolicy):
         every = itertools.starmap(Plan, itertools.product(self.depths, self.sizes, self.widths))
         # All trees there are to choose from: those with a node on every level that can have all their nodes.
         self.plans = [plan for plan in every if plan.depth < plan.num_nodes == self.tree_of(plan).num_nodes]
+        self.sizes = tuple(sorted({plan.num_nodes for plan in self.plans})) or self.sizes
+        self.num_nodes = self.sizes[-1]
         self._tables: dict[torch.device, Tensor] = {}
 
     def limit_depth(self, max_depth: int | None) -> TreePolicy:

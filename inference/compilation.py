@@ -35,7 +35,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class StepCompiler:
     """Compiles functions that read the weights of `modules`.
 
-    Weights are read when a graph is made: a compiled decoder does not see later changes to them.
+    Weights are read when a graph is made, and so are attributes of modules (adapters that are switched on, for one): a
+    compiled decoder does not see later changes to them.
 
     Args:
         on_compile: told the seconds of each call that made a graph.
@@ -87,6 +88,10 @@ class _CompiledFunction:
         graphs, start = count_graphs(), time.perf_counter()
         try:
             result = self.compiled(*args, **kwargs)
+        except _LIMIT_ERRORS:  # every number of a setting, a temperature for one, makes a graph
+            logger.warning("%s has run with too many settings for more graphs: it runs eagerly", self.function.__name__)
+            self.compiled = self.function
+            result = self.compiled(*args, **kwargs)
         except _COMPILER_ERRORS as error:
             # Parts that cannot be traced, or a product without a kernel of inductor's (its second factor is no weight).
             logger.info("%s is compiled in pieces, with torch's library calls: %s", self.function.__name__, error)
@@ -98,6 +103,11 @@ class _CompiledFunction:
 
 
 _CAN_FILTER_GUARDS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # came with the option itself
+_LIMIT_ERRORS: tuple[type[Exception], ...] = tuple(
+    getattr(torch._dynamo.exc, name)
+    for name in ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
+    if hasattr(torch._dynamo.exc, name)
+)
 _COMPILER_ERRORS: tuple[type[Exception], ...] = (
     torch._dynamo.exc.BackendCompilerFailed,
     torch._dynamo.exc.Unsupported,

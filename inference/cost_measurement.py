@@ -19,17 +19,20 @@ from inference.cost_model import (
     store_costs,
     time_calls,
 )
-from inference.noise import row_seeds
 from inference.policy import DynamicTree
 from inference.step import DecodeStep, NewSlots
 from inference.tree import TokenTree
 
-MEASUREMENT = 5  # to be raised with every change that makes stored costs wrong
+MEASUREMENT = 6  # to be raised with every change that makes stored costs wrong
 CONTEXTS = (64, 512, 960)  # within the smallest cache of compiled decoding, so that its graphs are measured
 
 
-def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample: bool) -> CostModel:
-    """The stored costs for this machine, target, drafter, dtype, batch and way to run, or freshly measured ones."""
+def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, sampler: Sampler) -> CostModel:
+    """The stored costs for this machine, target, drafter, dtype, batch and way to run, or freshly measured ones.
+
+    Args:
+        sampler: as texts will be drawn, with no processor that reads the prefix.
+    """
     target, drafter = step.target, step.drafter
     drafter_config = getattr(drafter, "config", None)
     key = [
@@ -37,13 +40,16 @@ def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample
         type(target.model).__name__,
         _digest(target.text_config),
         str(target.dtype),
+        str(getattr(target.text_config, "_attn_implementation", "")),
         getattr(drafter, "name", type(drafter).__name__),
         _describe_settings(drafter) if drafter_config is None else _digest(drafter_config),
         str(getattr(drafter, "dtype", "")),
         [policy.depths, policy.sizes, policy.widths],
         step.is_compiled,
         batch_size,
-        do_sample,
+        step.is_coupled,
+        sampler.do_sample,
+        [type(processor).__name__ for processor in sampler.processors],
         CONTEXTS,
         MEASUREMENT,
     ]
@@ -52,7 +58,7 @@ def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample
         return stored
     # Compiled, one round is made all the same: it makes the graphs, which would otherwise be made within a text.
     num_rounds = WARM_UP_ROUNDS + MEASURED_ROUNDS if stored is None else 1
-    costs = measure_costs(step, policy, batch_size, do_sample=do_sample, num_rounds=num_rounds)
+    costs = measure_costs(step, policy, batch_size, sampler, num_rounds=num_rounds)
     if stored is not None:
         return stored
     store_costs(key, costs)
@@ -73,11 +79,12 @@ def _digest(config: Any) -> str:
 
 @torch.no_grad()
 def measure_costs(
-    step: DecodeStep, policy: AutoTree, batch_size: int, *, do_sample: bool, num_rounds: int
+    step: DecodeStep, policy: AutoTree, batch_size: int, sampler: Sampler, *, num_rounds: int
 ) -> CostModel:
     """Nothing is generated: passes over token 0 behind contexts of zeros cost what others cost.
 
     Args:
+        sampler: as in `find_costs`.
         num_rounds: as in `time_calls`.
     """
     target, drafter, device = step.target, step.drafter, step.target.device
@@ -86,7 +93,6 @@ def measure_costs(
     contexts = [context for context in CONTEXTS if limit is None or context <= limit] or [CONTEXTS[0]]
     sizes = (1, *policy.sizes)
     cache = step.new_cache(batch_size, contexts[-1] + policy.num_nodes)
-    sampler = Sampler(do_sample=do_sample, row_seeds=row_seeds(0, batch_size, device) if do_sample else None)
     trees = {size: _flat_tree(size, policy.max_depth, batch_size, device) for size in sizes}
 
     def verifying(size: int, context: int) -> Callable[[], Any]:
@@ -130,7 +136,7 @@ def measure_costs(
             noise = None
             if size == 1:
                 _, noise = step.start_plain(cache, sampler, slots)
-            elif do_sample:
+            elif sampler.do_sample:
                 noise = opened.noise
             accepted = step.accept(sampler, tree, output.logits, cache.lengths, noise=noise)
             step.commit(cache, tree, accepted, torch.zeros_like(accepted.counts), output.features)

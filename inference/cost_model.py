@@ -60,7 +60,7 @@ class CostModel:
     plain_rest: float
 
     def verify_seconds(self, num_nodes: int, context: int) -> float:
-        """Interpolated between what was measured; beyond the largest context the last slope goes on."""
+        """Interpolated between what was measured; beyond the largest, the mean slope goes on."""
         rows = [_interpolate(self.sizes, row, num_nodes) for row in self.verify]
         return _interpolate(self.contexts, rows, context)
 
@@ -81,20 +81,25 @@ class CostModel:
         for context, row in zip(self.contexts, self.verify, strict=True):
             lines.append(f"{context:>9} tokens" + "".join(f"{1000 * value:>15.2f}" for value in row))
         levels = {f"level of {width}": value for width, value in zip(self.widths, self.level, strict=True)}
-        parts = {"extend": self.extend, **levels, "grow": self.grow, "rest": self.rest}
+        parts = {"extend": self.extend, **levels, "grow": self.grow, "rest": self.rest, "plain rest": self.plain_rest}
         lines.append("draft, ms        " + "   ".join(f"{name} {1000 * value:.2f}" for name, value in parts.items()))
         return "\n".join(lines)
 
 
 def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
-    """Piecewise linear; the first value below the first x, the last slope beyond the last.
+    """Piecewise linear; the first value below the first x. Beyond the last x, the slope from the first to the last goes
+    on, since noise tells less on it than on the last stretch; never downwards.
 
     >>> _interpolate([1, 3], [10.0, 20.0], 2), _interpolate([1, 3], [10.0, 20.0], 5), _interpolate([1], [4.0], 9)
     (15.0, 30.0, 4.0)
+    >>> _interpolate([1, 3], [20.0, 10.0], 5)
+    10.0
     """
     if len(xs) == 1 or x <= xs[0]:
         return ys[0]
-    right = min(bisect.bisect_left(xs, x), len(xs) - 1)
+    if x > xs[-1]:
+        return ys[-1] + max(0.0, (ys[-1] - ys[0]) / (xs[-1] - xs[0])) * (x - xs[-1])
+    right = bisect.bisect_left(xs, x)
     low, high = xs[right - 1], xs[right]
     return ys[right - 1] + (ys[right] - ys[right - 1]) * (x - low) / (high - low)
 

@@ -82,6 +82,11 @@ class Drafter(Protocol):
         """
 
 
+# Greedy targets take their most likely token, which is the drafter's more often than its chance in sampling says. This
+# much sharper, scores rank the nodes of a dynamic tree better (docs/benchmarks/changes.md).
+GREEDY_TEMPERATURE = 0.7
+
+
 @dataclass(frozen=True)
 class DraftSampling:
     """How candidates are picked from draft scores: as the target will pick its own token.
@@ -98,9 +103,12 @@ class DraftSampling:
 
     def score(self, draft: DraftLogits, depth: int) -> Tensor:
         """Log-scores [B, W or 1, C] float32 of the children of nodes at `depth` (root 0): log q, plus the target's own
-        Gumbel noise when drafting is coupled (arXiv 2408.07978), normalised over the columns."""
+        Gumbel noise when drafting is coupled (arXiv 2408.07978), or at `GREEDY_TEMPERATURE` when the target is greedy;
+        normalised over the columns."""
         logits = draft.logits.float()
-        if self.warp is not None:
+        if self.warp is None and self.noise is None:
+            logits = logits / GREEDY_TEMPERATURE
+        elif self.warp is not None:
             logits = self.warp(logits.flatten(0, 1)).view_as(logits)
         if self.noise is not None:
             noise_BV = self.noise[:, depth]

@@ -93,6 +93,7 @@ class AdaptiveDrafting:
         self._plan: Plan | None = None  # of the last step, if the drafter was asked
         self._confidences: list[float] = []  # then, per row
         self._began: float | None = None  # when the last step did
+        self._compiled = 0.0  # seconds spent on graphs until then
 
     def take(self, slots: NewSlots, counted: Tensor | None = None) -> None:
         self._waiting.append(slots)
@@ -120,7 +121,9 @@ class AdaptiveDrafting:
         # followed by one of its kind is measured.
         now = time.perf_counter()
         is_alike = (self._plan is None) == (self._opened is None)
-        seconds = now - self._began if self._began is not None and is_alike else None
+        is_measured = self._began is not None and is_alike and self.step.stats.seconds["compile"] == self._compiled
+        self._compiled = self.step.stats.seconds["compile"]  # a step that made a graph says nothing
+        seconds = now - self._began if self._began is not None and is_measured else None
         if self._plan is not None:
             self._learn(columns, counts, rows, cache.length_bound, seconds)
         elif seconds is not None:
@@ -131,9 +134,7 @@ class AdaptiveDrafting:
             self._plan = None
             return self.step.start_plain(cache, sampler, self._waiting[-1])
         self._confidences = [row[-1] / CHANCE_UNIT for row in columns]
-        self._plan = self.planner.choose(
-            self.costs, cache.length_bound, [self._confidences[row] for row in rows] or [0.0]
-        )
+        self._plan = self.planner.choose(self.costs, cache.length_bound, [self._confidences[row] for row in rows])
         if self._plan == NO_TREE:
             return TokenTree.from_root(self._opened.root_ids), self._opened.noise
         return self.step.grow(self.state, sampler, self._opened, self.policy.tree_of(self._plan)), self._opened.noise
@@ -147,8 +148,6 @@ class AdaptiveDrafting:
         seconds: float | None,
     ) -> None:
         assert self._plan is not None
-        if not rows:
-            return
         num_plans = len(self.policy.plans)
         counted: list[Sequence[int]] = [() if self._plan == NO_TREE else columns[row][:num_plans] for row in rows]
         self.planner.learn(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.acceptance import Sampler, accept_exact
+from inference.acceptance import PREFIX_FREE, Sampler, accept_exact
 from inference.auto_tree import AutoTree
 from inference.cost_measurement import find_costs
 from inference.cost_model import CostModel
@@ -53,10 +53,10 @@ class Decoder:
         is_coupled: at temperature > 0, let the drafter read the target's own Gumbel noise (more is accepted; the text
             is the same either way).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits time truly.
-
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
             then take tens of seconds (`stats.seconds["compile"]`); numbers are rounded differently than in the eager
-            model, so near-ties may fall otherwise. Weights are read when a graph is made: later changes are not seen.
+            model, so near-ties may fall otherwise. Weights, and which adapters are switched on, are read when a graph
+            is made: make a new decoder after a change.
 
     The text depends on the target and the seed alone: not on the drafter, the tree or the other rows of the batch.
     """
@@ -86,7 +86,7 @@ class Decoder:
             )
         self._step = DecodeStep(self.target, drafter, self.policy, is_coupled=is_coupled, compile=compile)
         self._cache: TreeCache | None = None
-        self._costs: dict[tuple[int, bool], CostModel] = {}
+        self._costs: dict[tuple[Any, ...], CostModel] = {}  # by batch size and way to draw
         self._planner: TreePlanner | None = None
         if isinstance(self.policy, AutoTree):
             self._planner = TreePlanner(self.policy)
@@ -162,7 +162,7 @@ class Decoder:
         )
 
         clock.start()
-        drafting = self._start_drafting(batch, cache, do_sample=request.do_sample)
+        drafting = self._start_drafting(batch, cache, sampler)
         clock.stop("profile")
         output = target.prefill(
             cache,
@@ -241,25 +241,31 @@ class Decoder:
         stats.num_new_tokens += request.num_new_tokens
         return request.sequences()
 
-    def costs(self, batch_size: int = 1, *, do_sample: bool = False) -> CostModel:
+    def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> CostModel:
         """What `tree="auto"` decides with: measured when first asked for (see `inference.cost_model`), then kept in a
         file.
+
+        Args:
+            processors: logits processors of transformers; those that read the prefix are left out.
 
         Raises:
             ValueError: for a decoder with another tree.
         """
         if not isinstance(self.policy, AutoTree):
             raise ValueError(f"costs are measured for tree='auto', and this decoder's tree is {self.policy!r}")
-        key = (batch_size, do_sample)
+        processors = [processor for processor in processors if type(processor) in PREFIX_FREE]
+        key = (batch_size, do_sample, *map(type, processors))
         if key not in self._costs:
+            seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
+            sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
             with self._step.active():
-                self._costs[key] = find_costs(self._step, self.policy, batch_size, do_sample=do_sample)
+                self._costs[key] = find_costs(self._step, self.policy, batch_size, sampler)
         return self._costs[key]
 
-    def _start_drafting(self, batch_size: int, cache: TreeCache, *, do_sample: bool) -> Drafting:
+    def _start_drafting(self, batch_size: int, cache: TreeCache, sampler: Sampler) -> Drafting:
         if self._planner is None or not isinstance(self.policy, AutoTree):
             return FixedDrafting(self._step, batch_size, cache)
-        costs = self.costs(batch_size, do_sample=do_sample)
+        costs = self.costs(batch_size, do_sample=sampler.do_sample, processors=sampler.processors)
         return AdaptiveDrafting(self._step, self.policy, self._planner, costs, batch_size, cache)
 
     def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,20 +37,19 @@ SHARED_STEPS = 12.0
 FIRST_TRIES, EXPLORE_EVERY = 4, 40
 # Steps without drafting after drafting did not pay; doubled while it goes on not paying.
 SLEEP_STEPS, MAX_SLEEP_STEPS = 8, 128
-# Then single drafted steps, so many of which must pay in a row before drafting begins again.
-PROBES = 2
+# Then single drafted steps; drafting begins again if so many of them together beat not drafting by this share.
+PROBES, WAKE_MARGIN = 2, 0.3
 # Costs are taken for the same over so many tokens of context.
 CONTEXT_STEP = 64
 # A step that took longer than expected by more than this (something was compiled, the machine was busy) counts as this.
 MAX_SCALE = 2.0
 
 
-@dataclass
 class _Mean:
-    """A mean that forgets."""
+    """A mean that forgets: begun with a value that counts as `weight` measurements."""
 
-    total: float
-    weight: float
+    def __init__(self, value: float, weight: float) -> None:
+        self.total, self.weight = value * weight, weight
 
     def add(self, value: float) -> None:
         keep = 1.0 - 1.0 / MEMORY_STEPS
@@ -71,7 +69,10 @@ class TreePlanner:
 
     def __init__(self, policy: AutoTree) -> None:
         if not policy.plans:
-            raise ValueError("no tree of the depths, sizes and widths to choose from exists: allow more or fewer nodes")
+            raise ValueError(
+                f"no tree has one of the depths {list(policy.depths)}, sizes {list(policy.sizes)} and widths "
+                f"{list(policy.widths)}: a size must exceed the depth, and be no more than the beam drafts"
+            )
         self.plans = [NO_TREE, *policy.plans]
         self.largest = max(self.plans, key=lambda plan: (plan.num_nodes, plan.depth, plan.width))
         # A probe: one step with a small tree.
@@ -85,18 +86,18 @@ class TreePlanner:
         # Measured seconds over those of the costs, for steps that ask the drafter and for those that do not.
         self._drafted_scale, self._plain_scale = _Mean(1.0, 1.0), _Mean(1.0, 1.0)
         self._forget()
-        self._tokens: _Mean | None = None  # per drafted step and row
-        self._seconds = _Mean(0.0, 1.0)
+        self._tokens, self._seconds = _Mean(0.0, 0.0), _Mean(0.0, 0.0)  # of a drafted step and row
         self._drafted_steps = 0
         self._asleep = 0
         self._sleep_steps = SLEEP_STEPS
-        self._is_probe = self._awaits_probe = False
-        self._paying_probes = 0
+        self._is_trial = self._is_probe = self._awaits_probe = False
+        self._probes: list[tuple[float, float]] = []  # tokens and seconds
 
     def _forget(self) -> None:
         """Nothing is known of any plan at any confidence."""
         # Accepted tokens, and the steps they were counted in.
         self._counted = np.zeros((2, len(CONFIDENCE_CUTS) + 2, len(self.plans)))  # [2, G, P]
+        self._tries = 0
 
     def begin_text(self) -> None:
         """Another text begins: the outcome of a probe that ended the last one was never learned."""
@@ -118,8 +119,9 @@ class TreePlanner:
         if self._is_probe:  # one step with a small tree, and no other before its outcome is known
             self._awaits_probe = True
             return self.smallest
-        num_tries = self._counted[1, -1, self._index[self.largest]]
-        if num_tries < FIRST_TRIES or self._drafted_steps % EXPLORE_EVERY == 0:
+        self._is_trial = self._tries < FIRST_TRIES or self._drafted_steps % EXPLORE_EVERY == 0
+        if self._is_trial:
+            self._tries += 1
             return self.largest
         gains = self._expect(confidences) - self._rate(costs, context) * self._step_seconds(costs, context)
         return self.plans[int(gains.argmax())]
@@ -143,7 +145,7 @@ class TreePlanner:
             seconds: what it took, if that was measured: a clock knows what costs leave out.
         """
         tells = self._tells[plan]
-        keeps = 1.0 - tells / MEMORY_STEPS
+        keeps = 1.0 - tells / (MEMORY_STEPS * len(confidences))  # each row of a batch is a measurement
         news = np.zeros((2, len(self.plans)))
         news[1] = tells
         for confidence, row_counted in zip(confidences, counted, strict=True):
@@ -160,31 +162,40 @@ class TreePlanner:
 
     def _judge(self, tokens: float, seconds: float, costs: CostModel, context: int) -> None:
         """Whether drafting goes on, after a drafted step."""
-        if self._tokens is None or self._is_probe:  # a probe speaks for the text as it is now
-            self._tokens, self._seconds = _Mean(tokens, 1.0), _Mean(seconds, 1.0)
-        else:
+        plain = 1.0 / self._plain_seconds(costs, context)
+        if self._is_probe:
+            self._is_probe = self._awaits_probe = False
+            self._probes.append((tokens, seconds))
+            if len(self._probes) < PROBES:
+                self._asleep = 1  # ask again at once
+                return
+            tokens, seconds = (sum(values) / PROBES for values in zip(*self._probes, strict=True))
+            self._probes.clear()
+            if tokens / seconds > plain * (1.0 + WAKE_MARGIN):
+                self._forget()  # this is another text
+                self._tokens, self._seconds = _Mean(tokens, PROBES), _Mean(seconds, PROBES)
+            else:
+                self._sleep()
+            return
+        if not self._is_trial:  # trials cost more than they bring, and are few
             self._tokens.add(tokens)
             self._seconds.add(seconds)
-        steps, plain = self._tokens.weight, 1.0 / self._plain_seconds(costs, context)
-        if self._is_probe:
-            pays = tokens / seconds > plain
-        else:  # what drafting has brought or, since trying trees costs, what the best one would bring
-            best = self._tokens.value / self._seconds.value
-            if best <= plain:
-                best = float(((1.0 + self._expect_anywhere()) / self._step_seconds(costs, context))[1:].max())
-            pays = best > plain * (1.0 - GIVE_UP_MARGIN / math.sqrt(steps))
-        if self._is_probe and pays:
-            self._paying_probes += 1
-            if self._paying_probes < PROBES:
-                self._asleep = 1  # ask again at once
-            else:
-                self._forget()  # this is another text
-        elif pays and steps > SLEEP_STEPS:
+        steps = self._tokens.weight
+        if steps <= SLEEP_STEPS:
+            return
+        # What drafting has brought, or what the best tree would bring.
+        pays = self._tokens.value / self._seconds.value > plain * (1.0 - GIVE_UP_MARGIN / math.sqrt(steps))
+        if not pays:
+            rates = (1.0 + self._expect_anywhere()) / self._step_seconds(costs, context)
+            pays = bool(rates[1:].max() > plain)
+        if pays:
             self._sleep_steps = SLEEP_STEPS
-        elif not pays and self._asleep == 0 and (self._is_probe or steps > SLEEP_STEPS):
-            self._asleep, self._paying_probes = self._sleep_steps, 0
-            self._sleep_steps = min(2 * self._sleep_steps, MAX_SLEEP_STEPS)
-        self._is_probe = self._awaits_probe = False
+        else:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        self._asleep = self._sleep_steps
+        self._sleep_steps = min(2 * self._sleep_steps, MAX_SLEEP_STEPS)
 
     def learn_plain(self, costs: CostModel, context: int, seconds: float) -> None:
         """Takes in what a step without drafting took."""
@@ -227,7 +238,7 @@ class TreePlanner:
     def _rate(self, costs: CostModel, context: int) -> float:
         """Tokens a second and row: the present rate, at least that of plain decoding."""
         plain = 1.0 / self._plain_seconds(costs, context)
-        return plain if self._tokens is None else max(plain, self._tokens.value / self._seconds.value)
+        return max(plain, self._tokens.value / self._seconds.value) if self._tokens.weight else plain
 
 
 def _clip(scale: float) -> float:

@@ -119,11 +119,13 @@ class Speculation:
         self.cache.length_floor = context
 
         self.root_ids = output.logits[:, -1].argmax(-1)
-        start = read_clock(device)
-        self.state = drafter.start(1, self.cache.capacity, policy.num_scratch)
         next_ids = torch.cat([prompt[:, 1:], self.root_ids[:, None]], dim=1)
-        step.draft(self.state, self.cache, self.sampler, NewSlots(output.features, next_ids, counts))
-        self.draft_prefill_seconds = read_clock(device) - start
+        with step.active():
+            for _ in range(2 if is_compiled else 1):  # the first compiled draft makes the graphs
+                start = read_clock(device)
+                self.state = drafter.start(1, self.cache.capacity, policy.num_scratch)
+                step.draft(self.state, self.cache, self.sampler, NewSlots(output.features, next_ids, counts))
+                self.draft_prefill_seconds = read_clock(device) - start
 
         # What a step hands over: P slots, of which one is real.
         features = None if output.features is None else output.features[:, -1:].repeat(1, step.num_depths, 1)

@@ -234,7 +234,7 @@ def run(args: GenerateArguments) -> None:
     decoder = Decoder(target, heads, tree=tree, compile=args.compile)
     if args.profile:
         profiled = decoder if args.tree == "auto" else Decoder(target, heads, tree="auto", compile=args.compile)
-        print(profiled.costs().to_table(), file=sys.stderr)
+        print(profiled.costs(do_sample=args.temperature > 0).to_table(), file=sys.stderr)
     console = Console(no_color=not args.color or None, highlight=False)
     conversation = Conversation(tokenizer, system=args.system, is_raw=args.raw)
     is_chat = args.prompt is None and sys.stdin.isatty()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inference import DraftLogits, DraftSampling, DynamicTree, StaticTree, TreePolicy, chain
+from inference.drafter import GREEDY_TEMPERATURE
 from inference.policy import resolve_policy
 from inference.tree import TokenTree
 
@@ -76,7 +77,7 @@ def paths_of(tree: TokenTree, row: int) -> dict[tuple[int, ...], float]:
 
 
 def ranked_children(drafter: TableDrafter, path: tuple[int, ...], top_k: int) -> list[tuple[float, int]]:
-    log_probs = torch.log_softmax(drafter.scores(path), -1)
+    log_probs = torch.log_softmax(drafter.scores(path) / GREEDY_TEMPERATURE, -1)
     top = log_probs.topk(min(top_k, drafter.width))
     return list(zip(top.values.tolist(), top.indices.tolist(), strict=True))
 
@@ -164,6 +165,13 @@ def test_coupled_candidates_carry_the_targets_noise() -> None:
     reduced = sampling.score(DraftLogits(logits[..., :3], ids), 1)[0, 0]
     expected = torch.log_softmax(logits[0, 0, :3] / 0.7, -1) + noise[0, 1, ids]
     assert torch.allclose(reduced, torch.log_softmax(expected, -1))
+
+
+def test_greedy_scores_are_sharper() -> None:
+    logits = torch.tensor([[[2.0, 0.0, -1.0]]])
+    assert torch.equal(DraftSampling().score(DraftLogits(logits), 0), (logits / GREEDY_TEMPERATURE).log_softmax(-1))
+    uncoupled = DraftSampling(warp=lambda rows: rows)
+    assert torch.equal(uncoupled.score(DraftLogits(logits), 0), logits.log_softmax(-1))
 
 
 def test_a_node_without_candidates_is_padding() -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper
 
 from heads import HEAD_TYPES
 from inference import Decoder, DynamicTree, Target, chain
 from inference.auto_tree import AutoTree
-from inference.compilation import count_graphs
+from inference.compilation import StepCompiler, count_graphs
+from inference.ngram import NgramDrafter
 from inference.step import DecodeStep
 from inference.tree import TokenTree, compute_depths
 from tests.heads.tiny_heads import tiny_heads
@@ -68,10 +70,28 @@ def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
     prompt = random_prompt(12)
     expected = Decoder(target).generate(prompt, max_new_tokens=90, **settings).sequences
     drafter = HostDrafter([expected[0]], VOCAB_SIZE)
-    decoder = Decoder(target, drafter, tree=AutoTree((1, 2), (4,), (2,)), compile=True)
+    decoder = Decoder(target, drafter, tree=AutoTree((1, 2), (4, 6), (2, 3)), compile=True)
     output = decoder.generate(prompt, max_new_tokens=90, **settings)
     assert output.sequences.tolist() == expected.tolist()
     assert output.stats.num_host_syncs == output.stats.num_verify_steps
+
+
+def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
+    step = DecodeStep(target, NgramDrafter(), AutoTree((1, 3), (4, 8), (2,)), is_coupled=True, compile=True)
+    cache = step.new_cache(1, 256)
+    for buffer in cache._buffers:
+        buffer.normal_(generator=torch.Generator().manual_seed(0))
+    numbers = []
+    with step.active(), torch.no_grad():
+        for length, size in ((5, 4), (70, 8), (200, 6), (30, 4)):
+            parents = torch.tensor([[-1, 0, 1, 0, 2, 1, 3, 0][:size]])
+            tree = TokenTree(random_prompt(size), parents, compute_depths(parents), torch.zeros(1, size), max_depth=3)
+            cache.lengths.fill_(length)
+            cache.length_bound = cache.length_floor = length
+            logits = step.verify(cache, tree).logits
+            numbers.append(count_graphs())
+            torch.testing.assert_close(logits, target.verify(cache, tree).logits, atol=1e-3, rtol=0)
+    assert len(set(numbers)) == 1
 
 
 @pytest.mark.slow
@@ -84,6 +104,19 @@ def test_compiled_heads_draft_what_they_draft_eagerly(target: Target, kind: str)
     assert one.sequences.tolist() == other.sequences.tolist()
     assert one.stats.accepted_histogram == other.stats.accepted_histogram
     assert one.stats.seconds["compile"] > 0
+
+
+def test_too_many_settings_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every temperature makes a graph, and torch allows only so many of one function."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    compiler = StepCompiler([torch.nn.Linear(2, 2)], lambda _: None)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    warper = TemperatureLogitsWarper(0.5)
+    function = compiler.compile(lambda scores, warper: warper(None, scores))
+    with compiler.active():
+        for temperature in (0.5, 0.25, 0.75, 1.5, 0.5):
+            warper.temperature = temperature
+            assert torch.equal(function(torch.ones(1, 3), warper), torch.full((1, 3), 1.0) / temperature)
 
 
 def test_plain_decoding_compiles_once(target: Target) -> None:

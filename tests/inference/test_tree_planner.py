@@ -161,7 +161,7 @@ def test_the_best_fixed_plan_is_nearly_reached() -> None:
 
 
 def test_trees_nobody_could_draft_are_refused() -> None:
-    with pytest.raises(ValueError, match="no tree of"):
+    with pytest.raises(ValueError, match="no tree has"):
         TreePlanner(AutoTree((4,), (3,)))
 
 

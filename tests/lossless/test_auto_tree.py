@@ -52,7 +52,7 @@ def restless(model: Any, drafter: Any, **options: Any) -> tuple[Decoder, Restles
     decoder = Decoder(model, drafter, tree=TREE, **options)
     planner = RestlessPlanner()
     decoder._planner = planner
-    decoder._costs = {(batch, sampled): COSTS for batch in range(1, 9) for sampled in (False, True)}
+    decoder.costs = lambda *_, **__: COSTS  # type: ignore[method-assign]
     return decoder, planner
 
 
