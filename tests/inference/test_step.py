@@ -106,14 +106,12 @@ def test_compiled_heads_draft_what_they_draft_eagerly(target: Target, kind: str)
     assert one.stats.seconds["compile"] > 0
 
 
-def test_too_many_settings_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_settings_run_eagerly() -> None:
     """Every temperature makes a graph, and torch allows only so many of one function."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     compiler = StepCompiler([torch.nn.Linear(2, 2)], lambda _: None)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     warper = TemperatureLogitsWarper(0.5)
     function = compiler.compile(lambda scores, warper: warper(None, scores))
-    with compiler.active():
+    with compiler.active(), torch._dynamo.config.patch(recompile_limit=2):
         for temperature in (0.5, 0.25, 0.75, 1.5, 0.5):
             warper.temperature = temperature
             assert torch.equal(function(torch.ones(1, 3), warper), torch.full((1, 3), 1.0) / temperature)
