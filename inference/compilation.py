@@ -103,10 +103,8 @@ class _CompiledFunction:
 
 
 _CAN_FILTER_GUARDS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # came with the option itself
-_LIMIT_ERRORS: tuple[type[Exception], ...] = tuple(
-    getattr(torch._dynamo.exc, name)
-    for name in ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
-    if hasattr(torch._dynamo.exc, name)
+_LIMIT_ERRORS: tuple[type[Exception], ...] = (
+    (torch._dynamo.exc.FailOnRecompileLimitHit,) if hasattr(torch._dynamo.exc, "FailOnRecompileLimitHit") else ()
 )
 _COMPILER_ERRORS: tuple[type[Exception], ...] = (
     torch._dynamo.exc.BackendCompilerFailed,
