@@ -37,8 +37,9 @@ SHARED_STEPS = 12.0
 FIRST_TRIES, EXPLORE_EVERY = 4, 40
 # Steps without drafting after drafting did not pay; doubled while it goes on not paying.
 SLEEP_STEPS, MAX_SLEEP_STEPS = 8, 128
-# Then single drafted steps; drafting begins again if so many of them together beat not drafting by this share.
-PROBES, WAKE_MARGIN = 2, 0.3
+# Then single drafted steps, as many as it takes to see whether drafting pays: until their mean is off by this share over
+# the square root of their number, or there are enough of them.
+MIN_PROBES, MAX_PROBES, PROBE_MARGIN = 2, 8, 0.5
 # Costs are taken for the same over so many tokens of context.
 CONTEXT_STEP = 64
 # A step that took longer than expected by more than this (something was compiled, the machine was busy) counts as this.
@@ -166,14 +167,16 @@ class TreePlanner:
         if self._is_probe:
             self._is_probe = self._awaits_probe = False
             self._probes.append((tokens, seconds))
-            if len(self._probes) < PROBES:
+            number = len(self._probes)
+            tokens, seconds = (sum(values) / number for values in zip(*self._probes, strict=True))
+            gain = tokens / seconds / plain - 1.0
+            if number < MIN_PROBES or (number < MAX_PROBES and abs(gain) < PROBE_MARGIN / math.sqrt(number)):
                 self._asleep = 1  # ask again at once
                 return
-            tokens, seconds = (sum(values) / PROBES for values in zip(*self._probes, strict=True))
             self._probes.clear()
-            if tokens / seconds > plain * (1.0 + WAKE_MARGIN):
+            if gain > 0.0:
                 self._forget()  # this is another text
-                self._tokens, self._seconds = _Mean(tokens, PROBES), _Mean(seconds, PROBES)
+                self._tokens, self._seconds = _Mean(tokens, number), _Mean(seconds, number)
             else:
                 self._sleep()
             return
