@@ -37,8 +37,8 @@ SHARED_STEPS = 12.0
 FIRST_TRIES, EXPLORE_EVERY = 4, 40
 # Steps without drafting after drafting did not pay; doubled while it goes on not paying.
 SLEEP_STEPS, MAX_SLEEP_STEPS = 8, 128
-# Then single drafted steps, as many as it takes to see whether drafting pays: until their mean is off by this share over
-# the square root of their number, or there are enough of them.
+# Then single drafted steps, as many as it takes to see whether drafting pays: until their mean is off by this share
+# over the square root of their number, or there are enough of them.
 MIN_PROBES, MAX_PROBES, PROBE_MARGIN = 2, 8, 0.5
 # Costs are taken for the same over so many tokens of context.
 CONTEXT_STEP = 64
