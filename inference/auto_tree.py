@@ -49,7 +49,7 @@ class AutoTree(TreePolicy):
         self.plans = [plan for plan in every if plan.depth < plan.num_nodes == self.tree_of(plan).num_nodes]
         self.sizes = tuple(sorted({plan.num_nodes for plan in self.plans})) or self.sizes
         self.num_nodes = self.sizes[-1]
-        self._tables: dict[torch.device, Tensor] = {}
+        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         if max_depth is None or self.max_depth <= max_depth:
@@ -81,21 +81,30 @@ class AutoTree(TreePolicy):
             tree's own.
         """
         assert tree.widths is not None
-        depth, num_nodes, width = self._table(path.device)[..., None]  # each [plans, 1]
+        plans, beams, beam_of = self._tables_on(path.device)
+        depth, num_nodes, width = plans[..., None]  # each [plans, 1]
+        beam_depth, beam_width = beams[..., None]  # each [beams, 1]
         scores, steps = tree.log_probs, torch.arange(path.shape[1] - 1, device=path.device)
         nodes = torch.arange(tree.num_nodes, device=path.device)
         own, own_node = scores.gather(1, path[:, 1:])[..., None], path[:, 1:, None]  # [B, P - 1, 1]
         is_better = (scores[:, None] > own) | ((scores[:, None] == own) & (nodes < own_node))
         is_better = is_better & (tree.parents >= 0)[:, None]  # [B, P - 1, N], neither the root nor padding
-        is_drafted = (tree.depths[:, None] <= depth) & (tree.widths[:, None] <= width)  # [B, plans, N]
-        places = (is_better[:, None] & is_drafted[:, :, None]).sum(-1)  # [B, plans, P - 1]; 0 = best
+        is_drafted = (tree.depths[:, None] <= beam_depth) & (tree.widths[:, None] <= beam_width)  # [B, beams, N]
+        places = (is_better[:, None] & is_drafted[:, :, None]).sum(-1)[:, beam_of]  # [B, plans, P - 1]; 0 = best
         is_kept = (places < num_nodes - 1) & (tree.widths.gather(1, path[:, 1:])[:, None] <= width)
         counted: Tensor = (is_kept & (steps < torch.minimum(depth, counts[:, None, None] - 1))).sum(-1)
         return counted
 
-    def _table(self, device: torch.device) -> Tensor:
-        """depth, num_nodes and width of the plans: [3, plans]."""
+    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """depth, num_nodes and width of the plans [3, plans]; depth and width of all beams [2, beams]; which beam each
+        plan's tree is chosen from [plans]."""
         if device not in self._tables:
-            rows = [(plan.depth, plan.num_nodes, plan.width) for plan in self.plans]
-            self._tables[device] = torch.tensor(rows, device=device).T.contiguous()
+            plans = [(plan.depth, plan.num_nodes, plan.width) for plan in self.plans]
+            beams = sorted({(depth, width) for depth, _, width in plans})
+            beam_of = [beams.index((depth, width)) for depth, _, width in plans]
+            self._tables[device] = (
+                torch.tensor(plans, device=device).T.contiguous(),
+                torch.tensor(beams, device=device).T.contiguous(),
+                torch.tensor(beam_of, device=device),
+            )
         return self._tables[device]

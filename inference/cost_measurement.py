@@ -147,6 +147,8 @@ def measure_costs(
 
     for size in policy.sizes:  # the graphs of all
         finishing(size)()
+    # A plain step behind another one.
+    step.start_plain(cache, sampler, NewSlots(None, next_ids[:, :1].contiguous(), counts))
     rest, plain_rest = time_calls([finishing(largest), finishing(1)], device, num_rounds=num_rounds)
 
     def growing(depth: int, width: int) -> Callable[[], Any]:

@@ -121,7 +121,7 @@ class AdaptiveDrafting:
         # followed by one of its kind is measured.
         now = time.perf_counter()
         is_alike = (self._plan is None) == (self._opened is None)
-        is_measured = self._began is not None and is_alike and self.step.stats.seconds["compile"] == self._compiled
+        is_measured = is_alike and self.step.stats.seconds["compile"] == self._compiled
         self._compiled = self.step.stats.seconds["compile"]  # a step that made a graph says nothing
         seconds = now - self._began if self._began is not None and is_measured else None
         if self._plan is not None:

@@ -152,7 +152,7 @@ class DecodeStep:
 
     def start_plain(self, cache: TreeCache, sampler: Sampler, slots: NewSlots) -> tuple[TokenTree, Tensor | None]:
         """`draft` without a drafter: a root alone, and the noise of its one draw."""
-        is_usual = slots.next_ids.shape[1] <= self.num_depths
+        is_usual = slots.next_ids.shape[1] in (1, self.num_depths)
         call = self._start_plain if is_usual else self._start_plain_eagerly
         return call(cache.lengths, sampler, slots.next_ids, slots.counts)
 

@@ -8,57 +8,52 @@ accepted, because the accepted nodes' places in the order of scores are known.
 
 All of it runs on the host, on numbers that were read with the emitted tokens.
 
-Legend: P plans, with "no tree" as the first; G groups of confidence, with all confidences together as the last.
+Legend: P plans, with "no tree" as the first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference.auto_tree import AutoTree
 from inference.cost_model import NO_TREE, CostModel, Plan
+from inference.plan_estimates import AcceptedTokens, Mean, StepSeconds, group_of
 
-# Steps of like confidence share their statistics: the drafter's chance of its best root child, cut at these values.
-CONFIDENCE_CUTS = (0.15, 0.3, 0.5, 0.7, 0.9)
-# After so many further steps a step's weight is 1/e.
-MEMORY_STEPS = 128
-# Drafting is given up when it is slower than not drafting by this share over the square root of the steps it was seen.
-GIVE_UP_MARGIN = 0.25
-# Before anything is measured: each further depth is accepted with this chance, counted as so many steps.
-PRIOR_CHANCE, PRIOR_STEPS = 0.6, 1.0
-# What all confidences together say counts as so many steps of each one.
-SHARED_STEPS = 12.0
+# A planner's first steps are plain ones: what they take is what drafting must beat, and the clock knows it best.
+FIRST_PLAIN_STEPS = 12
 # The largest tree, which tells about all others, is drafted so often first, and then every so many drafted steps, to
 # notice that it would pay.
-FIRST_TRIES, EXPLORE_EVERY = 4, 40
-# Steps without drafting after drafting did not pay; doubled while it goes on not paying.
-SLEEP_STEPS, MAX_SLEEP_STEPS = 8, 128
+FIRST_TRIES, EXPLORE_EVERY = 4, 80
+# What steps brought is worked in at each of the first steps, and then every so many: Python is slow between passes that
+# drive it out of the processor's caches.
+SETTLE_AT_ONCE, SETTLE_EVERY = 32, 8
+# Drafting is given up when it is slower than not drafting by this share over the square root of the steps it was seen,
+# and these are more than a few.
+GIVE_UP_MARGIN, JUDGED_STEPS = 0.1, 8
+# Steps without drafting after drafting did not pay; doubled while it goes on not paying, halved while it pays.
+SLEEP_STEPS, MAX_SLEEP_STEPS = 16, 128
 # Then single drafted steps, as many as it takes to see whether drafting pays: until their mean is off by this share
-# over the square root of their number, or there are enough of them.
+# over the square root of their number, or there are enough of them. Drafting goes on if it gains at least so much.
 MIN_PROBES, MAX_PROBES, PROBE_MARGIN = 2, 8, 0.5
-# Costs are taken for the same over so many tokens of context.
-CONTEXT_STEP = 64
-# A step that took longer than expected by more than this (something was compiled, the machine was busy) counts as this.
-MAX_SCALE = 2.0
+WAKE_GAIN = 0.2
 
 
-class _Mean:
-    """A mean that forgets: begun with a value that counts as `weight` measurements."""
+@dataclass(frozen=True)
+class _Drafted:
+    """A drafted step: the arguments of `TreePlanner.learn`."""
 
-    def __init__(self, value: float, weight: float) -> None:
-        self.total, self.weight = value * weight, weight
-
-    def add(self, value: float) -> None:
-        keep = 1.0 - 1.0 / MEMORY_STEPS
-        self.total, self.weight = self.total * keep + value, self.weight * keep + 1.0
-
-    @property
-    def value(self) -> float:
-        return self.total / self.weight
+    plan: Plan
+    confidences: Sequence[float]
+    accepted: Sequence[int]
+    counted: Sequence[Sequence[int]]
+    context: int
+    seconds: float | None
+    is_trial: bool
 
 
 class TreePlanner:
@@ -78,27 +73,16 @@ class TreePlanner:
         self.largest = max(self.plans, key=lambda plan: (plan.num_nodes, plan.depth, plan.width))
         # A probe: one step with a small tree.
         self.smallest = min(policy.plans, key=lambda plan: (abs(plan.depth - 2), plan.num_nodes, plan.width))
-        self._index = {plan: index for index, plan in enumerate(self.plans)}
-        # Of which plans a step of each one tells: [P], 1 or 0.
-        self._tells = {plan: np.array([float(_holds(plan, other)) for other in self.plans]) for plan in self.plans}
-        self._prior = PRIOR_STEPS * np.array([_prior(plan) for plan in self.plans])  # [P]
-        self._costs: CostModel | None = None
-        self._seconds_of: dict[int, NDArray[np.float64]] = {}  # by these costs, [P] for each stretch of context
-        # Measured seconds over those of the costs, for steps that ask the drafter and for those that do not.
-        self._drafted_scale, self._plain_scale = _Mean(1.0, 1.0), _Mean(1.0, 1.0)
-        self._forget()
-        self._tokens, self._seconds = _Mean(0.0, 0.0), _Mean(0.0, 0.0)  # of a drafted step and row
+        self.accepted, self.seconds = AcceptedTokens(self.plans), StepSeconds(self.plans)
         self._drafted_steps = 0
-        self._asleep = 0
+        self._asleep = FIRST_PLAIN_STEPS
         self._sleep_steps = SLEEP_STEPS
-        self._is_trial = self._is_probe = self._awaits_probe = False
+        self._has_slept = self._is_trial = self._is_probe = self._awaits_probe = False
         self._probes: list[tuple[float, float]] = []  # tokens and seconds
-
-    def _forget(self) -> None:
-        """Nothing is known of any plan at any confidence."""
-        # Accepted tokens, and the steps they were counted in.
-        self._counted = np.zeros((2, len(CONFIDENCE_CUTS) + 2, len(self.plans)))  # [2, G, P]
-        self._tries = 0
+        self._tokens, self._spent = Mean(0.0, 0.0), Mean(0.0, 0.0)  # tokens and seconds of a drafted step and row
+        self._tries = self._num_settled = 0
+        self._records: list[_Drafted] = []  # still to be worked in
+        self._best: list[int] | None = None  # plan for each confidence
 
     def begin_text(self) -> None:
         """Another text begins: the outcome of a probe that ended the last one was never learned."""
@@ -124,8 +108,12 @@ class TreePlanner:
         if self._is_trial:
             self._tries += 1
             return self.largest
-        gains = self._expect(confidences) - self._rate(costs, context) * self._step_seconds(costs, context)
-        return self.plans[int(gains.argmax())]
+        groups = [group_of(confidence) for confidence in confidences]
+        if len(groups) > 1:
+            return self.plans[int(self._gains(costs, context)[groups].mean(0).argmax())]
+        if self._best is None:
+            self._best = self._gains(costs, context).argmax(1).tolist()
+        return self.plans[self._best[groups[0]]]
 
     def learn(
         self,
@@ -145,119 +133,76 @@ class TreePlanner:
             counted: per row, `AutoTree.count_accepted`; empty for a step without a tree.
             seconds: what it took, if that was measured: a clock knows what costs leave out.
         """
-        tells = self._tells[plan]
-        keeps = 1.0 - tells / (MEMORY_STEPS * len(confidences))  # each row of a batch is a measurement
-        news = np.zeros((2, len(self.plans)))
-        news[1] = tells
-        for confidence, row_counted in zip(confidences, counted, strict=True):
-            news[0, 1:] = row_counted or 0.0
-            news[0] *= tells
-            for group in (_group(confidence), -1):
-                self._counted[:, group] *= keeps
-                self._counted[:, group] += news
-        tokens = 1.0 + sum(accepted) / len(accepted)
-        expected_seconds = float(self._step_seconds(costs, context)[self._index[plan]])
-        if seconds is not None:
-            self._drafted_scale.add(_clip(seconds * self._drafted_scale.value / expected_seconds))
-        self._judge(tokens, expected_seconds, costs, context)
+        self._records.append(_Drafted(plan, confidences, accepted, counted, context, seconds, self._is_trial))
+        if self._is_probe or self._num_settled < SETTLE_AT_ONCE or len(self._records) >= SETTLE_EVERY:
+            self._settle(costs)
 
-    def _judge(self, tokens: float, seconds: float, costs: CostModel, context: int) -> None:
-        """Whether drafting goes on, after a drafted step."""
-        plain = 1.0 / self._plain_seconds(costs, context)
-        if self._is_probe:
-            self._is_probe = self._awaits_probe = False
-            self._probes.append((tokens, seconds))
-            number = len(self._probes)
-            tokens, seconds = (sum(values) / number for values in zip(*self._probes, strict=True))
-            gain = tokens / seconds / plain - 1.0
-            if number < MIN_PROBES or (number < MAX_PROBES and abs(gain) < PROBE_MARGIN / math.sqrt(number)):
-                self._asleep = 1  # ask again at once
-                return
-            self._probes.clear()
-            if gain > 0.0:
-                self._forget()  # this is another text
-                self._tokens, self._seconds = _Mean(tokens, number), _Mean(seconds, number)
-            else:
-                self._sleep()
+    def _settle(self, costs: CostModel) -> None:
+        """Works in what drafted steps brought, and decides whether drafting goes on."""
+        records, self._records, self._best = self._records, [], None
+        self._num_settled += len(records)
+        for record in records:
+            self.accepted.add(record.plan, record.confidences, record.counted)
+            if record.seconds is not None:
+                self.seconds.correct(record.plan, costs, record.context, record.seconds)
+            tokens = 1.0 + sum(record.accepted) / len(record.accepted)
+            spent = self.seconds.of_plan(record.plan, costs, record.context)
+            if self._is_probe:
+                self._judge_probe(tokens, spent, costs, record.context)
+            elif not record.is_trial:  # trials cost more than they bring, and are few
+                self._tokens.add(tokens)
+                self._spent.add(spent)
+        if self._asleep == 0 and self._tokens.weight > JUDGED_STEPS:
+            self._judge(costs, records[-1].context)
+
+    def _judge_probe(self, tokens: float, spent: float, costs: CostModel, context: int) -> None:
+        self._is_probe = self._awaits_probe = False
+        self._probes.append((tokens, spent))
+        number = len(self._probes)
+        tokens, spent = (sum(values) / number for values in zip(*self._probes, strict=True))
+        gain = tokens / spent * self.seconds.of_plain(costs, context) - 1.0
+        if number < MIN_PROBES or (number < MAX_PROBES and abs(gain) < PROBE_MARGIN / math.sqrt(number)):
+            self._asleep = 1  # ask again at once
             return
-        if not self._is_trial:  # trials cost more than they bring, and are few
-            self._tokens.add(tokens)
-            self._seconds.add(seconds)
-        steps = self._tokens.weight
-        if steps <= SLEEP_STEPS:
-            return
-        # What drafting has brought, or what the best tree would bring.
-        pays = self._tokens.value / self._seconds.value > plain * (1.0 - GIVE_UP_MARGIN / math.sqrt(steps))
+        self._probes.clear()
+        if gain > WAKE_GAIN:
+            self._tries = self._num_settled = 0  # this is another text
+            self._tokens, self._spent = Mean(tokens, number), Mean(spent, number)
+        else:
+            self._sleep()
+
+    def _judge(self, costs: CostModel, context: int) -> None:
+        """Goes on with what drafting has brought, or with what the best tree would bring."""
+        plain = 1.0 / self.seconds.of_plain(costs, context)
+        margin = GIVE_UP_MARGIN / math.sqrt(self._tokens.weight)
+        pays = self._tokens.value / self._spent.value > plain * (1.0 - margin)
         if not pays:
-            rates = (1.0 + self._expect_anywhere()) / self._step_seconds(costs, context)
+            rates = (1.0 + self.accepted.overall()) / self.seconds.of_plans(costs, context)
             pays = bool(rates[1:].max() > plain)
         if pays:
-            self._sleep_steps = SLEEP_STEPS
+            self._sleep_steps = max(self._sleep_steps // 2, SLEEP_STEPS)
         else:
             self._sleep()
 
     def _sleep(self) -> None:
-        self._asleep = self._sleep_steps
+        self._asleep, self._has_slept = self._sleep_steps, True
         self._sleep_steps = min(2 * self._sleep_steps, MAX_SLEEP_STEPS)
 
     def learn_plain(self, costs: CostModel, context: int, seconds: float) -> None:
         """Takes in what a step without drafting took."""
-        self._plain_scale.add(_clip(seconds / costs.plain_seconds(context)))
+        self.seconds.correct_plain(costs, context, seconds)
 
     def pass_step(self) -> None:
         """A step without drafting begins."""
         if self._asleep > 0:
             self._asleep -= 1
-            self._is_probe = self._asleep == 0
+            self._is_probe = self._has_slept and self._asleep == 0
 
-    def _expect_anywhere(self) -> NDArray[np.float64]:
-        """Drafted tokens that each plan is expected to accept in a step, all confidences together: [P]."""
-        accepted, steps = self._counted[:, -1]
-        expected: NDArray[np.float64] = (accepted + self._prior) / (steps + PRIOR_STEPS)
-        return expected
-
-    def _expect(self, confidences: Sequence[float]) -> NDArray[np.float64]:
-        """The same at these confidences."""
-        shared = SHARED_STEPS * self._expect_anywhere()
-        expected = np.zeros(len(self.plans))
-        for confidence in confidences:
-            accepted, steps = self._counted[:, _group(confidence)]
-            expected += (accepted + shared) / (steps + SHARED_STEPS)
-        return expected / len(confidences)
-
-    def _step_seconds(self, costs: CostModel, context: int) -> NDArray[np.float64]:
-        """`CostModel.step_seconds` of each plan as the clock has corrected it, [P]; looked up again when the context
-        has grown."""
-        if costs is not self._costs:
-            self._costs, self._seconds_of = costs, {}
-        key = context // CONTEXT_STEP
-        if key not in self._seconds_of:
-            self._seconds_of[key] = np.array([costs.step_seconds(plan, context) for plan in self.plans])
-        return self._seconds_of[key] * self._drafted_scale.value
-
-    def _plain_seconds(self, costs: CostModel, context: int) -> float:
-        return costs.plain_seconds(context) * self._plain_scale.value
+    def _gains(self, costs: CostModel, context: int) -> NDArray[np.float64]:
+        """Expected tokens less what their seconds are worth, for each confidence and plan: [G - 1, P]."""
+        return self.accepted.by_confidence() - self._rate(costs, context) * self.seconds.of_plans(costs, context)
 
     def _rate(self, costs: CostModel, context: int) -> float:
         """Tokens a second and row: the present rate, at least that of plain decoding."""
-        plain = 1.0 / self._plain_seconds(costs, context)
-        return max(plain, self._tokens.value / self._seconds.value) if self._tokens.weight else plain
-
-
-def _clip(scale: float) -> float:
-    return min(max(scale, 1.0 / MAX_SCALE), MAX_SCALE)
-
-
-def _group(confidence: float) -> int:
-    return sum(confidence >= cut for cut in CONFIDENCE_CUTS)
-
-
-def _holds(plan: Plan, other: Plan) -> bool:
-    """Whether what a tree of `plan` accepts tells what `other` would have accepted."""
-    return other.depth <= plan.depth and other.num_nodes <= plan.num_nodes and other.width <= plan.width
-
-
-def _prior(plan: Plan) -> float:
-    """Accepted tokens before anything is known; more nodes help a little."""
-    share = 1.0 - 0.5 / math.sqrt(plan.num_nodes)
-    return share * sum(PRIOR_CHANCE**depth for depth in range(1, plan.depth + 1))
+        plain = 1.0 / self.seconds.of_plain(costs, context)
+        return max(plain, self._tokens.value / self._spent.value) if self._tokens.weight else plain

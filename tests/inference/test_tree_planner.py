@@ -10,7 +10,7 @@ import torch
 from inference.auto_tree import AutoTree
 from inference.cost_model import CostModel
 from inference.tree import TokenTree
-from inference.tree_planner import MAX_SLEEP_STEPS, NO_TREE, Plan, TreePlanner
+from inference.tree_planner import FIRST_PLAIN_STEPS, MAX_SLEEP_STEPS, NO_TREE, Plan, TreePlanner
 
 DEPTHS, SIZES, WIDTHS = (1, 2, 4), (4, 8, 16), (2, 4)
 
@@ -92,7 +92,9 @@ def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
 
 
 def test_free_drafts_are_deep_and_dear_levels_are_few() -> None:
-    assert run(make_planner(), make_costs(), 0.8, num_steps=200)[-1] == Plan(4, 16, 4)
+    last = run(make_planner(), make_costs(), 0.8, num_steps=200)[-1]
+    assert last is not None
+    assert (last.depth, last.num_nodes) == (4, 16)
     dear_levels = run(make_planner(), make_costs(level=0.6), 0.5, num_steps=200)
     assert {plan.depth for plan in dear_levels[100:] if plan} <= {1, 2, 4}
     assert sum(plan == NO_TREE or (plan is not None and plan.depth == 1) for plan in dear_levels[100:]) > 80
@@ -127,6 +129,25 @@ def test_the_clock_corrects_the_costs() -> None:
             planner.pass_step()
             planner.learn_plain(costs, 8, costs.plain_seconds(8))
     assert num_drafted < 200
+
+
+def test_plain_steps_are_timed_before_drafting_is_judged() -> None:
+    """A drafter that gains a third by the costs loses by the clock: plain steps take half of what the costs say."""
+    costs, planner = make_costs(extend=0.5), make_planner()
+    num_drafted = 0
+    for step in range(400):
+        if planner.is_drafting:
+            assert step >= FIRST_PLAIN_STEPS
+            plan = planner.choose(costs, 8, [0.6])
+            accepted = int(plan.depth > 0)
+            planner.learn(
+                plan, [0.6], [accepted], [count_best(planner, accepted)], costs, 8, costs.step_seconds(plan, 8)
+            )
+            num_drafted += 1
+        else:
+            planner.pass_step()
+            planner.learn_plain(costs, 8, 0.5 * costs.plain_seconds(8))
+    assert num_drafted < 80
 
 
 def test_hostile_text_stops_drafting_and_easy_text_starts_it_again() -> None:
