@@ -57,6 +57,10 @@ class BenchmarkArguments:
     dtype: str = field(
         default="float32", metadata={"help": "Weights of the target and the heads.", "choices": list(DTYPES)}
     )
+    plain_dtype: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Plain decoding in these dtypes too: the fastest one is what drafting has to beat."},
+    )
     tree: list[str] = field(default_factory=lambda: ["dynamic"], metadata={"help": f"Token trees: {TREE_HELP}."})
     compile: bool = field(
         default=False, metadata={"help": "Measure everybody who can be compiled a second time, compiled."}
@@ -84,6 +88,12 @@ class BenchmarkArguments:
         for temperature in self.temperature:
             if temperature < 0:
                 raise ValueError(f"got --temperature {temperature}: give 0 for greedy decoding, or a positive number")
+        for dtype in self.plain_dtype:
+            if dtype not in DTYPES or dtype in ("auto", self.dtype) or self.plain_dtype.count(dtype) > 1:
+                raise ValueError(
+                    f"got --plain_dtype {' '.join(self.plain_dtype)} beside --dtype {self.dtype}: give others of "
+                    f"{', '.join(DTYPES[1:])}, each once"
+                )
         for path in self.prompts:
             if not Path(path).is_file():
                 raise ValueError(f"--prompts {path} does not exist: give a file of JSON lines")
@@ -110,6 +120,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             num_prompts=args.num_prompts,
             max_new_tokens=args.max_new_tokens,
             dtype=args.dtype,
+            plain_dtypes=args.plain_dtype,
             device=args.device,
             is_only_target=len(args.target) == 1,
         )

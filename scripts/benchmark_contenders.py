@@ -194,6 +194,7 @@ def make_contenders(
     *,
     modes: Sequence[bool] = (False,),
     assistant: PreTrainedModel | None = None,
+    plain_targets: Mapping[str, Target] | None = None,
     misfits: Mapping[str, str] | None = None,
 ) -> list[Contender]:
     """The baselines, then every set of heads with every tree; at temperature > 0 with and without coupled drafting.
@@ -204,6 +205,7 @@ def make_contenders(
         modes: False = eager, True = compiled: how heads run. The baselines always run eagerly, and compiled as well
             when eager and compiled heads are compared.
         assistant: a small causal LM for transformers' assisted generation, one baseline more.
+        plain_targets: the target in other dtypes, for plain decoding.
         misfits: heads that do not fit the target and why: each becomes a contender with that `problem`.
 
     Raises:
@@ -217,7 +219,10 @@ def make_contenders(
             f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
             "apart, so leave one out or rename a file"
         )
-    contenders = _make_baselines(target, (False, True) if len(modes) > 1 else (False,), assistant)
+    plain_modes = (False, True) if len(modes) > 1 else (False,)
+    contenders = _make_baselines(target, plain_modes, assistant)
+    for dtype, plain_target in (plain_targets or {}).items():
+        contenders += _make_plain(plain_target, plain_modes, f"{PLAIN} in {dtype}")
     drafters: list[tuple[str, Drafter, Sequence[str]]] = [("n-gram drafter", NgramDrafter(), trees[:1])]
     drafters += [(name, drafter, trees) for name, drafter in heads.items()]
     couplings = (True, False) if settings.is_sampled else (True,)
@@ -253,11 +258,14 @@ def _make_baselines(target: Target, plain_modes: Sequence[bool], assistant: PreT
         except ValueError as error:
             contender.problem = str(error)
         contenders.append(contender)
-    contenders += [
-        Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
-        for mode in plain_modes
+    return contenders + _make_plain(target, plain_modes, PLAIN)
+
+
+def _make_plain(target: Target, modes: Sequence[bool], name: str) -> list[Contender]:
+    return [
+        Contender(_mark(name, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
+        for mode in modes
     ]
-    return contenders
 
 
 def _mark(name: str, is_compiled: bool) -> str:

@@ -29,6 +29,7 @@ class Subject:
     """A target with all that is measured on it.
 
     Attributes:
+        plain_targets: the target in other dtypes, by dtype, for plain decoding.
         heads: by their short names. misfits: heads that were made for another target, and why they do not fit.
         prompts: of each file, and how many were left out for being too long.
         hardware: what the machine can do with weights of this size and dtype.
@@ -36,6 +37,7 @@ class Subject:
     """
 
     target: Target
+    plain_targets: dict[str, Target]
     heads: Heads
     misfits: dict[str, str]
     assistant: PreTrainedModel | None
@@ -62,6 +64,7 @@ def load_subject(
     num_prompts: int | None,
     max_new_tokens: int,
     dtype: str,
+    plain_dtypes: Sequence[str],
     device: str | None,
     is_only_target: bool,
 ) -> Subject:
@@ -74,6 +77,7 @@ def load_subject(
     loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
     return Subject(
         target=target,
+        plain_targets={other: load_target(name, dtype=other, device=device)[0] for other in plain_dtypes},
         heads=loaded,
         misfits=misfits,
         assistant=load_assistant(assistant, target) if assistant is not None else None,
@@ -142,6 +146,7 @@ def measure_combination(
         settings,
         modes=(False, True) if is_compiled else (False,),
         assistant=subject.assistant,
+        plain_targets=subject.plain_targets,
         misfits=subject.misfits,
     )
     prompts, num_too_long = subject.prompts[path]

@@ -106,6 +106,15 @@ def test_trees_that_a_report_could_not_tell_apart_are_refused(target: Target, tm
     assert [one.tree for one in contenders if one.name == "h"] == ["chain", "chain:2"]
 
 
+def test_plain_decoding_in_another_dtype_is_a_baseline(target: Target) -> None:
+    narrow = Target(tiny_target("llama").to(torch.bfloat16))
+    contenders = make_contenders(target, {}, ["chain"], Settings(max_new_tokens=4), plain_targets={"bfloat16": narrow})
+    (other,) = [one for one in contenders if one.name == f"{PLAIN} in bfloat16"]
+    ids = torch.ones(1, 3, dtype=torch.long)
+    assert len(other.decode(Prompt("a", 0, ids), Settings(max_new_tokens=4)).token_ids) <= 4
+    assert other.decode.decoder.target.dtype == torch.bfloat16  # type: ignore[attr-defined]
+
+
 def test_an_assistant_drafts_for_transformers(tmp_path: Path) -> None:
     model = tiny_target("llama")
     model.save_pretrained(tmp_path / "same")
