@@ -32,15 +32,17 @@ FIRST_TRIES, EXPLORE_EVERY = 4, 80
 # What steps brought is worked in at each of the first steps, and then every so many: Python is slow between passes that
 # drive it out of the processor's caches.
 SETTLE_AT_ONCE, SETTLE_EVERY = 32, 8
-# Drafting is given up when it is slower than not drafting by this share over the square root of the steps it was seen,
-# and these are more than a few.
-GIVE_UP_MARGIN, JUDGED_STEPS = 0.1, 8
+# Drafting goes on while it gains so much, less this share over the square root of the steps it was seen; these are more
+# than a few.
+KEEP_GAIN, GIVE_UP_MARGIN, JUDGED_STEPS = 0.03, 0.1, 8
+# While it gains less than this, plain steps are timed now and then: what they take changes with the machine's load.
+SURE_GAIN, CHECK_EVERY, CHECK_STEPS = 0.3, 64, 3
 # Steps without drafting after drafting did not pay; doubled while it goes on not paying, halved while it pays.
-SLEEP_STEPS, MAX_SLEEP_STEPS = 16, 128
+SLEEP_STEPS, MAX_SLEEP_STEPS = 32, 256
 # Then single drafted steps, as many as it takes to see whether drafting pays: until their mean is off by this share
 # over the square root of their number, or there are enough of them. Drafting goes on if it gains at least so much.
-MIN_PROBES, MAX_PROBES, PROBE_MARGIN = 2, 8, 0.5
-WAKE_GAIN = 0.2
+MIN_PROBES, MAX_PROBES, PROBE_MARGIN = 2, 4, 0.5
+WAKE_GAIN = 0.1
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class TreePlanner:
         self._drafted_steps = 0
         self._asleep = FIRST_PLAIN_STEPS
         self._sleep_steps = SLEEP_STEPS
-        self._has_slept = self._is_trial = self._is_probe = self._awaits_probe = False
+        self._wakes_to_probe = self._is_trial = self._is_probe = self._awaits_probe = False
+        self._unchecked = 0  # drafted steps since plain ones were timed
         self._probes: list[tuple[float, float]] = []  # tokens and seconds
         self._tokens, self._spent = Mean(0.0, 0.0), Mean(0.0, 0.0)  # tokens and seconds of a drafted step and row
         self._tries = self._num_settled = 0
@@ -141,6 +144,7 @@ class TreePlanner:
         """Works in what drafted steps brought, and decides whether drafting goes on."""
         records, self._records, self._best = self._records, [], None
         self._num_settled += len(records)
+        self._unchecked += len(records)
         for record in records:
             self.accepted.add(record.plan, record.confidences, record.counted)
             if record.seconds is not None:
@@ -173,19 +177,21 @@ class TreePlanner:
 
     def _judge(self, costs: CostModel, context: int) -> None:
         """Goes on with what drafting has brought, or with what the best tree would bring."""
-        plain = 1.0 / self.seconds.of_plain(costs, context)
-        margin = GIVE_UP_MARGIN / math.sqrt(self._tokens.weight)
-        pays = self._tokens.value / self._spent.value > plain * (1.0 - margin)
+        plain = self.seconds.of_plain(costs, context)
+        gain = self._tokens.value / self._spent.value * plain - 1.0
+        pays = gain > KEEP_GAIN - GIVE_UP_MARGIN / math.sqrt(self._tokens.weight)
         if not pays:
             rates = (1.0 + self.accepted.overall()) / self.seconds.of_plans(costs, context)
-            pays = bool(rates[1:].max() > plain)
-        if pays:
-            self._sleep_steps = max(self._sleep_steps // 2, SLEEP_STEPS)
-        else:
+            pays = bool(rates[1:].max() * plain - 1.0 > KEEP_GAIN)
+        if not pays:
             self._sleep()
+            return
+        self._sleep_steps = max(self._sleep_steps // 2, SLEEP_STEPS)
+        if gain < SURE_GAIN and self._unchecked >= CHECK_EVERY:
+            self._asleep, self._wakes_to_probe, self._unchecked = CHECK_STEPS, False, 0
 
     def _sleep(self) -> None:
-        self._asleep, self._has_slept = self._sleep_steps, True
+        self._asleep, self._wakes_to_probe, self._unchecked = self._sleep_steps, True, 0
         self._sleep_steps = min(2 * self._sleep_steps, MAX_SLEEP_STEPS)
 
     def learn_plain(self, costs: CostModel, context: int, seconds: float) -> None:
@@ -196,7 +202,7 @@ class TreePlanner:
         """A step without drafting begins."""
         if self._asleep > 0:
             self._asleep -= 1
-            self._is_probe = self._has_slept and self._asleep == 0
+            self._is_probe = self._wakes_to_probe and self._asleep == 0
 
     def _gains(self, costs: CostModel, context: int) -> NDArray[np.float64]:
         """Expected tokens less what their seconds are worth, for each confidence and plan: [G - 1, P]."""
