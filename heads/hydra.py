@@ -70,7 +70,7 @@ class HydraConfig(DraftHeadsConfig):
             raise ValueError(f"num_heads is {num_heads} and num_layers {num_layers}; allowed is 1 or more of each")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout is {dropout}; allowed is 0 (none) up to, not including, 1")
-        shape = {
+        shape: dict[str, Any] = {
             "num_attention_heads": num_attention_heads,
             "num_key_value_heads": num_key_value_heads,
             "head_dim": head_dim,
@@ -230,7 +230,7 @@ class HydraHeads(DraftHeads):
         return int(self.config.num_heads)
 
     def lm_head_of(self, index: int) -> nn.Module:
-        return self.lm_head[0 if self.config.tie_lm_head else index]
+        return cast(nn.Module, self.lm_head[0 if self.config.tie_lm_head else index])
 
     def init_from_target(self, target: Target) -> None:
         with torch.no_grad():
