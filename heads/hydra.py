@@ -5,10 +5,13 @@ V target vocabulary, K heads.
 
 Head i (i = 0..K-1) predicts x_{t+2+i} from h_t, the target's post-norm state, and the embeddings of the tokens between
 the two, x_{t+1} (certain) to x_{t+1+i} (drafted; in a tree, those of the node's own path): an MLP over their
-concatenation, then an LM head (section 3). In training these tokens are the data's.
+concatenation, then an LM head. In training these tokens are the data's.
 
-Hydra++ (section 5) is `use_prefix_attention=True, num_layers=4`: one decoder layer over the target's states, run once
-per decoding step, whose output replaces h_t; and the target's distribution as the only objective.
+Hydra++, of the same paper, is `use_prefix_attention=True, num_layers=4`: one decoder layer over the target's states,
+run once per decoding step, whose output replaces h_t; and the target's distribution as the only objective.
+
+Three things differ from the authors' code (github.com/zankner/Hydra): token embeddings are normed (an option), untrained
+heads repeat the LM head exactly, and the blocks of a head share no weights.
 """
 
 from __future__ import annotations
@@ -31,13 +34,14 @@ EXTEND_CHUNK = 512
 
 class HydraConfig(DraftHeadsConfig):
     """Args:
-    num_heads: how many tokens past the certain next one are predicted (the paper uses 4).
-    num_layers: blocks of each head's MLP, the first of which reads the concatenation (the paper: 1, in Hydra++ 4).
-    tie_lm_head: one LM head for all draft heads; in the paper each has its own, K * D * V weights in all.
+    num_heads: how many tokens past the certain next one are predicted (the authors' recipe has 4).
+    num_layers: blocks of each head's MLP, the first of which reads the concatenation (1 as in Medusa; the authors'
+        recipe of Hydra++ has 4).
+    tie_lm_head: one LM head for all draft heads; the authors give each its own, K * D * V weights in all.
     use_prefix_attention: Hydra++'s decoder layer over the target's states; the default loss is then distillation, and
-        cross-entropy to the data's tokens without it, as in the paper.
-    use_embedding_norm: an RMSNorm on the token embeddings. The paper has none; but embeddings may be far smaller than
-        h_t (23 times in examples/chat-13m), and their weights then learn slowly.
+        without it cross-entropy to the data's tokens, as for Medusa.
+    use_embedding_norm: an RMSNorm on the token embeddings. The authors have none; but embeddings may be far smaller
+        than h_t (23 times in examples/chat-13m), and their weights then learn slowly.
     dropout: before each block and the LM head, in training (0.2 in the authors' recipe of Hydra++, for 10 epochs).
     num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rope_parameters,
     max_position_embeddings: the prefix layer's shape; the target's unless overridden. None without that layer.
@@ -129,8 +133,8 @@ _SMALL_SHAPE: dict[str, Any] = {
 
 
 class PrefixLayer(nn.Module):
-    """One decoder layer over the states h_0..h_t (section 5), RoPE position t for h_t. What it adds is zero at the
-    start, so that untrained it hands h_t through."""
+    """Hydra++'s prefix attention: one decoder layer over the states h_0..h_t, RoPE position t for h_t. What it adds is
+    zero at the start and no norm follows, so that untrained it hands h_t through."""
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__()
@@ -172,8 +176,8 @@ class PrefixLayer(nn.Module):
 
 
 class ConcatBlock(nn.Module):
-    """Px + SiLU(Wx + b) of x = [h, token, .., token], back to D. At the start P takes h, and W and b are zero, so that
-    an untrained head repeats the LM head, as Medusa's do."""
+    """Px + SiLU(Wx + b) of x = [h, token, .., token] (authors' code), back to D. At the start P takes h, and W and b are
+    zero, so that an untrained head repeats the LM head, as Medusa's do."""
 
     def __init__(self, size: int, num_tokens: int) -> None:
         super().__init__()
@@ -200,7 +204,8 @@ class HydraState:
 
 
 class HydraHeads(DraftHeads):
-    """K heads; head i reads h_t and the i + 1 tokens behind it. The authors' loss is their plain sum: no decay."""
+    """K heads; head i reads h_t and the i + 1 tokens behind it. In the authors' code the loss is the plain sum over the
+    heads: no decay."""
 
     config_class = HydraConfig
     default_step_decay = 1.0
@@ -243,7 +248,7 @@ class HydraHeads(DraftHeads):
     # Training.
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        """Teacher-forced: at slot t head i reads x_{t+1} to x_{t+1+i} of the data (section 3.1)."""
+        """Teacher-forced: at slot t head i reads x_{t+1} to x_{t+1+i} of the data."""
         hidden = features.to(self.dtype)
         if self.prefix is not None:
             hidden = self.prefix(hidden)

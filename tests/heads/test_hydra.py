@@ -75,7 +75,7 @@ def attend_slowly(heads: HydraHeads, features: Tensor) -> list[Tensor]:
 
 
 def score_slowly(heads: HydraHeads, hidden: Tensor, token_ids: list[int]) -> Tensor:
-    """Head len(token_ids) - 1's scores behind these tokens, straight from section 3 of the paper."""
+    """Head len(token_ids) - 1's scores behind these tokens, by the definition."""
     config, weights = heads.config, heads.state_dict()
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
     i = len(token_ids) - 1
@@ -94,7 +94,7 @@ def score_slowly(heads: HydraHeads, hidden: Tensor, token_ids: list[int]) -> Ten
 
 VARIANTS = {
     "hydra": PLAIN,
-    "as in the paper": {"num_layers": 1, "use_embedding_norm": False},
+    "as the authors do": {"num_layers": 1, "use_embedding_norm": False},
     "one LM head": {"tie_lm_head": True, "num_heads": 3},
     "hydra++": PLUS,
 }
