@@ -10,8 +10,8 @@ concatenation, then an LM head. In training these tokens are the data's.
 Hydra++, of the same paper, is `use_prefix_attention=True, num_layers=4`: one decoder layer over the target's states,
 run once per decoding step, whose output replaces h_t; and the target's distribution as the only objective.
 
-Three things differ from the authors' code (github.com/zankner/Hydra): token embeddings are normed (an option), untrained
-heads repeat the LM head exactly, and the blocks of a head share no weights.
+Three things differ from the authors' code (github.com/zankner/Hydra): token embeddings are normed (an option),
+untrained heads repeat the LM head exactly, and the blocks of a head share no weights.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class PrefixLayer(nn.Module):
 
 
 class ConcatBlock(nn.Module):
-    """Px + SiLU(Wx + b) of x = [h, token, .., token] (authors' code), back to D. At the start P takes h, and W and b are
-    zero, so that an untrained head repeats the LM head, as Medusa's do."""
+    """Px + SiLU(Wx + b) of x = [h, token, .., token], back to D (authors' code). At the start P takes h, and W and b
+    are zero, so that an untrained head repeats the LM head, as Medusa's do."""
 
     def __init__(self, size: int, num_tokens: int) -> None:
         super().__init__()
