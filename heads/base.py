@@ -51,7 +51,7 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     base_model_prefix = "heads"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = False
-    default_loss: ClassVar[str] = "distillation"
+    default_loss: str = "distillation"
     default_step_decay: ClassVar[float] = 0.8
 
     def __init__(self, config: DraftHeadsConfig) -> None:

@@ -12,6 +12,11 @@ from inference import Target
 # Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "eagle3": ({"ttt_steps": 5}, {"ttt_steps": 4, "draft_vocab_size": 40, "num_key_value_heads": 4}),
+    "hydra": (
+        {"num_layers": 2},
+        {"num_heads": 3, "tie_lm_head": True, "use_embedding_norm": False},
+        {"num_layers": 2, "use_prefix_attention": True},  # Hydra++
+    ),
     "medusa": ({}, {"num_heads": 3, "num_layers": 2}),
 }
 VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]

@@ -1,0 +1,315 @@
+"""Hydra (arXiv 2402.05109): Medusa's heads made sequential, each reads the tokens drafted before its own.
+
+Legend: B batch, T sequence length, S slots handed over, W frontier nodes, R scratch rows of the tree, D hidden size,
+V target vocabulary, K heads.
+
+Head i (i = 0..K-1) predicts x_{t+2+i} from h_t, the target's post-norm state, and the embeddings of the tokens between
+the two, x_{t+1} (certain) to x_{t+1+i} (drafted; in a tree, those of the node's own path): an MLP over their
+concatenation, then an LM head. In training these tokens are the data's.
+
+Hydra++, of the same paper, is `use_prefix_attention=True, num_layers=4`: one decoder layer over the target's states,
+run once per decoding step, whose output replaces h_t; and the target's distribution as the only objective.
+
+Three things differ from the authors' code (github.com/zankner/Hydra): token embeddings are normed (an option),
+untrained heads repeat the LM head exactly, and the blocks of a head share no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import DraftHeads, DraftStep
+from heads.config import DraftHeadsConfig
+from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings
+from heads.medusa import ResidualBlock
+from inference.drafter import DraftLogits
+from inference.target import Target
+
+EXTEND_CHUNK = 512
+
+
+class HydraConfig(DraftHeadsConfig):
+    """Args:
+    num_heads: how many tokens past the certain next one are predicted (the authors' recipe has 4).
+    num_layers: blocks of each head's MLP, the first of which reads the concatenation (1 as in Medusa; the authors'
+        recipe of Hydra++ has 4).
+    tie_lm_head: one LM head for all draft heads; the authors give each its own, K * D * V weights in all.
+    use_prefix_attention: Hydra++'s decoder layer over the target's states; the default loss is then distillation, and
+        without it cross-entropy to the data's tokens, as for Medusa.
+    use_embedding_norm: an RMSNorm on the token embeddings. The authors have none; but embeddings may be far smaller
+        than h_t (23 times in examples/chat-13m), and their weights then learn slowly.
+    dropout: before each block and the LM head, in training (0.2 in the authors' recipe of Hydra++, for 10 epochs).
+    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rope_parameters,
+    max_position_embeddings: the prefix layer's shape; the target's unless overridden. None without that layer.
+    rms_norm_eps: of all norms; the target's unless overridden.
+    """
+
+    model_type = "draftsmith_hydra"
+    head_type: ClassVar[str] = "hydra"
+
+    def __init__(
+        self,
+        *,
+        num_heads: int = 4,
+        num_layers: int = 1,
+        tie_lm_head: bool = False,
+        use_prefix_attention: bool = False,
+        use_embedding_norm: bool = True,
+        dropout: float = 0.0,
+        num_attention_heads: int | None = None,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        intermediate_size: int | None = None,
+        hidden_act: str | None = None,
+        rope_parameters: dict[str, Any] | None = None,
+        max_position_embeddings: int | None = None,
+        rms_norm_eps: float = 1e-6,
+        **kwargs: Any,
+    ) -> None:
+        if num_heads < 1 or num_layers < 1:
+            raise ValueError(f"num_heads is {num_heads} and num_layers {num_layers}; allowed is 1 or more of each")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is {dropout}; allowed is 0 (none) up to, not including, 1")
+        shape: dict[str, Any] = {
+            "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "head_dim": head_dim,
+            "intermediate_size": intermediate_size,
+            "hidden_act": hidden_act,
+            "rope_parameters": rope_parameters,
+            "max_position_embeddings": max_position_embeddings,
+        }
+        given = [name for name, value in shape.items() if value is not None]
+        if given and not use_prefix_attention:
+            raise ValueError(
+                f"{', '.join(given)} given, but only the prefix layer reads such settings: "
+                "set use_prefix_attention to true, or leave them out"
+            )
+        # Without the layer the config has no such keys: transformers would fill in RoPE settings of None.
+        shape = {**_SMALL_SHAPE, **{name: shape[name] for name in given}} if use_prefix_attention else {}
+        if shape:
+            if shape["num_attention_heads"] % shape["num_key_value_heads"]:
+                raise ValueError(
+                    f"num_attention_heads is {shape['num_attention_heads']} and num_key_value_heads "
+                    f"{shape['num_key_value_heads']}; the first must be a multiple of the second"
+                )
+            if shape["head_dim"] % 2:
+                raise ValueError(f"head_dim is {shape['head_dim']}; rotary positions need an even number")
+        self.num_heads = num_heads
+        self.num_layers = num_layers
+        self.tie_lm_head = tie_lm_head
+        self.use_prefix_attention = use_prefix_attention
+        self.use_embedding_norm = use_embedding_norm
+        self.dropout = dropout
+        self.rms_norm_eps = rms_norm_eps
+        for name, value in shape.items():
+            setattr(self, name, value)
+        super().__init__(**kwargs)
+        if self.target_num_layers and len(self.feature_layers) != 1:
+            raise ValueError(f"feature_layers is {self.feature_layers}; Hydra reads one layer (the last, in the paper)")
+
+    @classmethod
+    def from_target(cls, target: Target, **overrides: Any) -> Self:
+        inherited = decoder_settings(target.text_config)
+        if not overrides.get("use_prefix_attention"):
+            inherited = {"rms_norm_eps": inherited["rms_norm_eps"]}
+        return super().from_target(target, **{**inherited, "feature_layers": [target.num_layers], **overrides})
+
+
+# Of a config that is made without a target.
+_SMALL_SHAPE: dict[str, Any] = {
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 2048,
+}
+
+
+class PrefixLayer(nn.Module):
+    """Hydra++'s prefix attention: one decoder layer over the states h_0..h_t, RoPE position t for h_t. What it adds is
+    zero at the start and no norm follows, so that untrained it hands h_t through."""
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__()
+        size, eps = config.target_hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = DraftAttention(config, size, size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(config, size)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """states [B, T, D] of whole sequences -> [B, T, D]."""
+        batch, length, _ = states.shape
+        positions = torch.arange(length, device=states.device).expand(batch, -1)
+        q, keys, values = self.self_attn.project(self.input_layernorm(states), positions)
+        return self._finish(states, self.self_attn.attend_unrolled(q, [keys], [values]))
+
+    def read_last(self, states: Tensor, last: Tensor, counts: Tensor, cache: DraftCache, max_slots: int) -> Tensor:
+        """Takes the states [B, S, D] of new slots into the cache, the first counts[b] of each row for good.
+
+        Args:
+            last: [B, 1] the slot that is asked for.
+
+        Returns:
+            [B, 1, D] the layer's output there. No other is computed: later slots read keys and values alone.
+        """
+        positions = cache.lengths[:, None] + torch.arange(states.shape[1], device=states.device)
+        q, keys, values = self.self_attn.project(self.input_layernorm(states), positions)
+        keys, values, mask = cache.append(keys, values, counts, max_slots)
+        place = last[:, None, :, None]
+        q = q.gather(2, place.expand(-1, q.shape[1], -1, q.shape[3]))
+        mask = mask.gather(2, place.expand(-1, -1, -1, mask.shape[3]))
+        return self._finish(_pick(states, last), self.self_attn.attend(q, keys, values, mask))
+
+    def _finish(self, states: Tensor, attended: Tensor) -> Tensor:
+        hidden = states + attended
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class ConcatBlock(nn.Module):
+    """Px + SiLU(Wx + b) of x = [h, token, .., token], back to D (authors' code). At the start P takes h, and W and b
+    are zero, so that an untrained head repeats the LM head, as Medusa's do."""
+
+    def __init__(self, size: int, num_tokens: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear((1 + num_tokens) * size, size)
+        self.residual = nn.Linear((1 + num_tokens) * size, size, bias=False)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        nn.init.eye_(self.residual.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return cast(Tensor, self.residual(inputs) + nn.functional.silu(self.linear(inputs)))
+
+
+@dataclass
+class HydraState:
+    """hidden: [B, 1, D] h_t of each row's last slot, or the prefix layer's output there.
+    paths: [B, max(1, R), K] int64, the tokens from the root on to each node of the last frontier, which is in the first
+    rows; behind `depth + 1` tokens the rest is garbage.
+    cache: the prefix layer's keys and values, of certain slots only; None without that layer."""
+
+    hidden: Tensor
+    paths: Tensor
+    cache: DraftCache | None
+
+
+class HydraHeads(DraftHeads):
+    """K heads; head i reads h_t and the i + 1 tokens behind it. In the authors' code the loss is the plain sum over the
+    heads: no decay."""
+
+    config_class = HydraConfig
+    default_step_decay = 1.0
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__(config)
+        self.default_loss = "distillation" if config.use_prefix_attention else "cross_entropy"
+        size = config.target_hidden_size
+        self.prefix = PrefixLayer(config) if config.use_prefix_attention else None
+        self.embedding_norm = RMSNorm(size, config.rms_norm_eps) if config.use_embedding_norm else nn.Identity()
+        self.mlps = nn.ModuleList(self._make_mlp(config, num_tokens=i + 1) for i in range(config.num_heads))
+        self.lm_head = nn.ModuleList(
+            nn.Linear(size, config.target_vocab_size, bias=False)
+            for _ in range(1 if config.tie_lm_head else config.num_heads)
+        )
+        self.post_init()
+
+    @staticmethod
+    def _make_mlp(config: HydraConfig, num_tokens: int) -> nn.Sequential:
+        size = config.target_hidden_size
+        blocks = [ConcatBlock(size, num_tokens), *(ResidualBlock(size) for _ in range(config.num_layers - 1))]
+        dropouts = [nn.Dropout(config.dropout) for _ in range(config.num_layers + 1)]
+        return nn.Sequential(dropouts[0], *(part for pair in zip(blocks, dropouts[1:], strict=True) for part in pair))
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.config.num_heads)
+
+    def lm_head_of(self, index: int) -> nn.Module:
+        return cast(nn.Module, self.lm_head[0 if self.config.tie_lm_head else index])
+
+    def init_from_target(self, target: Target) -> None:
+        with torch.no_grad():
+            for lm_head in self.lm_head:
+                cast(Tensor, lm_head.weight).copy_(cast(Tensor, target.lm_head.weight))
+
+    def embed_normed(self, token_ids: Tensor) -> Tensor:
+        return cast(Tensor, self.embedding_norm(self.embed(token_ids)))
+
+    # Training.
+
+    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
+        """Teacher-forced: at slot t head i reads x_{t+1} to x_{t+1+i} of the data."""
+        hidden = features.to(self.dtype)
+        if self.prefix is not None:
+            hidden = self.prefix(hidden)
+        embedded, length = self.embed_normed(input_ids), input_ids.shape[1]
+        inputs, steps = [hidden], []
+        for i, mlp in enumerate(self.mlps):
+            inputs.append(nn.functional.pad(embedded[:, i + 1 :], (0, 0, 0, min(i + 1, length))))
+            steps.append(DraftStep(2 + i, mlp(torch.cat(inputs, dim=-1)), self.lm_head_of(i)))
+        return steps
+
+    # Decoding.
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> HydraState:
+        cache = None
+        if self.prefix is not None:
+            attention = self.prefix.self_attn
+            cache = DraftCache(
+                (batch_size, attention.num_groups, attention.head_dim),
+                num_slots=max_length,
+                num_scratch=0,  # drafted tokens enter the heads, not this layer
+                device=self.device,
+                dtype=self.dtype,
+            )
+        hidden = torch.zeros(batch_size, 1, self.config.target_hidden_size, device=self.device, dtype=self.dtype)
+        paths = torch.zeros(batch_size, max(1, num_scratch), self.max_depth, dtype=torch.long, device=self.device)
+        return HydraState(hidden, paths, cache)
+
+    def extend(
+        self, state: HydraState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        assert features is not None
+        hidden = state.hidden
+        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
+            states = features[:, start : start + EXTEND_CHUNK].to(self.dtype)
+            here = (counts - start).clamp(0, states.shape[1])
+            last = (here - 1).clamp(min=0)[:, None]
+            if self.prefix is not None and state.cache is not None:
+                newest = self.prefix.read_last(states, last, here, state.cache, max_slots)
+            else:
+                newest = _pick(states, last)
+            hidden = torch.where((here > 0)[:, None, None], newest, hidden)
+        root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
+        state.hidden.copy_(hidden)
+        state.paths.narrow(1, 0, 1).narrow(2, 0, 1).copy_(root_ids[..., None])
+        return DraftLogits(self._score(0, hidden, root_ids[..., None]))
+
+    def expand(self, state: HydraState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        """Compiled, every level is a graph of its own: each reads the weights of its own head and no other's, and to
+        choose among stacked ones by a tensor would copy them at every level."""
+        above = state.paths.narrow(2, 0, depth).gather(1, parents[..., None].expand(-1, -1, depth))
+        paths = torch.cat([above, token_ids[..., None]], dim=-1)
+        state.paths.narrow(1, 0, token_ids.shape[1]).narrow(2, 0, depth + 1).copy_(paths)
+        return DraftLogits(self._score(depth, state.hidden, paths))
+
+    def _score(self, index: int, hidden: Tensor, paths: Tensor) -> Tensor:
+        """Logits [B, W, V] of head `index` behind the paths [B, W, index + 1]; hidden [B, 1, D]."""
+        tokens = self.embed_normed(paths).flatten(2)  # [B, W, (index + 1) * D]
+        inputs = torch.cat([hidden.expand(-1, tokens.shape[1], -1), tokens], dim=-1)
+        return cast(Tensor, self.lm_head_of(index)(self.mlps[index](inputs)))
+
+
+def _pick(states: Tensor, slots: Tensor) -> Tensor:
+    """states [B, S, D] at slots [B, 1] -> [B, 1, D]."""
+    return states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))
