@@ -8,11 +8,13 @@ from transformers import PreTrainedModel
 
 from heads.base import DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
+from heads.eagle import EagleHeads
 from heads.eagle3 import Eagle3Heads
 from heads.medusa import MedusaHeads
 from inference.target import Target
 
 HEAD_TYPES: dict[str, type[DraftHeads]] = {
+    "eagle": EagleHeads,
     "eagle3": Eagle3Heads,
     "medusa": MedusaHeads,
 }
