@@ -4,6 +4,8 @@ Legend: D hidden size, V target vocabulary, Vd draft vocabulary.
 
 Slot t pairs g_t = fc(features of position t) with the embedding of x_{t+1} and predicts x_{t+2}. In a tree the g of a
 drafted node is its parent's output before the final norm. How a layer drafts on its own outputs: `autoregression.py`.
+
+EAGLE-3.1 (arXiv 2605.09992) is `fc_norm` and `norm_output`, which keep the scale of g the same at every step.
 """
 
 from __future__ import annotations
@@ -39,14 +41,26 @@ class Eagle3Config(AutoregressionConfig):
     """Args:
     draft_vocab_size: tokens the draft head scores; None = all of the target's.
     ttt_steps: steps of the training-time test (the authors' code uses 7).
+    fc_norm: an RMSNorm on each tapped feature before fc (EAGLE-3.1).
+    norm_output: the output AFTER the final norm is the next step's g, in training and in decoding (EAGLE-3.1).
     **kwargs: as in `AutoregressionConfig`.
     """
 
     model_type = "draftsmith_eagle3"
     head_type: ClassVar[str] = "eagle3"
 
-    def __init__(self, *, draft_vocab_size: int | None = None, ttt_steps: int = 7, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        draft_vocab_size: int | None = None,
+        ttt_steps: int = 7,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self.draft_vocab_size = draft_vocab_size
+        self.fc_norm = fc_norm
+        self.norm_output = norm_output
         super().__init__(ttt_steps=ttt_steps, **kwargs)
         size = self.target_vocab_size
         if draft_vocab_size is not None and size and not 0 < draft_vocab_size <= size:
@@ -79,8 +93,8 @@ class Eagle3Layer(DraftLayer):
 
 
 class Eagle3Heads(AutoregressionHeads):
-    """The EAGLE-3 draft head. Tensor names are those of EAGLE-3 checkpoints (`fc`, `midlayer`, `norm`, `lm_head`,
-    `d2t`, `t2d`)."""
+    """The EAGLE-3 draft head. Tensor names are those of EAGLE-3 checkpoints (`fc`, `fc_norm`, `midlayer`, `norm`,
+    `lm_head`, `d2t`, `t2d`)."""
 
     config_class = Eagle3Config
     default_loss = "distillation"
@@ -88,6 +102,8 @@ class Eagle3Heads(AutoregressionHeads):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         size = config.hidden_size
+        num_norms = len(config.feature_layers) if config.fc_norm else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(num_norms))
         self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
@@ -135,11 +151,19 @@ class Eagle3Heads(AutoregressionHeads):
         return self.midlayer
 
     def fuse(self, features: Tensor) -> Tensor:
-        return cast(Tensor, self.fc(features.to(self.dtype)))
+        features = features.to(self.dtype)
+        if self.config.fc_norm:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return cast(Tensor, self.fc(features))
 
     def prepare(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
         return state, torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(state)], dim=-1)
 
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = super().finish(residual, attended)
+        return cast(Tensor, self.norm(hidden)) if self.config.norm_output else hidden
+
     def score(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.lm_head(self.norm(hidden)))
+        return cast(Tensor, self.lm_head(hidden if self.config.norm_output else self.norm(hidden)))
