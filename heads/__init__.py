@@ -8,12 +8,14 @@ from transformers import PreTrainedModel
 
 from heads.base import DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
+from heads.eagle import EagleHeads
 from heads.eagle3 import Eagle3Heads
 from heads.hydra import HydraHeads
 from heads.medusa import MedusaHeads
 from inference.target import Target
 
 HEAD_TYPES: dict[str, type[DraftHeads]] = {
+    "eagle": EagleHeads,
     "eagle3": Eagle3Heads,
     "hydra": HydraHeads,
     "medusa": MedusaHeads,

@@ -31,11 +31,16 @@ class DraftStep:
         shift: >= 2; slot t holds the feature of t, and token t + 1 is already certain when drafting starts.
         hidden: [B, T, D] the states the LM head reads.
         head: maps [..., D] to logits [..., C] over `draft_token_ids` (the target's vocabulary when that is None).
+        feature_weight: of the SmoothL1 loss between `hidden` and the state that the target's LM head reads at position
+            t + shift - 1; 0 = none.
+        token_weight: of the loss over the whole draft vocabulary.
     """
 
     shift: int
     hidden: Tensor
     head: Callable[[Tensor], Tensor]
+    feature_weight: float = 0.0
+    token_weight: float = 1.0
 
 
 class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]

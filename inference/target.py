@@ -180,13 +180,16 @@ class Target:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits [..., V] of post-norm states [..., D], soft-capping and scales included.
 
-        Differentiable with respect to `hidden`.
+        Differentiable with respect to `hidden` alone: the LM head is frozen, whatever its parameters ask for.
         """
         if self._scale_logits is None:
             raise ValueError(
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states alone"
             )
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self.lm_head.parameters()):
+            frozen = {name: weight.detach() for name, weight in self.lm_head.named_parameters()}
+            return self._scale_logits(torch.func.functional_call(self.lm_head, frozen, hidden))
         return self._scale_logits(self.lm_head(hidden))
 
     @torch.no_grad()

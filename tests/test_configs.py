@@ -75,6 +75,11 @@ def test_training_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert is_made_by_the_user or Path(used).exists(), f"{path.name} names {used}, which is not in the repository"
 
 
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_there_is_a_training_config_for_every_kind(kind: str) -> None:
+    assert CONFIGS / "train" / f"{kind}-chat-13m.yaml" in TRAIN
+
+
 @pytest.mark.parametrize("path", ACCELERATE, ids=name)
 def test_accelerate_config(path: Path) -> None:
     config = load_config_from_file(str(path))

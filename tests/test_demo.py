@@ -56,8 +56,9 @@ def args(tmp_path: Path) -> demo.DemoArguments:
     )
 
 
-def test_there_is_a_recipe_for_every_kind() -> None:
-    assert set(demo.find_recipes()) == set(HEAD_TYPES)
+def test_recipes_are_of_known_kinds() -> None:
+    """Not of all: each adds minutes to the demo."""
+    assert {"medusa", "eagle3"} <= set(demo.find_recipes()) <= set(HEAD_TYPES)
 
 
 def test_the_training_command_is_one_that_the_trainer_takes(
@@ -143,14 +144,14 @@ def test_demo_from_training_to_report(args: demo.DemoArguments, monkeypatch: pyt
     console = Console(file=io.StringIO(), width=150)
     rows = demo.run(args, console)
     output = Path(args.output)
-    fresh = {f"{kind}, trained here" for kind in HEAD_TYPES}
+    fresh = {f"{kind}, trained here" for kind in demo.find_recipes()}
     assert fresh <= {row.name for row in rows}
     assert all(row.num_identical == row.num_compared == 2 for row in rows)
     (report,) = json.loads((output / "report.json").read_text())["reports"]
-    assert set(report["environment"]["training_seconds"]) == set(HEAD_TYPES)
+    assert set(report["environment"]["training_seconds"]) == set(demo.find_recipes())
     assert [row["name"] for row in report["rows"]] == [row.name for row in rows]
     assert (output / "plot.png").read_bytes().startswith(b"\x89PNG")
-    for kind in HEAD_TYPES:
+    for kind in demo.find_recipes():
         assert (output / "trained" / kind / "model.safetensors").is_file()
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "$ accelerate launch --config_file configs/accelerate/cpu.yaml training/train_heads.py" in printed

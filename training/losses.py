@@ -23,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from heads import DraftStep
 from inference.target import Target
 
-LOSS_TYPES = ("cross_entropy", "distillation")
+LOSS_TYPES = ("cross_entropy", "distillation", "topk_distillation")
+# HASS (arXiv 2408.15766, section 3.1): how many of the teacher's best tokens count twice, and how much.
+TOP_K, TOP_K_WEIGHT = 10, 1.0
 CHUNK_ELEMENTS = 2**25  # largest float32 logits tensor kept alive: 128 MiB
 
 
@@ -33,7 +35,8 @@ class Teacher:
 
     Attributes:
         logits: [P, C] over the draft vocabulary, in the target's dtype; None when nothing is distilled.
-        rows: [B, T] int64, a position's row of `logits`; meaningless where no next token is predicted.
+        hidden: [P, D] the states that the target's LM head reads, in the target's dtype.
+        rows: [B, T] int64, a position's row of `logits` and `hidden`; meaningless where no next token is predicted.
         argmax: [B, T] int64, draft index of the target's most likely token over its WHOLE vocabulary; -1 when that
             token is outside the draft vocabulary, or no next token is predicted.
         labels: [B, T] int64, draft index of x_t; -1 when outside.
@@ -41,6 +44,7 @@ class Teacher:
     """
 
     logits: Tensor | None
+    hidden: Tensor
     rows: Tensor
     argmax: Tensor
     labels: Tensor
@@ -69,7 +73,7 @@ def compute_teacher(
     is_used_BT = F.pad(loss_mask[:, 1:], (0, 1)).bool()
     hidden_PD = last_hidden[is_used_BT]
     argmax_P = torch.empty(hidden_PD.shape[0], dtype=torch.long, device=hidden_PD.device)
-    logits_PC = hidden_PD.new_empty(hidden_PD.shape[0], num_columns) if loss_type == "distillation" else None
+    logits_PC = hidden_PD.new_empty(hidden_PD.shape[0], num_columns) if loss_type != "cross_entropy" else None
     chunk = max(1, CHUNK_ELEMENTS // target.vocab_size)
     for start in range(0, hidden_PD.shape[0], chunk):
         part = slice(start, start + chunk)
@@ -84,7 +88,7 @@ def compute_teacher(
         argmax_P, labels = index[argmax_P], index[input_ids]
     argmax_BT = torch.full_like(input_ids, -1).masked_scatter(is_used_BT, argmax_P)
     rows_BT = is_used_BT.flatten().cumsum(0).view_as(input_ids) - 1
-    return Teacher(logits_PC, rows_BT, argmax_BT, labels, num_columns)
+    return Teacher(logits_PC, hidden_PD, rows_BT, argmax_BT, labels, num_columns)
 
 
 @dataclass
@@ -109,12 +113,17 @@ def draft_loss(
 ) -> LossOutput:
     """sum over steps of step_decay^k x mean loss of step k (Medusa, section 2.2.1: lambda 0.8; EAGLE-3: 0.8^k).
 
+    The loss of a step is token_weight x the loss over its tokens, plus feature_weight x SmoothL1 between its states and
+    the target's (EAGLE, arXiv 2401.15077, section 3.2; the mean over D).
+
     Args:
         teacher: of the same batch, loss mask and loss type.
         loss_mask: [B, T], 1 where x_t is to be predicted.
-        loss_type: `cross_entropy` to the data's tokens, or `distillation`: soft cross-entropy to the teacher's softmax
-            over the draft vocabulary. Positions whose label (distillation: the teacher's argmax) is outside the draft
-            vocabulary get no loss; the mean runs over the positions that have one.
+        loss_type: `cross_entropy` to the data's tokens; `distillation`: soft cross-entropy to the teacher's softmax p
+            over the draft vocabulary; `topk_distillation`: that, plus `TOP_K_WEIGHT` x the sum of -p log q over the
+            teacher's best `TOP_K` tokens (HASS, arXiv 2408.15766, section 3.1), whatever the token_weight. Positions
+            whose label (unless cross-entropy: the teacher's argmax) is outside the draft vocabulary get no loss; the
+            mean runs over the positions that have one.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type is {loss_type!r}; allowed are {', '.join(LOSS_TYPES)}")
@@ -123,7 +132,7 @@ def draft_loss(
     for k, step in enumerate(steps):
         is_predicted_BT = loss_mask[:, step.shift :].bool()
         argmax_BT = teacher.argmax[:, step.shift - 1 : -1]
-        label_BT = argmax_BT if loss_type == "distillation" else teacher.labels[:, step.shift :]
+        label_BT = teacher.labels[:, step.shift :] if loss_type == "cross_entropy" else argmax_BT
         is_scored_BT = is_predicted_BT & ((label_BT >= 0) | (argmax_BT >= 0))
         hidden_MD = step.hidden[:, : is_scored_BT.shape[1]][is_scored_BT]
         rows_M = teacher.rows[:, step.shift - 1 : -1][is_scored_BT]
@@ -133,7 +142,7 @@ def draft_loss(
         top1 = top5 = torch.zeros_like(label_M[:0].sum())
         for start in range(0, len(hidden_MD), chunk):
             part = slice(start, start + chunk)
-            args = (step, hidden_MD[part], teacher.logits, rows_M[part], label_M[part], argmax_M[part])
+            args = (step, hidden_MD[part], teacher, rows_M[part], label_M[part], argmax_M[part], loss_type)
             if len(hidden_MD) > chunk and torch.is_grad_enabled():
                 loss, hits1, hits5 = checkpoint(_chunk_loss, *args, use_reentrant=False)
             else:
@@ -150,14 +159,21 @@ def draft_loss(
 
 
 def _chunk_loss(
-    step: DraftStep, hidden: Tensor, teacher_logits: Tensor | None, rows: Tensor, labels: Tensor, argmax: Tensor
+    step: DraftStep, hidden: Tensor, teacher: Teacher, rows: Tensor, labels: Tensor, argmax: Tensor, loss_type: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss of some rows (a label of -1 has none), and hits of the target's argmax among the best 1 and 5."""
     logits = step.head(hidden).float()
-    if teacher_logits is None:
-        loss = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+    if teacher.logits is None:
+        loss = step.token_weight * F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
     else:
-        loss = F.cross_entropy(logits, teacher_logits[rows].float().softmax(-1), reduction="sum")
+        p = teacher.logits[rows].float().softmax(-1)
+        loss = step.token_weight * F.cross_entropy(logits, p, reduction="sum")
+        if loss_type == "topk_distillation":
+            best = p.topk(min(TOP_K, teacher.num_columns), dim=-1)
+            loss = loss - TOP_K_WEIGHT * (best.values * logits.log_softmax(-1).gather(-1, best.indices)).sum()
+    if step.feature_weight:
+        distances = F.smooth_l1_loss(hidden.float(), teacher.hidden[rows].float(), reduction="none").mean(-1)
+        loss = loss + step.feature_weight * distances[labels >= 0].sum()
     with torch.no_grad():
         # Among the best 5: fewer than 5 columns score above it.
         better = (logits > logits.gather(1, argmax.clamp(min=0)[:, None])).sum(-1)

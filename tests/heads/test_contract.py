@@ -113,6 +113,7 @@ def take_gradients(heads: DraftHeads, target: Target, loss_type: str) -> Tensor:
         target, encoded.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type=loss_type
     )
     heads.train().zero_grad()
+    torch.manual_seed(0)  # some kinds draw noise
     output = heads(
         encoded.features,
         input_ids,

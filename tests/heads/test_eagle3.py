@@ -5,20 +5,21 @@ Legend: B batch, T sequence length, K unroll steps, D hidden size.
 
 from __future__ import annotations
 
-import math
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import DraftHeads, create_heads
 from heads import layers as layers_module
 from heads.eagle3 import Eagle3Heads, default_feature_layers
 from inference import Target, generate
+from tests.heads import slow_layer
+from tests.heads.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -67,67 +68,43 @@ class TestFeatureLayers:
         assert heads.fc.weight.shape == (32, 96)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean() + eps).sqrt() * weight
-
-
-def turn(x: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE of heads x [H, d] at one position."""
-    half = x.shape[-1] // 2
-    angles = torch.tensor([position * theta ** (-i / half) for i in range(half)])
-    first, second = x[:, :half], x[:, half:]
-    return torch.cat(
-        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
-    )
-
-
 def unroll_slowly(heads: Eagle3Heads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:
-    """[K][T'] outputs before the final norm, for one sequence: one slot and one step at a time, straight from section 3
-    of the paper. A slot whose token x_{t+k+1} does not exist has no output from step k on."""
+    """[K][T'] outputs, those that are fed to the next step, for one sequence: one slot and one step at a time, straight
+    from section 3 of the paper. A slot whose token x_{t+k+1} does not exist has no output from step k on."""
     config, weights = heads.config, heads.state_dict()
+    layer, eps = slow_layer.layer_weights(weights, "midlayer."), config.rms_norm_eps
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
-    size, eps = config.head_dim, config.rms_norm_eps
-    repeats = config.num_attention_heads // config.num_key_value_heads
-    length = len(token_ids)
-    g = [weights["fc.weight"] @ features[t] for t in range(length)]
-    keys: list[list[Tensor]] = []
-    values: list[list[Tensor]] = []
+    length, size = len(token_ids), heads.target.hidden_size
+    g = []
+    for t in range(length):
+        parts = [features[t, i * size : (i + 1) * size] for i in range(len(config.feature_layers))]
+        if config.fc_norm:
+            parts = [norm(part, weights[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
+        g.append(weights["fc.weight"] @ torch.cat(parts))
+    inputs: list[list[Tensor]] = []
     outputs: list[list[Tensor]] = []
     for k in range(config.ttt_steps):
-        keys.append([])
-        values.append([])
+        inputs.append([])
         outputs.append([])
         for t in range(length - k - 1):
-            token = table[token_ids[t + k + 1]]
-            inputs = torch.cat(
-                [
-                    norm(token, weights["midlayer.input_layernorm.weight"], eps),
-                    norm(g[t], weights["midlayer.hidden_norm.weight"], eps),
-                ]
-            )
-            q, key, value = (
-                (weights[f"midlayer.self_attn.{name}_proj.weight"] @ inputs).view(-1, size) for name in "qkv"
-            )
-            theta = config.rope_parameters["rope_theta"]
-            q, key = turn(q, t + k, theta), turn(key, t + k, theta)
-            keys[k].append(key.repeat_interleave(repeats, 0))
-            values[k].append(value.repeat_interleave(repeats, 0))
+            token = norm(table[token_ids[t + k + 1]], layer["input_layernorm.weight"], eps)
+            inputs[k].append(torch.cat([token, norm(g[t], layer["hidden_norm.weight"], eps)]))
             seen = [(0, j) for j in range(t + 1)] + [(m, t) for m in range(1, k + 1)]
-            scores = torch.stack([(q * keys[m][j]).sum(-1) / math.sqrt(size) for m, j in seen])  # [seen, H]
-            attended = (scores.softmax(0)[..., None] * torch.stack([values[m][j] for m, j in seen])).sum(0)
-            hidden = g[t] + weights["midlayer.self_attn.o_proj.weight"] @ attended.flatten()
-            x = norm(hidden, weights["midlayer.post_attention_layernorm.weight"], eps)
-            gate, up = (weights[f"midlayer.mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
-            outputs[k].append(hidden + weights["midlayer.mlp.down_proj.weight"] @ (F.silu(gate) * up))
+            attended = slow_layer.attend(layer, config, [inputs[m][j] for m, j in seen], [j + m for m, j in seen])
+            output = slow_layer.finish(layer, config, g[t] + attended)
+            outputs[k].append(norm(output, weights["norm.weight"], eps) if config.norm_output else output)
         g = outputs[k]
     return outputs
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("query_chunk", [256, 3])
-def test_unroll_equals_the_slow_reference(target: Target, query_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [(), ("fc_norm",), ("norm_output",), ("fc_norm", "norm_output")], ids="+".join)
+def test_unroll_equals_the_slow_reference(
+    target: Target, flags: tuple[str, ...], query_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
-    heads = eagle3(target, ttt_steps=4)
+    heads = eagle3(target, ttt_steps=4, **dict.fromkeys(flags, True))
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)
     steps = heads.unroll(features, input_ids)
     weights = heads.state_dict()
@@ -136,8 +113,37 @@ def test_unroll_equals_the_slow_reference(target: Target, query_chunk: int, monk
         for step, outputs in zip(steps, expected, strict=True):
             found = step.hidden[row, : len(outputs)]
             torch.testing.assert_close(found, torch.stack(outputs), rtol=1e-4, atol=1e-4)
-            normed = torch.stack([norm(x, weights["norm.weight"], heads.config.rms_norm_eps) for x in outputs])
-            torch.testing.assert_close(step.head(found), normed @ weights["lm_head.weight"].T, rtol=1e-4, atol=1e-4)
+            normed = outputs
+            if not heads.config.norm_output:
+                normed = [norm(x, weights["norm.weight"], heads.config.rms_norm_eps) for x in outputs]
+            scores = torch.stack(normed) @ weights["lm_head.weight"].T
+            torch.testing.assert_close(step.head(found), scores, rtol=1e-4, atol=1e-4)
+
+
+class TestEagle31:
+    def test_is_off_in_heads_that_know_nothing_of_it(self, target: Target, tmp_path: Path) -> None:
+        heads = eagle3(target)
+        heads.save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert (config.pop("fc_norm"), config.pop("norm_output")) == (False, False)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        loaded = DraftHeads.from_pretrained(tmp_path).bind(target)
+        assert not [name for name in loaded.state_dict() if name.startswith("fc_norm")]
+        input_ids, features = random_prompt(6), torch.randn(1, 6, 96)
+        for one, other in zip(heads.unroll(features, input_ids), loaded.unroll(features, input_ids), strict=True):
+            assert torch.equal(one.hidden, other.hidden)
+
+    def test_one_norm_for_each_tapped_layer(self, target: Target) -> None:
+        heads = create_heads("eagle3", target, feature_layers=[1, 4], fc_norm=True)
+        norms = {name: weight for name, weight in heads.state_dict().items() if name.startswith("fc_norm")}
+        assert list(norms) == ["fc_norm.0.weight", "fc_norm.1.weight"]
+        assert all(torch.equal(weight, torch.ones(32)) for weight in norms.values())
+
+    def test_outputs_of_every_step_have_the_final_norms_scale(self, target: Target) -> None:
+        heads = create_heads("eagle3", target, norm_output=True)
+        for step in heads.unroll(100 * torch.randn(1, 8, 96), random_prompt(8)):
+            scale = (step.hidden / heads.norm.weight).square().mean(-1)
+            torch.testing.assert_close(scale, torch.ones_like(scale), rtol=1e-3, atol=0)
 
 
 class TestAlignment:

@@ -11,7 +11,13 @@ from inference import Target
 
 # Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
-    "eagle3": ({"ttt_steps": 5}, {"ttt_steps": 4, "draft_vocab_size": 40, "num_key_value_heads": 4}),
+    "eagle": ({"ttt_steps": 5}, {"ttt_steps": 3, "fc_bias": True, "num_key_value_heads": 4}),
+    "eagle3": (
+        {"ttt_steps": 5},
+        {"ttt_steps": 4, "draft_vocab_size": 40, "num_key_value_heads": 4},
+        {"ttt_steps": 4, "fc_norm": True, "norm_output": True},
+        {"ttt_steps": 3, "norm_output": True, "draft_vocab_size": 40},
+    ),
     "hydra": (
         {"num_layers": 2},
         {"num_heads": 3, "tie_lm_head": True, "use_embedding_norm": False},

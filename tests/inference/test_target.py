@@ -261,6 +261,7 @@ def test_encode_feeds_a_graph_and_needs_no_features() -> None:
     target.compute_logits(layer(output.last_hidden)).sum().backward()
     assert layer.weight.grad is not None
     assert layer.weight.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in target.model.parameters()), "the target is frozen"
 
 
 def test_target_leaves_the_model_as_it_was() -> None:

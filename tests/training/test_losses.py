@@ -26,9 +26,12 @@ class Case:
 
     Args:
         draft_size: size of the draft vocabulary; None = all of the target's tokens.
+        **weights: of the steps.
     """
 
-    def __init__(self, draft_size: int | None = None, seed: int = 0, shifts: tuple[int, ...] = (2, 3, 4)) -> None:
+    def __init__(
+        self, draft_size: int | None = None, seed: int = 0, shifts: tuple[int, ...] = (2, 3, 4), **weights: float
+    ) -> None:
         torch.manual_seed(seed)
         self.target = Target(tiny_target("llama"))
         self.input_ids = random_prompt(LENGTH, seed=seed, batch_size=BATCH)
@@ -48,7 +51,7 @@ class Case:
                 head.weight.copy_(self.target.lm_head.weight[rows])
                 ahead = torch.roll(self.last_hidden, 1 - shift, dims=1)
                 hidden.copy_(ahead + 0.7 * torch.randn_like(ahead))
-        self.steps = [DraftStep(*step) for step in zip(shifts, self.hidden, self.heads, strict=True)]
+        self.steps = [DraftStep(*step, **weights) for step in zip(shifts, self.hidden, self.heads, strict=True)]
 
     def teacher(self, loss_type: str) -> Teacher:
         return compute_teacher(
@@ -90,11 +93,24 @@ class Reference:
                         ranking = scores.argsort(descending=True).tolist()
                         top1 += ranking[0] == ids.index(best)
                         top5 += ids.index(best) in ranking[:5]
+                    if (label if loss_type == "cross_entropy" else best) not in ids:
+                        continue
                     log_q = scores.log_softmax(-1)
-                    if loss_type == "distillation" and best in ids:
-                        losses.append(-(target_logits[ids].softmax(-1) * log_q).sum())
-                    if loss_type == "cross_entropy" and label in ids:
-                        losses.append(-log_q[ids.index(label)])
+                    if loss_type == "cross_entropy":
+                        loss = -log_q[ids.index(label)] * step.token_weight
+                    else:
+                        p = target_logits[ids].softmax(-1)
+                        loss = -(p * log_q).sum() * step.token_weight
+                    if loss_type == "topk_distillation":
+                        for i in sorted(range(len(ids)), key=lambda i: -p[i].item())[:10]:
+                            loss = loss - p[i] * log_q[i]
+                    for mine, wanted in zip(
+                        step.hidden[row, slot], case.last_hidden[row, slot + step.shift - 1], strict=True
+                    ):
+                        gap = (mine - wanted).abs()
+                        distance = gap**2 / 2 if gap < 1 else gap - 0.5
+                        loss = loss + step.feature_weight * distance / HIDDEN
+                    losses.append(loss)
             if losses:
                 self.loss = self.loss + step_decay**k * torch.stack(losses).mean()
             self.loss_counts.append(len(losses))
@@ -118,13 +134,38 @@ def test_equals_the_reference(loss_type: str, draft_size: int | None, shifts: tu
 
 
 @every_loss
-def test_gradients_equal_the_references(loss_type: str) -> None:
-    case = Case(50)
+@pytest.mark.parametrize("weights", [{}, {"feature_weight": 1.0, "token_weight": 0.1}], ids=["tokens", "features"])
+def test_gradients_equal_the_references(loss_type: str, weights: dict[str, float]) -> None:
+    case = Case(50, **weights)
     case.run(loss_type).loss.backward()
     found = case.gradients()
     Reference(case, loss_type).loss.backward()
     for one, other in zip(found, case.gradients(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@every_loss
+@pytest.mark.parametrize("draft_size", [None, 50, 3])
+def test_weights_of_features_and_tokens(loss_type: str, draft_size: int | None) -> None:
+    case = Case(draft_size, feature_weight=1.5, token_weight=0.25)
+    expected = Reference(case, loss_type, 0.7)
+    found = case.run(loss_type, 0.7)
+    torch.testing.assert_close(found.loss, expected.loss)
+    mean_losses = [total / max(int(n), 1) for total, n in zip(found.loss_sums, found.loss_counts, strict=True)]
+    torch.testing.assert_close(sum(0.7**k * loss for k, loss in enumerate(mean_losses)), expected.loss.detach())
+
+
+@pytest.mark.parametrize("shift", [2, 4])
+def test_states_are_compared_with_those_that_the_targets_head_reads(shift: int) -> None:
+    """The state that predicts x_{t+s} is the target's of position t + s - 1."""
+    case = Case()
+    for offset, is_zero in ((shift - 1, True), (shift, False), (shift - 2, False)):
+        hidden = torch.roll(case.last_hidden, -offset, dims=1)
+        step = DraftStep(shift, hidden, case.target.lm_head, feature_weight=1.0, token_weight=0.0)
+        output = draft_loss(
+            [step], case.teacher("distillation"), case.loss_mask, loss_type="distillation", step_decay=1.0
+        )
+        assert (output.loss.item() == 0) == is_zero
 
 
 def test_medusas_labels_are_shifted_as_the_paper_says() -> None:
@@ -254,7 +295,7 @@ class TestChunks:
     def test_give_the_same_loss_and_gradients(
         self, loss_type: str, draft_size: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        case = Case(draft_size)
+        case = Case(draft_size, feature_weight=1.0)
         whole = case.run(loss_type)
         whole.loss.backward()
         gradients = case.gradients()
@@ -388,6 +429,24 @@ def test_low_precision_states_lose_in_float32(loss_type: str) -> None:
     assert output.loss.dtype == torch.float32
     case.steps = [DraftStep(2, step.hidden, lambda hidden: head(hidden).float())]
     torch.testing.assert_close(output.loss, Reference(case, loss_type).loss)
+
+
+def test_the_best_ten_of_the_teacher_count_twice() -> None:
+    """By hand (HASS, section 3.1): the ten best of 128 have chance 0.09 each, and are not scaled up to 1."""
+    case = Case(shifts=(2,))
+    logits = torch.full((VOCAB,), -30.0)
+    logits[40:50] = 0.0
+    teacher = case.teacher("topk_distillation")
+    assert teacher.logits is not None
+    chances = torch.full((VOCAB,), 0.1 / (VOCAB - 10))
+    chances[40:50] = 0.09
+    teacher.logits.copy_(chances.log())
+    step = DraftStep(2, case.hidden[0], lambda hidden: logits.expand(*hidden.shape[:-1], -1))
+    distilled, both = (
+        draft_loss([step], teacher, case.loss_mask, loss_type=name, step_decay=1.0).loss
+        for name in ("distillation", "topk_distillation")
+    )
+    torch.testing.assert_close(both - distilled, torch.tensor(0.9 * 2.302585), rtol=1e-4, atol=1e-4)
 
 
 def test_an_unknown_loss() -> None:

@@ -1,0 +1,226 @@
+"""Drafting level by level with one decoder layer that reads its own outputs: what the EAGLE kinds have in common.
+
+Legend: B batch, T sequence length, S slots handed over, W frontier nodes, D hidden size, F feature width, R scratch
+rows of the tree, K unroll steps.
+
+Slot t pairs a state of position t with the embedding of x_{t+1} and predicts x_{t+2} (EAGLE, arXiv 2401.15077, section
+3.1). The state of a certain slot is made of the target's features; that of a drafted node is its parent's output.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import DraftHeads, DraftStep
+from heads.config import DraftHeadsConfig
+from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings
+from inference.drafter import DraftLogits
+from inference.target import Target
+
+EXTEND_CHUNK = 512
+
+
+class AutoregressionConfig(DraftHeadsConfig):
+    """Args:
+    ttt_steps: steps of the unroll in training, each on the outputs of the one before.
+    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
+    max_position_embeddings: the draft layer's shape; the target's unless overridden.
+    """
+
+    def __init__(
+        self,
+        *,
+        ttt_steps: int = 1,
+        num_attention_heads: int = 1,
+        num_key_value_heads: int = 1,
+        head_dim: int = 64,
+        intermediate_size: int = 256,
+        hidden_act: str = "silu",
+        rms_norm_eps: float = 1e-6,
+        rope_parameters: dict[str, Any] | None = None,
+        max_position_embeddings: int = 2048,
+        **kwargs: Any,
+    ) -> None:
+        if ttt_steps < 1:
+            raise ValueError(f"ttt_steps is {ttt_steps}; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)")
+        if num_attention_heads % num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
+                "the first must be a multiple of the second"
+            )
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
+        self.ttt_steps = ttt_steps
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**kwargs)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.target_hidden_size
+
+    @classmethod
+    def from_target(cls, target: Target, **overrides: Any) -> Self:
+        return super().from_target(target, **{**decoder_settings(target.text_config), **overrides})
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer whose attention may read more than its residual."""
+
+    def add_blocks(self, config: AutoregressionConfig, input_size: int) -> None:
+        """Called behind a kind's input norms: parameters keep the order that the states of optimizers are stored in."""
+        size = config.hidden_size
+        self.self_attn = DraftAttention(config, input_size, size)
+        self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config, size)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = residual + attended
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+@dataclass
+class AutoregressionState:
+    """cache: the draft layer's keys and values, with R scratch rows.
+    hidden: [B, 1 + R, D] outputs (the next nodes' states) of the last certain slot and behind it of each scratch row.
+    ancestors: [B, 1 + R, R] which scratch rows each of these sees. Both have one size for all levels, and what tells
+    levels apart are tensors, so that one compiled graph serves every level: base [1], where the last frontier begins in
+    `hidden`; depth [1], how many levels there are so far."""
+
+    cache: DraftCache
+    hidden: Tensor
+    ancestors: Tensor
+    base: Tensor
+    depth: Tensor
+
+
+class AutoregressionHeads(DraftHeads):
+    """One draft layer that is fed what it has put out. A kind says what its layer reads and how its outputs are scored.
+
+    Attributes:
+        detaches_steps: whether gradients stop between the steps of an unroll.
+    """
+
+    config_class = AutoregressionConfig
+    detaches_steps: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def layer(self) -> DraftLayer: ...
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [..., F], in any dtype -> states of certain slots [..., D] in the heads' dtype."""
+
+    @abstractmethod
+    def prepare(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens' embeddings and the slots' states, both [..., D] -> the layer's residual [..., D] and what its
+        attention reads [..., its input size]."""
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The output of a slot [..., D]: what is scored, and the state of the slots below it."""
+        return self.layer.finish(residual, attended)
+
+    @abstractmethod
+    def score(self, hidden: Tensor) -> Tensor:
+        """Outputs [..., D] -> logits [..., C]."""
+
+    # Training.
+
+    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
+        """The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2) or harmonized context alignment (HASS, arXiv
+        2408.15766, section 3.2): step k's tokens are teacher-forced, shifted left by k; its states are step k - 1's
+        outputs; its RoPE positions are t + k."""
+        batch, length = input_ids.shape
+        state = self.fuse(features)
+        positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
+        embedded = self.embed(input_ids)
+        attention = self.layer.self_attn
+        steps: list[DraftStep] = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for k in range(self.config.ttt_steps):
+            tokens = nn.functional.pad(embedded[:, k + 1 :], (0, 0, 0, min(k + 1, length)))[:, :length]
+            residual, inputs = self.prepare(tokens, state)
+            q, key, value = attention.project(inputs, positions + k)
+            keys.append(key)
+            values.append(value)
+            hidden = self.finish(residual, attention.attend_unrolled(q, keys, values))
+            steps.append(DraftStep(2 + k, hidden, self.score))
+            state = hidden.detach() if self.detaches_steps else hidden
+        return steps
+
+    # Decoding.
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> AutoregressionState:
+        if self.wants_token_counts:
+            raise ValueError(
+                "these heads have no draft vocabulary yet: train them, or call fit_vocabulary(token_counts)"
+            )
+        attention = self.layer.self_attn
+        cache = DraftCache(
+            (batch_size, attention.num_groups, attention.head_dim),
+            num_slots=max_length,
+            num_scratch=num_scratch,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
+        hidden = torch.zeros(batch_size, rows, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        ancestors = torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device)
+        return AutoregressionState(cache, hidden, ancestors, zero, zero.clone())
+
+    def extend(
+        self,
+        state: AutoregressionState,
+        features: Tensor | None,
+        next_token_ids: Tensor,
+        counts: Tensor,
+        *,
+        max_slots: int,
+    ) -> DraftLogits:
+        assert features is not None
+        cache, last_hidden, attention = state.cache, state.hidden[:, :1], self.layer.self_attn
+        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
+            token_ids = next_token_ids[:, start : start + EXTEND_CHUNK]
+            width = token_ids.shape[1]
+            here = (counts - start).clamp(0, width)
+            fused = self.fuse(features[:, start : start + width])
+            positions = cache.lengths[:, None] + torch.arange(width, device=fused.device)
+            residual, inputs = self.prepare(self.embed(token_ids), fused)
+            q, keys, values = attention.project(inputs, positions)
+            hidden = self.finish(residual, attention.attend(q, *cache.append(keys, values, here, max_slots)))
+            last = (here - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
+            last_hidden = torch.where((here > 0)[:, None, None], hidden.gather(1, last), last_hidden)
+        state.hidden.narrow(1, 0, 1).copy_(last_hidden)
+        state.base, state.depth = torch.zeros_like(state.base), torch.zeros_like(state.depth)
+        return DraftLogits(self.score(last_hidden), self.draft_token_ids)
+
+    def expand(self, state: AutoregressionState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        width, cache, attention = token_ids.shape[1], state.cache, self.layer.self_attn
+        rows = (state.base + parents)[..., None]
+        above = state.hidden.gather(1, rows.expand(-1, -1, state.hidden.shape[-1]))
+        own = cache.used_scratch + torch.arange(width, device=above.device)  # the scratch rows of this level
+        itself = own[:, None] == torch.arange(cache.num_scratch, device=above.device)
+        ancestors = state.ancestors.gather(1, rows.expand(-1, -1, cache.num_scratch)) | itself
+        # The last certain slot is lengths - 1; level d of the tree stands d slots behind it.
+        positions = (cache.lengths[:, None] + state.depth).expand(-1, width)
+        residual, inputs = self.prepare(self.embed(token_ids), above)
+        q, keys, values = attention.project(inputs, positions)
+        view = cache.append_scratch(keys, values, ancestors)
+        hidden = self.finish(residual, attention.attend(q, *view))
+        state.hidden.index_copy_(1, 1 + own, hidden)
+        state.ancestors.index_copy_(1, 1 + own, ancestors)
+        state.base, state.depth = 1 + own[:1], state.depth + 1
+        return DraftLogits(self.score(hidden), self.draft_token_ids)

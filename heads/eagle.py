@@ -1,0 +1,128 @@
+"""EAGLE-1 (arXiv 2401.15077): one decoder layer that continues the target's last states, read by the target's LM head.
+
+Legend: D hidden size, V target vocabulary.
+
+Slot t pairs f_t, the target's post-norm last state of position t, with the embedding of x_{t+1}: the layer, which has
+no input norm, reads z = fc([emb(x_{t+1}); f_t]) and puts out an estimate of f_{t+1}, from which the target's own LM
+head (frozen, borrowed, never saved; no norm before it) predicts x_{t+2}. In a tree the f of a drafted node is its
+parent's output. How a layer drafts on its own outputs: `autoregression.py`.
+
+EAGLE-2 (arXiv 2406.16858) is these weights under `inference.DynamicTree`. HASS (arXiv 2408.15766) is these weights
+trained with `ttt_steps=3` and the loss `topk_distillation`: configs/train/hass-chat-13m.yaml.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from heads.autoregression import AutoregressionConfig, AutoregressionHeads, DraftLayer
+from heads.base import DraftStep
+from inference.target import Target
+
+NOISE_LENGTH = 512  # sequences of so many tokens get noise of the width the config says
+
+
+class EagleConfig(AutoregressionConfig):
+    """Args:
+    ttt_steps: aligned steps in training: 1 = EAGLE-1, 3 = HASS.
+    fc_bias: whether fc has a bias. The authors' code has one; vLLM drops it, so heads meant for export have none.
+    feature_noise: width of the uniform noise on the target's states in training, for sequences of 512 tokens; it is
+        scaled by 512 / length of the padded batch (the authors' code scales by each sequence's own; 0 = no noise).
+    feature_loss_weight: of SmoothL1 between the outputs and the target's states (the paper's 1.0).
+    token_loss_weight: of the cross-entropy (the paper's w_cls 0.1, section 3.2).
+    **kwargs: as in `AutoregressionConfig`.
+    """
+
+    model_type = "draftsmith_eagle"
+    head_type: ClassVar[str] = "eagle"
+
+    def __init__(
+        self,
+        *,
+        ttt_steps: int = 1,
+        fc_bias: bool = False,
+        feature_noise: float = 0.2,
+        feature_loss_weight: float = 1.0,
+        token_loss_weight: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        if feature_noise < 0:
+            raise ValueError(f"feature_noise is {feature_noise}; allowed is 0 (none) or more (the authors use 0.2)")
+        weights = (feature_loss_weight, token_loss_weight)
+        if min(weights) < 0 or max(weights) == 0:
+            raise ValueError(
+                f"feature_loss_weight is {feature_loss_weight} and token_loss_weight {token_loss_weight}; allowed are "
+                "0 or more, not both 0 (the paper's are 1.0 and 0.1)"
+            )
+        self.fc_bias = fc_bias
+        self.feature_noise = feature_noise
+        self.feature_loss_weight = feature_loss_weight
+        self.token_loss_weight = token_loss_weight
+        super().__init__(ttt_steps=ttt_steps, **kwargs)
+        if self.target_num_layers and self.feature_layers != [self.target_num_layers]:
+            raise ValueError(
+                f"feature_layers is {self.feature_layers}; EAGLE-1 continues the target's last state, so allowed is "
+                f"[{self.target_num_layers}]: leave it out"
+            )
+
+    @classmethod
+    def from_target(cls, target: Target, **overrides: Any) -> Self:
+        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
+
+
+class EagleLayer(DraftLayer):
+    """A decoder layer without an input norm: its residual is what q, k and v read."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.add_blocks(config, config.hidden_size)
+
+
+class EagleHeads(AutoregressionHeads):
+    """The EAGLE-1 draft head. Tensor names are those of EAGLE-1 checkpoints (`fc`, `layers.0`)."""
+
+    config_class = EagleConfig
+    default_loss = "distillation"
+    # The authors of HASS weigh all steps alike, and take what a step puts out as data for the next one.
+    default_step_decay = 1.0
+    detaches_steps = True
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        if config.fc_bias:
+            nn.init.zeros_(self.fc.bias)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.post_init()
+
+    @property
+    def layer(self) -> EagleLayer:
+        return cast(EagleLayer, self.layers[0])
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features.to(self.dtype)
+
+    def prepare(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.fc(torch.cat([embedded, state], dim=-1))
+        return z, z
+
+    def score(self, hidden: Tensor) -> Tensor:
+        return self.target.compute_logits(hidden.to(self.target.dtype))
+
+    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
+        """As in `AutoregressionHeads`; in training mode with noise on the target's states, so that the layer learns to
+        read outputs of its own, which err (EAGLE, section 3.2)."""
+        width = self.config.feature_noise * NOISE_LENGTH / input_ids.shape[1]
+        if self.training and width > 0:
+            states = self.fuse(features)
+            features = states + width * (torch.rand_like(states) - 0.5)
+        weights = {
+            "feature_weight": self.config.feature_loss_weight,
+            "token_weight": self.config.token_loss_weight,
+        }
+        return [replace(step, **weights) for step in super().unroll(features, input_ids)]

@@ -1,0 +1,215 @@
+"""EAGLE-1 and HASS against a reference in absolute positions, what is borrowed, the noise, and how deep it drafts.
+
+Legend: B batch, T sequence length, K unroll steps, D hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import DraftHeads, DraftStep, create_heads
+from heads import layers as layers_module
+from heads.eagle import EagleHeads
+from inference import Decoder, DynamicTree, StaticTree, Target, chain
+from tests.heads import slow_layer
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+from training.losses import compute_teacher, draft_loss
+
+
+def eagle(target: Target, **overrides: Any) -> EagleHeads:
+    heads = tiny_heads("eagle", target, **overrides)
+    assert isinstance(heads, EagleHeads)
+    return heads
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama"))
+
+
+def unroll_slowly(heads: EagleHeads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:
+    """[K][T'] outputs, for one sequence, straight from HASS (section 3.2), whose step 0 is EAGLE-1.
+
+    There a step stays at its position p: the last k positions up to p are read with the draft's own features, those
+    before with the target's. Slot t of step k here is position p = t + k there.
+    """
+    config, weights = heads.config, heads.state_dict()
+    layer = slow_layer.layer_weights(weights, "layers.0.")
+    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    bias = weights.get("fc.bias", torch.zeros(1))
+
+    @cache
+    def feature(p: int, num_own: int) -> Tensor:
+        """Of position p: the target's, or the draft's own at the end of `num_own` steps."""
+        return features[p] if num_own == 0 else predict(p - 1, num_own - 1)
+
+    @cache
+    def predict(p: int, k: int) -> Tensor:
+        """The feature of p + 1 from step k at position p."""
+        inputs = [
+            weights["fc.weight"] @ torch.cat([table[token_ids[j + 1]], feature(j, max(0, k - (p - j)))]) + bias
+            for j in range(p + 1)
+        ]
+        attended = slow_layer.attend(layer, config, inputs, list(range(p + 1)))
+        return slow_layer.finish(layer, config, inputs[-1] + attended)
+
+    length = len(token_ids)
+    return [[predict(t + k, k) for t in range(length - k - 1)] for k in range(config.ttt_steps)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("query_chunk", [256, 3])
+@pytest.mark.parametrize("overrides", [{}, {"fc_bias": True, "num_key_value_heads": 4}], ids=["plain", "bias"])
+def test_unroll_equals_the_slow_reference(
+    target: Target, overrides: dict[str, Any], query_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
+    heads = eagle(target, ttt_steps=4, **overrides)
+    input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 32)
+    steps = heads.unroll(features, input_ids)
+    for row in range(2):
+        expected = unroll_slowly(heads, features[row], input_ids[row].tolist())
+        for step, outputs in zip(steps, expected, strict=True):
+            found = step.hidden[row, : len(outputs)]
+            torch.testing.assert_close(found, torch.stack(outputs), rtol=1e-4, atol=1e-4)
+
+
+class TestWhatIsBorrowed:
+    def test_only_fc_and_one_layer_without_an_input_norm_are_its_own(self, target: Target) -> None:
+        names = set(create_heads("eagle", target).state_dict())
+        blocks = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+        blocks |= {"post_attention_layernorm"}
+        assert names == {"fc.weight", *(f"layers.0.{name}.weight" for name in blocks)}
+
+    def test_the_targets_head_reads_the_output_without_a_norm(self) -> None:
+        model: Any = tiny_target("gemma3", final_logit_softcapping=2.0)
+        target = Target(model)
+        heads = create_heads("eagle", target)
+        hidden = torch.randn(2, 3, 32)
+        torch.testing.assert_close(heads.score(hidden), 2 * torch.tanh(model.lm_head(hidden) / 2))
+        assert heads.draft_token_ids is None
+
+    def test_scores_in_the_targets_dtype(self) -> None:
+        target = Target(tiny_target("llama", dtype=torch.bfloat16))
+        heads = eagle(target)
+        step = heads.unroll(torch.randn(1, 5, 32, dtype=torch.bfloat16), random_prompt(5))[0]
+        assert step.hidden.dtype == torch.float32
+        assert step.head(step.hidden).dtype == torch.bfloat16
+
+    def test_a_loss_trains_the_heads_alone(self) -> None:
+        target = Target(tiny_target("llama"))  # its parameters ask for gradients
+        heads = eagle(target)
+        step = heads.unroll(torch.randn(1, 5, 32), random_prompt(5))[0]
+        step.head(step.hidden).square().sum().backward()
+        assert heads.fc.weight.grad is not None
+        assert all(parameter.grad is None for parameter in target.model.parameters())
+
+
+class TestGradients:
+    def test_stop_between_steps(self, target: Target) -> None:
+        """Without attention, step 1 knows the features through step 0's outputs only."""
+        heads = eagle(target, ttt_steps=2)
+        with torch.no_grad():
+            heads.layer.self_attn.o_proj.weight.zero_()
+        features = torch.randn(1, 6, 32, requires_grad=True)
+        first, second = heads.unroll(features, random_prompt(6))
+        second.hidden.sum().backward(retain_graph=True)
+        assert heads.fc.weight.grad is not None
+        assert features.grad is None or features.grad.abs().max() == 0
+        first.hidden.sum().backward()
+        assert features.grad is not None
+        assert features.grad.abs().max() > 0
+
+
+class TestNoise:
+    @pytest.mark.parametrize(("length", "width"), [(512, 0.2), (64, 1.6)])
+    def test_is_uniform_and_wider_on_short_sequences(
+        self, target: Target, length: int, width: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        heads = eagle(target, ttt_steps=2)
+        read: list[Tensor] = []
+        prepare = heads.prepare
+        monkeypatch.setattr(heads, "prepare", lambda embedded, state: read.append(state) or prepare(embedded, state))
+        features = torch.randn(2, length, 32)
+        first = heads.train().unroll(features, random_prompt(length, batch_size=2))[0]
+        noise = read[0] - features
+        assert 0.49 * width < noise.abs().max() <= 0.5001 * width
+        assert noise.mean().abs() < 0.02 * width
+        assert noise.std() == pytest.approx(width / 12**0.5, rel=0.02)
+        assert torch.equal(read[1], first.hidden), "the draft's own features get none"
+
+    def test_is_for_training_alone(self, target: Target) -> None:
+        input_ids, features = random_prompt(6), torch.randn(1, 6, 32)
+
+        def is_same_again(heads: DraftHeads) -> bool:
+            one, other = (heads.unroll(features, input_ids)[0].hidden for _ in range(2))
+            return torch.equal(one, other)
+
+        heads = eagle(target)
+        assert is_same_again(heads.eval())
+        assert not is_same_again(heads.train())
+        assert is_same_again(eagle(target, feature_noise=0.0).train())
+
+
+class TestLoss:
+    def test_weights_are_the_papers_unless_set(self, target: Target) -> None:
+        def weights(heads: DraftHeads) -> set[tuple[float, float]]:
+            steps = heads.unroll(torch.randn(1, 6, 32), random_prompt(6))
+            return {(step.feature_weight, step.token_weight) for step in steps}
+
+        assert weights(eagle(target, ttt_steps=3)) == {(1.0, 0.1)}
+        assert weights(eagle(target, feature_loss_weight=0.5, token_loss_weight=2.0)) == {(0.5, 2.0)}
+
+    @pytest.mark.parametrize(("ttt_steps", "loss_type"), [(1, "distillation"), (3, "topk_distillation")])
+    def test_learns_the_targets_text_and_its_features(self, ttt_steps: int, loss_type: str) -> None:
+        """EAGLE-1 and HASS, for a moment, on one text: it drafts some of that text, deeper than it was unrolled."""
+        model = tiny_target("llama", vocab_size=40)
+        target = Target(model)
+        prompt = random_prompt(8, vocab_size=40)
+        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=100, do_sample=False)
+        mask = torch.ones_like(text)
+        heads = create_heads("eagle", target, ttt_steps=ttt_steps)
+        encoded = target.encode(text, mask, feature_layers=heads.feature_layers)
+        teacher = compute_teacher(target, encoded.last_hidden, text, mask, None, loss_type=loss_type)
+        optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
+
+        def distance(steps: list[DraftStep]) -> float:
+            return torch.nn.functional.smooth_l1_loss(steps[0].hidden[:, :-2], encoded.last_hidden[:, 1:-1]).item()
+
+        before = distance(heads.eval().unroll(encoded.features, text))
+        for _ in range(120):
+            steps = heads.train().unroll(encoded.features, text)
+            optimizer.zero_grad()
+            draft_loss(steps, teacher, mask, loss_type=loss_type, step_decay=1.0).loss.backward()
+            optimizer.step()
+        assert distance(heads.eval().unroll(encoded.features, text)) < 0.5 * before
+        for tree in (chain(4), StaticTree([[0], [1], [0, 0], [0, 0, 0]]), DynamicTree(depth=4, top_k=3, num_nodes=9)):
+            output = Decoder(target, heads, tree=tree).generate(prompt, max_new_tokens=100, do_sample=False)
+            assert torch.equal(output.sequences, text)
+            assert output.stats.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"ttt_steps": 0}, "ttt_steps is 0; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)"),
+        ({"feature_noise": -0.1}, "feature_noise is -0.1; allowed is 0 (none) or more"),
+        ({"token_loss_weight": -1.0}, "feature_loss_weight is 1.0 and token_loss_weight -1.0; allowed are 0 or more"),
+        ({"feature_loss_weight": 0.0, "token_loss_weight": 0.0}, "not both 0 (the paper's are 1.0 and 0.1)"),
+        (
+            {"feature_layers": [5]},
+            "feature_layers is [5]; EAGLE-1 continues the target's last state, so allowed is [6]",
+        ),
+        ({"draft_vocab_size": 10}, "unknown config key 'draft_vocab_size'"),
+    ],
+)
+def test_wrong_settings(target: Target, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        create_heads("eagle", target, **overrides)
