@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from inference.draft_draws import DraftDraws
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,12 @@ class DraftSampling:
             every sampling setting is an adjusted distribution, applied to p and q alike); None = greedy decoding.
         noise: [B, depth + 1, V] float32 Gumbel noise: entry d is that of the token drawn at the nodes of depth d;
             None = greedy, or uncoupled drafting.
+        draws: how to draw drafts at random, for acceptance rules that compare p and q; None = the best candidates.
     """
 
     warp: Callable[[Tensor], Tensor] | None = None
     noise: Tensor | None = None
+    draws: DraftDraws | None = None
 
     def score(self, draft: DraftLogits, depth: int) -> Tensor:
         """Log-scores [B, W or 1, C] float32 of the children of nodes at `depth` (root 0): log q, plus the target's own

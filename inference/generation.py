@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.acceptance import PREFIX_FREE, Sampler, accept_exact
+from inference.acceptance_rules import AcceptanceRule, resolve_rule
 from inference.auto_tree import AutoTree
 from inference.cost_measurement import find_costs
 from inference.cost_model import CostModel
@@ -50,6 +51,10 @@ class Decoder:
         drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
         tree: "dynamic" (EAGLE-2, the default), "auto" (EAGLE-2's kind, of the size that pays, chosen at every
             step), "chain", a tree file, a list of rank paths, or a `TreePolicy`.
+        acceptance: "exact" (the default), "rejection" (Leviathan et al.; siblings without replacement),
+            "block_verification" (of chains), "typical" (Medusa; lossy), or an `AcceptanceRule`. For a greedy target all
+            are the first one. Sampled, "rejection" and "block_verification" keep the target's distribution, but their
+            texts depend on what is drafted.
         is_coupled: at temperature > 0, let the drafter read the target's own Gumbel noise (more is accepted; the text
             is the same either way).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits time truly.
@@ -58,7 +63,8 @@ class Decoder:
             model, so near-ties may fall otherwise. Weights, and which adapters are switched on, are read when a graph
             is made: make a new decoder after a change.
 
-    The text depends on the target and the seed alone: not on the drafter, the tree or the other rows of the batch.
+    With exact acceptance the text depends on the target and the seed alone: not on the drafter, the tree or the other
+    rows of the batch.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Decoder:
         drafter: Drafter | None = None,
         *,
         tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
+        acceptance: AcceptanceRule | str = "exact",
         is_coupled: bool = True,
         is_synchronised: bool = False,
         compile: bool = False,  # noqa: A002
@@ -84,7 +91,9 @@ class Decoder:
             raise ValueError(
                 f"tree is {tree!r} but there is no drafter: pass heads, or leave tree out for plain decoding"
             )
-        self._step = DecodeStep(self.target, drafter, self.policy, is_coupled=is_coupled, compile=compile)
+        rule = resolve_rule(acceptance)
+        rule.check(self.policy)
+        self._step = DecodeStep(self.target, drafter, self.policy, is_coupled=is_coupled, compile=compile, rule=rule)
         self._cache: TreeCache | None = None
         self._costs: dict[tuple[Any, ...], CostModel] = {}  # by batch size and way to draw
         self._planner: TreePlanner | None = None
@@ -296,6 +305,7 @@ def generate(
     *,
     tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
     seed: int | Sequence[int] | None = None,
+    acceptance: AcceptanceRule | str = "exact",
     is_coupled: bool = True,
     compile: bool = False,  # noqa: A002
     **generate_kwargs: Any,
@@ -305,5 +315,5 @@ def generate(
     >>> out = generate(target, heads, **tokenizer("Hi", return_tensors="pt"), max_new_tokens=64)   # doctest: +SKIP
     >>> out.sequences, out.stats.acceptance_length                                                 # doctest: +SKIP
     """
-    decoder = Decoder(target, drafter, tree=tree, is_coupled=is_coupled, compile=compile)
+    decoder = Decoder(target, drafter, tree=tree, acceptance=acceptance, is_coupled=is_coupled, compile=compile)
     return decoder.generate(input_ids, attention_mask, seed=seed, **generate_kwargs)

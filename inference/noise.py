@@ -78,6 +78,27 @@ def row_seeds(seed: int | Sequence[int] | None, batch_size: int, device: torch.d
     return torch.tensor([_to_int64(row) for row in seed], dtype=torch.long, device=device)
 
 
+def derive_seeds(seeds: Tensor, *numbers: int | Tensor) -> Tensor:
+    """Seeds of their own for what `numbers` name (a stream, a position, a node): [...] long, all broadcast together.
+
+    Noise of derived seeds is independent of that of the seeds themselves.
+    """
+    low, high = seeds & _MASK, (seeds >> 32) & _MASK
+    words = []
+    for stream in (5, 6):
+        word = _mix(_mix((low + stream * _GOLDEN) & _MASK) ^ high)
+        for number in numbers:
+            word = _mix((word + (number + 1) * _GOLDEN) & _MASK) ^ stream
+        words.append(word)
+    return (words[0] << 32) | words[1]
+
+
+def uniform_noise(seeds: Tensor, count: int) -> Tensor:
+    """[B, count] float32 in (0, 1), a pure function of seeds [B] long."""
+    places = torch.zeros_like(seeds)[:, None]
+    return gumbel_noise(seeds, places, count)[:, 0].neg().exp().neg().exp()
+
+
 def _to_int64(value: int) -> int:
     """Wrap a Python int of any size into int64's range."""
     return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inference.beam import Children, Pool, choose_best, expand_level, mask_absent, top_candidates
 from inference.drafter import Drafter, DraftLogits, DraftSampling
-from inference.tree import TokenTree, Topology, paths_to_topology
+from inference.tree import DrawnFrom, TokenTree, Topology, paths_to_topology
 
 
 class TreePolicy(ABC):
@@ -99,6 +99,12 @@ class StaticTree(TreePolicy):
     def is_chain(self) -> bool:
         return self.num_nodes == self.max_depth + 1
 
+    @property
+    def skips_ranks(self) -> bool:
+        """Whether some node stands there without its better siblings."""
+        paths = set(self.topology.paths)
+        return any((*path[:-1], path[-1] - 1) not in paths for path in paths if path and path[-1])
+
     def grow(
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
     ) -> TokenTree:
@@ -107,11 +113,16 @@ class StaticTree(TreePolicy):
             self._plans[device] = _StaticPlan.build(self.topology, device)
         plan = self._plans[device]
         token_ids, log_probs = [root_ids[:, None]], [torch.zeros(batch, 1, device=device)]
+        drawn_from: list[Tensor] = []
         for depth, level in enumerate(plan.levels):
             if depth > 0:
                 parents = level.frontier_parents.expand(batch, -1)
                 draft = drafter.expand(state, token_ids[-1][:, level.frontier], parents, depth)
-            top, ids = top_candidates(draft, sampling, depth, level.num_ranks)
+            if sampling.draws is None:
+                top, ids = top_candidates(draft, sampling, depth, level.num_ranks)
+            else:
+                top, ids, log_q = sampling.draws.draw(draft, depth, level.num_ranks, level.frontier.numel())
+                drawn_from.append(log_q)
             missing = level.num_ranks - top.shape[-1]
             if missing > 0:  # the drafter has fewer candidates than the tree has ranks
                 top = torch.nn.functional.pad(top, (0, missing), value=float("-inf"))
@@ -120,6 +131,9 @@ class StaticTree(TreePolicy):
             above = log_probs[-1][:, level.frontier[level.child_frontier]]
             log_probs.append(above + top[:, which, level.child_ranks])
             token_ids.append(ids[:, which, level.child_ranks])
+        drawn = None
+        if drawn_from:
+            drawn = DrawnFrom(torch.cat(drawn_from, dim=1), plan.draft_rows, self.topology.num_ranks)
         return mask_absent(
             TokenTree(
                 torch.cat(token_ids, dim=1),
@@ -127,6 +141,7 @@ class StaticTree(TreePolicy):
                 plan.depths.expand(batch, -1),
                 torch.cat(log_probs, dim=1),
                 max_depth=self.max_depth,
+                drawn=drawn,
             )
         )
 
@@ -148,11 +163,13 @@ class _Level:
 
 @dataclass(frozen=True)
 class _StaticPlan:
-    """A topology as index tensors on one device. parents, depths: [1, N]."""
+    """A topology as index tensors on one device. parents, depths: [1, N]; draft_rows: [N], which of all frontier nodes
+    a node is (0 for those without children)."""
 
     levels: list[_Level]
     parents: Tensor
     depths: Tensor
+    draft_rows: Tensor
 
     @classmethod
     def build(cls, topology: Topology, device: torch.device) -> _StaticPlan:
@@ -160,8 +177,11 @@ class _StaticPlan:
             return torch.tensor(values, dtype=torch.long, device=device)
 
         levels, before = [], [0]
+        draft_rows, num_rows = [0] * topology.num_nodes, 0
         for nodes, children in zip(topology.levels[:-1], topology.levels[1:], strict=True):
             frontier = sorted({topology.parents[child] for child in children})
+            for node in frontier:
+                draft_rows[node], num_rows = num_rows, num_rows + 1
             ranks = [topology.ranks[child] for child in children]
             levels.append(
                 _Level(
@@ -173,7 +193,7 @@ class _StaticPlan:
                 )
             )
             before = frontier
-        return cls(levels, tensor(topology.parents)[None], tensor(topology.depths)[None])
+        return cls(levels, tensor(topology.parents)[None], tensor(topology.depths)[None], tensor(draft_rows))
 
 
 def chain(depth: int) -> StaticTree:

@@ -17,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.acceptance import Acceptance, Sampler, accept_exact
+from inference.acceptance import Acceptance, Sampler
+from inference.acceptance_rules import EXACT, AcceptanceRule
 from inference.auto_tree import AutoTree
 from inference.beam import Children, Pool, choose_best, expand_level, top_candidates
 from inference.compilation import Function, StepCompiler
+from inference.draft_draws import DraftDraws
 from inference.drafter import Drafter, DraftLogits, DraftSampling
 from inference.kv_cache import VIEW_MULTIPLE, TreeCache
+from inference.noise import derive_seeds
 from inference.policy import DynamicTree, TreePolicy
+from inference.rejection import DRAFT_STREAM
 from inference.stats import GenerationStats
 from inference.target import Target, TargetOutput
 from inference.tree import TokenTree
@@ -68,7 +72,8 @@ class DecodeStep:
 
     Args:
         drafter, policy: None for plain decoding.
-        is_coupled: drafts read the target's own noise (see `Decoder`).
+        is_coupled: drafts read the target's own noise (see `Decoder`); never when a rule draws drafts of its own.
+        rule: what is kept of a tree.
         compile: compile what can be; processors that read the prefix run eagerly, as do prompts.
     """
 
@@ -80,11 +85,13 @@ class DecodeStep:
         *,
         is_coupled: bool,
         compile: bool,  # noqa: A002
+        rule: AcceptanceRule = EXACT,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.policy = policy
-        self.is_coupled = is_coupled
+        self.is_coupled = is_coupled and not rule.draws_drafts
+        self.rule = rule
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.stats = GenerationStats()  # of the present call
         self._compiler: StepCompiler | None = None
@@ -99,7 +106,7 @@ class DecodeStep:
         # No weights are read here, so one graph may serve trees of every size as fast.
         self._start_plain = self._compile(self._start_plain_eagerly, is_automatic=True)
         self._choose = self._compile(choose_best, is_automatic=True)
-        self._accept = self._compile(accept_exact, is_automatic=True)
+        self._accept = self._compile(rule.accept, is_automatic=True)
         self._commit = self._compile(self._commit_eagerly, is_automatic=True)
 
     @property
@@ -147,7 +154,8 @@ class DecodeStep:
     ) -> tuple[TokenTree, Tensor | None]:
         assert self.policy is not None
         draft, noise = self._extend(state, lengths, sampler, slots, in_view)
-        tree = self.policy.grow(self.drafter, state, slots.last_ids, draft, self._sampling(sampler, noise))  # type: ignore[arg-type]
+        sampling = self._sampling(sampler, noise, lengths)
+        tree = self.policy.grow(self.drafter, state, slots.last_ids, draft, sampling)  # type: ignore[arg-type]
         return tree, noise
 
     def start_plain(self, cache: TreeCache, sampler: Sampler, slots: NewSlots) -> tuple[TokenTree, Tensor | None]:
@@ -217,10 +225,12 @@ class DecodeStep:
         assert self.drafter is not None
         return expand_level(self.drafter, state, level, depth, top_k, self._sampling(sampler, noise))
 
-    def _sampling(self, sampler: Sampler, noise: Tensor | None) -> DraftSampling:
-        return DraftSampling(
-            warp=sampler.warp_draft if sampler.do_sample else None, noise=noise if self.is_coupled else None
-        )
+    def _sampling(self, sampler: Sampler, noise: Tensor | None, lengths: Tensor | None = None) -> DraftSampling:
+        warp = sampler.warp_draft if sampler.do_sample else None
+        draws = None
+        if self.rule.draws_drafts and sampler.row_seeds is not None and lengths is not None:
+            draws = DraftDraws(derive_seeds(sampler.row_seeds, DRAFT_STREAM, lengths), self.target.vocab_size, warp)
+        return DraftSampling(warp=warp, noise=noise if self.is_coupled else None, draws=draws)
 
     def verify(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
         """Logits [B, N, V] and features [B, N, F] of the tree's nodes."""
@@ -243,8 +253,8 @@ class DecodeStep:
     def accept(
         self, sampler: Sampler, tree: TokenTree, logits: Tensor, root_positions: Tensor, **kwargs: Any
     ) -> Acceptance:
-        """`accept_exact`."""
-        call = self._accept if sampler.is_prefix_free else accept_exact
+        """The rule's `accept`."""
+        call = self._accept if sampler.is_prefix_free else self.rule.accept
         return call(sampler, tree, logits, root_positions, **kwargs)
 
     def commit(

@@ -1,6 +1,6 @@
 """TokenTree: drafted continuations that share their prefixes, verified by one forward pass of the target.
 
-Legend: B batch, N tree nodes, K depth.
+Legend: B batch, N tree nodes, I nodes with children, K depth, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,21 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DrawnFrom:
+    """Where a tree's drafts were drawn from.
+
+    Attributes:
+        log_q: [B, I, V] float32, the drafter's log-probabilities at the nodes that have children.
+        rows: [N] long, each node's row of `log_q`; 0 for nodes without children.
+        num_ranks: the most children a node has.
+    """
+
+    log_q: Tensor
+    rows: Tensor
+    num_ranks: int
 
 
 @dataclass
@@ -50,6 +65,7 @@ class TokenTree:
     log_probs: Tensor
     max_depth: int | None = None
     widths: Tensor | None = None
+    drawn: DrawnFrom | None = None
 
     @classmethod
     def from_root(cls, token_ids: Tensor) -> TokenTree:
