@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -86,8 +87,9 @@ class AdaptiveDrafting:
         assert step.drafter is not None
         self.step, self.policy, self.planner, self.costs = step, policy, planner, costs
         self.state = step.drafter.start(batch_size, cache.capacity, policy.num_scratch)
-        planner.begin_text()
+        planner.begin_text(costs)
         self._waiting: list[NewSlots] = []
+        self._active: Tensor | None = None  # [B], 0 for rows that have finished
         self._counted: Tensor | None = None
         self._opened: OpenedDraft | None = None
         self._plan: Plan | None = None  # of the last step, if the drafter was asked
@@ -103,6 +105,9 @@ class AdaptiveDrafting:
         columns = [] if self._counted is None else [self._counted]
         self._opened = None
         if self.planner.is_drafting:
+            if self._active is not None:
+                for slots in self._waiting:
+                    slots.counts = slots.counts * self._active
             slots = _join(self._waiting, self.step.num_depths)
             self._waiting = []
             self._opened = self.step.open(self.state, cache, sampler, slots)
@@ -110,8 +115,8 @@ class AdaptiveDrafting:
         return torch.cat(columns, dim=1) if columns else None
 
     def retire(self, active: Tensor) -> None:
-        for slots in self._waiting:
-            slots.counts = slots.counts * active
+        self._active = active
+        self._waiting[-1:] = [replace(slots, counts=slots.counts * active) for slots in self._waiting[-1:]]
 
     def draft(
         self, cache: TreeCache, sampler: Sampler, columns: Sequence[Sequence[int]], counts: Sequence[int]

@@ -27,7 +27,7 @@ SHARED_STEPS = 12.0
 # Costs are taken for the same over so many tokens of context.
 CONTEXT_STEP = 64
 # The clock's word on plain steps is the median of the last ones.
-PLAIN_STEPS_KEPT = 16
+PLAIN_STEPS_KEPT = 9
 # A step that took longer than expected by more than this (something was compiled, the machine was busy) counts as this.
 MAX_SCALE = 2.0
 

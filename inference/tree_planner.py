@@ -35,8 +35,9 @@ SETTLE_AT_ONCE, SETTLE_EVERY = 32, 8
 # Drafting goes on while it gains so much, less this share over the square root of the steps it was seen; these are more
 # than a few.
 KEEP_GAIN, GIVE_UP_MARGIN, JUDGED_STEPS = 0.03, 0.1, 8
-# While it gains less than this, plain steps are timed now and then: what they take changes with the machine's load.
-SURE_GAIN, CHECK_EVERY, CHECK_STEPS = 0.3, 64, 3
+# Plain steps are timed again after so many drafted ones, since what they take changes with the machine's load; more
+# seldom while drafting gains at least so much.
+SURE_GAIN, CHECK_EVERY, CHECK_EVERY_WHEN_SURE, CHECK_STEPS = 0.3, 64, 512, 6
 # Steps without drafting after drafting did not pay; doubled while it goes on not paying, halved while it pays.
 SLEEP_STEPS, MAX_SLEEP_STEPS = 32, 256
 # Then single drafted steps, as many as it takes to see whether drafting pays: until their mean is off by this share
@@ -53,6 +54,7 @@ class _Drafted:
     confidences: Sequence[float]
     accepted: Sequence[int]
     counted: Sequence[Sequence[int]]
+    costs: CostModel
     context: int
     seconds: float | None
     is_trial: bool
@@ -86,10 +88,17 @@ class TreePlanner:
         self._tries = self._num_settled = 0
         self._records: list[_Drafted] = []  # still to be worked in
         self._best: list[int] | None = None  # plan for each confidence
+        self._costs: CostModel | None = None  # of the present text
 
-    def begin_text(self) -> None:
-        """Another text begins: the outcome of a probe that ended the last one was never learned."""
-        self._awaits_probe = False
+    def begin_text(self, costs: CostModel) -> None:
+        """Another text begins: the outcome of a probe that ended the last one was never learned. Other costs (another
+        batch size, another way to draw) make seconds known so far meaningless."""
+        self._awaits_probe, self._best = False, None
+        if self._costs is not None and self._costs is not costs:
+            self._settle()
+            self._tokens, self._spent = Mean(0.0, 0.0), Mean(0.0, 0.0)
+            self._probes.clear()
+        self._costs = costs
 
     @property
     def is_drafting(self) -> bool:
@@ -136,28 +145,32 @@ class TreePlanner:
             counted: per row, `AutoTree.count_accepted`; empty for a step without a tree.
             seconds: what it took, if that was measured: a clock knows what costs leave out.
         """
-        self._records.append(_Drafted(plan, confidences, accepted, counted, context, seconds, self._is_trial))
-        if self._is_probe or self._num_settled < SETTLE_AT_ONCE or len(self._records) >= SETTLE_EVERY:
-            self._settle(costs)
+        self._records.append(_Drafted(plan, confidences, accepted, counted, costs, context, seconds, self._is_trial))
+        # Asleep: the step that had begun already when drafting was given up. It is not the probe that ends the sleep.
+        is_early = self._num_settled < SETTLE_AT_ONCE
+        if self._is_probe or self._asleep > 0 or is_early or len(self._records) >= SETTLE_EVERY:
+            self._settle()
 
-    def _settle(self, costs: CostModel) -> None:
+    def _settle(self) -> None:
         """Works in what drafted steps brought, and decides whether drafting goes on."""
+        if not self._records:
+            return
         records, self._records, self._best = self._records, [], None
         self._num_settled += len(records)
         self._unchecked += len(records)
         for record in records:
             self.accepted.add(record.plan, record.confidences, record.counted)
             if record.seconds is not None:
-                self.seconds.correct(record.plan, costs, record.context, record.seconds)
+                self.seconds.correct(record.plan, record.costs, record.context, record.seconds)
             tokens = 1.0 + sum(record.accepted) / len(record.accepted)
-            spent = self.seconds.of_plan(record.plan, costs, record.context)
+            spent = self.seconds.of_plan(record.plan, record.costs, record.context)
             if self._is_probe:
-                self._judge_probe(tokens, spent, costs, record.context)
+                self._judge_probe(tokens, spent, record.costs, record.context)
             elif not record.is_trial:  # trials cost more than they bring, and are few
                 self._tokens.add(tokens)
                 self._spent.add(spent)
         if self._asleep == 0 and self._tokens.weight > JUDGED_STEPS:
-            self._judge(costs, records[-1].context)
+            self._judge(records[-1].costs, records[-1].context)
 
     def _judge_probe(self, tokens: float, spent: float, costs: CostModel, context: int) -> None:
         self._is_probe = self._awaits_probe = False
@@ -187,7 +200,7 @@ class TreePlanner:
             self._sleep()
             return
         self._sleep_steps = max(self._sleep_steps // 2, SLEEP_STEPS)
-        if gain < SURE_GAIN and self._unchecked >= CHECK_EVERY:
+        if self._unchecked >= (CHECK_EVERY if gain < SURE_GAIN else CHECK_EVERY_WHEN_SURE):
             self._asleep, self._wakes_to_probe, self._unchecked = CHECK_STEPS, False, 0
 
     def _sleep(self) -> None:
@@ -197,6 +210,7 @@ class TreePlanner:
     def learn_plain(self, costs: CostModel, context: int, seconds: float) -> None:
         """Takes in what a step without drafting took."""
         self.seconds.correct_plain(costs, context, seconds)
+        self._best = None
 
     def pass_step(self) -> None:
         """A step without drafting begins."""

@@ -171,14 +171,16 @@ class AssistedDecoding(TransformersDecoding):
 
 def count_work(contenders: Sequence[Contender], prompts: Sequence[Prompt]) -> None:
     """Fills in what a round of our own contenders does, counted once for those that draft alike."""
-    counted: dict[tuple[str, Drafter | None, torch.dtype], Work | None] = {}
+    counted: dict[tuple[str, Drafter | None], Work | None] = {}
     for contender in contenders:
         if contender.problem or not isinstance(contender.decode, OurDecoding):
             continue
         decode = contender.decode
+        if contender.name.startswith(f"{PLAIN} in "):  # the hardware was measured in the target's own dtype
+            continue
         if isinstance(decode.decoder.policy, AutoTree):  # another tree, and other work, at every step
             continue
-        key = (contender.tree, decode.drafter, decode.decoder.target.dtype)
+        key = (contender.tree, decode.drafter)
         if key not in counted:
             decoder = decode.decoder
             input_ids = [prompt.input_ids for prompt in prompts]

@@ -77,7 +77,11 @@ def load_subject(
     loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
     return Subject(
         target=target,
-        plain_targets={other: load_target(name, dtype=other, device=device)[0] for other in plain_dtypes},
+        plain_targets={
+            other: load_target(name, dtype=other, device=device)[0]
+            for other in plain_dtypes
+            if other != str(target.dtype).removeprefix("torch.")
+        },
         heads=loaded,
         misfits=misfits,
         assistant=load_assistant(assistant, target) if assistant is not None else None,

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=300, help="Calls of each, in turns; medians count.")
     parser.add_argument("--threads", type=int, help="CPU threads; none = torch's choice.")
     args = parser.parse_args(argv)
-    if min(*args.rows, args.repeats, args.threads or 1) < 1:
+    if min(*args.rows, args.repeats, 1 if args.threads is None else args.threads) < 1:
         parser.error("give --rows, --repeats and --threads of at least 1")
     if args.threads is not None:
         torch.set_num_threads(args.threads)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PATH_OPTIONS = ("--target", "--heads", "--prompts", "--assistant")
+PATH_OPTIONS = ("--target", "--heads", "--prompts", "--assistant")  # written in full: benchmark.py takes beginnings too
+OWN_OPTIONS = ("--json", "--plot", "--markdown")
 PHASES = ("draft", "verify", "accept", "commit")
 
 
@@ -36,16 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(own)
     if len(args.commits) < 2 or args.repeats < 1 or not benchmark:
         parser.error("give two commits or more, --repeats of 1 or more, and behind -- the options of benchmark.py")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no worktree is left behind
     try:
         table = compare(args.commits, absolute_paths(benchmark), args.repeats)
-    except (subprocess.CalledProcessError, ValueError) as error:
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"compare_commits.py: {error} {(error.stderr or b'').decode(errors='replace').strip()}")
+    except ValueError as error:
         sys.exit(f"compare_commits.py: {error}")
     print(table)
     if args.markdown is not None:
         path = Path(args.markdown)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
-            f"```bash\npython scripts/compare_commits.py {' '.join(arguments)}\n```\n\n{table}\n", encoding="utf-8"
+            f"```bash\npython scripts/compare_commits.py {shlex.join(arguments)}\n```\n\n{table}\n", encoding="utf-8"
         )
     return 0
 
@@ -60,8 +66,11 @@ def absolute_paths(options: Sequence[str]) -> list[str]:
     option = ""
     for value in options:
         option = value if value.startswith("--") else option
-        is_file = option in PATH_OPTIONS and value != option and Path(value).exists()
-        values.append(str(Path(value).resolve()) if is_file else value)
+        if "=" in option or option in OWN_OPTIONS:
+            raise ValueError(f"got {option!r} behind --: write options and values apart, and leave files to write out")
+        if option in PATH_OPTIONS and value != option:
+            value = next((str(path.resolve()) for path in (Path(value), ROOT / value) if path.exists()), value)
+        values.append(value)
     return values
 
 
@@ -80,7 +89,7 @@ def compare(commits: Sequence[str], options: Sequence[str], repeats: int) -> str
         finally:
             for tree in trees.values():
                 if tree.exists():
-                    _git("worktree", "remove", "--force", str(tree))
+                    subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=False)
     lines = [
         f"| decoding | commit | tokens/s (min–max) | tokens a step | {' | '.join(f'{phase} ms' for phase in PHASES)} |",
         f"| --- | --- | ---: | ---: |{' ---: |' * len(PHASES)}",
@@ -101,7 +110,10 @@ def run_benchmark(tree: Path, options: Sequence[str]) -> list[dict[str, Any]]:
         check=True,
     )
     content = json.loads(report.read_text(encoding="utf-8"))
-    rows: list[dict[str, Any]] = (content["reports"][0] if "reports" in content else content)["rows"]
+    reports = content.get("reports", [content])
+    if len(reports) > 1:
+        raise ValueError("several reports: give benchmark.py one target, one file of prompts and one temperature")
+    rows: list[dict[str, Any]] = reports[0]["rows"]
     return [row for row in rows if not row.get("problem")]
 
 

@@ -94,7 +94,7 @@ def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
 def test_free_drafts_are_deep_and_dear_levels_are_few() -> None:
     last = run(make_planner(), make_costs(), 0.8, num_steps=200)[-1]
     assert last is not None
-    assert (last.depth, last.num_nodes) == (4, 16)
+    assert (last.depth, last.num_nodes) == (4, 16), "of any width: here all cost the same"
     dear_levels = run(make_planner(), make_costs(level=0.6), 0.5, num_steps=200)
     assert {plan.depth for plan in dear_levels[100:] if plan} <= {1, 2, 4}
     assert sum(plan == NO_TREE or (plan is not None and plan.depth == 1) for plan in dear_levels[100:]) > 80
@@ -148,6 +148,72 @@ def test_plain_steps_are_timed_before_drafting_is_judged() -> None:
             planner.pass_step()
             planner.learn_plain(costs, 8, 0.5 * costs.plain_seconds(8))
     assert num_drafted < 80
+
+
+class Careful(TreePlanner):
+    """Sees to it that the outcome of a probe is that of the probe."""
+
+    num_probes = 0
+
+    def _settle(self) -> None:
+        if self._is_probe:
+            assert len(self._records) == 1
+            self.num_probes += 1
+        super()._settle()
+
+
+def test_a_probe_is_judged_by_itself() -> None:
+    """In the loop's own order: a step is learned from when the next one has been begun."""
+    planner, costs = Careful(AutoTree(DEPTHS, SIZES, WIDTHS)), make_costs(node=0.02, level=0.1, extend=0.2)
+    coin, last = random.Random(0), None
+    for step in range(6000):
+        is_drafting = planner.is_drafting
+        if last is not None:
+            plan, accepted = last
+            planner.learn(plan, [0.6], [accepted], [count_best(planner, accepted)], costs, 8)
+            last = None
+        if is_drafting:
+            plan = planner.choose(costs, 8, [0.6])
+            accepted, chance = 0, 0.9 if step // 300 % 2 else 0.0
+            while accepted < plan.depth and coin.random() < chance:
+                accepted += 1
+            last = plan, accepted
+        else:
+            planner.pass_step()
+    assert planner.num_probes > 20
+
+
+def test_plain_steps_are_timed_again() -> None:
+    """They took twice as long while the first were timed; since then drafting, which seemed to gain half, loses."""
+    costs, planner = make_costs(extend=0.6), make_planner()
+    num_drafted, num_plain = 0, 0
+    for _ in range(6000):
+        if planner.is_drafting:
+            plan = planner.choose(costs, 8, [0.6])
+            accepted = int(plan.depth > 0 and num_drafted % 4 == 0)
+            planner.learn(
+                plan, [0.6], [accepted], [count_best(planner, accepted)], costs, 8, costs.step_seconds(plan, 8)
+            )
+            num_drafted += 1
+        else:
+            planner.pass_step()
+            planner.learn_plain(costs, 8, (2.0 if num_plain < FIRST_PLAIN_STEPS else 1.0) * costs.plain_seconds(8))
+            num_plain += 1
+    assert 8 < num_drafted < 1000
+
+
+def test_other_costs_make_seconds_known_so_far_meaningless() -> None:
+    """A batch of eight, then a row alone with steps an eighth as long."""
+    planner = make_planner()
+    for costs in (make_costs(plain=8.0), make_costs(plain=1.0)):
+        planner.begin_text(costs)
+        for _ in range(FIRST_PLAIN_STEPS):
+            planner.pass_step()
+        for _ in range(53):
+            plan = planner.choose(costs, 8, [0.6])
+            planner.learn(plan, [0.6], [1], [count_best(planner, 1)], costs, 8, costs.step_seconds(plan, 8))
+    assert planner.seconds.of_plan(planner.largest, costs, 8) == pytest.approx(costs.step_seconds(planner.largest, 8))
+    assert planner._spent.value < 2
 
 
 def test_hostile_text_stops_drafting_and_easy_text_starts_it_again() -> None:

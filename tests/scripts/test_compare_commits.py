@@ -65,8 +65,13 @@ def test_a_line_for_each_commit(commits: list[str], tmp_path: Path, capsys: pyte
 def test_files_are_those_of_the_working_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    words = compare_commits.absolute_paths(["--heads", "mine", "a/hub-id", "--tree", "mine"])
+    words: object = compare_commits.absolute_paths(["--heads", "mine", "a/hub-id", "--tree", "mine"])
     assert words == ["--heads", str(tmp_path / "mine"), "a/hub-id", "--tree", "mine"]
+    (words,) = compare_commits.absolute_paths(["--heads", "examples/heads/medusa"])[1:]
+    assert words == str(REPOSITORY / "examples" / "heads" / "medusa"), "started elsewhere"
+    for option in ("--heads=mine", "--json"):
+        with pytest.raises(ValueError, match="write options and values apart"):
+            compare_commits.absolute_paths([option, "mine"])
 
 
 @pytest.mark.parametrize(
@@ -79,5 +84,5 @@ def test_what_cannot_be_compared_is_refused(words: list[str], capsys: pytest.Cap
 
 
 def test_an_unknown_commit_is_named(commits: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"compare_commits.py: .*no-such-commit"):
+    with pytest.raises(SystemExit, match=r"compare_commits.py: .*fatal"):
         compare_commits.main([commits[0], "no-such-commit", "--", "--tree", "chain"])
