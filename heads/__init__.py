@@ -10,11 +10,13 @@ from heads.base import DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
 from heads.eagle3 import Eagle3Heads
 from heads.medusa import MedusaHeads
+from heads.mtp import MTPHeads
 from inference.target import Target
 
 HEAD_TYPES: dict[str, type[DraftHeads]] = {
     "eagle3": Eagle3Heads,
     "medusa": MedusaHeads,
+    "mtp": MTPHeads,
 }
 
 __all__ = ["HEAD_TYPES", "DraftHeads", "DraftHeadsConfig", "DraftStep", "create_heads"]
