@@ -10,9 +10,9 @@ Legend: B batch, T sequence length, S slots handed over, W frontier nodes, D hid
 n blocks (1, or K when depths have their own), V target vocabulary. In the code depths are counted from 0, as in the
 other kinds: depth d = k - 1 of slot t reads (h^d_t, x_{t+d+1}), predicts x_{t+d+2} and stands at RoPE position t + d.
 
-One shared block, K times. One KV cache: slot t holds the row (target's state of t, x_{t+1}). A drafted token's row, made
-from the drafter's own state, sees the certain slots and its ancestors' rows. In training that is the training-time
-test's mask: depth d of slot t sees depth 0 of the slots j <= t, and its own slot's rows of depths 1..d.
+One shared block, K times. One KV cache: slot t holds the row (target's state of t, x_{t+1}). A drafted token's row,
+made from the drafter's own state, sees the certain slots and its ancestors' rows. In training that is the mask of the
+training-time test: depth d of slot t sees depth 0 of the slots j <= t, and its own slot's rows of depths 1..d.
 
 A block for each depth. Depth d has a KV cache of its own, and its rows see those of the same depth at all slots j <= t
 (V3's causal mask): there is no row of another depth among them. The row of depth d at slot j reads x_{j+d+1}; let it
@@ -54,8 +54,8 @@ class MTPConfig(DraftHeadsConfig):
     num_steps: K, the drafted tokens that are trained (FastMTP trains 3, DeepSeek-V3 trains 1).
     share_block: one block for every depth, which decoding may apply more often than training did (FastMTP, section
         3.1), or a block and a KV cache for each of the K depths (DeepSeek-V3, section 2.2).
-    norm_output: the next depth reads the state behind the block's final norm (as DeepSeek's published modules do), which
-        is what the first depth reads of the target; False: the state before it.
+    norm_output: the next depth reads the state behind the block's final norm (as DeepSeek's published modules do),
+        which is what the first depth reads of the target; False: the state before it.
     hidden_first: the projection reads [state, embedding] (V3's equation 21, MiMo) rather than [embedding, state]
         (DeepSeek's, GLM's and Qwen's published modules).
     zero_first_embedding: the embedding read at position 0 is zero, as serving engines run DeepSeek's modules.
@@ -159,7 +159,7 @@ class MTPLayer(nn.Module):
         return self._finish(x, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
 
     def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Whole sequences x [B, T, D] -> [B, T, D]; a slot sees the earlier ones of depth 0 and its own of later depths.
+        """Whole sequences x [B, T, D] -> [B, T, D]; a slot sees the earlier ones of depth 0, its own of later depths.
 
         Args:
             past: keys and values of the depths before this one, whose own are added.
