@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from heads import create_heads
 from heads import layers as layers_module
 from heads.mtp import MTPHeads
-from inference import Target, generate
+from inference import Decoder, DynamicTree, Target, generate
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -269,14 +269,13 @@ def test_training_lowers_the_loss(target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiled_blocks_of_their_own_draft_what_they_draft_eagerly(target: Target) -> None:
-    """Each level runs other blocks: a graph of its own, in one piece."""
+    """Each level runs other blocks: a graph of its own, none in pieces."""
     torch._dynamo.reset()
     heads = mtp(target, num_steps=3, share_block=False)
     prompt = random_prompt(6)
     compiled, eager = (Decoder(target, heads, tree=DynamicTree(3, 4, 12), compile=flag) for flag in (True, False))
-    with torch._dynamo.config.patch(error_on_recompile=False):
-        one, other = (decoder.generate(prompt, max_new_tokens=30, do_sample=False) for decoder in (compiled, eager))
+    one, other = (decoder.generate(prompt, max_new_tokens=30, do_sample=False) for decoder in (compiled, eager))
     assert one.sequences.tolist() == other.sequences.tolist()
     assert one.stats.accepted_histogram == other.stats.accepted_histogram
-    assert all(isinstance(call, _CompiledFunction) and call.compiled is not call.function for call in [compiled._step._expand])
+    assert one.stats.seconds["compile"] > 0
     torch._dynamo.reset()
