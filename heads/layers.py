@@ -109,19 +109,29 @@ class DraftCache:
     level by level; `extend` of the drafter drops them.
 
     Args:
-        shape: (B, G, d).
+        shape: (B, G, d) of the keys.
+        value_shape: (G, d) of the values where they differ.
         num_slots: certain slots a row can hold.
         num_scratch: R.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], *, num_slots: int, num_scratch: int, device: torch.device, dtype: torch.dtype
+        self,
+        shape: tuple[int, int, int],
+        *,
+        num_slots: int,
+        num_scratch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        value_shape: tuple[int, int] | None = None,
     ) -> None:
         batch, groups, size = shape
         self.num_scratch = num_scratch
         # One more column than is ever seen: padding of rows that are full is written there.
-        self.keys = torch.zeros(batch, groups, num_scratch + num_slots + 1, size, device=device, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
+        columns = num_scratch + num_slots + 1
+        self.keys = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
+        groups, size = value_shape or (groups, size)
+        self.values = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.columns = torch.arange(num_scratch + num_slots, device=device)
         self.rows = torch.arange(batch, device=device)[:, None]

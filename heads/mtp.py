@@ -33,16 +33,19 @@ mask; depth d has no columns below d.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from heads.base import DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
-from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings
+from heads.layers import DraftCache, decoder_settings
+from heads.mtp_block import MTPBlock, Rows
 from inference.drafter import DraftLogits
 from inference.target import Target
 
@@ -59,6 +62,9 @@ class MTPConfig(DraftHeadsConfig):
     hidden_first: the projection reads [state, embedding] (V3's equation 21, MiMo) rather than [embedding, state]
         (DeepSeek's, GLM's and Qwen's published modules).
     zero_first_embedding: the embedding read at position 0 is zero, as serving engines run DeepSeek's modules.
+    reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
+    stock_layer: the `to_dict()` of a config whose family's own decoder layer stands in the blocks (`heads.mtp_native`);
+        None = a layer as Llama's.
     num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
     max_position_embeddings: the blocks' shape; the target's unless overridden.
     """
@@ -74,6 +80,8 @@ class MTPConfig(DraftHeadsConfig):
         norm_output: bool = True,
         hidden_first: bool = False,
         zero_first_embedding: bool = False,
+        reads_before_final_norm: bool = False,
+        stock_layer: dict[str, Any] | None = None,
         num_attention_heads: int = 1,
         num_key_value_heads: int = 1,
         head_dim: int = 64,
@@ -98,6 +106,8 @@ class MTPConfig(DraftHeadsConfig):
         self.norm_output = norm_output
         self.hidden_first = hidden_first
         self.zero_first_embedding = zero_first_embedding
+        self.reads_before_final_norm = reads_before_final_norm
+        self.stock_layer = stock_layer
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim
@@ -120,85 +130,6 @@ class MTPConfig(DraftHeadsConfig):
     def from_target(cls, target: Target, **overrides: Any) -> Self:
         inherited = {"feature_layers": [target.num_layers], **decoder_settings(target.text_config)}
         return super().from_target(target, **{**inherited, **overrides})
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one cached pass: where a layer writes its keys and values, and what it then sees.
-
-    Attributes:
-        columns: the cache columns opened for them. mask: [B, 1, Q, S] bool, True = sees.
-    """
-
-    cache: DraftCache
-    columns: Tensor
-    mask: Tensor
-
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view."""
-        return self.cache.write(self.columns, keys, values)
-
-
-class MTPLayer(nn.Module):
-    """A decoder layer as Llama's."""
-
-    def __init__(self, config: MTPConfig) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = DraftAttention(config, size, size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(config, size)
-
-    def new_cache(self, batch_size: int, **options: Any) -> DraftCache:
-        return DraftCache((batch_size, self.self_attn.num_groups, self.self_attn.head_dim), **options)
-
-    def decode(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        """x [B, Q, D] at positions [B, Q] -> [B, Q, D]."""
-        q, keys, values = self.self_attn.project(self.input_layernorm(x), positions)
-        return self._finish(x, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
-
-    def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Whole sequences x [B, T, D] -> [B, T, D]; a slot sees the earlier ones of depth 0, its own of later depths.
-
-        Args:
-            past: keys and values of the depths before this one, whose own are added.
-        """
-        q, keys, values = self.self_attn.project(self.input_layernorm(x), positions)
-        past.append((keys, values))
-        return self._finish(x, self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past]))
-
-    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        hidden = x + attended
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
-
-
-class MTPBlock(nn.Module):
-    """What surrounds the decoder layer, under the names of DeepSeek-V3's checkpoints (`shared_head.norm` is `norm`)."""
-
-    def __init__(self, config: MTPConfig) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = RMSNorm(size, eps)
-        self.hnorm = RMSNorm(size, eps)
-        self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.layer = MTPLayer(config)
-        self.norm = RMSNorm(size, eps)
-        self.is_hidden_first: bool = config.hidden_first
-        self.norms_output: bool = config.norm_output
-
-    def join(self, state: Tensor, embedded: Tensor) -> Tensor:
-        """The decoder layer's input: states and embeddings [B, Q, D] -> [B, Q, D]."""
-        inputs = [self.enorm(embedded), self.hnorm(state)]
-        return cast(Tensor, self.eh_proj(torch.cat(inputs[::-1] if self.is_hidden_first else inputs, dim=-1)))
-
-    def next_state(self, hidden: Tensor) -> Tensor:
-        """The layer's output as the next depth reads it."""
-        return cast(Tensor, self.norm(hidden)) if self.norms_output else hidden
-
-    def scored(self, state: Tensor) -> Tensor:
-        """`next_state` as the LM head reads it."""
-        return state if self.norms_output else cast(Tensor, self.norm(state))
 
 
 @dataclass
@@ -226,11 +157,32 @@ class MTPHeads(DraftHeads):
     default_loss = "distillation"
     # FastMTP, section 3.2: beta 0.6 (there over the sum of all weights, a factor of the learning rate here).
     default_step_decay = 0.6
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["e_score_correction_bias"]  # of DeepSeek's routers
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config)
-        self.blocks = nn.ModuleList(MTPBlock(config) for _ in range(1 if config.share_block else config.num_steps))
+        num_blocks = 1 if config.share_block else config.num_steps
+        self.blocks = nn.ModuleList(MTPBlock(config, index) for index in range(num_blocks))
+        if config.reads_before_final_norm:
+            self.register_buffer("state_gain", torch.ones(config.hidden_size))
         self.post_init()
+
+    @classmethod
+    def from_target_checkpoint(
+        cls, path_or_hub_id: str | os.PathLike[str], target: Target | PreTrainedModel, **overrides: Any
+    ) -> MTPHeads:
+        """The MTP modules a target brings in its own checkpoint, bound to it and in its dtype.
+
+        Args:
+            path_or_hub_id: the target's checkpoint in safetensors.
+            **overrides: keys of `MTPConfig` (for example `zero_first_embedding=False`).
+
+        Raises:
+            ValueError: no MTP module there, or one that cannot be used, with the reason.
+        """
+        from heads.mtp_native import load_native_heads
+
+        return load_native_heads(path_or_hub_id, target, **overrides)
 
     @property
     def each_block(self) -> list[MTPBlock]:
@@ -246,6 +198,22 @@ class MTPHeads(DraftHeads):
             with torch.no_grad():
                 for block in self.each_block:
                     block.norm.weight.copy_(gain)
+        self.init_state_gain(target)
+
+    def init_state_gain(self, target: Target) -> None:
+        if self.config.reads_before_final_norm:
+            if (gain := target.final_norm_gain()) is None or not gain.all():
+                raise ValueError(
+                    "reads_before_final_norm needs a target with a final norm whose gain is nowhere zero, and this "
+                    "target's is not: set it to false"
+                )
+            self.state_gain.copy_(gain)
+
+    def first_state(self, features: Tensor) -> Tensor:
+        """What depth 0 reads. `hnorm` ignores the length of its input, so the state before the target's final norm is
+        to it the one behind without the norm's gain."""
+        state = features.to(self.dtype)
+        return state / self.state_gain if self.config.reads_before_final_norm else state
 
     def score(self, block: MTPBlock, state: Tensor) -> Tensor:
         """The target's logits of what `block` hands on: [..., D] -> [..., V]."""
@@ -262,7 +230,7 @@ class MTPHeads(DraftHeads):
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         """The K depths, tokens teacher-forced: depth d's are shifted left by d + 1."""
         batch, length = input_ids.shape
-        state = features.to(self.dtype)
+        state = self.first_state(features)
         slots = torch.arange(length, device=input_ids.device).expand(batch, -1)
         steps: list[DraftStep] = []
         past: list[tuple[Tensor, Tensor]] = []
@@ -304,7 +272,7 @@ class MTPHeads(DraftHeads):
             here = (counts - start).clamp(0, width)
             positions = state.caches[0].lengths[:, None] + torch.arange(width, device=token_ids.device)
             embedded = self.embed_at(token_ids, positions)
-            previous = features[:, start : start + width].to(self.dtype)
+            previous = self.first_state(features[:, start : start + width])
             handed_on = []
             for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
                 columns, mask = cache.open(width, here, max_slots)
