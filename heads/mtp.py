@@ -207,13 +207,13 @@ class MTPHeads(DraftHeads):
                     "reads_before_final_norm needs a target with a final norm whose gain is nowhere zero, and this "
                     "target's is not: set it to false"
                 )
-            self.state_gain.copy_(gain)
+            cast(Tensor, self.state_gain).copy_(gain)
 
     def first_state(self, features: Tensor) -> Tensor:
         """What depth 0 reads. `hnorm` ignores the length of its input, so the state before the target's final norm is
         to it the one behind without the norm's gain."""
         state = features.to(self.dtype)
-        return state / self.state_gain if self.config.reads_before_final_norm else state
+        return state / cast(Tensor, self.state_gain) if self.config.reads_before_final_norm else state
 
     def score(self, block: MTPBlock, state: Tensor) -> Tensor:
         """The target's logits of what `block` hands on: [..., D] -> [..., V]."""

@@ -19,11 +19,11 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
@@ -125,7 +125,7 @@ def load_native_heads(
         heads = MTPHeads(MTPConfig.from_target(target, **{**settings, **overrides}))
     except ValueError as error:
         raise ValueError(f"the MTP modules of {path} cannot be used: {error}") from error
-    heads.to(target.dtype)
+    cast(nn.Module, heads).to(target.dtype)
     for name, buffer in heads.named_buffers():
         if any(kept in name for kept in heads._keep_in_fp32_modules_strict):
             buffer.data = buffer.float()
@@ -133,7 +133,8 @@ def load_native_heads(
     _add_norm_offset(heads, tensors)
     _fill(path, heads, _merge_experts(tensors))
     heads.init_state_gain(target)
-    return heads.bind(target).eval()
+    heads.bind(target).eval()
+    return heads
 
 
 def _find_tensors(path: str) -> dict[str, str]:

@@ -84,7 +84,9 @@ def random_modules(model: PreTrainedModel, count: int) -> list[Module]:
         layer.self_attn.layer_idx = index
         with torch.no_grad():
             for parameter in layer.parameters():
-                parameter.copy_(torch.randn(parameter.shape) * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1))
+                parameter.copy_(
+                    torch.randn(parameter.shape) * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1)
+                )
             for name, buffer in layer.named_buffers():
                 if "e_score_correction_bias" in name:
                     buffer.copy_(torch.randn(buffer.shape))
@@ -136,9 +138,7 @@ def name_as_mimo(modules: list[Module], num_layers: int) -> dict[str, Tensor]:
         "norm": "final_layernorm",
     }
     tensors = {f"model.mtp_layers.0.{theirs}.weight": modules[0].parts[ours] for ours, theirs in names.items()}
-    return tensors | {
-        f"model.mtp_layers.0.{name}": tensor for name, tensor in modules[0].layer.state_dict().items()
-    }
+    return tensors | {f"model.mtp_layers.0.{name}": tensor for name, tensor in modules[0].layer.state_dict().items()}
 
 
 def write_checkpoint(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> Path:
@@ -242,9 +242,7 @@ def run_modules(case: Case, model: Any, modules: list[Module], input_ids: Tensor
 def test_unroll_equals_the_familys_own_layers(case: Case, tmp_path: Path) -> None:
     model, modules, heads = load(case, tmp_path)
     input_ids = random_prompt(12, batch_size=2)
-    features = heads.target.encode(
-        input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers
-    ).features
+    features = heads.target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
     steps = heads.unroll(features, input_ids)
     for step, logits in zip(steps, run_modules(case, model, modules, input_ids), strict=False):
         found = step.head(step.hidden[:, : logits.shape[1]])
@@ -269,7 +267,7 @@ def test_decoding_equals_the_unroll(case: Case, tmp_path: Path) -> None:
 
 @every_case
 def test_text_is_the_targets_own_and_survives_saving(case: Case, tmp_path: Path) -> None:
-    model, _, heads = load(case, tmp_path / "target")
+    _, _, heads = load(case, tmp_path / "target")
     prompt = random_prompt(7)
     plain = generate(heads.target, None, prompt, max_new_tokens=12, do_sample=False)
     drafted = generate(heads.target, heads, prompt, max_new_tokens=12, do_sample=False)
@@ -315,7 +313,9 @@ def test_drafts_are_those_of_transformers(family: str, num_modules: int, tmp_pat
         for depth in range(num_modules):
             torch.testing.assert_close(draft.logits[:, 0], logits[:, depth], rtol=1e-4, atol=1e-4)
             if depth + 1 < num_modules:
-                draft = heads.expand(state, tokens[:, depth : depth + 1], torch.zeros(1, 1, dtype=torch.long), depth + 1)
+                draft = heads.expand(
+                    state, tokens[:, depth : depth + 1], torch.zeros(1, 1, dtype=torch.long), depth + 1
+                )
 
 
 def test_native_heads_can_be_trained_further(tmp_path: Path) -> None:
@@ -397,6 +397,11 @@ class TestRefusals:
         model = self.write(self.tensors(), tmp_path)
         with pytest.raises(ValueError, match=r"share_block cannot be chosen: the 1 MTP module"):
             MTPHeads.from_target_checkpoint(tmp_path, model, share_block=False)
-        assert len(MTPHeads.from_target_checkpoint(tmp_path, model, num_steps=5).unroll(
-            torch.zeros(1, 8, 32), random_prompt(8)
-        )) == 5
+        assert (
+            len(
+                MTPHeads.from_target_checkpoint(tmp_path, model, num_steps=5).unroll(
+                    torch.zeros(1, 8, 32), random_prompt(8)
+                )
+            )
+            == 5
+        )
