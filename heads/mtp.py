@@ -50,6 +50,7 @@ from inference.drafter import DraftLogits
 from inference.target import Target
 
 EXTEND_CHUNK = 512
+FLOAT32_BUFFERS = {"e_score_correction_bias"}  # of DeepSeek's routers, in any dtype
 
 
 class MTPConfig(DraftHeadsConfig):
@@ -157,7 +158,7 @@ class MTPHeads(DraftHeads):
     default_loss = "distillation"
     # FastMTP, section 3.2: beta 0.6 (there over the sum of all weights, a factor of the learning rate here).
     default_step_decay = 0.6
-    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["e_score_correction_bias"]  # of DeepSeek's routers
+    _keep_in_fp32_modules_strict = FLOAT32_BUFFERS
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config)

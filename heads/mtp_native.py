@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from heads.mtp import MTPConfig, MTPHeads
+from heads.mtp import FLOAT32_BUFFERS, MTPConfig, MTPHeads
 from heads.stock_layer import StockLayer
 from inference.target import Target
 
@@ -127,7 +127,7 @@ def load_native_heads(
         raise ValueError(f"the MTP modules of {path} cannot be used: {error}") from error
     cast(nn.Module, heads).to(target.dtype)
     for name, buffer in heads.named_buffers():
-        if any(kept in name for kept in heads._keep_in_fp32_modules_strict):
+        if name.rpartition(".")[2] in FLOAT32_BUFFERS:
             buffer.data = buffer.float()
     tensors = _read(path, files, places)
     _add_norm_offset(heads, tensors)

@@ -45,7 +45,7 @@ class Family:
         """What a norm adds to its weight before it multiplies: 1 where weights are stored around zero (Qwen3-Next)."""
         norm = self.norm_class(2, eps=1e-6)
         with torch.no_grad():
-            norm.weight.fill_(1.0)  # type: ignore[union-attr, operator]
+            norm.weight.fill_(1.0)  # type: ignore[operator]
             return round(float(norm(torch.ones(2))[0]) - 1.0)
 
 
