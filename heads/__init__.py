@@ -12,6 +12,7 @@ from heads.eagle import EagleHeads
 from heads.eagle3 import Eagle3Heads
 from heads.hydra import HydraHeads
 from heads.medusa import MedusaHeads
+from heads.mtp import MTPHeads
 from inference.target import Target
 
 HEAD_TYPES: dict[str, type[DraftHeads]] = {
@@ -19,6 +20,7 @@ HEAD_TYPES: dict[str, type[DraftHeads]] = {
     "eagle3": Eagle3Heads,
     "hydra": HydraHeads,
     "medusa": MedusaHeads,
+    "mtp": MTPHeads,
 }
 
 __all__ = ["HEAD_TYPES", "DraftHeads", "DraftHeadsConfig", "DraftStep", "create_heads"]

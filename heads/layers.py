@@ -109,19 +109,29 @@ class DraftCache:
     level by level; `extend` of the drafter drops them.
 
     Args:
-        shape: (B, G, d).
+        shape: (B, G, d) of the keys.
+        value_shape: (G, d) of the values where they differ.
         num_slots: certain slots a row can hold.
         num_scratch: R.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], *, num_slots: int, num_scratch: int, device: torch.device, dtype: torch.dtype
+        self,
+        shape: tuple[int, int, int],
+        *,
+        num_slots: int,
+        num_scratch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        value_shape: tuple[int, int] | None = None,
     ) -> None:
         batch, groups, size = shape
         self.num_scratch = num_scratch
         # One more column than is ever seen: padding of rows that are full is written there.
-        self.keys = torch.zeros(batch, groups, num_scratch + num_slots + 1, size, device=device, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
+        columns = num_scratch + num_slots + 1
+        self.keys = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
+        groups, size = value_shape or (groups, size)
+        self.values = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.columns = torch.arange(num_scratch + num_slots, device=device)
         self.rows = torch.arange(batch, device=device)[:, None]
@@ -135,27 +145,32 @@ class DraftCache:
         Returns:
             keys and values [B, G, S, d] up to the last slot written, and the mask [B, 1, W, S] (True = sees).
         """
-        width = keys.shape[2]
-        slots_BW = self.lengths[:, None] + torch.arange(width, device=keys.device)
-        view = self.num_scratch + max_slots
+        columns, mask = self.open(keys.shape[2], counts, max_slots)
+        return (*self.write(columns, keys, values), mask)
+
+    def open(self, width: int, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor]:
+        """The first half of `append`: the columns [B, W] to be written, and the mask."""
+        slots_BW = self.lengths[:, None] + torch.arange(width, device=self.keys.device)
         # Rows with fewer real slots than W write their padding into slots that the next call overwrites.
         columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
-        self.keys[self.rows, :, columns] = keys.transpose(1, 2)
-        self.values[self.rows, :, columns] = values.transpose(1, 2)
-        slot_of_column = self.columns[:view] - self.num_scratch
+        slot_of_column = self.columns[: self.num_scratch + max_slots] - self.num_scratch
         mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
         self.lengths = self.lengths + counts
         self.max_slots = max_slots
         self.used_scratch = torch.zeros_like(self.used_scratch)
         self._num_used = 0
-        return self.keys[:, :, :view], self.values[:, :, :view], mask_BWS[:, None]
+        return columns, mask_BWS[:, None]
 
     def append_scratch(self, keys: Tensor, values: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Writes one level's W frontier rows. `ancestors` [B, W, R] says which scratch rows each sees.
 
         Where the level begins is a tensor, so that one compiled graph serves every level.
         """
-        width = keys.shape[2]
+        columns, mask = self.open_scratch(keys.shape[2], ancestors)
+        return (*self.write(columns, keys, values), mask)
+
+    def open_scratch(self, width: int, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        """The first half of `append_scratch`: the columns [W] to be written, and the mask [B, 1, W, S]."""
         if not torch.compiler.is_compiling():
             self._num_used += width
             if self._num_used > self.num_scratch:
@@ -164,13 +179,21 @@ class DraftCache:
                     "more"
                 )
         columns = self.used_scratch + self.columns[:width]
-        self.keys.index_copy_(2, columns, keys)  # an assignment to a slice would be compiled to a copy of the cache
-        self.values.index_copy_(2, columns, values)
         self.used_scratch = self.used_scratch + width
         certain_BS = self.columns[: self.max_slots] < self.lengths[:, None]
         mask_BWS = torch.cat([ancestors, certain_BS[:, None].expand(-1, width, -1)], dim=-1)
+        return columns, mask_BWS[:, None]
+
+    def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The second half of both: fills the opened columns; keys and values up to the last column in view."""
+        if columns.dim() == 1:
+            self.keys.index_copy_(2, columns, keys)  # an assignment to a slice would be compiled to a copy of the cache
+            self.values.index_copy_(2, columns, values)
+        else:
+            self.keys[self.rows, :, columns] = keys.transpose(1, 2)
+            self.values[self.rows, :, columns] = values.transpose(1, 2)
         view = self.num_scratch + self.max_slots
-        return self.keys[:, :, :view], self.values[:, :, :view], mask_BWS[:, None]
+        return self.keys[:, :, :view], self.values[:, :, :view]
 
 
 class DraftAttention(nn.Module):

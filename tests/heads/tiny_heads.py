@@ -24,6 +24,11 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"num_layers": 2, "use_prefix_attention": True},  # Hydra++
     ),
     "medusa": ({}, {"num_heads": 3, "num_layers": 2}),
+    "mtp": (
+        {},
+        {"num_steps": 3, "norm_output": False, "hidden_first": True, "zero_first_embedding": True},
+        {"share_block": False},
+    ),
 }
 VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]
 VARIANT_IDS = [f"{kind}-{index}" for kind in HEAD_TYPES for index in range(len(_VARIANTS.get(kind, ({},))))]

@@ -1,0 +1,329 @@
+"""Multi-token prediction: DeepSeek-V3's MTP modules (arXiv 2412.19437, section 2.2) and FastMTP's one module that is
+applied again and again (arXiv 2509.18362, section 3).
+
+    h^k_t = block(proj([norm(emb(x_{t+k})); norm(h^{k-1}_t)])),  P(x_{t+k+1}) = softmax(LM head(norm(h^k_t)))
+
+with h^0 the target's post-norm state and k = 1..K (V3, equations 21 to 23). Embedding and LM head are the target's own,
+frozen; each block has a final norm.
+
+Legend: B batch, T sequence length, S slots handed over, W frontier nodes, D hidden size, R scratch rows of the tree,
+n blocks (1, or K when depths have their own), V target vocabulary. In the code depths are counted from 0, as in the
+other kinds: depth d = k - 1 of slot t reads (h^d_t, x_{t+d+1}), predicts x_{t+d+2} and stands at RoPE position t + d.
+
+One shared block, K times. One KV cache: slot t holds the row (target's state of t, x_{t+1}). A drafted token's row,
+made from the drafter's own state, sees the certain slots and its ancestors' rows. In training that is the mask of the
+training-time test: depth d of slot t sees depth 0 of the slots j <= t, and its own slot's rows of depths 1..d.
+
+A block for each depth. Depth d has a KV cache of its own, and its rows see those of the same depth at all slots j <= t
+(V3's causal mask): there is no row of another depth among them. The row of depth d at slot j reads x_{j+d+1}; let it
+belong to that token. Then everything that belongs to the token of position p, the rows of depth d at slot p - d - 1, is
+known as soon as the token is, and needs nothing but its depth d - 1 neighbour, which belongs to the token before:
+
+    token      x_1      x_2      x_3      x_4        column = p - 1 = t + d, in every depth's cache
+    depth 0   (0, 0)   (0, 1)   (0, 2)   (0, 3)      (depth, slot)
+    depth 1      -     (1, 0)   (1, 1)   (1, 2)      the state read is that of the entry above and to the left
+    depth 2      -        -     (2, 0)   (2, 1)
+
+So `extend` adds one column per certain token, and `expand` one column per frontier node: for a node at level d of the
+tree the depths d..K-1 (those above would need the target's state of a drafted token, and nobody reads them). Depth d is
+scored; the deeper ones are what later levels attend to: x_{t+2} enters depth 2 at slot t - 1 as well, and a node at
+level 2 sees that row. With the columns as slots all caches have one length, one set of scratch rows and one ancestor
+mask; depth d has no columns below d.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from heads.base import DraftHeads, DraftStep
+from heads.config import DraftHeadsConfig
+from heads.layers import DraftCache, decoder_settings
+from heads.mtp_block import MTPBlock, Rows
+from inference.drafter import DraftLogits
+from inference.target import Target
+
+EXTEND_CHUNK = 512
+FLOAT32_BUFFERS = {"e_score_correction_bias"}  # of DeepSeek's routers, in any dtype
+
+
+class MTPConfig(DraftHeadsConfig):
+    """Args:
+    num_steps: K, the drafted tokens that are trained (FastMTP trains 3, DeepSeek-V3 trains 1).
+    share_block: one block for every depth, which decoding may apply more often than training did (FastMTP, section
+        3.1), or a block and a KV cache for each of the K depths (DeepSeek-V3, section 2.2).
+    norm_output: the next depth reads the state behind the block's final norm (as DeepSeek's published modules do),
+        which is what the first depth reads of the target; False: the state before it.
+    hidden_first: the projection reads [state, embedding] (V3's equation 21, MiMo) rather than [embedding, state]
+        (DeepSeek's, GLM's and Qwen's published modules).
+    zero_first_embedding: the embedding read at position 0 is zero, as serving engines run DeepSeek's modules.
+    reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
+    stock_layer: the `to_dict()` of a config whose family's own decoder layer stands in the blocks (`heads.mtp_native`);
+        None = a layer as Llama's.
+    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
+    max_position_embeddings: the blocks' shape; the target's unless overridden.
+    """
+
+    model_type = "draftsmith_mtp"
+    head_type: ClassVar[str] = "mtp"
+
+    def __init__(
+        self,
+        *,
+        num_steps: int = 4,
+        share_block: bool = True,
+        norm_output: bool = True,
+        hidden_first: bool = False,
+        zero_first_embedding: bool = False,
+        reads_before_final_norm: bool = False,
+        stock_layer: dict[str, Any] | None = None,
+        num_attention_heads: int = 1,
+        num_key_value_heads: int = 1,
+        head_dim: int = 64,
+        intermediate_size: int = 256,
+        hidden_act: str = "silu",
+        rms_norm_eps: float = 1e-6,
+        rope_parameters: dict[str, Any] | None = None,
+        max_position_embeddings: int = 2048,
+        **kwargs: Any,
+    ) -> None:
+        if num_steps < 1:
+            raise ValueError(f"num_steps is {num_steps}; allowed is 1 or more drafted tokens (FastMTP trains 3)")
+        if num_attention_heads % num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
+                "the first must be a multiple of the second"
+            )
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
+        self.num_steps = num_steps
+        self.share_block = share_block
+        self.norm_output = norm_output
+        self.hidden_first = hidden_first
+        self.zero_first_embedding = zero_first_embedding
+        self.reads_before_final_norm = reads_before_final_norm
+        self.stock_layer = stock_layer
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**kwargs)
+        if self.target_num_layers and len(self.feature_layers) != 1:
+            raise ValueError(
+                f"feature_layers is {self.feature_layers}; MTP reads one state (the target's last, in the paper)"
+            )
+
+    @property
+    def hidden_size(self) -> int:
+        return self.target_hidden_size
+
+    @classmethod
+    def from_target(cls, target: Target, **overrides: Any) -> Self:
+        inherited = {"feature_layers": [target.num_layers], **decoder_settings(target.text_config)}
+        return super().from_target(target, **{**inherited, **overrides})
+
+
+@dataclass
+class MTPState:
+    """caches: one per block, all of one length. The rest has one size for all levels of a tree, and what tells levels
+    apart are tensors, so that one compiled graph serves every level of a shared block:
+
+    states: [B, 1 + R, n, D] what each block handed on for the last certain token, and behind it for each scratch row.
+    ancestors: [B, 1 + R, R] which scratch rows each of these sees.
+    levels: [R] the level of each scratch row, the first is 0.
+    base: [1], where the last frontier begins in `states`; depth: [1], how many levels there are so far."""
+
+    caches: list[DraftCache]
+    states: Tensor
+    ancestors: Tensor
+    levels: Tensor
+    base: Tensor
+    depth: Tensor
+
+
+class MTPHeads(DraftHeads):
+    """One MTP block that drafts any number of tokens, or one for each of K."""
+
+    config_class = MTPConfig
+    default_loss = "distillation"
+    # FastMTP, section 3.2: beta 0.6 (there over the sum of all weights, a factor of the learning rate here).
+    default_step_decay = 0.6
+    _keep_in_fp32_modules_strict = FLOAT32_BUFFERS
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__(config)
+        num_blocks = 1 if config.share_block else config.num_steps
+        self.blocks = nn.ModuleList(MTPBlock(config, index) for index in range(num_blocks))
+        if config.reads_before_final_norm:
+            self.register_buffer("state_gain", torch.ones(config.hidden_size))
+        self.post_init()
+
+    @classmethod
+    def from_target_checkpoint(
+        cls, path_or_hub_id: str | os.PathLike[str], target: Target | PreTrainedModel, **overrides: Any
+    ) -> MTPHeads:
+        """The MTP modules a target brings in its own checkpoint, bound to it and in its dtype.
+
+        Args:
+            path_or_hub_id: the target's checkpoint in safetensors.
+            **overrides: keys of `MTPConfig` (for example `zero_first_embedding=False`).
+
+        Raises:
+            ValueError: no MTP module there, or one that cannot be used, with the reason.
+        """
+        from heads.mtp_native import load_native_heads
+
+        return load_native_heads(path_or_hub_id, target, **overrides)
+
+    @property
+    def each_block(self) -> list[MTPBlock]:
+        return cast(list[MTPBlock], list(self.blocks))
+
+    @property
+    def max_depth(self) -> int | None:
+        return None if self.config.share_block else int(self.config.num_steps)
+
+    def init_from_target(self, target: Target) -> None:
+        """The borrowed LM head expects states of the target's final norm's scale."""
+        if (gain := target.final_norm_gain()) is not None:
+            with torch.no_grad():
+                for block in self.each_block:
+                    block.norm.weight.copy_(gain)
+        self.init_state_gain(target)
+
+    def init_state_gain(self, target: Target) -> None:
+        if self.config.reads_before_final_norm:
+            if (gain := target.final_norm_gain()) is None or not gain.all():
+                raise ValueError(
+                    "reads_before_final_norm needs a target with a final norm whose gain is nowhere zero, and this "
+                    "target's is not: set it to false"
+                )
+            cast(Tensor, self.state_gain).copy_(gain)
+
+    def first_state(self, features: Tensor) -> Tensor:
+        """What depth 0 reads. `hnorm` ignores the length of its input, so the state before the target's final norm is
+        to it the one behind without the norm's gain."""
+        state = features.to(self.dtype)
+        return state / cast(Tensor, self.state_gain) if self.config.reads_before_final_norm else state
+
+    def score(self, block: MTPBlock, state: Tensor) -> Tensor:
+        """The target's logits of what `block` hands on: [..., D] -> [..., V]."""
+        return self.target.compute_logits(block.scored(state).to(self.target.dtype))
+
+    def embed_at(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        embedded = self.embed(token_ids)
+        if self.config.zero_first_embedding:
+            embedded = embedded.masked_fill((positions == 0)[..., None], 0.0)
+        return embedded
+
+    # Training.
+
+    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
+        """The K depths, tokens teacher-forced: depth d's are shifted left by d + 1."""
+        batch, length = input_ids.shape
+        state = self.first_state(features)
+        slots = torch.arange(length, device=input_ids.device).expand(batch, -1)
+        steps: list[DraftStep] = []
+        past: list[tuple[Tensor, Tensor]] = []
+        for depth in range(self.config.num_steps):
+            block = self.each_block[0 if self.config.share_block else depth]
+            tokens = nn.functional.pad(input_ids[:, depth + 1 :], (0, min(depth + 1, length)))[:, :length]
+            x = block.join(state, self.embed_at(tokens, slots + depth))
+            hidden = block.layer.unroll(x, slots + depth, past if self.config.share_block else [])
+            state = block.next_state(hidden)
+            steps.append(DraftStep(2 + depth, state, partial(self.score, block)))
+        return steps
+
+    # Decoding.
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> MTPState:
+        options: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        caches = [
+            block.layer.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch, **options)
+            for block in self.each_block
+        ]
+        rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
+        return MTPState(
+            caches,
+            states=torch.zeros(batch_size, rows, len(caches), self.config.hidden_size, **options),
+            ancestors=torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device),
+            levels=torch.zeros(num_scratch, dtype=torch.long, device=self.device),
+            base=zero,
+            depth=zero.clone(),
+        )
+
+    def extend(
+        self, state: MTPState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        assert features is not None
+        last_BnD = state.states[:, 0]
+        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
+            token_ids = next_token_ids[:, start : start + EXTEND_CHUNK]
+            width = token_ids.shape[1]
+            here = (counts - start).clamp(0, width)
+            positions = state.caches[0].lengths[:, None] + torch.arange(width, device=token_ids.device)
+            embedded = self.embed_at(token_ids, positions)
+            previous = self.first_state(features[:, start : start + width])
+            handed_on = []
+            for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
+                columns, mask = cache.open(width, here, max_slots)
+                if depth:
+                    mask = _without_first(mask, columns, cache.num_scratch, depth)
+                hidden = block.layer.decode(block.join(previous, embedded), positions, Rows(cache, columns, mask))
+                handed_on.append(block.next_state(hidden))
+                # The next depth reads, at each token, what this one handed on at the token before.
+                previous = torch.cat([last_BnD[:, None, depth], handed_on[-1][:, :-1]], dim=1)
+            states = torch.stack(handed_on, dim=2)
+            last = (here - 1).clamp(min=0)[:, None, None, None].expand(-1, 1, *states.shape[2:])
+            last_BnD = torch.where((here > 0)[:, None, None], states.gather(1, last)[:, 0], last_BnD)
+        state.states.narrow(1, 0, 1).copy_(last_BnD[:, None])
+        state.base, state.depth = torch.zeros_like(state.base), torch.zeros_like(state.depth)
+        return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]))
+
+    def expand(self, state: MTPState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        width, first = token_ids.shape[1], state.caches[0]
+        rows = state.base + parents
+        parent_states = state.states.gather(1, rows[..., None, None].expand(-1, -1, *state.states.shape[2:]))
+        own = first.used_scratch + torch.arange(width, device=token_ids.device)  # the scratch rows of this level
+        itself = own[:, None] == torch.arange(first.num_scratch, device=token_ids.device)
+        ancestors = state.ancestors.gather(1, rows[..., None].expand(-1, -1, first.num_scratch)) | itself
+        state.levels.index_copy_(0, own, state.depth.expand(width))
+        # The last certain column is lengths - 1; level d of the tree stands d columns behind it.
+        positions = (first.lengths[:, None] + state.depth).expand(-1, width)
+        embedded = self.embed_at(token_ids, positions)
+        handed_on = []
+        begin = 0 if self.config.share_block else depth
+        for index in range(begin, len(state.caches)):
+            block, cache = self.each_block[index], state.caches[index]
+            seen = ancestors
+            if index:
+                seen = ancestors & ((cache.lengths[:, None] + state.levels >= index)[:, None] | itself)
+            columns, mask = cache.open_scratch(width, seen)
+            if index:
+                mask = _without_first(mask, columns, cache.num_scratch, index)
+            x = block.join(parent_states[:, :, max(index - 1, 0)], embedded)
+            handed_on.append(block.next_state(block.layer.decode(x, positions, Rows(cache, columns, mask))))
+        for cache in state.caches[:begin]:  # columns that nobody will read
+            cache.open_scratch(width, ancestors)
+        state.states.narrow(2, begin, len(handed_on)).index_copy_(1, 1 + own, torch.stack(handed_on, dim=2))
+        state.ancestors.index_copy_(1, 1 + own, ancestors)
+        state.base, state.depth = 1 + own[:1], state.depth + 1
+        return DraftLogits(self.score(self.each_block[begin], handed_on[0]))
+
+
+def _without_first(mask: Tensor, columns: Tensor, num_scratch: int, depth: int) -> Tensor:
+    """A block of this depth has no slots before its first `depth` columns. Such a column sees itself all the same:
+    with nothing to see it would become NaN."""
+    seen = torch.arange(mask.shape[-1], device=mask.device)
+    is_missing = (seen >= num_scratch) & (seen < num_scratch + depth)
+    return mask & (~is_missing | (seen == columns[..., None])[..., None, :, :])

@@ -1,0 +1,249 @@
+"""MTP modules that a target brings in its own checkpoint, read into `mtp` heads.
+
+transformers leaves these tensors out when it loads the target. They come under three sets of names, with their own
+conventions (the engines' and transformers' code agree but for position 0, whose embedding only the engines leave out):
+
+    DeepSeek-V3, GLM-4-MoE   model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm, the layer's own}
+    Qwen3-Next and later     mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0.{the layer's own}
+    MiMo                     model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm, ...}
+
+The decoder layer inside is the target family's own class (`heads.stock_layer`). One module becomes a shared block,
+applied as often as the tree is deep; several become a block for each depth.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from heads.mtp import FLOAT32_BUFFERS, MTPConfig, MTPHeads
+from heads.stock_layer import StockLayer
+from inference.target import Target
+
+# FastMTP (arXiv 2509.18362) trains a native module further with three applications.
+DEFAULT_NUM_STEPS = 3
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How one family names its MTP tensors.
+
+    Attributes:
+        layer: matches a tensor of module `index`; what follows is `rest`.
+        parts: their name of a part behind that prefix -> ours.
+        top: names without an index, of the only module -> ours.
+        borrowed: copies of the target's embedding and LM head.
+        settings: the config's, as this family's modules are used.
+    """
+
+    layer: str
+    parts: dict[str, str]
+    settings: dict[str, Any]
+    top: dict[str, str] = field(default_factory=dict)
+    borrowed: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+
+    def rename(self, name: str, num_layers: int) -> tuple[int, str] | None:
+        """(module, name in our block) of a checkpoint's tensor; None when it is not an MTP module's, or is borrowed."""
+        if name in self.top:
+            return 0, self.top[name]
+        match = re.fullmatch(self.layer, name)
+        if match is None or match["rest"] in self.borrowed:
+            return None
+        index = int(match["index"]) - (num_layers if self is DEEPSEEK else 0)
+        return (index, self.parts.get(match["rest"], f"layer.layer.{match['rest']}")) if index >= 0 else None
+
+
+DEEPSEEK = Naming(
+    layer=r"(?:model\.)?(?:language_model\.)?layers\.(?P<index>\d+)\.(?P<rest>.+)",
+    parts={
+        "enorm.weight": "enorm.weight",
+        "hnorm.weight": "hnorm.weight",
+        "eh_proj.weight": "eh_proj.weight",
+        "shared_head.norm.weight": "norm.weight",
+    },
+    settings={"norm_output": True, "hidden_first": False, "zero_first_embedding": True},
+)
+QWEN = Naming(
+    layer=r"mtp\.layers\.(?P<index>\d+)\.(?P<rest>.+)",
+    parts={},
+    settings={"norm_output": True, "hidden_first": False, "zero_first_embedding": False},
+    top={
+        "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
+        "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
+        "mtp.fc.weight": "eh_proj.weight",
+        "mtp.norm.weight": "norm.weight",
+    },
+)
+MIMO = Naming(
+    layer=r"model\.mtp_layers\.(?P<index>\d+)\.(?P<rest>.+)",
+    parts={
+        "token_layernorm.weight": "enorm.weight",
+        "hidden_layernorm.weight": "hnorm.weight",
+        "input_proj.weight": "eh_proj.weight",
+        "final_layernorm.weight": "norm.weight",
+    },
+    settings={
+        "norm_output": True,
+        "hidden_first": True,
+        "zero_first_embedding": True,
+        "reads_before_final_norm": True,
+    },
+)
+
+
+def load_native_heads(
+    path_or_hub_id: str | os.PathLike[str], target: Target | PreTrainedModel, **overrides: Any
+) -> MTPHeads:
+    """`MTPHeads.from_target_checkpoint`."""
+    if not isinstance(target, Target):
+        target = Target(target)
+    path = str(path_or_hub_id)
+    files = _find_tensors(path)
+    naming, places = _find_modules(path, files, target.num_layers)
+    num_blocks = 1 + max(index for index, _ in places.values())
+    settings = {**naming.settings, "share_block": num_blocks == 1}
+    settings["num_steps"] = DEFAULT_NUM_STEPS if num_blocks == 1 else num_blocks
+    settings["stock_layer"] = _describe_layers(target, num_blocks, [name for _, name in places.values()])
+    fixed = {"share_block", "stock_layer"} | ({"num_steps"} if num_blocks > 1 else set())
+    if refused := sorted(fixed & overrides.keys()):
+        raise ValueError(
+            f"{', '.join(refused)} cannot be chosen: the {num_blocks} MTP module(s) of {path} decide; leave it out"
+        )
+    try:
+        heads = MTPHeads(MTPConfig.from_target(target, **{**settings, **overrides}))
+    except ValueError as error:
+        raise ValueError(f"the MTP modules of {path} cannot be used: {error}") from error
+    cast(nn.Module, heads).to(target.dtype)
+    for name, buffer in heads.named_buffers():
+        if name.rpartition(".")[2] in FLOAT32_BUFFERS:
+            buffer.data = buffer.float()
+    tensors = _read(path, files, places)
+    _add_norm_offset(heads, tensors)
+    _fill(path, heads, _merge_experts(tensors))
+    heads.init_state_gain(target)
+    heads.bind(target).eval()
+    return heads
+
+
+def _find_tensors(path: str) -> dict[str, str]:
+    """Tensor name -> the file that holds it."""
+    index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        with open(index, encoding="utf-8") as file:
+            weight_map: dict[str, str] = json.load(file)["weight_map"]
+        return weight_map
+    single = cached_file(path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if single is None:
+        raise ValueError(
+            f"{path} has no model.safetensors and no model.safetensors.index.json: give the target's own checkpoint, "
+            "a directory or a hub id, in safetensors"
+        )
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), "model.safetensors")
+
+
+def _find_modules(path: str, names: Iterable[str], num_layers: int) -> tuple[Naming, dict[str, tuple[int, str]]]:
+    """The naming in use, and the place in our heads of every tensor of an MTP module."""
+    for naming in (DEEPSEEK, QWEN, MIMO):
+        places = {name: place for name in names if (place := naming.rename(name, num_layers)) is not None}
+        if any(ours == "eh_proj.weight" for _, ours in places.values()):
+            return naming, places
+    raise ValueError(
+        f"{path} holds no MTP module: neither model.layers.{num_layers}.eh_proj (DeepSeek-V3, GLM-4-MoE) nor mtp.fc "
+        "(Qwen3-Next) nor model.mtp_layers.0.input_proj (MiMo). Many conversions drop these tensors: take the original "
+        "checkpoint, or train heads (head_type: mtp)"
+    )
+
+
+def _describe_layers(target: Target, num_blocks: int, names: list[str]) -> dict[str, Any]:
+    """The target's text config with its settings per layer replaced by those of its MTP layers."""
+    config = copy.deepcopy(target.text_config)
+    has_experts = any(".experts." in name for name in names)
+    config.num_hidden_layers = num_blocks
+    if getattr(config, "layer_types", None):
+        config.layer_types = getattr(config, "mtp_layer_types", None) or ["full_attention"] * num_blocks
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = ["sparse" if has_experts else "dense"] * num_blocks
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0 if has_experts else num_blocks
+    if hasattr(config, "mlp_only_layers"):
+        config.mlp_only_layers = [] if has_experts else list(range(num_blocks))
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    settings.pop("quantization_config", None)  # the target's; its MTP tensors are read as they are
+    return settings
+
+
+def _read(path: str, files: dict[str, str], places: dict[str, tuple[int, str]]) -> dict[str, Tensor]:
+    tensors = {}
+    for file_name in sorted({files[name] for name in places}):
+        file_path = cached_file(path, file_name)
+        assert file_path is not None  # or it has raised
+        with safe_open(file_path, framework="pt") as file:
+            for name, (index, ours) in places.items():
+                if files[name] == file_name:
+                    tensors[f"blocks.{index}.{ours}"] = file.get_tensor(name)
+    marks = ("_scale", "_scale_inv", ".qweight")
+    quantized = sorted(name for name, x in tensors.items() if name.endswith(marks) or x.element_size() == 1)
+    if quantized:
+        raise ValueError(
+            f"{path}: the MTP tensors are quantized ({quantized[0]} and {len(quantized) - 1} more): take a checkpoint "
+            "in bfloat16, or convert it first"
+        )
+    return tensors
+
+
+def _add_norm_offset(heads: MTPHeads, tensors: dict[str, Tensor]) -> None:
+    """Norms outside the layer are ours, which multiply by their weight alone."""
+    for index, block in enumerate(heads.each_block):
+        assert isinstance(block.layer, StockLayer)
+        for part in ("enorm", "hnorm", "norm"):
+            if (name := f"blocks.{index}.{part}.weight") in tensors:
+                tensors[name] = tensors[name].float() + block.layer.family.norm_offset
+
+
+def _merge_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor per expert and matrix, as checkpoints have them, into the stacks transformers keeps: gate_up_proj
+    [experts, 2I, D] and down_proj [experts, D, I]."""
+    merged: dict[str, Tensor] = {}
+    experts: dict[str, dict[tuple[str, int], Tensor]] = {}
+    for name, tensor in tensors.items():
+        if (match := _EXPERT.fullmatch(name)) is None:
+            merged[name] = tensor
+        else:
+            experts.setdefault(match[1], {})[match[3], int(match[2])] = tensor
+    for prefix, matrices in experts.items():
+        numbers = sorted({number for _, number in matrices})
+        if len(matrices) != 3 * len(numbers) or numbers != list(range(len(numbers))):
+            raise ValueError(f"the checkpoint lacks matrices of some experts of {prefix}: copy it again")
+        gate_up = [torch.cat([matrices["gate_proj", n], matrices["up_proj", n]]) for n in numbers]
+        merged[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
+        merged[f"{prefix}.down_proj"] = torch.stack([matrices["down_proj", n] for n in numbers])
+    return merged
+
+
+def _fill(path: str, heads: MTPHeads, tensors: dict[str, Tensor]) -> None:
+    wanted = {name: tensor for name, tensor in heads.state_dict().items() if name != "state_gain"}
+    problems = {
+        "missing": sorted(wanted.keys() - tensors.keys()),
+        "unexpected": sorted(tensors.keys() - wanted.keys()),
+        "of another shape": sorted(n for n in wanted.keys() & tensors if wanted[n].shape != tensors[n].shape),
+    }
+    if any(problems.values()):
+        found = "; ".join(f"{what}: {', '.join(names[:5])}" for what, names in problems.items() if names)
+        raise ValueError(
+            f"{path}: its MTP tensors do not fill the decoder layer of this target ({found}). Is it the target's own "
+            "checkpoint, and does this release of transformers know its layers?"
+        )
+    heads.load_state_dict(tensors, strict=False)

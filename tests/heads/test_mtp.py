@@ -1,0 +1,281 @@
+"""MTP against a reference that loops over slots and depths, its alignment, and what it borrows of the target.
+
+Legend: B batch, T sequence length, K depths, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from heads import create_heads
+from heads import layers as layers_module
+from heads.mtp import MTPHeads
+from inference import Decoder, DynamicTree, Target, generate
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+
+def mtp(target: Target, **overrides: Any) -> MTPHeads:
+    heads = tiny_heads("mtp", target, **overrides)
+    assert isinstance(heads, MTPHeads)
+    return heads
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama"))
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean() + eps).sqrt() * weight
+
+
+def turn(x: Tensor, position: int, theta: float) -> Tensor:
+    """RoPE of heads x [H, d] at one position."""
+    half = x.shape[-1] // 2
+    angles = torch.tensor([position * theta ** (-i / half) for i in range(half)])
+    first, second = x[:, :half], x[:, half:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def unroll_slowly(heads: MTPHeads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:
+    """[K][T'] logits of one sequence, one slot and one depth at a time. A slot whose token x_{t+d+1} does not exist has
+    none from depth d on."""
+    config, weights = heads.config, heads.state_dict()
+    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    size, eps, theta = config.head_dim, config.rms_norm_eps, config.rope_parameters["rope_theta"]
+    repeats = config.num_attention_heads // config.num_key_value_heads
+    states = list(features)
+    keys: dict[tuple[int, int], Tensor] = {}
+    values: dict[tuple[int, int], Tensor] = {}
+    logits: list[list[Tensor]] = []
+    for d in range(config.num_steps):
+        block = f"blocks.{0 if config.share_block else d}"
+        layer = f"{block}.layer"
+        outputs: list[Tensor] = []
+        logits.append([])
+        for t in range(len(token_ids) - d - 1):
+            token = table[token_ids[t + d + 1]]
+            if config.zero_first_embedding and t + d == 0:
+                token = torch.zeros_like(token)
+            pair = [norm(token, weights[f"{block}.enorm.weight"], eps)]
+            pair.append(norm(states[t], weights[f"{block}.hnorm.weight"], eps))
+            x = weights[f"{block}.eh_proj.weight"] @ torch.cat(pair[::-1] if config.hidden_first else pair)
+            inputs = norm(x, weights[f"{layer}.input_layernorm.weight"], eps)
+            q, k, v = ((weights[f"{layer}.self_attn.{name}_proj.weight"] @ inputs).view(-1, size) for name in "qkv")
+            q, keys[d, t] = turn(q, t + d, theta), turn(k, t + d, theta).repeat_interleave(repeats, 0)
+            values[d, t] = v.repeat_interleave(repeats, 0)
+            if config.share_block:
+                seen = [(0, j) for j in range(t + 1)] + [(m, t) for m in range(1, d + 1)]
+            else:
+                seen = [(d, j) for j in range(t + 1)]
+            scores = torch.stack([(q * keys[row]).sum(-1) / math.sqrt(size) for row in seen])  # [seen, H]
+            attended = (scores.softmax(0)[..., None] * torch.stack([values[row] for row in seen])).sum(0)
+            x = x + weights[f"{layer}.self_attn.o_proj.weight"] @ attended.flatten()
+            inputs = norm(x, weights[f"{layer}.post_attention_layernorm.weight"], eps)
+            gate, up = (weights[f"{layer}.mlp.{name}_proj.weight"] @ inputs for name in ("gate", "up"))
+            x = x + weights[f"{layer}.mlp.down_proj.weight"] @ (F.silu(gate) * up)
+            normed = norm(x, weights[f"{block}.norm.weight"], eps)
+            outputs.append(normed if config.norm_output else x)
+            logits[d].append(heads.target.lm_head.weight @ normed)
+        states = outputs
+    return logits
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"norm_output": False, "hidden_first": True, "zero_first_embedding": True},
+    {"share_block": False, "num_steps": 3},
+    {"share_block": False, "num_steps": 3, "norm_output": False, "hidden_first": True, "zero_first_embedding": True},
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("query_chunk", [256, 3])
+@pytest.mark.parametrize("overrides", VARIANTS, ids=["shared", "shared, as MiMo", "apart", "apart, as MiMo"])
+def test_unroll_equals_the_slow_reference(
+    target: Target, overrides: dict[str, Any], query_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
+    heads = mtp(target, **overrides)
+    input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 32)
+    steps = heads.unroll(features, input_ids)
+    for row in range(2):
+        expected = unroll_slowly(heads, features[row], input_ids[row].tolist())
+        for step, logits in zip(steps, expected, strict=True):
+            found = step.head(step.hidden[row, : len(logits)])
+            torch.testing.assert_close(found, torch.stack(logits), rtol=1e-4, atol=1e-4)
+
+
+class TestAlignment:
+    """By hand, T = 6: slot 2 of depth 0 pairs the state of position 2 with the token x_3 and predicts x_4."""
+
+    @torch.no_grad()
+    def changed_slots(self, heads: MTPHeads, position: int, *, token: bool) -> list[set[int]]:
+        """Per depth, the slots whose output changes with the token (or else the feature) at `position`."""
+        input_ids, features = random_prompt(6, seed=1), torch.randn(1, 6, 32)
+        other_ids, other_features = input_ids.clone(), features.clone()
+        if token:
+            other_ids[0, position] = (input_ids[0, position] + 1) % 128
+        else:
+            other_features[0, position] += torch.randn(32)
+        before, after = heads.unroll(features, input_ids), heads.unroll(other_features, other_ids)
+        return [
+            {t for t in range(6) if not torch.equal(one.hidden[0, t], other.hidden[0, t])}
+            for one, other in zip(before, after, strict=True)
+        ]
+
+    @pytest.mark.parametrize("share_block", [True, False])
+    def test_of_features(self, target: Target, share_block: bool) -> None:
+        heads = mtp(target, num_steps=3, share_block=share_block)
+        assert self.changed_slots(heads, 2, token=False) == [{2, 3, 4, 5}] * 3
+
+    @pytest.mark.parametrize("share_block", [True, False])
+    def test_of_tokens(self, target: Target, share_block: bool) -> None:
+        heads = mtp(target, num_steps=3, share_block=share_block)
+        # x_3 enters at slot 2 first; depth d of a slot t has read x_{t+d+1} as well.
+        assert self.changed_slots(heads, 3, token=True) == [{2, 3, 4, 5}, {1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}]
+        assert self.changed_slots(heads, 0, token=True) == [set()] * 3, "x_0 is in the features already"
+
+    @torch.no_grad()
+    def test_the_worked_example_of_the_module(self, target: Target) -> None:
+        """The rows of depth d at slot t belong to the token of column t + d: what `extend` hands on for the token of a
+        column are the unroll's states of depth d at slot column - d."""
+        heads = mtp(target, num_steps=3, share_block=False)
+        input_ids, features = random_prompt(6), torch.randn(1, 6, 32)
+        steps = heads.unroll(features, input_ids)
+        state = heads.start(1, 8, 4)
+        for column in range(4):
+            here = slice(column, column + 1)
+            heads.extend(
+                state, features[:, here], input_ids[:, column + 1 : column + 2], torch.tensor([1]), max_slots=column + 1
+            )
+            for d in range(min(column, 2) + 1):
+                torch.testing.assert_close(state.states[0, 0, d], steps[d].hidden[0, column - d], rtol=1e-4, atol=1e-4)
+
+
+class TestTheTargetsParts:
+    @pytest.mark.parametrize("share_block", [True, False])
+    def test_gradients_stop_at_the_target(self, share_block: bool) -> None:
+        model = tiny_target("llama")
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        heads = mtp(Target(model), num_steps=3, share_block=share_block)
+        features = torch.randn(1, 8, 32, requires_grad=True)
+        step = heads.unroll(features, random_prompt(8))[-1]
+        step.head(step.hidden[0, 4]).square().sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(parameter.grad is not None for parameter in heads.blocks[0].eh_proj.parameters())
+        assert features.grad is not None
+        assert features.grad[0, 4].abs().max() > 0
+        assert features.grad[0, 5:].abs().max() == 0
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+    def test_the_final_norm_starts_as_the_targets(self, family: str) -> None:
+        if family == "gpt2":  # a LayerNorm: only its gain can be taken over
+            config = GPT2Config(vocab_size=64, n_embd=32, n_layer=6, n_head=4, n_positions=64)
+            model: Any = GPT2LMHeadModel(config).eval()
+            final_norm = model.transformer.ln_f
+        else:
+            model = tiny_target(family)
+            final_norm = model.model.norm
+        with torch.no_grad():
+            final_norm.weight.uniform_(0.5, 2.0)
+        heads = create_heads("mtp", Target(model), share_block=False, num_steps=2)
+        hidden = torch.randn(2, 3, 32)
+        hidden = hidden - hidden.mean(-1, keepdim=True)
+        for block in heads.blocks:
+            torch.testing.assert_close(block.norm(hidden), final_norm(hidden), rtol=1e-3, atol=1e-3)
+
+    def test_the_lm_heads_soft_capping_is_kept(self) -> None:
+        model = tiny_target("gemma3", final_logit_softcapping=3.0)
+        heads = mtp(Target(model))
+        step = heads.unroll(torch.randn(1, 5, 32), random_prompt(5))[0]
+        logits = step.head(step.hidden)
+        assert 2.0 < logits.abs().max() < 3.0
+
+    def test_scores_come_from_a_bfloat16_lm_head(self) -> None:
+        heads = mtp(Target(tiny_target("llama", dtype=torch.bfloat16)))
+        step = heads.unroll(torch.randn(1, 5, 32).bfloat16(), random_prompt(5))[1]
+        assert step.hidden.dtype == torch.float32
+        assert step.head(step.hidden).dtype == torch.bfloat16
+
+
+class TestDepths:
+    def test_a_shared_block_drafts_deeper_than_it_was_trained(self, target: Target) -> None:
+        heads = mtp(target, num_steps=1)
+        assert heads.max_depth is None
+        prompt = random_prompt(6)
+        plain = generate(target, None, prompt, max_new_tokens=16, do_sample=False).sequences
+        assert torch.equal(generate(target, heads, prompt, tree="chain", max_new_tokens=16).sequences, plain)
+
+    def test_blocks_of_their_own_end_the_tree(self, target: Target) -> None:
+        heads = mtp(target, num_steps=2, share_block=False)
+        assert heads.max_depth == 2
+        with pytest.raises(ValueError, match="2"):
+            generate(target, heads, random_prompt(6), tree=[[0], [0, 0], [0, 0, 0]], max_new_tokens=4)
+
+    def test_weights_fall_as_in_the_paper(self, target: Target) -> None:
+        assert mtp(target).default_step_decay == 0.6
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ({"num_steps": 0}, r"num_steps is 0; allowed is 1 or more"),
+            ({"num_attention_heads": 3}, r"num_attention_heads is 3 and num_key_value_heads 2"),
+            ({"head_dim": 7}, r"head_dim is 7; rotary positions need an even number"),
+            ({"feature_layers": [2, 6]}, r"feature_layers is \[2, 6\]; MTP reads one state"),
+            ({"share_blocks": True}, r"unknown config key 'share_blocks'.*did you mean 'share_block'"),
+        ],
+    )
+    def test_refuses(self, target: Target, overrides: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            create_heads("mtp", target, **overrides)
+
+
+def test_training_lowers_the_loss(target: Target) -> None:
+    """Both variants fit one batch of tokens."""
+    for share_block in (True, False):
+        heads = create_heads("mtp", target, num_steps=2, share_block=share_block).train()
+        input_ids = random_prompt(16, batch_size=2)
+        features = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
+        optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(60):
+            steps = heads.unroll(features, input_ids)
+            loss = torch.stack(
+                [
+                    F.cross_entropy(s.head(s.hidden)[:, : -s.shift].flatten(0, 1), input_ids[:, s.shift :].flatten())
+                    for s in steps
+                ]
+            ).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiled_blocks_of_their_own_draft_what_they_draft_eagerly(target: Target) -> None:
+    """Each level runs other blocks: a graph of its own, none in pieces."""
+    torch._dynamo.reset()
+    heads = mtp(target, num_steps=3, share_block=False)
+    prompt = random_prompt(6)
+    compiled, eager = (Decoder(target, heads, tree=DynamicTree(3, 4, 12), compile=flag) for flag in (True, False))
+    one, other = (decoder.generate(prompt, max_new_tokens=30, do_sample=False) for decoder in (compiled, eager))
+    assert one.sequences.tolist() == other.sequences.tolist()
+    assert one.stats.accepted_histogram == other.stats.accepted_histogram
+    assert one.stats.seconds["compile"] > 0
+    torch._dynamo.reset()
