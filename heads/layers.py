@@ -130,25 +130,34 @@ class DraftCache:
         self._num_used = 0
 
     def append(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes W certain slots behind each row's own, [B, G, W, d]; only the first counts[b] become certain.
+        """`store`, for queries from the same slots.
 
         Returns:
             keys and values [B, G, S, d] up to the last slot written, and the mask [B, 1, W, S] (True = sees).
         """
-        width = keys.shape[2]
-        slots_BW = self.lengths[:, None] + torch.arange(width, device=keys.device)
         view = self.num_scratch + max_slots
+        slots_BW = self.store(keys, values, counts, max_slots)
+        slot_of_column = self.columns[:view] - self.num_scratch
+        mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
+        return self.keys[:, :, :view], self.values[:, :, :view], mask_BWS[:, None]
+
+    def store(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> Tensor:
+        """Writes W certain slots behind each row's own, [B, G, W, d]; only the first counts[b] become certain. What was
+        drafted is forgotten.
+
+        Returns:
+            the slots, [B, W].
+        """
+        slots_BW = self.lengths[:, None] + torch.arange(keys.shape[2], device=keys.device)
         # Rows with fewer real slots than W write their padding into slots that the next call overwrites.
         columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
         self.keys[self.rows, :, columns] = keys.transpose(1, 2)
         self.values[self.rows, :, columns] = values.transpose(1, 2)
-        slot_of_column = self.columns[:view] - self.num_scratch
-        mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
         self.lengths = self.lengths + counts
         self.max_slots = max_slots
         self.used_scratch = torch.zeros_like(self.used_scratch)
         self._num_used = 0
-        return self.keys[:, :, :view], self.values[:, :, :view], mask_BWS[:, None]
+        return slots_BW
 
     def append_scratch(self, keys: Tensor, values: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Writes one level's W frontier rows. `ancestors` [B, W, R] says which scratch rows each sees.
