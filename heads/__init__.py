@@ -9,11 +9,13 @@ from transformers import PreTrainedModel
 from heads.base import DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
 from heads.eagle3 import Eagle3Heads
+from heads.kangaroo import KangarooHeads
 from heads.medusa import MedusaHeads
 from inference.target import Target
 
 HEAD_TYPES: dict[str, type[DraftHeads]] = {
     "eagle3": Eagle3Heads,
+    "kangaroo": KangarooHeads,
     "medusa": MedusaHeads,
 }
 

@@ -12,6 +12,8 @@ from inference import Target
 # Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "eagle3": ({"ttt_steps": 5}, {"ttt_steps": 4, "draft_vocab_size": 40, "num_key_value_heads": 4}),
+    # A layer of each kind of attention within 4 layers of every family.
+    "kangaroo": ({}, {"exit_layer": 4, "use_mlp": True, "num_key_value_heads": 4}),
     "medusa": ({}, {"num_heads": 3, "num_layers": 2}),
 }
 VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]
