@@ -103,7 +103,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
             input_ids: [B, T] int64.
 
         Returns:
-            one `DraftStep` per depth (one alone if `runs_target_layers`); entries whose predicted position t + shift lies beyond T - 1 are meaningless.
+            one `DraftStep` per depth (one alone if `runs_target_layers`); entries whose predicted position t + shift
+            lies beyond T - 1 are meaningless.
         """
 
     def forward(

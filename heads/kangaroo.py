@@ -3,8 +3,8 @@
 Legend: B batch, T sequence length, S slots handed over, W frontier nodes, D hidden size, R scratch rows: the root and
 all frontier nodes of a tree, V target vocabulary.
 
-With l the exit layer, the draft distribution of the token behind position t is softmax(LM head(norm(A(hs[l])_t))), where
-A adds one causal attention over the target's states hs[l] of positions 0 to t (section 3.1). Drafted tokens pass
+With l the exit layer, the draft distribution of the token behind position t is softmax(LM head(norm(A(hs[l])_t))),
+where A adds one causal attention over the target's states hs[l] of positions 0 to t (section 3.1). Drafted tokens pass
 through the target's own first l layers, behind the keys and values that the target has left in its cache; so what the
 adapter reads of a drafted token is what it reads of a certain one, and training is drafting: one step serves every
 depth. Feature t is hs[l] of position t; that of the root, which the target has not read yet, is computed when drafting
@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from heads.base import DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
@@ -48,8 +49,8 @@ class KangarooConfig(DraftHeadsConfig):
     confidence_threshold: the second exit (section 3.2): nothing is drafted behind a token that was drawn from a
         distribution whose best token has a smaller chance than this (the paper uses 0.6; at temperature 1, whatever the
         request's is). None = off, the default here: trees have fixed shapes, in which a node left out saves no time,
-        and `tree="auto"` stops where measured costs say that going on does not pay. It may be changed at any
-        time: `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config` before decoding.
+        and `tree="auto"` stops where measured costs say that going on does not pay. May be changed between texts:
+        `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config`.
     use_mlp: a gated MLP with a norm of its own behind the attention; the paper's adapter has none (section 3.1: one
         multi-head attention and two norms).
     num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
@@ -83,11 +84,6 @@ class KangarooConfig(DraftHeadsConfig):
             )
         if head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
-        if feature_layers and list(feature_layers) != [exit_layer]:
-            raise ValueError(
-                f"feature_layers is {list(feature_layers)} and exit_layer {exit_layer}; Kangaroo reads the state behind "
-                "the exit layer alone: set exit_layer, and leave feature_layers out"
-            )
         self.exit_layer = exit_layer
         self.confidence_threshold = confidence_threshold
         self.use_mlp = use_mlp
@@ -99,15 +95,21 @@ class KangarooConfig(DraftHeadsConfig):
         self.rms_norm_eps = rms_norm_eps
         self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
         self.max_position_embeddings = max_position_embeddings
-        self.check_threshold()
         num_layers = kwargs.get("target_num_layers", 0)
         if num_layers and not 0 < exit_layer < num_layers:
             raise ValueError(
                 f"exit_layer is {exit_layer}; allowed is 1 to {num_layers - 1} for a target of {num_layers} layer(s)"
             )
-        super().__init__(feature_layers=[exit_layer], **kwargs)
+        super().__init__(feature_layers=feature_layers or [exit_layer], **kwargs)
+        self.check_settings()
 
-    def check_threshold(self) -> None:
+    def check_settings(self) -> None:
+        """Those that may have been changed since; a ValueError says which one cannot be used."""
+        if self.feature_layers != [self.exit_layer]:
+            raise ValueError(
+                f"feature_layers is {self.feature_layers} and exit_layer {self.exit_layer}; Kangaroo reads the state "
+                "behind the exit layer alone: set exit_layer when heads are created, and leave feature_layers out"
+            )
         threshold = self.confidence_threshold
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null for no second exit")
@@ -143,13 +145,15 @@ class KangarooAdapter(nn.Module):
 class KangarooState:
     """cache: the adapter's keys and values, with R scratch rows; rows: the same rows in the target's own cache (None
     until it is shared).
-    ancestors: [B, R, R] which rows each row sees. confidence: [B, R] float32, the chance of the best child.
+    ancestors: [B, R, R] which rows each row sees. confidence: [B, R] float32, the chance of the best child; threshold:
+    as in the config, of which compiled graphs would not see a change.
     base: [1] the row at which the last level begins; a tensor, so that one compiled graph serves every level."""
 
     cache: DraftCache
     rows: DraftRows | None
     ancestors: Tensor
     confidence: Tensor
+    threshold: float | None
     base: Tensor
 
 
@@ -165,6 +169,19 @@ class KangarooHeads(DraftHeads):
         self.adapter = KangarooAdapter(config)
         self.norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
         self.post_init()
+
+    def bind(self, target: Target | PreTrainedModel) -> Self:
+        """`DraftHeads.bind`.
+
+        Raises:
+            ValueError: also when the target's first layers do not run by themselves, or its logits are not computed
+                from its last states alone.
+        """
+        super().bind(target)
+        self.target.prepare_first_layers(self.config.exit_layer)
+        with torch.no_grad():
+            self.score(torch.zeros(1, self.config.target_hidden_size, device=self.device, dtype=self.dtype))
+        return self
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale."""
@@ -190,8 +207,7 @@ class KangarooHeads(DraftHeads):
     # Decoding.
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> KangarooState:
-        self.config.check_threshold()
-        self.target.prepare_first_layers(self.config.exit_layer)
+        self.config.check_settings()
         attention, num_rows = self.adapter.self_attn, 1 + num_scratch
         cache = DraftCache(
             (batch_size, attention.num_groups, attention.head_dim),
@@ -202,7 +218,8 @@ class KangarooHeads(DraftHeads):
         )
         ancestors = torch.zeros(batch_size, num_rows, num_rows, dtype=torch.bool, device=self.device)
         confidence = torch.ones(batch_size, num_rows, device=self.device)
-        return KangarooState(cache, None, ancestors, confidence, torch.zeros(1, dtype=torch.long, device=self.device))
+        base = torch.zeros(1, dtype=torch.long, device=self.device)
+        return KangarooState(cache, None, ancestors, confidence, self.config.confidence_threshold, base)
 
     def share_cache(self, state: KangarooState, cache: TreeCache) -> None:
         state.rows = DraftRows(cache, state.cache.num_scratch)
@@ -222,11 +239,10 @@ class KangarooHeads(DraftHeads):
     def expand(self, state: KangarooState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         above = state.base + parents
         ancestors = state.ancestors.gather(1, above[..., None].expand(-1, -1, state.ancestors.shape[-1]))
-        # Before the level's own are stored.
         drawn_with = state.confidence.gather(1, above)
         logits = self._draft(state, token_ids, ancestors)
-        if (threshold := self.config.confidence_threshold) is not None:
-            logits = logits.masked_fill((drawn_with < threshold)[..., None], float("-inf"))
+        if state.threshold is not None:
+            logits = logits.masked_fill((drawn_with < state.threshold)[..., None], float("-inf"))
         return DraftLogits(logits)
 
     def _draft(self, state: KangarooState, token_ids: Tensor, ancestors: Tensor) -> Tensor:

@@ -175,9 +175,7 @@ class TreeCache(Cache):
         keys, values = self.write(layer_idx, self.slots, key_states, value_states)
         return keys[:, :, start : self.view], values[:, :, start : self.view]
 
-    def write(
-        self, layer_idx: int, slots: Tensor, key_states: Tensor, value_states: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def write(self, layer_idx: int, slots: Tensor, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Writes [B, H, N, width] rows into `slots` [B, N] of one layer; returns all its keys and values."""
         planes = self._keys[layer_idx], self._values[layer_idx]
         for plane, rows in zip(planes, (key_states, value_states), strict=True):
