@@ -96,9 +96,11 @@ class KangarooConfig(DraftHeadsConfig):
         self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
         self.max_position_embeddings = max_position_embeddings
         num_layers = kwargs.get("target_num_layers", 0)
+        if num_layers == 1:
+            raise ValueError("a target of 1 layer has none to exit from before the last; Kangaroo needs 2 or more")
         if num_layers and not 0 < exit_layer < num_layers:
             raise ValueError(
-                f"exit_layer is {exit_layer}; allowed is 1 to {num_layers - 1} for a target of {num_layers} layer(s)"
+                f"exit_layer is {exit_layer}; allowed is 1 to {num_layers - 1} for a target of {num_layers} layers"
             )
         super().__init__(feature_layers=feature_layers or [exit_layer], **kwargs)
         self.check_settings()

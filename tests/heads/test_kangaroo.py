@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from heads import DraftHeads, create_heads
 from heads.kangaroo import KangarooHeads, default_exit_layer
-from inference import Decoder, StaticTree, Target, chain, generate
+from inference import Decoder, DynamicTree, Target, chain, generate
 from inference.drafter import CacheSharingDrafter, DraftSampling
 from inference.step import DecodeStep
 from inference.tree import TokenTree
@@ -39,7 +39,7 @@ def target() -> Target:
 @torch.no_grad()
 def score_slowly(heads: KangarooHeads, token_ids: list[int]) -> Tensor:
     """[T, V] scores of the token behind each position: the target's own hidden states of these very tokens, then the
-    adapter one position at a time (sections 3.1)."""
+    adapter one position at a time (section 3.1)."""
     config, weights = heads.config, heads.state_dict()
     model = heads.target.model
     states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[config.exit_layer][0]
@@ -75,7 +75,7 @@ class TestExitLayer:
             create_heads("kangaroo", target, exit_layer=exit_layer)
 
     def test_a_target_of_one_layer_has_none(self) -> None:
-        with pytest.raises(ValueError, match=r"exit_layer is 1; allowed is 1 to 0 for a target of 1 layer"):
+        with pytest.raises(ValueError, match=r"a target of 1 layer has none to exit from"):
             create_heads("kangaroo", tiny_target("llama", num_hidden_layers=1))
 
     def test_is_the_only_layer_read(self, target: Target) -> None:
@@ -219,10 +219,10 @@ class TestTheSharedCache:
     def test_has_room_for_the_largest_draft(self, target: Target) -> None:
         """Few nodes chosen from a wide beam: more rows are drafted than verified."""
         heads = kangaroo(target)
-        tree = StaticTree([[0], [0, 0], [0, 0, 0]])
+        tree = DynamicTree(depth=3, top_k=4, num_nodes=4)
         step = DecodeStep(target, heads, tree, is_coupled=True, compile=False)
-        assert (step.num_nodes, step.num_depths, tree.num_scratch) == (4, 4, 2)
-        assert step.num_slots_behind == 7
+        assert (step.num_nodes, step.num_depths, tree.num_scratch) == (4, 4, 8)
+        assert step.num_slots_behind == 4 + 1 + 8
         assert DecodeStep(target, None, None, is_coupled=True, compile=False).num_slots_behind == 1
 
     def test_too_large_a_tree(self, target: Target) -> None:
@@ -236,7 +236,7 @@ class TestTheSharedCache:
             with pytest.raises(ValueError, match=r"more than num_scratch=1 frontier nodes"):
                 heads.expand(state, random_prompt(2), torch.zeros(1, 2, dtype=torch.long), 1)
 
-    @pytest.mark.parametrize("length", [250, 251])
+    @pytest.mark.parametrize("length", [255, 256])
     def test_text_up_to_the_caches_last_slot(self, target: Target, length: int) -> None:
         """A batch whose rows end at the target's last position, at different steps, with more drafted than fits."""
         prompt = random_prompt(length - 14, batch_size=3)
