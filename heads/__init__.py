@@ -11,6 +11,7 @@ from heads.config import DraftHeadsConfig
 from heads.eagle import EagleHeads
 from heads.eagle3 import Eagle3Heads
 from heads.hydra import HydraHeads
+from heads.kangaroo import KangarooHeads
 from heads.medusa import MedusaHeads
 from heads.mtp import MTPHeads
 from inference.target import Target
@@ -19,6 +20,7 @@ HEAD_TYPES: dict[str, type[DraftHeads]] = {
     "eagle": EagleHeads,
     "eagle3": Eagle3Heads,
     "hydra": HydraHeads,
+    "kangaroo": KangarooHeads,
     "medusa": MedusaHeads,
     "mtp": MTPHeads,
 }

@@ -48,6 +48,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
     and `expand` (decoding: the `inference.drafter.Drafter` protocol). `default_loss` names its usual objective.
+    `runs_target_layers` says that drafted tokens pass through layers of the target (`CacheSharingDrafter`) and have
+    features as certain ones do: the one step of `unroll` then serves every depth, and reads features up to t + 1.
 
     `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
     """
@@ -58,6 +60,7 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     supports_gradient_checkpointing = False
     default_loss: str = "distillation"
     default_step_decay: ClassVar[float] = 0.8
+    runs_target_layers: ClassVar[bool] = False
 
     def __init__(self, config: DraftHeadsConfig) -> None:
         super().__init__(config)
@@ -105,7 +108,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
             input_ids: [B, T] int64.
 
         Returns:
-            one `DraftStep` per depth; entries whose predicted position t + shift lies beyond T - 1 are meaningless.
+            one `DraftStep` per depth (one alone if `runs_target_layers`); entries whose predicted position t + shift
+            lies beyond T - 1 are meaningless.
         """
 
     def forward(

@@ -140,7 +140,8 @@ class DraftCache:
         self._num_used = 0
 
     def append(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes W certain slots behind each row's own, [B, G, W, d]; only the first counts[b] become certain.
+        """Writes W certain slots behind each row's own, [B, G, W, d]; only the first counts[b] become certain. What was
+        drafted is forgotten.
 
         Returns:
             keys and values [B, G, S, d] up to the last slot written, and the mask [B, 1, W, S] (True = sees).
@@ -160,6 +161,11 @@ class DraftCache:
         self.used_scratch = torch.zeros_like(self.used_scratch)
         self._num_used = 0
         return columns, mask_BWS[:, None]
+
+    def store(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> None:
+        """`append` for rows that nothing attends from yet."""
+        columns, _ = self.open(keys.shape[2], counts, max_slots)
+        self.write(columns, keys, values)
 
     def append_scratch(self, keys: Tensor, values: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Writes one level's W frontier rows. `ancestors` [B, W, R] says which scratch rows each sees.

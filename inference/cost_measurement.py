@@ -92,7 +92,7 @@ def measure_costs(
     limit = target.max_length
     contexts = [context for context in CONTEXTS if limit is None or context <= limit] or [CONTEXTS[0]]
     sizes = (1, *policy.sizes)
-    cache = step.new_cache(batch_size, contexts[-1] + policy.num_nodes)
+    cache = step.new_cache(batch_size, contexts[-1] + step.num_slots_behind)
     trees = {size: _flat_tree(size, policy.max_depth, batch_size, device) for size in sizes}
 
     def verifying(size: int, context: int) -> Callable[[], Any]:
@@ -110,7 +110,7 @@ def measure_costs(
     verify = dict(zip(places, seconds, strict=True))
 
     largest = policy.num_nodes
-    state = drafter.start(batch_size, cache.capacity, policy.num_scratch)
+    state = step.start_drafter(cache)
     width = step.num_depths
     output = verifying(largest, contexts[0])()
     features = None if output.features is None else output.features[:, :1].expand(-1, width, -1).contiguous()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from inference.kv_cache import TreeCache
+
 if TYPE_CHECKING:
     from inference.draft_draws import DraftDraws
 
@@ -83,6 +85,16 @@ class Drafter(Protocol):
         Returns:
             [B, W or 1, C] scores of the frontier nodes' children.
         """
+
+
+@runtime_checkable
+class CacheSharingDrafter(Protocol):
+    """What a `Drafter` has besides when it runs layers of the target itself and so reads the target's keys and values
+    of certain tokens (Kangaroo, arXiv 2404.18911)."""
+
+    def share_cache(self, state: Any, cache: TreeCache) -> None:
+        """Called once behind `start`. Whenever `extend` or `expand` is called, `cache` holds the certain tokens, root
+        excluded, and has `num_scratch` + 1 slots behind them in every row, for the draft to write to."""
 
 
 # Greedy targets take their most likely token, which is the drafter's more often than its chance in sampling says. This

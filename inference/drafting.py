@@ -50,11 +50,11 @@ class Drafting(Protocol):
 class FixedDrafting:
     """One policy's trees, or none at all."""
 
-    def __init__(self, step: DecodeStep, batch_size: int, cache: TreeCache) -> None:
+    def __init__(self, step: DecodeStep, cache: TreeCache) -> None:
         self.step = step
         self.state: Any = None
         if step.drafter is not None and step.policy is not None:
-            self.state = step.drafter.start(batch_size, cache.capacity, step.policy.num_scratch)
+            self.state = step.start_drafter(cache)
 
     def take(self, slots: NewSlots, counted: Tensor | None = None) -> None:
         self.slots = slots
@@ -81,12 +81,11 @@ class AdaptiveDrafting:
         policy: AutoTree,
         planner: TreePlanner,
         costs: CostModel,
-        batch_size: int,
         cache: TreeCache,
     ) -> None:
         assert step.drafter is not None
         self.step, self.policy, self.planner, self.costs = step, policy, planner, costs
-        self.state = step.drafter.start(batch_size, cache.capacity, policy.num_scratch)
+        self.state = step.start_drafter(cache)
         planner.begin_text(costs)
         self._waiting: list[NewSlots] = []
         self._active: Tensor | None = None  # [B], 0 for rows that have finished

@@ -161,7 +161,7 @@ class Decoder:
         target, step = self.target, self._step
         step.stats = stats
         batch = request.batch_size
-        capacity = request.max_length + step.num_nodes
+        capacity = request.max_length + step.num_slots_behind
         cache = self._get_cache(batch, capacity)
         sampler = Sampler(
             request.processors,
@@ -273,9 +273,9 @@ class Decoder:
 
     def _start_drafting(self, batch_size: int, cache: TreeCache, sampler: Sampler) -> Drafting:
         if self._planner is None or not isinstance(self.policy, AutoTree):
-            return FixedDrafting(self._step, batch_size, cache)
+            return FixedDrafting(self._step, cache)
         costs = self.costs(batch_size, do_sample=sampler.do_sample, processors=sampler.processors)
-        return AdaptiveDrafting(self._step, self.policy, self._planner, costs, batch_size, cache)
+        return AdaptiveDrafting(self._step, self.policy, self._planner, costs, cache)
 
     def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:
         cache = self._cache

@@ -127,8 +127,11 @@ class TreeCache(Cache):
 
     def view_slots(self, num_slots: int) -> Tensor:
         """[S] long, 0 .. S - 1, where S is `num_slots` rounded up to a view, within the capacity."""
-        view = -(-num_slots // self.view_multiple) * self.view_multiple
-        return self._every_slot[:view]
+        return self.first_slots(-(-num_slots // self.view_multiple) * self.view_multiple)
+
+    def first_slots(self, num_slots: int) -> Tensor:
+        """[S] long, 0 .. S - 1, within the capacity."""
+        return self._every_slot[:num_slots]
 
     def _set_view(self, num_slots: int, length_floor: int) -> None:
         """Each window's view starts at a multiple of `view_multiple`, at or before the first slot it may need.
@@ -168,15 +171,20 @@ class TreeCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by the model's layers: write [B, H, N, width] rows into the open slots, return the layer's view."""
-        stored, start = [], self._view_start(self._windows[layer_idx])
-        for plane, rows in ((self._keys[layer_idx], key_states), (self._values[layer_idx], value_states)):
-            slots = self.slots.to(plane.device)
+        start = self._view_start(self._windows[layer_idx])
+        keys, values = self.write(layer_idx, self.slots, key_states, value_states)
+        return keys[:, :, start : self.view], values[:, :, start : self.view]
+
+    def write(self, layer_idx: int, slots: Tensor, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes [B, H, N, width] rows into `slots` [B, N] of one layer; returns all its keys and values."""
+        planes = self._keys[layer_idx], self._values[layer_idx]
+        for plane, rows in zip(planes, (key_states, value_states), strict=True):
+            here = slots.to(plane.device)
             if plane.shape[0] == 1:
-                plane.index_copy_(2, slots[0], rows)
+                plane.index_copy_(2, here[0], rows)
             else:
-                plane.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)
-            stored.append(plane[:, :, start : self.view])
-        return stored[0], stored[1]
+                plane.scatter_(2, here[:, None, :, None].expand_as(rows), rows)
+        return planes
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
         """What layers with this window see: [W] long, their slots, and [B, N] long, the open ones' places in them."""

@@ -23,7 +23,7 @@ from inference.auto_tree import AutoTree
 from inference.beam import Children, Pool, choose_best, expand_level, top_candidates
 from inference.compilation import Function, StepCompiler
 from inference.draft_draws import DraftDraws
-from inference.drafter import Drafter, DraftLogits, DraftSampling
+from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling
 from inference.kv_cache import VIEW_MULTIPLE, TreeCache
 from inference.noise import derive_seeds
 from inference.policy import DynamicTree, TreePolicy
@@ -125,6 +125,23 @@ class DecodeStep:
     def num_depths(self) -> int:
         """Tokens one step can emit: `path_width` of its trees."""
         return 1 + min(self.policy.max_depth, self.num_nodes - 1) if self.policy is not None else 1
+
+    @property
+    def num_slots_behind(self) -> int:
+        """Cache slots that a step may write to behind a row's committed tokens."""
+        if self.policy is None or not isinstance(self.drafter, CacheSharingDrafter):
+            return self.num_nodes
+        # Drafting may begin on rows that have just emitted more than their text's length.
+        return max(self.num_nodes, self.num_depths + 1 + self.policy.num_scratch)
+
+    def start_drafter(self, cache: TreeCache) -> Any:
+        """The drafter's state for texts in this cache."""
+        assert self.drafter is not None
+        assert self.policy is not None
+        state = self.drafter.start(cache.batch_size, cache.capacity, self.policy.num_scratch)
+        if isinstance(self.drafter, CacheSharingDrafter):
+            self.drafter.share_cache(state, cache)
+        return state
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A cache of at least so many slots per row."""

@@ -17,8 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from inference.attention import grouped_attention
+from inference.draft_rows import DraftRows
 from inference.kv_cache import TreeCache
-from inference.target_probe import examine_model, find_layer_windows, find_length_limit, unwrap_model
+from inference.target_probe import (
+    examine_model,
+    find_final_norm,
+    find_layer_windows,
+    find_length_limit,
+    take_first_layers,
+    unwrap_model,
+)
 from inference.tree import TokenTree
 
 
@@ -85,6 +93,7 @@ class Target:
         self._layer_specs = findings.layer_specs
         self._scale_logits = findings.scale_logits
         self.vocab_size: int = findings.vocab_size
+        self._first_layers: dict[int, nn.Module] = {}  # by their number
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A zeroed cache of `capacity` slots per row: the longest sequence plus the largest tree."""
@@ -163,6 +172,34 @@ class Target:
         logits = output.logits if output.logits is not None else self.compute_logits(output.last_hidden)
         return TargetOutput(logits, output.features)
 
+    def prepare_first_layers(self, num_layers: int) -> None:
+        """Makes `run_first_layers` ready for so many layers; they share all weights with the model.
+
+        Raises:
+            ValueError: if the model has no such layers, or does not run as its first layers alone.
+        """
+        if num_layers not in self._first_layers:
+            self._first_layers[num_layers] = take_first_layers(self._causal_lm, num_layers)
+
+    @torch.no_grad()
+    def run_first_layers(self, rows: DraftRows, token_ids: Tensor, ancestors: Tensor, *, num_layers: int) -> Tensor:
+        """hidden_states[num_layers] of one drafted level: [B, W, D].
+
+        Args:
+            rows: with the level's rows open.
+            token_ids: [B, W] long.
+            ancestors: [B, W, R] bool, which of the draft's rows each token sees, itself included; all see the committed
+                tokens.
+            num_layers: as given to `prepare_first_layers`.
+        """
+        node_positions = self._cut_positions(rows.lengths[:, None] + rows.depths)
+        positions = self._cut_positions(rows.lengths[:, None] + rows.depth).expand_as(token_ids)
+        masks = self._masks_in_view(rows, positions, node_positions, ancestors)
+        hidden: Tensor = self._run(
+            self._first_layers[num_layers], token_ids, positions, masks, rows, ()
+        ).last_hidden_state
+        return hidden
+
     @torch.no_grad()
     def encode(self, input_ids: Tensor, attention_mask: Tensor, *, feature_layers: Sequence[int] = ()) -> EncodeOutput:
         """One full pass without cache and without logits, for training; the outputs may enter an autograd graph.
@@ -198,17 +235,13 @@ class Target:
 
         Asked of the norm itself, because some add one to their weight (Gemma) and some subtract the mean.
         """
-        norms = [
-            child
-            for child in self._causal_lm.get_decoder().children()
-            if "norm" in type(child).__name__.lower() and getattr(child, "weight", None) is not None
-        ]
-        if not norms:
+        norm: Any = find_final_norm(self._causal_lm)
+        if norm is None:
             return None
-        weight: Tensor = norms[-1].weight
+        weight: Tensor = norm.weight
         signs = torch.ones_like(weight)
         signs[1::2] = -1  # mean 0 and root mean square 1, so that any norm leaves them as they are
-        gain: Tensor = (norms[-1](signs) - norms[-1](-signs)) * signs / 2
+        gain: Tensor = (norm(signs) - norm(-signs)) * signs / 2
         return gain
 
     def masks_from_allowed(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor) -> Any:
@@ -233,29 +266,33 @@ class Target:
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
 
-    def _masks_in_view(self, cache: TreeCache, positions: Tensor, ancestors: Tensor) -> Any:
-        """`masks_from_allowed` for the open slots at [B, N] positions, each [B, 1, N, W] over what its layers see."""
-        batch, num_nodes = positions.shape
+    def _masks_in_view(
+        self, cache: TreeCache | DraftRows, positions: Tensor, node_positions: Tensor, ancestors: Tensor
+    ) -> Any:
+        """`masks_from_allowed` for queries at [B, N] positions, each [B, 1, N, W] over what its layers see: committed
+        tokens, and their ancestors [B, N, M] among M nodes at positions [B, M]."""
+        batch, num_queries = positions.shape
         masks = {}
         for layer_type, window in self._windows.items():
             slots_seen, places = cache.slots_seen(window)
             key_positions = slots_seen.expand(batch, -1)
             committed = key_positions < cache.lengths[:, None]
-            allowed = committed[:, None, :].repeat(1, num_nodes, 1)
-            allowed.scatter_(2, places[:, None, :].expand(batch, num_nodes, num_nodes), ancestors)
-            key_positions = key_positions.scatter(1, places, positions)
+            allowed = committed[:, None, :].repeat(1, num_queries, 1)
+            allowed.scatter_(2, places[:, None, :].expand(-1, num_queries, -1), ancestors)
+            key_positions = key_positions.scatter(1, places, node_positions)
             masks[layer_type] = self._make_mask(allowed, positions, key_positions, window)
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _cut_positions(self, positions: Tensor) -> Tensor:
+        return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
 
     def _forward_cached(
         self, cache: TreeCache, token_ids: Tensor, depths: Tensor, ancestors: Tensor, feature_layers: Sequence[int]
     ) -> _Pass:
         """Run [B, N] tokens, whose slots are open, at lengths + depths; each sees the committed tokens and its
         ancestors [B, N, N]."""
-        positions = cache.lengths[:, None] + depths
-        if self.max_length is not None:
-            positions = positions.clamp(max=self.max_length - 1)
-        masks = self._masks_in_view(cache, positions, ancestors)
+        positions = self._cut_positions(cache.lengths[:, None] + depths)
+        masks = self._masks_in_view(cache, positions, positions, ancestors)
         if self._scale_logits is not None:
             output = self._run_backbone(token_ids, positions, masks, cache, feature_layers)
             return _Pass(
@@ -277,7 +314,7 @@ class Target:
         token_ids: Tensor,
         positions: Tensor,
         masks: Any,
-        cache: TreeCache | None,
+        cache: TreeCache | DraftRows | None,
         layers: Sequence[int],
     ) -> Any:
         if self.model.training:

@@ -6,6 +6,7 @@ or verified as a tree.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -158,6 +159,52 @@ class _RecordingCache(Cache):
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         return 4, 0
+
+
+def find_final_norm(causal_lm: Any) -> nn.Module | None:
+    """The norm behind the last layer; None when the model has none of its own."""
+    norms = [
+        child
+        for child in causal_lm.get_decoder().children()
+        if "norm" in type(child).__name__.lower() and getattr(child, "weight", None) is not None
+    ]
+    return norms[-1] if norms else None
+
+
+def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
+    """The decoder cut off behind its first layers: the same modules, of which it merely holds fewer, and no final norm.
+
+    Raises:
+        ValueError: when the model has no such layers, or what comes out is not its hidden_states[num_layers].
+    """
+    name, decoder = type(causal_lm).__name__, causal_lm.get_decoder()
+    total = causal_lm.config.get_text_config().num_hidden_layers
+    if not 0 < num_layers < total:
+        raise ValueError(f"asked for the first {num_layers} layers of {name}; allowed is 1 to {total - 1}")
+    final_norm = find_final_norm(causal_lm)
+    first: Any = copy.copy(decoder)
+    first._modules = dict(decoder._modules)  # the decoder's own stays as it is
+    for key, child in decoder.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == total:
+            first._modules[key] = child[:num_layers]
+        elif child is final_norm:
+            first._modules[key] = nn.Identity()
+    embedding: Tensor = causal_lm.get_input_embeddings().weight
+    token_ids = torch.tensor([[1, 2, 3, 2]], device=embedding.device) % embedding.shape[0]
+    try:
+        with torch.no_grad():
+            found = first(input_ids=token_ids, use_cache=False, return_dict=True).last_hidden_state
+            states = decoder(input_ids=token_ids, use_cache=False, output_hidden_states=True, return_dict=True)
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(f"{name} does not run with its first {num_layers} layers alone: {error}") from error
+    wanted = states.hidden_states[num_layers]
+    difference = float((found - wanted).float().norm() / wanted.float().norm())
+    if not difference <= (1e-4 if wanted.dtype in (torch.float32, torch.float64) else 1e-2):
+        raise ValueError(
+            f"{name} does not compute its first {num_layers} layers by themselves as within the whole model (they "
+            f"differ by {difference:.2g})"
+        )
+    return first  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()

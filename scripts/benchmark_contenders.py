@@ -73,6 +73,7 @@ class TimedDrafter:
         self.feature_layers = drafter.feature_layers
         self.max_depth = drafter.max_depth
         self.config, self.dtype = getattr(drafter, "config", None), getattr(drafter, "dtype", None)
+        self.share_cache = getattr(drafter, "share_cache", None)  # `CacheSharingDrafter`
         self.name = type(drafter).__name__
         self.seconds = 0.0
         self.is_synchronised = False

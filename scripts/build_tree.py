@@ -64,7 +64,9 @@ def build(args: TreeArguments) -> None:
     rows = tokenize_conversations(conversations, tokenizer, max_length=max_length)
     batches = DataLoader(rows, batch_size=8, collate_fn=ConversationCollator(tokenizer.pad_token_id or 0))
     accuracy = measure_rank_accuracy(heads, batches, num_ranks=args.num_ranks).tolist()
-    paths = best_static_tree(accuracy, args.num_nodes)
+    # One step that serves every depth; a tree of so many nodes is no deeper.
+    depths = accuracy * args.num_nodes if heads.runs_target_layers else accuracy
+    paths = best_static_tree(depths, args.num_nodes)
     lines = [
         f"# {len(paths)} nodes, {StaticTree(paths).max_depth} deep, from the accuracy of {args.heads} on {args.target}",
         f"# ({len(rows)} conversations of {', '.join(args.dataset)}, cut at {max_length} tokens); made by "

@@ -111,7 +111,7 @@ class Speculation:
         self.sampler = Sampler()
         counts = torch.tensor([context], device=device)
         start = read_clock(device)
-        self.cache = step.new_cache(1, context + num_steps + step.num_nodes + step.num_depths)
+        self.cache = step.new_cache(1, context + num_steps + step.num_slots_behind + step.num_depths)
         output = target.prefill(
             self.cache, prompt, counts, feature_layers=step.feature_layers, chunk_size=PREFILL_CHUNK
         )
@@ -123,7 +123,7 @@ class Speculation:
         with step.active():
             for _ in range(2 if is_compiled else 1):  # the first compiled draft makes the graphs
                 start = read_clock(device)
-                self.state = drafter.start(1, self.cache.capacity, policy.num_scratch)
+                self.state = step.start_drafter(self.cache)
                 step.draft(self.state, self.cache, self.sampler, NewSlots(output.features, next_ids, counts))
                 self.draft_prefill_seconds = read_clock(device) - start
 

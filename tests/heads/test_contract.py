@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Decoder, Target, generate
+from inference.drafter import CacheSharingDrafter
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
 from training.losses import LOSS_TYPES, compute_teacher, draft_loss
@@ -134,6 +135,7 @@ class TestTraining:
         features = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
         steps = heads.unroll(features, input_ids)
         assert [step.shift for step in steps] == list(range(2, 2 + len(steps)))
+        assert len(steps) == 1 or not heads.runs_target_layers
         if heads.max_depth is not None:
             assert len(steps) == heads.max_depth
         columns = target.vocab_size if heads.draft_token_ids is None else heads.draft_token_ids.numel()
@@ -184,7 +186,10 @@ class TestTraining:
 
 class Prefix:
     """Rows of certain tokens of different lengths, the features the target would have handed over, and what the scores
-    behind a drafted path must be: those of a whole unroll over the row's own tokens."""
+    behind a drafted path must be: those of a whole unroll over the row's own tokens.
+
+    Features are made up, unless drafted tokens have features too, which come from the target's layers.
+    """
 
     def __init__(self, heads: DraftHeads, lengths: list[int], seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -194,6 +199,19 @@ class Prefix:
         shape = (len(lengths), max(lengths))
         self.token_ids = torch.randint(2, heads.target.vocab_size, shape, generator=generator)
         self.features = torch.randn(*shape, width, generator=generator)
+        if heads.runs_target_layers:
+            self.features = self.encode(self.token_ids)
+
+    def encode(self, input_ids: Tensor) -> Tensor:
+        layers = self.heads.feature_layers
+        return self.heads.target.encode(input_ids, torch.ones_like(input_ids), feature_layers=layers).features
+
+    def start(self, max_length: int, num_scratch: int) -> Any:
+        state = self.heads.start(len(self.lengths), max_length, num_scratch)
+        self.cache = self.heads.target.new_cache(len(self.lengths), max_length + num_scratch + 1)
+        if isinstance(self.heads, CacheSharingDrafter):
+            self.heads.share_cache(state, self.cache)
+        return state
 
     @property
     def counts(self) -> Tensor:
@@ -206,8 +224,11 @@ class Prefix:
         input_ids = torch.cat([self.token_ids[row, :length], torch.tensor(path, dtype=torch.long)])[None]
         features = torch.full((1, input_ids.shape[1], self.features.shape[-1]), 50.0)  # of the root on: not known yet
         features[0, : length - 1] = self.features[row, : length - 1]
-        step = self.heads.unroll(features, input_ids)[len(path)]
-        return step.head(step.hidden[0, length - 2])
+        if self.heads.runs_target_layers:
+            features = self.encode(input_ids)
+        steps = self.heads.unroll(features, input_ids)
+        last = min(len(path), len(steps) - 1)
+        return steps[last].head(steps[last].hidden[0, length - 2 + len(path) - last])
 
     def extend(self, state: Any, starts: list[int], ends: list[int]) -> Tensor:
         """Hands over slots starts[b] to ends[b] of every row; scores [B, C] of the root's children."""
@@ -220,6 +241,9 @@ class Prefix:
             features[row, :count] = self.features[row, starts[row] : ends[row]]
             token_ids[row, :count] = self.token_ids[row, starts[row] + 1 : ends[row] + 1]
         counts = torch.tensor(ends) - torch.tensor(starts)
+        if self.heads.runs_target_layers:  # the target has written the certain tokens over what was drafted
+            self.cache.reset()
+            self.heads.target.prefill(self.cache, self.token_ids[:, : max(ends)], torch.tensor(ends))
         draft = self.heads.extend(state, features, token_ids, counts, max_slots=max(ends))
         assert draft.logits.shape[:2] == (len(starts), 1)
         if draft.token_ids is not None:
@@ -246,7 +270,7 @@ def assert_tree_matches(prefix: Prefix, state: Any, seed: int) -> None:
     """Drafts a tree with several frontier nodes a level, and compares each node's scores with its own path's unroll."""
     heads = prefix.heads
     depth = len(heads.unroll(torch.zeros(1, 8, prefix.features.shape[-1]), random_prompt(8))) - 1
-    widths = [3, 4, 1, 5, 2, 3][:depth]
+    widths = [3, 4, 1, 5, 2, 3] if heads.runs_target_layers else [3, 4, 1, 5, 2, 3][:depth]
     batch = len(prefix.lengths)
     tokens, parents = draw_tree(widths, batch, heads.target.vocab_size, seed)
     paths: list[list[list[int]]] = [[[]] for _ in range(batch)]
@@ -272,7 +296,7 @@ class TestDrafting:
     def test_a_branching_tree_equals_each_paths_unroll(self, head_type: str, overrides: dict[str, Any]) -> None:
         heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
         prefix = Prefix(heads, [9, 3, 14])
-        state = heads.start(3, 32, 32)
+        state = prefix.start(32, 32)
         found = prefix.extend(state, [0, 0, 0], prefix.counts.tolist())
         for row in range(3):
             assert_scores(found[row], prefix.expected(row, []))
@@ -282,7 +306,7 @@ class TestDrafting:
     def test_a_second_tree_knows_nothing_of_the_first(self, head_type: str, overrides: dict[str, Any]) -> None:
         heads = tiny_heads(head_type, Target(tiny_target("qwen3")), **overrides)
         prefix = Prefix(heads, [12, 8])
-        state = heads.start(2, 32, 32)
+        state = prefix.start(32, 32)
         prefix.extend(state, [0, 0], [6, 2])
         tokens, parents = draw_tree([5, 5], 2, heads.target.vocab_size, seed=5)
         for level in range(2):
@@ -304,7 +328,7 @@ class TestDrafting:
     def test_arrears(self, head_type: str, overrides: dict[str, Any], ends: list[list[int]]) -> None:
         heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
         prefix = Prefix(heads, [14, 9, 20])
-        state = heads.start(3, 32, 32)
+        state = prefix.start(32, 32)
         before = [0, 0, 0]
         for after in ends:
             found = prefix.extend(state, before, after)
@@ -314,7 +338,7 @@ class TestDrafting:
             before = after
         # Rows whose last hand-over was empty have unspecified scores of the root's children, and nothing below them:
         # hand the last slot of all rows over together.
-        state = heads.start(3, 32, 32)
+        state = prefix.start(32, 32)
         before = [0, 0, 0]
         last = [int(count) - 1 for count in prefix.counts]
         for after in ends:
@@ -326,9 +350,10 @@ class TestDrafting:
 
     @every_kind
     def test_long_prompts_are_handed_over_in_chunks(self, head_type: str, overrides: dict[str, Any]) -> None:
-        heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
+        target = Target(tiny_target("llama", max_position_embeddings=1024))
+        heads = tiny_heads(head_type, target, **overrides)
         prefix = Prefix(heads, [601, 514, 3])
-        state = heads.start(3, 640, 32)
+        state = prefix.start(640, 32)
         found = prefix.extend(state, [0, 0, 0], prefix.counts.tolist())
         tokens, parents = draw_tree([2], 3, heads.target.vocab_size, seed=4)
         below = heads.expand(state, tokens[0], parents[0], 1).logits
@@ -341,7 +366,7 @@ class TestDrafting:
         """Row 0 fills its last slot while row 1 still hands over many: what pads row 0 has no slot to go to."""
         heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
         prefix = Prefix(heads, [12, 12])
-        state = heads.start(2, 11, 16)
+        state = prefix.start(11, 32)
         prefix.extend(state, [0, 0], [10, 2])
         found = prefix.extend(state, [10, 2], [11, 11])
         for row in range(2):

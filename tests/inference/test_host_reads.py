@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from inference.acceptance import Sampler, accept_exact
-from inference.drafter import DraftSampling
+from inference.drafter import CacheSharingDrafter, DraftSampling
 from inference.generation import Decoder
 from inference.ngram import NgramDrafter
 from inference.noise import row_seeds
@@ -118,6 +118,8 @@ def test_heads_and_policies_read_nothing_on_the_host(
     with torch.inference_mode():
         cache = target.new_cache(batch_size, 128)
         state = heads.start(batch_size, 128, policy.num_scratch)
+        if isinstance(heads, CacheSharingDrafter):
+            heads.share_cache(state, cache)
         with RefuseHostReads():
             features = target.prefill(cache, next_ids, counts, feature_layers=heads.feature_layers).features
             for max_slots in (9, 9 + policy.max_depth + 1):

@@ -85,6 +85,13 @@ def test_from_conversations_to_a_tree_that_decodes(
     assert torch.equal(found.sequences, expected)
 
 
+def test_one_step_that_serves_every_depth_gives_trees_of_any(options: dict[str, Any]) -> None:
+    target, _ = build_tree.load_target(str(options["target"]), device="cpu")
+    create_heads("kangaroo", target).save_pretrained(options["heads"])
+    assert build_tree.main(words({**options, "num_ranks": 1})) == 0
+    assert StaticTree.from_file(options["output"]).max_depth == 5
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

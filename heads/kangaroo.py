@@ -1,0 +1,267 @@
+"""Kangaroo (arXiv 2404.18911): the target's first layers, one trained adapter layer, the target's own LM head.
+
+Legend: B batch, T sequence length, S slots handed over, W frontier nodes, D hidden size, R scratch rows: the root and
+all frontier nodes of a tree, V target vocabulary.
+
+With l the exit layer, the draft distribution of the token behind position t is softmax(LM head(norm(A(hs[l])_t))),
+where A adds one causal attention over the target's states hs[l] of positions 0 to t (section 3.1). Drafted tokens pass
+through the target's own first l layers, behind the keys and values that the target has left in its cache; so what the
+adapter reads of a drafted token is what it reads of a certain one, and training is drafting: one step serves every
+depth. Feature t is hs[l] of position t; that of the root, which the target has not read yet, is computed when drafting
+begins.
+
+Cost of a draft of depth d: d passes through l layers, the adapter and the whole LM head. Nothing that the target has
+computed is computed again, but the verification runs all its layers over the drafted tokens, the first l included (the
+paper hands their states on; trees choose their nodes after all are drafted).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from heads.base import DraftHeads, DraftStep
+from heads.config import DraftHeadsConfig
+from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings
+from inference.draft_rows import DraftRows
+from inference.drafter import DraftLogits
+from inference.kv_cache import TreeCache
+from inference.target import Target
+
+
+def default_exit_layer(num_layers: int) -> int:
+    """One layer in sixteen: the paper's 2 of 32 (Vicuna-7B) and 3 of 40 (13B; section 4). Targets of few layers want a
+    larger share.
+
+    >>> default_exit_layer(32), default_exit_layer(40), default_exit_layer(6)
+    (2, 3, 1)
+    """
+    return -(-num_layers // 16)
+
+
+class KangarooConfig(DraftHeadsConfig):
+    """Args:
+    exit_layer: the target's layers that drafting runs, 1 to one less than it has (from_target: `default_exit_layer`).
+    confidence_threshold: the second exit (section 3.2): nothing is drafted behind a token that was drawn from a
+        distribution whose best token has a smaller chance than this (the paper uses 0.6; at temperature 1, whatever the
+        request's is). None = off, the default here: trees have fixed shapes, in which a node left out saves no time,
+        and `tree="auto"` stops where measured costs say that going on does not pay. May be changed between texts:
+        `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config`.
+    use_mlp: a gated MLP with a norm of its own behind the attention; the paper's adapter has none (section 3.1: one
+        multi-head attention and two norms).
+    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
+    max_position_embeddings: the adapter's shape; the target's unless overridden.
+    """
+
+    model_type = "draftsmith_kangaroo"
+    head_type: ClassVar[str] = "kangaroo"
+
+    def __init__(
+        self,
+        *,
+        exit_layer: int = 1,
+        confidence_threshold: float | None = None,
+        use_mlp: bool = False,
+        num_attention_heads: int = 1,
+        num_key_value_heads: int = 1,
+        head_dim: int = 64,
+        intermediate_size: int = 256,
+        hidden_act: str = "silu",
+        rms_norm_eps: float = 1e-6,
+        rope_parameters: dict[str, Any] | None = None,
+        max_position_embeddings: int = 2048,
+        feature_layers: tuple[int, ...] | list[int] = (),
+        **kwargs: Any,
+    ) -> None:
+        if num_attention_heads % num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
+                "the first must be a multiple of the second"
+            )
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
+        self.exit_layer = exit_layer
+        self.confidence_threshold = confidence_threshold
+        self.use_mlp = use_mlp
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
+        self.max_position_embeddings = max_position_embeddings
+        num_layers = kwargs.get("target_num_layers", 0)
+        if num_layers == 1:
+            raise ValueError("a target of 1 layer has none to exit from before the last; Kangaroo needs 2 or more")
+        if num_layers and not 0 < exit_layer < num_layers:
+            raise ValueError(
+                f"exit_layer is {exit_layer}; allowed is 1 to {num_layers - 1} for a target of {num_layers} layers"
+            )
+        super().__init__(feature_layers=feature_layers or [exit_layer], **kwargs)
+        self.check_settings()
+
+    def check_settings(self) -> None:
+        """Those that may have been changed since; a ValueError says which one cannot be used."""
+        if self.feature_layers != [self.exit_layer]:
+            raise ValueError(
+                f"feature_layers is {self.feature_layers} and exit_layer {self.exit_layer}; Kangaroo reads the state "
+                "behind the exit layer alone: set exit_layer when heads are created, and leave feature_layers out"
+            )
+        threshold = self.confidence_threshold
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null for no second exit")
+
+    @classmethod
+    def from_target(cls, target: Target, **overrides: Any) -> Self:
+        inherited = {**decoder_settings(target.text_config), "exit_layer": default_exit_layer(target.num_layers)}
+        return super().from_target(target, **{**inherited, **overrides})
+
+
+class KangarooAdapter(nn.Module):
+    """x + attention(norm(x)), and with an MLP x + mlp(norm(x)) behind it; the norm before the LM head is the heads'."""
+
+    def __init__(self, config: KangarooConfig) -> None:
+        super().__init__()
+        size, eps = config.target_hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = DraftAttention(config, size, size)
+        self.use_mlp: bool = config.use_mlp
+        if self.use_mlp:
+            self.post_attention_layernorm = RMSNorm(size, eps)
+            self.mlp = GatedMLP(config, size)
+
+    def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(hidden), positions)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)) if self.use_mlp else hidden
+
+
+@dataclass
+class KangarooState:
+    """cache: the adapter's keys and values, with R scratch rows; rows: the same rows in the target's own cache (None
+    until it is shared).
+    ancestors: [B, R, R] which rows each row sees. confidence: [B, R] float32, the chance of the best child; threshold:
+    as in the config, of which compiled graphs would not see a change.
+    base: [1] the row at which the last level begins; a tensor, so that one compiled graph serves every level."""
+
+    cache: DraftCache
+    rows: DraftRows | None
+    ancestors: Tensor
+    confidence: Tensor
+    threshold: float | None
+    base: Tensor
+
+
+class KangarooHeads(DraftHeads):
+    """The adapter between the exit layer and the target's frozen LM head."""
+
+    config_class = KangarooConfig
+    default_loss = "distillation"  # section 3.1: cross-entropy to the target's distribution
+    runs_target_layers = True
+
+    def __init__(self, config: KangarooConfig) -> None:
+        super().__init__(config)
+        self.adapter = KangarooAdapter(config)
+        self.norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def bind(self, target: Target | PreTrainedModel) -> Self:
+        """`DraftHeads.bind`.
+
+        Raises:
+            ValueError: also when the target's first layers do not run by themselves, or its logits are not computed
+                from its last states alone.
+        """
+        super().bind(target)
+        self.target.prepare_first_layers(self.config.exit_layer)
+        with torch.no_grad():
+            self.score(torch.zeros(1, self.config.target_hidden_size, device=self.device, dtype=self.dtype))
+        return self
+
+    def init_from_target(self, target: Target) -> None:
+        """The LM head expects states of the final norm's scale."""
+        with torch.no_grad():
+            if (gain := target.final_norm_gain()) is not None:
+                self.norm.weight.copy_(gain)
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V], by the target's LM head."""
+        return self.target.compute_logits(self.norm(hidden).to(self.target.dtype))
+
+    # Training.
+
+    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
+        """One step, for every depth. Slot t predicts the token at t + 2 by the adapter's output at t + 1, so it reads
+        the features up to t + 1."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        hidden = features.to(self.dtype)
+        q, keys, values = self.adapter.project(hidden, positions)
+        hidden = self.adapter.finish(hidden, self.adapter.self_attn.attend_unrolled(q, [keys], [values]))
+        return [DraftStep(2, nn.functional.pad(hidden[:, 1:], (0, 0, 0, 1)), self.score)]
+
+    # Decoding.
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> KangarooState:
+        self.config.check_settings()
+        attention, num_rows = self.adapter.self_attn, 1 + num_scratch
+        cache = DraftCache(
+            (batch_size, attention.num_groups, attention.head_dim),
+            num_slots=max_length,
+            num_scratch=num_rows,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        ancestors = torch.zeros(batch_size, num_rows, num_rows, dtype=torch.bool, device=self.device)
+        confidence = torch.ones(batch_size, num_rows, device=self.device)
+        base = torch.zeros(1, dtype=torch.long, device=self.device)
+        return KangarooState(cache, None, ancestors, confidence, self.config.confidence_threshold, base)
+
+    def share_cache(self, state: KangarooState, cache: TreeCache) -> None:
+        state.rows = DraftRows(cache, state.cache.num_scratch)
+
+    def extend(
+        self, state: KangarooState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        assert features is not None
+        assert state.rows is not None, "share_cache comes before extend"
+        positions = state.cache.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
+        _, keys, values = self.adapter.project(features.to(self.dtype), positions)
+        state.cache.store(keys, values, counts, max_slots)
+        state.rows.forget_levels(max_slots)
+        root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
+        return DraftLogits(self._draft(state, root_ids, torch.zeros_like(state.ancestors[:, :1])))
+
+    def expand(self, state: KangarooState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        above = state.base + parents
+        ancestors = state.ancestors.gather(1, above[..., None].expand(-1, -1, state.ancestors.shape[-1]))
+        drawn_with = state.confidence.gather(1, above)
+        logits = self._draft(state, token_ids, ancestors)
+        if state.threshold is not None:
+            logits = logits.masked_fill((drawn_with < state.threshold)[..., None], float("-inf"))
+        return DraftLogits(logits)
+
+    def _draft(self, state: KangarooState, token_ids: Tensor, ancestors: Tensor) -> Tensor:
+        """Scores [B, W, V] of the children of one level's nodes [B, W], which see `ancestors` [B, W, R] and
+        themselves."""
+        cache, rows = state.cache, state.rows
+        assert rows is not None
+        own = rows.open_level(token_ids.shape[1])
+        ancestors = ancestors | (own[:, None] == rows.rows)
+        features = self.target.run_first_layers(rows, token_ids, ancestors, num_layers=self.config.exit_layer)
+        hidden = features.to(self.dtype)
+        positions = (cache.lengths[:, None] + rows.depth).expand_as(token_ids)
+        q, keys, values = self.adapter.project(hidden, positions)
+        attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, ancestors))
+        logits = self.score(self.adapter.finish(hidden, attended))
+        wide = logits.float()
+        state.ancestors.index_copy_(1, own, ancestors)
+        state.confidence.index_copy_(1, own, (wide.amax(-1) - wide.logsumexp(-1)).exp())
+        state.base = own[:1]
+        return logits

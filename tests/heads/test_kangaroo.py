@@ -1,0 +1,317 @@
+"""Kangaroo against a reference that runs the target plainly over each path, its second exit, and its rows in the cache.
+
+Legend: B batch, T sequence length, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heads import DraftHeads, create_heads
+from heads.kangaroo import KangarooHeads, default_exit_layer
+from inference import Decoder, DynamicTree, Target, chain, generate
+from inference.drafter import CacheSharingDrafter, DraftSampling
+from inference.step import DecodeStep
+from inference.tree import TokenTree
+from tests.heads.test_eagle3 import norm, turn
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
+
+
+def kangaroo(target: Target, **overrides: Any) -> KangarooHeads:
+    heads = tiny_heads("kangaroo", target, **overrides)
+    assert isinstance(heads, KangarooHeads)
+    return heads
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama"))
+
+
+@torch.no_grad()
+def score_slowly(heads: KangarooHeads, token_ids: list[int]) -> Tensor:
+    """[T, V] scores of the token behind each position: the target's own hidden states of these very tokens, then the
+    adapter one position at a time (section 3.1)."""
+    config, weights = heads.config, heads.state_dict()
+    model = heads.target.model
+    states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[config.exit_layer][0]
+    size, eps = config.head_dim, config.rms_norm_eps
+    repeats = config.num_attention_heads // config.num_key_value_heads
+    keys, values, outputs = [], [], []
+    for t, x in enumerate(states):
+        normed = norm(x, weights["adapter.input_layernorm.weight"], eps)
+        q, key, value = ((weights[f"adapter.self_attn.{n}_proj.weight"] @ normed).view(-1, size) for n in "qkv")
+        theta = config.rope_parameters["rope_theta"]
+        keys.append(turn(key, t, theta).repeat_interleave(repeats, 0))
+        values.append(value.repeat_interleave(repeats, 0))
+        scores = torch.stack([(turn(q, t, theta) * key).sum(-1) / math.sqrt(size) for key in keys])  # [seen, H]
+        attended = (scores.softmax(0)[..., None] * torch.stack(values)).sum(0)
+        hidden = x + weights["adapter.self_attn.o_proj.weight"] @ attended.flatten()
+        if config.use_mlp:
+            inner = norm(hidden, weights["adapter.post_attention_layernorm.weight"], eps)
+            gate, up = (weights[f"adapter.mlp.{n}_proj.weight"] @ inner for n in ("gate", "up"))
+            act = F.silu(gate) if config.hidden_act == "silu" else F.gelu(gate, approximate="tanh")
+            hidden = hidden + weights["adapter.mlp.down_proj.weight"] @ (act * up)
+        outputs.append(heads.target.compute_logits(norm(hidden, weights["norm.weight"], eps)))
+    return torch.stack(outputs)
+
+
+class TestExitLayer:
+    def test_defaults_are_the_papers(self) -> None:
+        assert [default_exit_layer(n) for n in (32, 40, 6, 2)] == [2, 3, 1, 1]
+        assert kangaroo(Target(tiny_target("llama"))).feature_layers == (1,)
+
+    @pytest.mark.parametrize("exit_layer", [0, 6, -1])
+    def test_others_are_refused(self, target: Target, exit_layer: int) -> None:
+        with pytest.raises(ValueError, match=rf"exit_layer is {exit_layer}; allowed is 1 to 5 for a target of 6"):
+            create_heads("kangaroo", target, exit_layer=exit_layer)
+
+    def test_a_target_of_one_layer_has_none(self) -> None:
+        with pytest.raises(ValueError, match=r"a target of 1 layer has none to exit from"):
+            create_heads("kangaroo", tiny_target("llama", num_hidden_layers=1))
+
+    def test_is_the_only_layer_read(self, target: Target) -> None:
+        with pytest.raises(ValueError, match=r"feature_layers is \[3\] and exit_layer 2; .* leave feature_layers out"):
+            create_heads("kangaroo", target, exit_layer=2, feature_layers=[3])
+
+    def test_other_bad_settings(self, target: Target) -> None:
+        with pytest.raises(ValueError, match=r"num_attention_heads is 4 and num_key_value_heads 3"):
+            create_heads("kangaroo", target, num_key_value_heads=3)
+        with pytest.raises(ValueError, match=r"head_dim is 7; rotary positions need an even number"):
+            create_heads("kangaroo", target, head_dim=7)
+        with pytest.raises(ValueError, match=r"confidence_threshold is 1.5; allowed is 0 to 1, or null"):
+            create_heads("kangaroo", target, confidence_threshold=1.5)
+
+
+class TestRefusedTargets:
+    """Found when heads are bound, not when they have been trained."""
+
+    def test_layers_that_do_not_run_by_themselves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model: Any = tiny_target("llama")
+        # As accelerate does when it spreads a model over devices: a copy would still run the whole model.
+        monkeypatch.setattr(model.model, "forward", model.model.forward)
+        with pytest.raises(ValueError, match=r"does not compute its first 2 layers by themselves .* differ by"):
+            create_heads("kangaroo", Target(model), exit_layer=2)
+
+    def test_logits_that_are_more_than_an_lm_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        target = Target(tiny_target("llama"))
+        monkeypatch.setattr(target, "_scale_logits", None)
+        with pytest.raises(ValueError, match="logits cannot be computed from hidden states alone"):
+            create_heads("kangaroo", target)
+
+
+class TestParameters:
+    def test_are_one_attention_and_two_norms(self, target: Target) -> None:
+        names = {name.rsplit(".", 1)[0] for name in kangaroo(target).state_dict()}
+        attention = {f"adapter.self_attn.{name}_proj" for name in "qkvo"}
+        assert names == {"adapter.input_layernorm", "norm"} | attention
+
+    def test_an_adapter_that_adds_nothing_reads_out_the_exit_layer(self) -> None:
+        """Norm and LM head start as the target's."""
+        for family in ("llama", "gemma3"):
+            model: Any = tiny_target(family)
+            with torch.no_grad():
+                model.model.norm.weight.uniform_(0.5, 2.0)
+            target = Target(model)
+            heads = create_heads("kangaroo", target, exit_layer=3)
+            with torch.no_grad():
+                heads.adapter.self_attn.o_proj.weight.zero_()
+                features = torch.randn(1, 4, 32)
+                step = heads.unroll(features, random_prompt(4))[0]
+                expected = target.compute_logits(model.model.norm(features[:, 1:]))
+                torch.testing.assert_close(step.head(step.hidden)[:, :-1], expected, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("overrides", [{}, {"exit_layer": 4, "use_mlp": True, "num_key_value_heads": 4}], ids=str)
+def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
+    heads = kangaroo(target, **overrides)
+    input_ids = random_prompt(9, batch_size=2)
+    encoded = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
+    (step,) = heads.unroll(encoded.features, input_ids)
+    assert step.shift == 2
+    for row in range(2):
+        expected = score_slowly(heads, input_ids[row].tolist())
+        torch.testing.assert_close(step.head(step.hidden[row, :-1]), expected[1:], rtol=1e-3, atol=1e-3)
+
+
+class TestAlignment:
+    @torch.no_grad()
+    def test_by_hand(self, target: Target) -> None:
+        """T = 6: slot 2 predicts x_4 and reads the states of positions 0 to 3."""
+        heads = kangaroo(target)
+        features = torch.randn(1, 6, 32)
+        before = heads.unroll(features, random_prompt(6))[0].hidden
+        for position, slots in ((0, {0, 1, 2, 3, 4}), (3, {2, 3, 4}), (5, {4})):
+            other = features.clone()
+            other[0, position] += 1
+            after = heads.unroll(other, random_prompt(6))[0].hidden
+            assert {t for t in range(6) if not torch.equal(before[0, t], after[0, t])} == slots
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_equal_plain_passes_over_each_path(family: str, attn_implementation: str) -> None:
+    """Rows of different lengths, longer than the window of 8; four layers hold every kind of attention."""
+    target = Target(tiny_target(family, attn_implementation=attn_implementation))
+    heads = kangaroo(target, exit_layer=4)
+    token_ids, lengths = random_prompt(15, batch_size=2), torch.tensor([14, 10])  # of the prompt, without the root
+    cache = target.new_cache(2, 32)
+    state = heads.start(2, 32, 6)
+    heads.share_cache(state, cache)
+    features = target.prefill(cache, token_ids[:, :14], lengths, feature_layers=heads.feature_layers).features
+    roots = [token_ids[row, : int(lengths[row]) + 1].tolist() for row in range(2)]
+    draft = heads.extend(state, features, token_ids[:, 1:], lengths, max_slots=14)
+    levels = [
+        (torch.tensor([[3, 5], [7, 9]]), torch.tensor([[0, 0], [0, 0]])),
+        (torch.tensor([[4, 6, 8], [2, 2, 3]]), torch.tensor([[1, 1, 0], [0, 1, 1]])),
+        (torch.tensor([[11], [12]]), torch.tensor([[2], [1]])),
+    ]
+    paths = [[root] for root in roots]
+    found = draft.logits
+    for depth in range(len(levels) + 1):
+        for row in range(2):
+            for node, path in enumerate(paths[row]):
+                expected = score_slowly(heads, path)[-1]
+                torch.testing.assert_close(found[row, node], expected, rtol=1e-3, atol=1e-3)
+        if depth < len(levels):
+            ids, parents = levels[depth]
+            found = heads.expand(state, ids, parents, depth + 1).logits
+            paths = [
+                [[*paths[row][above], token] for token, above in zip(ids[row].tolist(), parents[row], strict=True)]
+                for row in range(2)
+            ]
+
+
+class TestTheSharedCache:
+    def test_keeps_what_is_committed(self, target: Target) -> None:
+        heads = kangaroo(target, exit_layer=3)
+        cache = target.new_cache(1, 32)
+        state = heads.start(1, 32, 4)
+        heads.share_cache(state, cache)
+        prompt = random_prompt(9)
+        with torch.no_grad():
+            features = target.prefill(cache, prompt[:, :-1], torch.tensor([8]), feature_layers=(3,)).features
+            before = [buffer.clone() for buffer in cache._buffers]
+            heads.extend(state, features, prompt[:, 1:], torch.tensor([8]), max_slots=8)
+            for depth in (1, 2):
+                heads.expand(state, random_prompt(2), torch.zeros(1, 2, dtype=torch.long), depth)
+        assert cache.lengths.tolist() == [8]
+        changed = torch.stack([(a != b).any(-1).any(2) for a, b in zip(before, cache._buffers, strict=True)])
+        where = changed[0, :, 0].nonzero().tolist()  # planes: keys, values of each layer; slots
+        assert where == [[plane, slot] for plane in range(6) for slot in range(8, 13)]
+
+    def test_must_have_been_shared(self, target: Target) -> None:
+        heads = kangaroo(target)
+        assert isinstance(heads, CacheSharingDrafter)
+        with pytest.raises(AssertionError, match="share_cache comes before extend"):
+            heads.extend(heads.start(1, 8, 1), torch.zeros(1, 1, 32), random_prompt(1), torch.ones(1), max_slots=1)
+
+    def test_has_room_for_the_largest_draft(self, target: Target) -> None:
+        """Few nodes chosen from a wide beam: more rows are drafted than verified."""
+        heads = kangaroo(target)
+        tree = DynamicTree(depth=3, top_k=4, num_nodes=4)
+        step = DecodeStep(target, heads, tree, is_coupled=True, compile=False)
+        assert (step.num_nodes, step.num_depths, tree.num_scratch) == (4, 4, 8)
+        assert step.num_slots_behind == 4 + 1 + 8
+        assert DecodeStep(target, None, None, is_coupled=True, compile=False).num_slots_behind == 1
+
+    def test_too_large_a_tree(self, target: Target) -> None:
+        heads = kangaroo(target)
+        cache = target.new_cache(1, 32)
+        state = heads.start(1, 32, 1)
+        heads.share_cache(state, cache)
+        with torch.no_grad():
+            features = target.prefill(cache, random_prompt(3), torch.tensor([3]), feature_layers=(1,)).features
+            heads.extend(state, features, random_prompt(3), torch.tensor([3]), max_slots=3)
+            with pytest.raises(ValueError, match=r"more than num_scratch=1 frontier nodes"):
+                heads.expand(state, random_prompt(2), torch.zeros(1, 2, dtype=torch.long), 1)
+
+    @pytest.mark.parametrize("length", [255, 256])
+    def test_text_up_to_the_caches_last_slot(self, target: Target, length: int) -> None:
+        """A batch whose rows end at the target's last position, at different steps, with more drafted than fits."""
+        prompt = random_prompt(length - 14, batch_size=3)
+        mask = torch.ones_like(prompt)
+        mask[1, :9] = mask[2, :100] = 0
+        options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
+        expected = generate(target, None, prompt, mask, **options).sequences
+        for tree in ("dynamic", chain(4)):
+            found = generate(target, kangaroo(target), prompt, mask, tree=tree, **options).sequences
+            assert torch.equal(found, expected)
+
+
+class TestTheSecondExit:
+    def draft(self, heads: KangarooHeads, depth: int = 4) -> tuple[TokenTree, list[float]]:
+        """A chain's tree, and the chances of the best child behind each of its nodes, by the slow reference."""
+        target, prompt = heads.target, random_prompt(7)
+        cache = target.new_cache(1, 32)
+        state = heads.start(1, 32, 8)
+        heads.share_cache(state, cache)
+        policy = chain(depth)
+        with torch.no_grad():
+            features = target.prefill(
+                cache, prompt[:, :-1], torch.tensor([6]), feature_layers=heads.feature_layers
+            ).features
+            draft = heads.extend(state, features, prompt[:, 1:], torch.tensor([6]), max_slots=6)
+            tree = policy.grow(heads, state, prompt[:, -1], draft, DraftSampling())
+        path = prompt[0].tolist()
+        chances = []
+        for _ in range(depth):
+            scores = score_slowly(heads, path)[-1].softmax(-1)
+            chances.append(float(scores.max()))
+            path.append(int(scores.argmax()))
+        return tree, chances
+
+    def test_keeps_the_doubtful_token_and_drafts_nothing_behind_it(self, target: Target) -> None:
+        heads = kangaroo(target)
+        tree, chances = self.draft(heads)
+        assert (tree.parents >= 0).sum() == 4
+        found = set()
+        for threshold in (0.0, *(chance + 1e-4 for chance in chances), 1.0):
+            heads.config.confidence_threshold = threshold
+            cut, _ = self.draft(heads)
+            # The token at depth d + 1 was drawn from the distribution behind the node of depth d.
+            num_drafted = next((d + 1 for d, chance in enumerate(chances) if chance < threshold), 4)
+            assert int((cut.parents >= 0).sum()) == num_drafted
+            assert torch.equal(cut.token_ids[0, : num_drafted + 1], tree.token_ids[0, : num_drafted + 1])
+            found.add(num_drafted)
+        assert len(found) > 2
+
+    @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_p": 0.9, "seed": 1}], ids=str)
+    @pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
+    def test_changes_no_text(self, target: Target, options: dict[str, Any], threshold: float) -> None:
+        heads = kangaroo(target, exit_layer=4, confidence_threshold=threshold)
+        expected = generate(target, None, random_prompt(9), max_new_tokens=40, **options).sequences
+        for tree in ("dynamic", "chain", [[0], [1], [0, 0], [1, 0], [0, 0, 0]]):
+            output = generate(target, heads, random_prompt(9), tree=tree, max_new_tokens=40, **options)
+            assert torch.equal(output.sequences, expected)
+            if threshold == 1.0:
+                assert not any(output.stats.accepted_histogram[2:]), "nothing stands behind the first token"
+
+    def test_is_set_when_heads_are_loaded(self, target: Target, tmp_path: Path) -> None:
+        kangaroo(target).save_pretrained(tmp_path)
+        assert DraftHeads.from_pretrained(tmp_path).config.confidence_threshold is None
+        heads = DraftHeads.from_pretrained(tmp_path, confidence_threshold=0.6)
+        assert heads.config.confidence_threshold == 0.6
+        elsewhere = DraftHeads.from_pretrained(tmp_path, exit_layer=2)
+        with pytest.raises(ValueError, match=r"feature_layers is \[1\] and exit_layer 2"):
+            Decoder(target, elsewhere).generate(random_prompt(4), max_new_tokens=2)
+        wrong = DraftHeads.from_pretrained(tmp_path, confidence_threshold=6)
+        with pytest.raises(ValueError, match="confidence_threshold is 6; allowed is 0 to 1"):
+            Decoder(target, wrong).generate(random_prompt(4), max_new_tokens=2)
+
+
+def test_costs_are_measured_and_trees_chosen(target: Target) -> None:
+    heads = kangaroo(target, exit_layer=4)
+    expected = generate(target, None, random_prompt(9), max_new_tokens=60, do_sample=False).sequences
+    output = generate(target, heads, random_prompt(9), tree="auto", max_new_tokens=60, do_sample=False)
+    assert torch.equal(output.sequences, expected)
