@@ -180,14 +180,17 @@ class Target:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits [..., V] of post-norm states [..., D], soft-capping and scales included.
 
-        Differentiable with respect to `hidden`.
+        Differentiable with respect to `hidden`, and to nothing else: no gradient reaches the LM head.
         """
         if self._scale_logits is None:
             raise ValueError(
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states alone"
             )
-        return self._scale_logits(self.lm_head(hidden))
+        if not torch.is_grad_enabled():
+            return self._scale_logits(self.lm_head(hidden))
+        weights = {name: weight.detach() for name, weight in self.lm_head.named_parameters()}
+        return self._scale_logits(torch.func.functional_call(self.lm_head, weights, (hidden,)))
 
     @torch.no_grad()
     def final_norm_gain(self) -> Tensor | None:

@@ -183,10 +183,11 @@ class HeadsTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay false: features are not columns."})
     # Otherwise Trainer gathers logits of [batch, tokens, vocabulary] over the whole evaluation set.
     prediction_loss_only: bool = field(default=True, metadata={"help": "Must stay true: logits are never gathered."})
-    loss_type: Literal["cross_entropy", "distillation"] | None = field(
+    loss_type: Literal["cross_entropy", "distillation", "total_variation"] | None = field(
         default=None,
         metadata={
-            "help": "What to learn: the data's tokens, or the target's distribution; none = the kind's own choice."
+            "help": "What to learn: the data's tokens, the target's distribution, or (total_variation) mostly that "
+            "little of the draft's is rejected; none = the kind's own choice."
         },
     )
     muon_learning_rate: float | None = field(

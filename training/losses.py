@@ -1,7 +1,7 @@
 """The draft losses: every step of an unroll against the target's distribution or the data's tokens.
 
-Legend: B batch, T sequence length, P positions whose next token is predicted, M rows that one step scores,
-C draft vocabulary, V target vocabulary, D hidden size.
+Legend: B batch, T sequence length, P positions whose next token is predicted, S slots that a step drafts from (T, or
+those drawn), M of them that it scores, C draft vocabulary, V target vocabulary, D hidden size.
 
 A step of shift s predicts, at slot t, the token x_{t+s}. Its label is x_{t+s}; its teacher is the target's distribution
 at position t + s - 1 (the one x_{t+s} was drawn from).
@@ -12,7 +12,7 @@ slots 0, 1, 2 with teachers at positions 1, 2, 3; a step of shift 3 at slots 0, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from heads import DraftStep
 from inference.target import Target
 
-LOSS_TYPES = ("cross_entropy", "distillation")
+LOSS_TYPES = ("cross_entropy", "distillation", "total_variation")
+# DSpark (arXiv 2607.05147, eq. 10): the L1 distance is the sum of |p - q|, twice the total variation.
+CROSS_ENTROPY_WEIGHT, L1_WEIGHT = 0.1, 0.9
 CHUNK_ELEMENTS = 2**25  # largest float32 logits tensor kept alive: 128 MiB
 
 
@@ -69,7 +71,7 @@ def compute_teacher(
     is_used_BT = F.pad(loss_mask[:, 1:], (0, 1)).bool()
     hidden_PD = last_hidden[is_used_BT]
     argmax_P = torch.empty(hidden_PD.shape[0], dtype=torch.long, device=hidden_PD.device)
-    logits_PC = hidden_PD.new_empty(hidden_PD.shape[0], num_columns) if loss_type == "distillation" else None
+    logits_PC = None if loss_type == "cross_entropy" else hidden_PD.new_empty(hidden_PD.shape[0], num_columns)
     chunk = max(1, CHUNK_ELEMENTS // target.vocab_size)
     for start in range(0, hidden_PD.shape[0], chunk):
         part = slice(start, start + chunk)
@@ -112,53 +114,104 @@ def draft_loss(
     Args:
         teacher: of the same batch, loss mask and loss type.
         loss_mask: [B, T], 1 where x_t is to be predicted.
-        loss_type: `cross_entropy` to the data's tokens, or `distillation`: soft cross-entropy to the teacher's softmax
-            over the draft vocabulary. Positions whose label (distillation: the teacher's argmax) is outside the draft
-            vocabulary get no loss; the mean runs over the positions that have one.
+        loss_type: `cross_entropy` to the data's tokens; `distillation`: soft cross-entropy to the teacher's softmax
+            over the draft vocabulary; or `total_variation`: 0.9 times the L1 distance to that softmax, which is what
+            is rejected, and 0.1 times the cross-entropy (DSpark, arXiv 2607.05147, eq. 10). Positions whose label (with
+            a teacher: the teacher's argmax) is outside the draft vocabulary get no loss; the mean runs over the
+            positions that have one.
+
+    A step's `confidence` adds its binary cross-entropy to the chance 1 - TV(p, q) that the drafted token is accepted
+    (DSpark, eq. 8); without a teacher, to whether the best drafted token is the target's own.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type is {loss_type!r}; allowed are {', '.join(LOSS_TYPES)}")
     output = LossOutput(loss=steps[0].hidden.new_zeros((), dtype=torch.float32))
     chunk = max(1, CHUNK_ELEMENTS // teacher.num_columns)
     for k, step in enumerate(steps):
-        is_predicted_BT = loss_mask[:, step.shift :].bool()
-        argmax_BT = teacher.argmax[:, step.shift - 1 : -1]
-        label_BT = argmax_BT if loss_type == "distillation" else teacher.labels[:, step.shift :]
-        is_scored_BT = is_predicted_BT & ((label_BT >= 0) | (argmax_BT >= 0))
-        hidden_MD = step.hidden[:, : is_scored_BT.shape[1]][is_scored_BT]
-        rows_M = teacher.rows[:, step.shift - 1 : -1][is_scored_BT]
-        label_M, argmax_M = label_BT[is_scored_BT], argmax_BT[is_scored_BT]
+        is_predicted_BS = step.read_ahead(loss_mask, step.shift).bool()
+        argmax_BS = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)
+        label_BS = step.read_ahead(teacher.labels, step.shift, fill=-1)
+        has_loss_BS = (label_BS if teacher.logits is None else argmax_BS) >= 0
+        is_scored_BS = is_predicted_BS & (has_loss_BS | (argmax_BS >= 0))
+        rows = _ScoredRows(
+            hidden=step.hidden[is_scored_BS],
+            teacher=step.read_ahead(teacher.rows, step.shift - 1)[is_scored_BS],
+            label=label_BS[is_scored_BS],
+            argmax=argmax_BS[is_scored_BS],
+            confidence=None if step.confidence is None else step.confidence[is_scored_BS],
+        )
         # No position at all: the graph still runs through the head, because DDP waits for every parameter's gradient.
-        total = torch.zeros_like(output.loss) if len(hidden_MD) else 0.0 * step.head(step.hidden[:1, :1]).float().sum()
-        top1 = top5 = torch.zeros_like(label_M[:0].sum())
-        for start in range(0, len(hidden_MD), chunk):
-            part = slice(start, start + chunk)
-            args = (step, hidden_MD[part], teacher.logits, rows_M[part], label_M[part], argmax_M[part])
-            if len(hidden_MD) > chunk and torch.is_grad_enabled():
+        total = torch.zeros_like(output.loss) if len(rows) else _touch(step)
+        top1 = top5 = torch.zeros_like(rows.label[:0].sum())
+        for start in range(0, len(rows), chunk):
+            args = (step.head, rows.part(start, start + chunk), teacher.logits, loss_type)
+            if len(rows) > chunk and torch.is_grad_enabled():
                 loss, hits1, hits5 = checkpoint(_chunk_loss, *args, use_reentrant=False)
             else:
                 loss, hits1, hits5 = _chunk_loss(*args)
             total, top1, top5 = total + loss, top1 + hits1, top5 + hits5
-        count = (label_M >= 0).sum()
+        count = (is_predicted_BS & has_loss_BS).sum()
         output.loss = output.loss + step_decay**k * total / count.clamp(min=1)
         output.loss_sums.append(total.detach())
         output.loss_counts.append(count)
         output.top1.append(top1)
         output.top5.append(top5)
-        output.positions.append(is_predicted_BT.sum())
+        output.positions.append(is_predicted_BS.sum())
     return output
 
 
+@dataclass(frozen=True)
+class _ScoredRows:
+    """The M columns of a step that are scored: hidden [M, D]; teacher [M], rows of its logits; label and argmax [M],
+    draft indices or -1; confidence [M], or None."""
+
+    hidden: Tensor
+    teacher: Tensor
+    label: Tensor
+    argmax: Tensor
+    confidence: Tensor | None
+
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
+    def part(self, start: int, end: int) -> _ScoredRows:
+        confidence = None if self.confidence is None else self.confidence[start:end]
+        hidden, teacher, label, argmax = (x[start:end] for x in (self.hidden, self.teacher, self.label, self.argmax))
+        return _ScoredRows(hidden, teacher, label, argmax, confidence)
+
+
+def _touch(step: DraftStep) -> Tensor:
+    """Zero, through everything that a loss of the step would go through."""
+    zero = 0.0 * step.head(step.hidden[:1, :1]).float().sum()
+    return zero if step.confidence is None else zero + 0.0 * step.confidence[:1, :1].float().sum()
+
+
 def _chunk_loss(
-    step: DraftStep, hidden: Tensor, teacher_logits: Tensor | None, rows: Tensor, labels: Tensor, argmax: Tensor
+    head: Callable[[Tensor], Tensor], rows: _ScoredRows, teacher_logits: Tensor | None, loss_type: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss of some rows (a label of -1 has none), and hits of the target's argmax among the best 1 and 5."""
-    logits = step.head(hidden).float()
+    """Summed loss of some rows, and hits of the target's argmax among the best 1 and 5. A label of -1 has no
+    cross-entropy; with a teacher, an argmax of -1 has no loss at all."""
+    logits = head(rows.hidden).float()
     if teacher_logits is None:
-        loss = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+        has_loss = rows.label >= 0
+        loss = F.cross_entropy(logits, rows.label, ignore_index=-1, reduction="sum")
+        accepted = (logits.argmax(-1) == rows.argmax).float()
     else:
-        loss = F.cross_entropy(logits, teacher_logits[rows].float().softmax(-1), reduction="sum")
+        has_loss = rows.argmax >= 0
+        teacher = teacher_logits[rows.teacher].float().softmax(-1)
+        if loss_type == "distillation":
+            loss = F.cross_entropy(logits, teacher, reduction="none")
+            l1 = None if rows.confidence is None else (logits.detach().softmax(-1) - teacher).abs().sum(-1)
+        else:
+            l1 = (logits.softmax(-1) - teacher).abs().sum(-1)
+            cross_entropy = F.cross_entropy(logits, rows.label, ignore_index=-1, reduction="none")
+            loss = L1_WEIGHT * l1 + CROSS_ENTROPY_WEIGHT * cross_entropy
+        loss = (loss * has_loss).sum()
+        accepted = torch.zeros_like(loss) if l1 is None else 1 - 0.5 * l1.detach()
+    if rows.confidence is not None:
+        confidence = F.binary_cross_entropy_with_logits(rows.confidence.float(), accepted.clamp(0, 1), reduction="none")
+        loss = loss + (confidence * has_loss).sum()
     with torch.no_grad():
         # Among the best 5: fewer than 5 columns score above it.
-        better = (logits > logits.gather(1, argmax.clamp(min=0)[:, None])).sum(-1)
-        return loss, (logits.argmax(-1) == argmax).sum(), ((better < 5) & (argmax >= 0)).sum()
+        better = (logits > logits.gather(1, rows.argmax.clamp(min=0)[:, None])).sum(-1)
+        return loss, (logits.argmax(-1) == rows.argmax).sum(), ((better < 5) & (rows.argmax >= 0)).sum()

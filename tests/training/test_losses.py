@@ -95,6 +95,11 @@ class Reference:
                         losses.append(-(target_logits[ids].softmax(-1) * log_q).sum())
                     if loss_type == "cross_entropy" and label in ids:
                         losses.append(-log_q[ids.index(label)])
+                    if loss_type == "total_variation" and best in ids:
+                        distance = sum(
+                            abs(p - q) for p, q in zip(target_logits[ids].softmax(-1), log_q.exp(), strict=True)
+                        )
+                        losses.append(0.9 * distance + (-0.1 * log_q[ids.index(label)] if label in ids else 0))
             if losses:
                 self.loss = self.loss + step_decay**k * torch.stack(losses).mean()
             self.loss_counts.append(len(losses))

@@ -300,7 +300,7 @@ class TestMuon:
             else:
                 assert (group["lr"], group["betas"], group["eps"]) == (0.003, (0.8, 0.7), 1e-6), name
         assert not groups
-        assert {"LM head", "hidden"} <= set(kinds)
+        assert "hidden" in kinds
 
     def test_without_its_learning_rate_adamw_trains_all(self, target: Target, tmp_path: Path) -> None:
         optimizer = make_trainer(target, make_heads(target, "medusa"), tmp_path, []).create_optimizer()
