@@ -7,12 +7,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from heads.base import DraftHeads, DraftStep
+from heads.block import BlockHeads
 from heads.config import DraftHeadsConfig
 from heads.eagle3 import Eagle3Heads
 from heads.medusa import MedusaHeads
 from inference.target import Target
 
 HEAD_TYPES: dict[str, type[DraftHeads]] = {
+    "block": BlockHeads,
     "eagle3": Eagle3Heads,
     "medusa": MedusaHeads,
 }

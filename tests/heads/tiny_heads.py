@@ -11,6 +11,11 @@ from inference import Target
 
 # Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "block": (
+        {"block_size": 4},
+        {"block_size": 3, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True, "num_layers": 1},
+        {"block_size": 4, "is_causal": True, "num_anchors": 6, "markov_rank": 4, "num_key_value_heads": 4},
+    ),
     "eagle3": ({"ttt_steps": 5}, {"ttt_steps": 4, "draft_vocab_size": 40, "num_key_value_heads": 4}),
     "medusa": ({}, {"num_heads": 3, "num_layers": 2}),
 }
