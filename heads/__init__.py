@@ -11,12 +11,14 @@ from heads.block import BlockHeads
 from heads.config import DraftHeadsConfig
 from heads.eagle3 import Eagle3Heads
 from heads.medusa import MedusaHeads
+from heads.parallel import ParallelHeads
 from inference.target import Target
 
 HEAD_TYPES: dict[str, type[DraftHeads]] = {
     "block": BlockHeads,
     "eagle3": Eagle3Heads,
     "medusa": MedusaHeads,
+    "parallel": ParallelHeads,
 }
 
 __all__ = ["HEAD_TYPES", "DraftHeads", "DraftHeadsConfig", "DraftStep", "create_heads"]

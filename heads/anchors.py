@@ -12,7 +12,8 @@ GOLDEN_RATIO = 0.6180339887498949
 
 
 def draw_slots(loss_mask: Tensor, most: int, *, is_random: bool) -> Tensor:
-    """Slots to train drafting from: [B, A] int64 in ascending order, -1 for padding; A is at most `most`.
+    """Slots to train drafting from: [B, A] int64, -1 for padding; A is at most `most`. They come in the order in which
+    they are drawn, padding last, so that the first few are a draw, too.
 
     A slot t may be drawn when the first token it drafts, t + 2, has a loss: drafting never starts within a prompt.
 
@@ -32,5 +33,4 @@ def draw_slots(loss_mask: Tensor, most: int, *, is_random: bool) -> Tensor:
         ranks = (torch.arange(length - 2, device=loss_mask.device) * GOLDEN_RATIO) % 1
     ranks = ranks.expand_as(may_be_drawn).masked_fill(~may_be_drawn, 2.0)
     lowest, slots = ranks.topk(min(most, count), dim=1, largest=False)
-    slots = slots.masked_fill(lowest > 1, length).sort(dim=1).values
-    return slots.masked_fill(slots == length, -1)
+    return slots.masked_fill(lowest > 1, -1)

@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from heads.anchors import draw_slots
 from heads.base import DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
-from heads.layers import QUERY_CHUNK, DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings, rotate
+from heads.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm, decoder_settings, rotate
+from heads.vocab import mean_embedding
 from inference.drafter import DraftLogits
 from inference.target import Target
 
 EXTEND_CHUNK = 512
-# Loss weights fall to 1/e over this many rows (DFlash, section 4.2: 7, 5 and 4 for blocks of 16, 10 and 8).
+# Loss weights fall to 1/e over this many rows (DFlash: 7, 5 and 4 for blocks of 16, 10 and 8).
 DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
@@ -46,7 +47,8 @@ def default_loss_decay(block_size: int) -> float:
 
 
 def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
-    """Tapped layers evenly from the second to the third-last one (DFlash, section 4.1), fewer where these collide.
+    """Tapped layers: outputs of the second to the third-last one at even distances, as in DFlash's code; fewer where
+    these collide.
 
     >>> spaced_feature_layers(36), spaced_feature_layers(16), spaced_feature_layers(6)
     ([2, 10, 18, 26, 34], [2, 5, 8, 11, 14], [2, 3, 4])
@@ -61,15 +63,15 @@ class BlockConfig(DraftHeadsConfig):
     """Args:
     block_size: N, tokens of a block, its anchor included (DFlash: 16, 10 or 8; small targets: 6 to 8).
     num_layers: draft layers (DFlash: 5; a small target does with 2).
-    num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 512). In eval mode the draw
-        is always the same.
+    num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In eval mode
+        the draw is always the same.
     loss_decay: gamma; the step that predicts k tokens ahead of the anchor weighs exp(-(k - 1) / gamma). None = by block
         size. The training option `step_decay` takes its place when given.
-    predicts_at_anchor: the anchor's row predicts the token behind it, as every row does its own (DSpark, section 3.1).
+    predicts_at_anchor: the anchor's row predicts the token behind it, as every row does its own (DSpark).
     markov_rank: R, of the bias W2 W1[x_{k-1}] that the token before adds to the logits (DSpark: 256); 0 = none. In
         trees every node has its own (PCTree).
-    has_confidence: train a head for the chance that each depth's token is accepted (DSpark, section 3.3).
-    is_causal: a block's rows see only those before them (JetSpec, section 3.2).
+    has_confidence: train a head for the chance that each depth's token is accepted (DSpark).
+    is_causal: a block's rows see only those before them (JetSpec).
     num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
     max_position_embeddings: the draft layers' shape; the target's unless overridden.
     """
@@ -162,65 +164,33 @@ class BlockAttention(DraftAttention):
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, Q, D], positions [B, Q] -> q [B, H, Q, d], k and v [B, G, Q, d], rotated."""
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        return (rotate(q, *self.rope(positions)), *self.project_context(x, positions))
+        turn = self.rope(positions)
+        q = self.q_norm(self._split(self.q_proj(x)))
+        return rotate(q, *turn), self._project_keys(x, turn), self._split(self.v_proj(x))
 
     def project_context(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of `project`."""
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return rotate(k, *self.rope(positions)), v
+        return self._project_keys(x, self.rope(positions)), self._split(self.v_proj(x))
 
-    def attend_blocks(
-        self, block: tuple[Tensor, Tensor, Tensor], context: tuple[Tensor, Tensor], slots: Tensor, mask: Tensor
-    ) -> Tensor:
-        """Every block over the context up to its own slot and over itself: [B, A * N, D].
+    def _project_keys(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        return rotate(self.k_norm(self._split(self.k_proj(x))), *turn)
 
-        Done for a few blocks at a time, since those attended to together pay for one another's keys.
-
-        Args:
-            block: q [B, H, A * N, d], k and v [B, G, A * N, d].
-            context: keys and values [B, G, T, d].
-            slots: [B, A].
-            mask: [N, N] which rows of its block a row sees.
-        """
-        size, (batch, num_anchors), length = mask.shape[0], slots.shape, context[0].shape[2]
-        columns = torch.arange(length, device=slots.device)
-        step = max(1, QUERY_CHUNK // size)
-        attended = []
-        for start in range(0, num_anchors, step):
-            few = slots[:, start : start + step]
-            count = few.shape[1]
-            q, k, v = (x[:, :, start * size : (start + count) * size] for x in block)
-            sees_context = (columns <= few[..., None]).repeat_interleave(size, dim=1)
-            own = torch.eye(count, dtype=torch.bool, device=mask.device).repeat_interleave(size, 0)
-            own = own.repeat_interleave(size, 1) & mask.repeat(count, count)
-            seen = torch.cat([sees_context, own.expand(batch, -1, -1)], dim=-1)
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(context, (k, v), strict=True))
-            attended.append(self.attend(q, keys, values, seen[:, None]))
-        return torch.cat(attended, dim=1)
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, Q, heads * d] -> [B, heads, Q, d]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-class BlockLayer(nn.Module):
-    """A pre-norm decoder layer; the fused features enter its keys and values as they are."""
+class BlockLayer(DecoderLayer):
+    """Its queries come from the block; the fused features enter its keys and values as they are, without its norm."""
+
+    self_attn: BlockAttention
 
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = BlockAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, config.hidden_size)
-
-    def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(hidden), positions)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + attended
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+        super().__init__(config, config.hidden_size, BlockAttention(config))
 
 
 class MarkovBias(nn.Module):
-    """W2 W1[x]: what the token before adds to the logits of the next one (DSpark, section 3.2). W2 starts at zero."""
+    """W2 W1[x]: what the token before adds to the logits of the next one (DSpark). W2 starts at zero."""
 
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -276,8 +246,7 @@ class BlockHeads(DraftHeads):
         with torch.no_grad():
             if (gain := target.final_norm_gain()) is not None:
                 self.norm.weight.copy_(gain)
-            every = torch.arange(min(target.vocab_size, 1024), device=target.device)
-            self.mask_embedding.copy_(target.embed_tokens(every).float().mean(0))
+            self.mask_embedding.copy_(mean_embedding(target))
 
     # What training and decoding share.
 

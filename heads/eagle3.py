@@ -223,11 +223,14 @@ class Eagle3Heads(DraftHeads):
 
     # Decoding.
 
-    def start(self, batch_size: int, max_length: int, num_scratch: int) -> Eagle3State:
+    def require_vocabulary(self) -> None:
         if self.wants_token_counts:
             raise ValueError(
                 "these heads have no draft vocabulary yet: train them, or call fit_vocabulary(token_counts)"
             )
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> Eagle3State:
+        self.require_vocabulary()
         attention = self.midlayer.self_attn
         cache = DraftCache(
             (batch_size, attention.num_groups, attention.head_dim),

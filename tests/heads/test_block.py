@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heads import block as block_module
 from heads import create_heads
+from heads import layers as layers_module
 from heads.block import BlockHeads, default_loss_decay, spaced_feature_layers
 from inference import Target
 from tests.heads.tiny_heads import tiny_heads
@@ -153,7 +153,7 @@ def draft_slowly(heads: BlockHeads, features: Tensor, token_ids: list[int], slot
 def test_unroll_equals_the_slow_reference(
     target: Target, overrides: dict[str, Any], query_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_module, "QUERY_CHUNK", query_chunk)
+    monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
     heads = block(target, **overrides)
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)
     steps = heads.unroll(features, input_ids)
@@ -182,7 +182,7 @@ class TestDepths:
         heads.extend(state, features, random_prompt(3), torch.tensor([3]), max_slots=3)
         logits = heads.expand(state, tokens, torch.zeros_like(tokens), 1).logits
         assert logits.shape == (1, 3, 128)
-        assert torch.equal(logits[0, 0], logits[0, 2])
+        torch.testing.assert_close(logits[0, 0], logits[0, 2])
         bias = heads.markov.lm_head(heads.markov.embedding(torch.tensor([7, 9])))
         torch.testing.assert_close(logits[0, 0] - logits[0, 1], bias[0] - bias[1], rtol=1e-4, atol=1e-4)
         plain = block(target, block_size=4)
@@ -239,9 +239,9 @@ class TestTrainingSlots:
         steps, every = heads.unroll_where(features, input_ids, loss_mask), heads.unroll(features, input_ids)
         for step, full in zip(steps, every, strict=True):
             assert step.slots is not None
-            assert step.slots.tolist() == [[1, 2, 5]]
+            assert sorted(step.slots[0].tolist()) == [1, 2, 5]
             assert full.slots is None
-            torch.testing.assert_close(step.hidden, full.hidden[:, [1, 2, 5]])
+            torch.testing.assert_close(step.hidden, full.hidden[:, step.slots[0]])
 
     def test_without_any_every_parameter_still_has_a_gradient(self, target: Target) -> None:
         heads = block(target, **SWITCHES["dspark"]).train()

@@ -18,6 +18,10 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "eagle3": ({"ttt_steps": 5}, {"ttt_steps": 4, "draft_vocab_size": 40, "num_key_value_heads": 4}),
     "medusa": ({}, {"num_heads": 3, "num_layers": 2}),
+    "parallel": (
+        {"num_depths": 4},
+        {"num_depths": 3, "num_layers": 1, "draft_vocab_size": 40, "num_key_value_heads": 4, "keep_ratio": 0.5},
+    ),
 }
 VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]
 VARIANT_IDS = [f"{kind}-{index}" for kind in HEAD_TYPES for index in range(len(_VARIANTS.get(kind, ({},))))]
