@@ -177,7 +177,7 @@ class BlockAttention(DraftAttention):
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, Q, heads * d] -> [B, heads, Q, d]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
 class BlockLayer(DecoderLayer):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from heads.anchors import draw_slots
 from heads.base import DraftStep
-from heads.eagle3 import EXTEND_CHUNK, Eagle3Config, Eagle3Heads, Eagle3Layer
+from heads.eagle3 import EXTEND_CHUNK, Eagle3Config, Eagle3Heads
 from heads.layers import DecoderLayer, DraftAttention, DraftCache
 from heads.vocab import mean_embedding
 from inference.drafter import DraftLogits
@@ -129,11 +128,11 @@ class ParallelHeads(Eagle3Heads):
             embedded, hidden: [B, W + M, D]; positions: [B, W + M].
             attend: layer number, its attention, q, k and v -> [B, W + M, D].
         """
-        first = cast(Eagle3Layer, self.midlayer)
-        further = cast(list[DecoderLayer], list(self.layers))
-        projections = [partial(first.project, embedded), *(layer.project for layer in further)]
-        for number, (layer, project) in enumerate(zip([first, *further], projections, strict=True)):
-            attended = attend(number, layer.self_attn, *project(hidden, positions))
+        first, further = self.midlayer, cast(list[DecoderLayer], list(self.layers))
+        attended = attend(0, first.self_attn, *first.project(embedded, hidden, positions))
+        hidden = first.finish(hidden, attended)
+        for number, layer in enumerate(further, start=1):
+            attended = attend(number, layer.self_attn, *layer.project(hidden, positions))
             hidden = layer.finish(hidden, attended)
         return hidden
 
