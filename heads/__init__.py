@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from heads.base import DraftHeads, DraftStep
+from heads.block import BlockHeads
 from heads.config import DraftHeadsConfig
 from heads.eagle import EagleHeads
 from heads.eagle3 import Eagle3Heads
@@ -14,15 +15,18 @@ from heads.hydra import HydraHeads
 from heads.kangaroo import KangarooHeads
 from heads.medusa import MedusaHeads
 from heads.mtp import MTPHeads
+from heads.parallel import ParallelHeads
 from inference.target import Target
 
 HEAD_TYPES: dict[str, type[DraftHeads]] = {
+    "block": BlockHeads,
     "eagle": EagleHeads,
     "eagle3": Eagle3Heads,
     "hydra": HydraHeads,
     "kangaroo": KangarooHeads,
     "medusa": MedusaHeads,
     "mtp": MTPHeads,
+    "parallel": ParallelHeads,
 }
 
 __all__ = ["HEAD_TYPES", "DraftHeads", "DraftHeadsConfig", "DraftStep", "create_heads"]

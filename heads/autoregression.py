@@ -163,11 +163,14 @@ class AutoregressionHeads(DraftHeads):
 
     # Decoding.
 
-    def start(self, batch_size: int, max_length: int, num_scratch: int) -> AutoregressionState:
+    def require_vocabulary(self) -> None:
         if self.wants_token_counts:
             raise ValueError(
                 "these heads have no draft vocabulary yet: train them, or call fit_vocabulary(token_counts)"
             )
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> AutoregressionState:
+        self.require_vocabulary()
         attention = self.layer.self_attn
         cache = DraftCache(
             (batch_size, attention.num_groups, attention.head_dim),

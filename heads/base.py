@@ -1,6 +1,7 @@
 """DraftHeads: the contract every kind of trained heads keeps, and how heads are saved, loaded and bound to a target.
 
-Legend: B batch, T sequence length, F feature width (number of tapped layers x target hidden size), D hidden size.
+Legend: B batch, T sequence length, M slots that a step drafts from (T, or those drawn), F feature width (number of
+tapped layers x target hidden size), D hidden size.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ class DraftStep:
 
     Attributes:
         shift: >= 2; slot t holds the feature of t, and token t + 1 is already certain when drafting starts.
-        hidden: [B, T, D] the states the LM head reads.
+        hidden: [B, M, D] what `head` reads; the width is the kind's own.
         head: maps [..., D] to logits [..., C] over `draft_token_ids` (the target's vocabulary when that is None).
         feature_weight: of the SmoothL1 loss between `hidden` and the state that the target's LM head reads at position
             t + shift - 1; 0 = none.
         token_weight: of the loss over the whole draft vocabulary.
+        slots: [B, M] int64, the slot of each column of `hidden`, -1 for padding; None = column t is slot t (M = T).
+        confidence: [B, M] logits of the chance that the step's token is accepted; None = the kind does not say.
     """
 
     shift: int
@@ -41,6 +44,22 @@ class DraftStep:
     head: Callable[[Tensor], Tensor]
     feature_weight: float = 0.0
     token_weight: float = 1.0
+    slots: Tensor | None = None
+    confidence: Tensor | None = None
+
+    def read_ahead(self, values: Tensor, distance: int, fill: int = 0) -> Tensor:
+        """[B, M]: of `values` [B, T] the entry at slot + `distance` of every column; `fill` for padding and past the
+        end.
+
+        Worked example: slots [0, 3, -1] of values [5, 6, 7, 8, 9] at distance 2 read [7, fill, fill].
+        """
+        length = values.shape[1]
+        if self.slots is None:
+            ahead = values[:, distance:]
+            return nn.functional.pad(ahead, (0, self.hidden.shape[1] - ahead.shape[1]), value=fill)
+        places = self.slots + distance
+        read = values.gather(1, places.clamp(0, length - 1))
+        return read.masked_fill((self.slots < 0) | (places >= length), fill)
 
 
 class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
@@ -112,12 +131,23 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
             lies beyond T - 1 are meaningless.
         """
 
+    def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
+        """`unroll` for a loss on the tokens of `loss_mask` [B, T] alone: kinds that draw slots draw them there."""
+        return self.unroll(features, input_ids)
+
     def forward(
-        self, features: Tensor, input_ids: Tensor, loss_fn: Callable[[list[DraftStep]], Any] | None = None
+        self,
+        features: Tensor,
+        input_ids: Tensor,
+        loss_fn: Callable[[list[DraftStep]], Any] | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Any:
-        """Unrolls and, when given, applies `loss_fn` to the steps: inside forward, so that the hooks of DDP, FSDP and
-        ZeRO see every parameter that is used."""
-        steps = self.unroll(features, input_ids)
+        """Unrolls (with a `loss_mask`: `unroll_where`) and, when given, applies `loss_fn` to the steps: inside forward,
+        so that the hooks of DDP, FSDP and ZeRO see every parameter that is used."""
+        if loss_mask is None:
+            steps = self.unroll(features, input_ids)
+        else:
+            steps = self.unroll_where(features, input_ids, loss_mask)
         return steps if loss_fn is None else loss_fn(steps)
 
     @property
@@ -166,6 +196,11 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """The target's (frozen) input embeddings of `token_ids`, in the heads' dtype: [..., D]."""
         with torch.no_grad():
             return cast(Tensor, self.target.embed_tokens(token_ids)).to(self.dtype)
+
+    def score_as_target(self, hidden: Tensor) -> Tensor:
+        """The target's own (frozen) logits [..., V] of states [..., D] of its final norm's scale, in the target's
+        dtype."""
+        return self.target.compute_logits(hidden.to(self.target.lm_head.weight.dtype))
 
     # Saving and loading.
 

@@ -1,7 +1,7 @@
 """Building blocks shared by drafters with an attention layer: RoPE, attention over a draft cache or an unroll, MLP.
 
 Legend: B batch, T sequence length, Q queries, W new rows of one call, S slots of the draft cache, R scratch rows,
-H query heads, G key/value heads, d head size, D hidden size, K unroll steps.
+H query heads, G key/value heads, d head size, D hidden size, K unroll steps, A blocks of N rows.
 """
 
 from __future__ import annotations
@@ -234,6 +234,35 @@ class DraftAttention(nn.Module):
         """q [B, H, Q, d] over keys and values [B, G, S, d] where mask [B, 1, Q, S] is True -> [B, Q, D]."""
         return self.output(attend_masked(q, keys, values, mask))
 
+    def attend_blocks(
+        self, block: tuple[Tensor, Tensor, Tensor], context: tuple[Tensor, Tensor], slots: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Blocks of N drafted rows, each over the context up to its own slot and over itself: [B, A * N, D].
+
+        Done for a few blocks at a time, since those attended to together pay for one another's keys.
+
+        Args:
+            block: q [B, H, A * N, d], k and v [B, G, A * N, d] of A blocks.
+            context: keys and values [B, G, T, d].
+            slots: [B, A].
+            mask: [N, N] which rows of its block a row sees.
+        """
+        size, (batch, num_anchors), length = mask.shape[0], slots.shape, context[0].shape[2]
+        columns = torch.arange(length, device=slots.device)
+        step = max(1, QUERY_CHUNK // size)
+        attended = []
+        for start in range(0, num_anchors, step):
+            few = slots[:, start : start + step]
+            count = few.shape[1]
+            q, k, v = (x[:, :, start * size : (start + count) * size] for x in block)
+            sees_context = (columns <= few[..., None]).repeat_interleave(size, dim=1)
+            own = torch.eye(count, dtype=torch.bool, device=mask.device).repeat_interleave(size, 0)
+            own = own.repeat_interleave(size, 1) & mask.repeat(count, count)
+            seen = torch.cat([sees_context, own.expand(batch, -1, -1)], dim=-1)
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(context, (k, v), strict=True))
+            attended.append(self.attend(q, keys, values, seen[:, None]))
+        return torch.cat(attended, dim=1)
+
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """The training-time test's attention (EAGLE-3, arXiv 2503.01840, section 3.2): query i of step k sees the keys
         j <= i of step 0 and, of each later step, its own slot's only.
@@ -285,3 +314,23 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm decoder layer around a given attention."""
+
+    def __init__(self, config: PreTrainedConfig, hidden_size: int, attention: DraftAttention) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config, hidden_size)
+
+    def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`DraftAttention.project` of the normed states [B, Q, D]."""
+        return self.self_attn.project(self.input_layernorm(hidden), positions)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What is left of the layer behind its attention, both [B, Q, D]."""
+        hidden = hidden + attended
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))

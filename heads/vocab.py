@@ -1,6 +1,6 @@
 """The reduced draft vocabulary: a drafter scores only the tokens that matter, and a map leads back to the target's ids.
 
-Legend: Vd draft vocabulary, V target vocabulary.
+Legend: Vd draft vocabulary, V target vocabulary, D hidden size.
 
 Worked example: V = 6, the chosen target ids are [1, 4, 5]. Then
     d2t = [1, 3, 3]                        (OFFSETS: target id = draft index + d2t)
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from inference.target import Target
 
 
 def most_frequent_tokens(counts: Tensor, size: int) -> Tensor:
@@ -34,3 +36,11 @@ def map_tensors(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     t2d = torch.zeros(vocab_size, dtype=torch.bool, device=token_ids.device)
     t2d[token_ids] = True
     return d2t, t2d
+
+
+@torch.no_grad()
+def mean_embedding(target: Target, num_tokens: int = 1024) -> Tensor:
+    """[D] float32: where the embedding of a mask starts, among those of the first `num_tokens` tokens."""
+    token_ids = torch.arange(min(target.vocab_size, num_tokens), device=target.device)
+    embedded: Tensor = target.embed_tokens(token_ids)
+    return embedded.float().mean(0)

@@ -183,11 +183,12 @@ class HeadsTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay false: features are not columns."})
     # Otherwise Trainer gathers logits of [batch, tokens, vocabulary] over the whole evaluation set.
     prediction_loss_only: bool = field(default=True, metadata={"help": "Must stay true: logits are never gathered."})
-    loss_type: Literal["cross_entropy", "distillation", "topk_distillation"] | None = field(
+    loss_type: Literal["cross_entropy", "distillation", "topk_distillation", "total_variation"] | None = field(
         default=None,
         metadata={
-            "help": "What to learn: the data's tokens, the target's distribution, or that with its best tokens counted "
-            "twice (HASS); none = the kind's own choice."
+            "help": "What to learn: the data's tokens, the target's distribution, that with its best tokens counted "
+            "twice (HASS), or (total_variation) mostly that little of the draft's is rejected; none = the kind's own "
+            "choice."
         },
     )
     muon_learning_rate: float | None = field(

@@ -1,7 +1,7 @@
 """The draft losses: every step of an unroll against the target's distribution or the data's tokens.
 
-Legend: B batch, T sequence length, P positions whose next token is predicted, M rows that one step scores,
-C draft vocabulary, V target vocabulary, D hidden size.
+Legend: B batch, T sequence length, P positions whose next token is predicted, S slots that a step drafts from (T, or
+those drawn), M of them that it scores, C draft vocabulary, V target vocabulary, D hidden size.
 
 A step of shift s predicts, at slot t, the token x_{t+s}. Its label is x_{t+s}; its teacher is the target's distribution
 at position t + s - 1 (the one x_{t+s} was drawn from).
@@ -23,9 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from heads import DraftStep
 from inference.target import Target
 
-LOSS_TYPES = ("cross_entropy", "distillation", "topk_distillation")
+LOSS_TYPES = ("cross_entropy", "distillation", "topk_distillation", "total_variation")
 # HASS (arXiv 2408.15766, section 3.1): how many of the teacher's best tokens count twice, and how much.
 TOP_K, TOP_K_WEIGHT = 10, 1.0
+# DSpark (arXiv 2607.05147, eq. 10): the L1 distance is the sum of |p - q|, twice the total variation.
+CROSS_ENTROPY_WEIGHT, L1_WEIGHT = 0.1, 0.9
 CHUNK_ELEMENTS = 2**25  # largest float32 logits tensor kept alive: 128 MiB
 
 
@@ -121,60 +123,108 @@ def draft_loss(
         loss_mask: [B, T], 1 where x_t is to be predicted.
         loss_type: `cross_entropy` to the data's tokens; `distillation`: soft cross-entropy to the teacher's softmax p
             over the draft vocabulary; `topk_distillation`: that, plus `TOP_K_WEIGHT` x the sum of -p log q over the
-            teacher's best `TOP_K` tokens (HASS, arXiv 2408.15766, section 3.1), whatever the token_weight. Positions
-            whose label (unless cross-entropy: the teacher's argmax) is outside the draft vocabulary get no loss; the
-            mean runs over the positions that have one.
+            teacher's best `TOP_K` tokens (HASS, arXiv 2408.15766, section 3.1), whatever the token_weight;
+            `total_variation`: 0.9 times the L1 distance to p, which is what is rejected, and 0.1 times the
+            cross-entropy to the data's tokens (DSpark, arXiv 2607.05147, eq. 10). Positions whose label (with a
+            teacher: the teacher's argmax) is outside the draft vocabulary get no loss; the mean runs over the positions
+            that have one.
+
+    A step's `confidence` adds its binary cross-entropy to the chance 1 - TV(p, q) that the drafted token is accepted
+    (DSpark, eq. 8); without a teacher, to whether the best drafted token is the target's own.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type is {loss_type!r}; allowed are {', '.join(LOSS_TYPES)}")
     output = LossOutput(loss=steps[0].hidden.new_zeros((), dtype=torch.float32))
     chunk = max(1, CHUNK_ELEMENTS // teacher.num_columns)
     for k, step in enumerate(steps):
-        is_predicted_BT = loss_mask[:, step.shift :].bool()
-        argmax_BT = teacher.argmax[:, step.shift - 1 : -1]
-        label_BT = teacher.labels[:, step.shift :] if loss_type == "cross_entropy" else argmax_BT
-        is_scored_BT = is_predicted_BT & ((label_BT >= 0) | (argmax_BT >= 0))
-        hidden_MD = step.hidden[:, : is_scored_BT.shape[1]][is_scored_BT]
-        rows_M = teacher.rows[:, step.shift - 1 : -1][is_scored_BT]
-        label_M, argmax_M = label_BT[is_scored_BT], argmax_BT[is_scored_BT]
+        is_predicted_BS = step.read_ahead(loss_mask, step.shift).bool()
+        argmax_BS = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)
+        label_BS = step.read_ahead(teacher.labels, step.shift, fill=-1)
+        has_loss_BS = (label_BS if teacher.logits is None else argmax_BS) >= 0
+        is_scored_BS = is_predicted_BS & (has_loss_BS | (argmax_BS >= 0))
+        rows = _ScoredRows(
+            hidden=step.hidden[is_scored_BS],
+            teacher=step.read_ahead(teacher.rows, step.shift - 1)[is_scored_BS],
+            label=label_BS[is_scored_BS],
+            argmax=argmax_BS[is_scored_BS],
+            confidence=None if step.confidence is None else step.confidence[is_scored_BS],
+        )
         # No position at all: the graph still runs through the head, because DDP waits for every parameter's gradient.
-        total = torch.zeros_like(output.loss) if len(hidden_MD) else 0.0 * step.head(step.hidden[:1, :1]).float().sum()
-        top1 = top5 = torch.zeros_like(label_M[:0].sum())
-        for start in range(0, len(hidden_MD), chunk):
-            part = slice(start, start + chunk)
-            args = (step, hidden_MD[part], teacher, rows_M[part], label_M[part], argmax_M[part], loss_type)
-            if len(hidden_MD) > chunk and torch.is_grad_enabled():
+        total = torch.zeros_like(output.loss) if len(rows) else _touch(step)
+        top1 = top5 = torch.zeros_like(rows.label[:0].sum())
+        for start in range(0, len(rows), chunk):
+            args = (step, rows.part(start, start + chunk), teacher, loss_type)
+            if len(rows) > chunk and torch.is_grad_enabled():
                 loss, hits1, hits5 = checkpoint(_chunk_loss, *args, use_reentrant=False)
             else:
                 loss, hits1, hits5 = _chunk_loss(*args)
             total, top1, top5 = total + loss, top1 + hits1, top5 + hits5
-        count = (label_M >= 0).sum()
+        count = (is_predicted_BS & has_loss_BS).sum()
         output.loss = output.loss + step_decay**k * total / count.clamp(min=1)
         output.loss_sums.append(total.detach())
         output.loss_counts.append(count)
         output.top1.append(top1)
         output.top5.append(top5)
-        output.positions.append(is_predicted_BT.sum())
+        output.positions.append(is_predicted_BS.sum())
     return output
 
 
-def _chunk_loss(
-    step: DraftStep, hidden: Tensor, teacher: Teacher, rows: Tensor, labels: Tensor, argmax: Tensor, loss_type: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss of some rows (a label of -1 has none), and hits of the target's argmax among the best 1 and 5."""
-    logits = step.head(hidden).float()
+@dataclass(frozen=True)
+class _ScoredRows:
+    """The M columns of a step that are scored: hidden [M, D]; teacher [M], rows of its logits; label and argmax [M],
+    draft indices or -1; confidence [M], or None."""
+
+    hidden: Tensor
+    teacher: Tensor
+    label: Tensor
+    argmax: Tensor
+    confidence: Tensor | None
+
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
+    def part(self, start: int, end: int) -> _ScoredRows:
+        confidence = None if self.confidence is None else self.confidence[start:end]
+        hidden, teacher, label, argmax = (x[start:end] for x in (self.hidden, self.teacher, self.label, self.argmax))
+        return _ScoredRows(hidden, teacher, label, argmax, confidence)
+
+
+def _touch(step: DraftStep) -> Tensor:
+    """Zero, through everything that a loss of the step would go through."""
+    zero = 0.0 * step.head(step.hidden[:1, :1]).float().sum()
+    return zero if step.confidence is None else zero + 0.0 * step.confidence[:1, :1].float().sum()
+
+
+def _chunk_loss(step: DraftStep, rows: _ScoredRows, teacher: Teacher, loss_type: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss of some rows, and hits of the target's argmax among the best 1 and 5. A label of -1 has no
+    cross-entropy; with a teacher, an argmax of -1 has no loss at all."""
+    logits = step.head(rows.hidden).float()
+    label_loss = F.cross_entropy(logits, rows.label, ignore_index=-1, reduction="none")  # [M]
     if teacher.logits is None:
-        loss = step.token_weight * F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+        has_loss = rows.label >= 0
+        loss = step.token_weight * label_loss
+        accepted = (logits.detach().argmax(-1) == rows.argmax).float()
     else:
-        p = teacher.logits[rows].float().softmax(-1)
-        loss = step.token_weight * F.cross_entropy(logits, p, reduction="sum")
+        has_loss = rows.argmax >= 0
+        p = teacher.logits[rows.teacher].float().softmax(-1)
+        if loss_type == "total_variation":
+            distance = (logits.softmax(-1) - p).abs().sum(-1)
+            loss = step.token_weight * (L1_WEIGHT * distance + CROSS_ENTROPY_WEIGHT * label_loss)
+        else:
+            loss = step.token_weight * F.cross_entropy(logits, p, reduction="none")
         if loss_type == "topk_distillation":
             best = p.topk(min(TOP_K, teacher.num_columns), dim=-1)
-            loss = loss - TOP_K_WEIGHT * (best.values * logits.log_softmax(-1).gather(-1, best.indices)).sum()
+            loss = loss - TOP_K_WEIGHT * (best.values * logits.log_softmax(-1).gather(-1, best.indices)).sum(-1)
+        if rows.confidence is not None:
+            accepted = 1 - 0.5 * (logits.detach().softmax(-1) - p).abs().sum(-1)
     if step.feature_weight:
-        distances = F.smooth_l1_loss(hidden.float(), teacher.hidden[rows].float(), reduction="none").mean(-1)
-        loss = loss + step.feature_weight * distances[labels >= 0].sum()
+        hidden, wanted = rows.hidden.float(), teacher.hidden[rows.teacher].float()
+        loss = loss + step.feature_weight * F.smooth_l1_loss(hidden, wanted, reduction="none").mean(-1)
+    if rows.confidence is not None:
+        chance = accepted.clamp(0, 1)
+        loss = loss + F.binary_cross_entropy_with_logits(rows.confidence.float(), chance, reduction="none")
+    loss = (loss * has_loss).sum()
     with torch.no_grad():
         # Among the best 5: fewer than 5 columns score above it.
-        better = (logits > logits.gather(1, argmax.clamp(min=0)[:, None])).sum(-1)
-        return loss, (logits.argmax(-1) == argmax).sum(), ((better < 5) & (argmax >= 0)).sum()
+        better = (logits > logits.gather(1, rows.argmax.clamp(min=0)[:, None])).sum(-1)
+        return loss, (logits.argmax(-1) == rows.argmax).sum(), ((better < 5) & (rows.argmax >= 0)).sum()

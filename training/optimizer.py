@@ -10,8 +10,8 @@ from torch import nn
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` (Jordan et al. 2024; arXiv 2502.16982) on 2-D weights, `torch.optim.AdamW` on LM heads, norms
-    and biases, which Muon is not meant for.
+    """`torch.optim.Muon` (Jordan et al. 2024; arXiv 2502.16982) on 2-D weights, `torch.optim.AdamW` on LM heads,
+    embeddings, norms and biases, which Muon is not meant for.
 
     Heads learn more from the same few tokens than with AdamW alone (measured in docs/training.md).
 
@@ -46,7 +46,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if parameter.ndim < 2:
                 vectors.append(parameter)
             else:
-                (lm_heads if parameter.ndim > 2 or "lm_head" in name.split(".") else hidden).append(parameter)
+                is_of_tokens = not {"lm_head", "embedding"}.isdisjoint(name.split("."))
+                (lm_heads if parameter.ndim > 2 or is_of_tokens else hidden).append(parameter)
         # AdamW's groups first: Trainer logs the learning rate of the first one.
         adamw_groups: list[dict[str, Any]] = [
             {"params": params, "weight_decay": decay}

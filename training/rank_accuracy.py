@@ -35,15 +35,15 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
         teacher = compute_teacher(
             target, encoded.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type="cross_entropy"
         )
-        steps = heads.unroll(encoded.features, input_ids)
+        steps = heads.unroll_where(encoded.features, input_ids, loss_mask)
         if hits is None or positions is None:
             hits = torch.zeros(len(steps), num_ranks, dtype=torch.float64)
             positions = torch.zeros(len(steps), 1, dtype=torch.float64)
         chunk = max(1, CHUNK_ELEMENTS // teacher.num_columns)
         for depth, step in enumerate(steps):
-            is_counted = loss_mask[:, step.shift :].bool()
-            wanted = teacher.argmax[:, step.shift - 1 : -1][is_counted]
-            hidden = step.hidden[:, : is_counted.shape[1]][is_counted]
+            is_counted = step.read_ahead(loss_mask, step.shift).bool()
+            wanted = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)[is_counted]
+            hidden = step.hidden[is_counted]
             for start in range(0, len(hidden), chunk):  # the logits of all positions at once can be gigabytes
                 part = slice(start, start + chunk)
                 best = step.head(hidden[part]).topk(min(num_ranks, teacher.num_columns), dim=-1).indices

@@ -107,7 +107,9 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             loss_type=self.loss_type,
             step_decay=self.step_decay,
         )
-        output: LossOutput = model(encoded.features, inputs["input_ids"], loss_fn=loss_fn)
+        output: LossOutput = model(
+            encoded.features, inputs["input_ids"], loss_fn=loss_fn, loss_mask=inputs["loss_mask"]
+        )
         self._add_metrics(output, is_training=model.training)
         loss = output.loss
         if num_items_in_batch is not None:

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from heads import HEAD_TYPES, DraftHeads, create_heads
+from heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
 from inference import Decoder, Target, generate
 from inference.drafter import CacheSharingDrafter
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
@@ -114,15 +114,25 @@ def take_gradients(heads: DraftHeads, target: Target, loss_type: str) -> Tensor:
         target, encoded.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type=loss_type
     )
     heads.train().zero_grad()
-    torch.manual_seed(0)  # some kinds draw noise
+    torch.manual_seed(0)  # some kinds draw noise, or the slots they learn from
     output = heads(
         encoded.features,
         input_ids,
         loss_fn=lambda steps: draft_loss(steps, teacher, loss_mask, loss_type=loss_type, step_decay=0.8),
+        loss_mask=loss_mask,
     )
     output.loss.backward()
     loss: Tensor = output.loss.detach()
     return loss
+
+
+def state_at(step: DraftStep, row: int, slot: int) -> Tensor | None:
+    """[D] what the step's head reads at a slot of a row; None when the kind did not draw it."""
+    if step.slots is None:
+        return step.hidden[row, slot]
+    columns = (step.slots[row] == slot).nonzero().flatten().tolist()
+    assert len(columns) <= 1
+    return step.hidden[row, columns[0]] if columns else None
 
 
 class TestTraining:
@@ -140,9 +150,12 @@ class TestTraining:
             assert len(steps) == heads.max_depth
         columns = target.vocab_size if heads.draft_token_ids is None else heads.draft_token_ids.numel()
         for step in steps:
-            assert step.hidden.shape == (2, 11, target.hidden_size)
-            assert step.head(step.hidden).shape == (2, 11, columns)
-            assert step.head(step.hidden[0, 3]).shape == (columns,)
+            num_slots = 11 if step.slots is None else step.slots.shape[1]
+            assert step.hidden.shape[:2] == (2, num_slots)
+            assert step.head(step.hidden).shape == (2, num_slots, columns)
+            assert step.head(step.hidden[0, 2]).shape == (columns,)
+            assert step.slots is None or step.slots.shape == (2, num_slots)
+            assert step.confidence is None or step.confidence.shape == (2, num_slots)
         assert torch.equal(heads(features, input_ids)[-1].hidden, steps[-1].hidden)
 
     @every_kind
@@ -151,12 +164,16 @@ class TestTraining:
         heads = tiny_heads(head_type, target, **overrides)
         input_ids = random_prompt(12, batch_size=2)
         features = torch.randn(2, 12, len(heads.feature_layers) * target.hidden_size)
-        steps = heads.unroll(features, input_ids)
+        loss_mask = torch.ones_like(input_ids)
+        steps = heads.unroll_where(features, input_ids, loss_mask)
         garbage = torch.cat([features, 100 * torch.randn(2, 5, features.shape[-1])], dim=1)
-        padded = heads.unroll(garbage, torch.nn.functional.pad(input_ids, (0, 5), value=1))
+        longer_ids, longer_mask = (nn.functional.pad(x, (0, 5), value=v) for x, v in ((input_ids, 1), (loss_mask, 0)))
+        padded = heads.unroll_where(garbage, longer_ids, longer_mask)
         for step, other in zip(steps, padded, strict=True):
-            real = 12 - step.shift  # slots whose predicted token is real, and with it every token they read
-            torch.testing.assert_close(other.hidden[:, :real], step.hidden[:, :real])
+            for row in range(2):
+                for slot in range(12 - step.shift):  # the predicted token is real, and with it every token they read
+                    if (found := state_at(other, row, slot)) is not None:
+                        torch.testing.assert_close(found, state_at(step, row, slot))
 
     @every_kind
     def test_heads_learn_after_they_have_decoded(self, head_type: str, overrides: dict[str, Any]) -> None:
@@ -221,14 +238,19 @@ class Prefix:
     def expected(self, row: int, path: list[int]) -> Tensor:
         """[C] scores of the children of the node at the end of `path` (token ids behind the root)."""
         length = self.lengths[row]
-        input_ids = torch.cat([self.token_ids[row, :length], torch.tensor(path, dtype=torch.long)])[None]
+        ahead = torch.tensor([*path, 1], dtype=torch.long)  # the last one stands for the token that is predicted
+        input_ids = torch.cat([self.token_ids[row, :length], ahead])[None]
         features = torch.full((1, input_ids.shape[1], self.features.shape[-1]), 50.0)  # of the root on: not known yet
         features[0, : length - 1] = self.features[row, : length - 1]
         if self.heads.runs_target_layers:
             features = self.encode(input_ids)
-        steps = self.heads.unroll(features, input_ids)
+        loss_mask = torch.zeros_like(input_ids)
+        loss_mask[0, length] = 1
+        steps = self.heads.unroll_where(features, input_ids, loss_mask)
         last = min(len(path), len(steps) - 1)
-        return steps[last].head(steps[last].hidden[0, length - 2 + len(path) - last])
+        state = state_at(steps[last], 0, length - 2 + len(path) - last)
+        assert state is not None
+        return steps[last].head(state)
 
     def extend(self, state: Any, starts: list[int], ends: list[int]) -> Tensor:
         """Hands over slots starts[b] to ends[b] of every row; scores [B, C] of the root's children."""

@@ -11,6 +11,11 @@ from inference import Target
 
 # Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "block": (
+        {"block_size": 4},
+        {"block_size": 3, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True, "num_layers": 1},
+        {"block_size": 4, "is_causal": True, "num_anchors": 6, "markov_rank": 4, "num_key_value_heads": 4},
+    ),
     "eagle": ({"ttt_steps": 5}, {"ttt_steps": 3, "fc_bias": True, "num_key_value_heads": 4}),
     "eagle3": (
         {"ttt_steps": 5},
@@ -30,6 +35,10 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {},
         {"num_steps": 3, "norm_output": False, "hidden_first": True, "zero_first_embedding": True},
         {"share_block": False},
+    ),
+    "parallel": (
+        {"num_depths": 4},
+        {"num_depths": 3, "num_layers": 1, "draft_vocab_size": 40, "num_key_value_heads": 4, "keep_ratio": 0.5},
     ),
 }
 VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]

@@ -47,13 +47,14 @@ def test_equals_a_loop_over_positions(
             ids, loss_mask = batch["input_ids"][row : row + 1, :length], batch["loss_mask"][row]
             with torch.no_grad():
                 encoded = target.encode(ids, torch.ones_like(ids), feature_layers=heads.feature_layers)
-                steps = heads.unroll(encoded.features, ids)
+                steps = heads.unroll_where(encoded.features, ids, loss_mask[None, :length])
             for depth, step in enumerate(steps):
-                for slot in range(length - step.shift):
-                    if not loss_mask[slot + step.shift]:
+                slots = range(length) if step.slots is None else step.slots[0].tolist()
+                for place, slot in enumerate(slots):
+                    if slot < 0 or slot + step.shift >= length or not loss_mask[slot + step.shift]:
                         continue
                     wanted = int(target.lm_head(encoded.last_hidden[0, slot + step.shift - 1]).argmax())
-                    ranking = step.head(step.hidden[0, slot]).argsort(descending=True)[:NUM_RANKS].tolist()
+                    ranking = step.head(step.hidden[0, place]).argsort(descending=True)[:NUM_RANKS].tolist()
                     positions[depth] = positions.get(depth, 0) + 1
                     counts = hits.setdefault(depth, [0] * NUM_RANKS)
                     for rank, column in enumerate(ranking):

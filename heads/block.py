@@ -1,0 +1,359 @@
+"""Block drafters: a whole block of tokens from one pass of a few draft layers.
+
+DFlash (arXiv 2602.06036), and by switches of `BlockConfig` DSpark (2607.05147), JetSpec (2606.18394) and
+path-conditioned trees (PCTree, 2608.02123).
+
+Legend: B batch, T sequence length, A anchors of a sequence, N block size, K depths, S slots handed over, D hidden size,
+F fused features, R rank of the Markov bias, W frontier nodes, V target vocabulary.
+
+Slot t pairs the features of position t with x_{t+1}. x_{t+1} is a block's anchor: the token that is certain, and whose
+own features are not known yet. The block is [x_{t+1}, MASK, ...] at RoPE positions t + 1, t + 2, ...; its N queries
+see the fused features of positions 0 to t as further keys and values, and their own block. Row k predicts x_{t+1+k}
+(DFlash: rows 1 to N - 1, so K = N - 1), or x_{t+2+k} (DSpark's anchor prediction: all rows, so K = N).
+
+Worked example, N = 4 behind slot 5: the block stands at positions 6 to 9, sees features 0 to 5, and DFlash predicts
+x_7, x_8, x_9; with anchor prediction x_10 as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from heads.anchors import draw_slots
+from heads.base import DraftHeads, DraftStep
+from heads.config import DraftHeadsConfig
+from heads.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm, decoder_settings, rotate
+from heads.vocab import mean_embedding
+from inference.drafter import DraftLogits
+from inference.target import Target
+
+EXTEND_CHUNK = 512
+# Loss weights fall to 1/e over this many rows (DFlash: 7, 5 and 4 for blocks of 16, 10 and 8).
+DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+def default_loss_decay(block_size: int) -> float:
+    """gamma of the loss weights exp(-(k - 1) / gamma): the paper's where it gives one, half the block elsewhere.
+
+    >>> default_loss_decay(16), default_loss_decay(6)
+    (7.0, 3.0)
+    """
+    return DECAY_OF_BLOCK.get(block_size, block_size / 2)
+
+
+def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
+    """Tapped layers: outputs of the second to the third-last one at even distances, as in DFlash's code; fewer where
+    these collide.
+
+    >>> spaced_feature_layers(36), spaced_feature_layers(16), spaced_feature_layers(6)
+    ([2, 10, 18, 26, 34], [2, 5, 8, 11, 14], [2, 3, 4])
+    """
+    low = min(2, num_layers)
+    high = max(num_layers - 2, low)
+    count = min(count, high - low + 1)
+    return [low] if count == 1 else [low + (2 * i * (high - low) + count - 1) // (2 * count - 2) for i in range(count)]
+
+
+class BlockConfig(DraftHeadsConfig):
+    """Args:
+    block_size: N, tokens of a block, its anchor included (DFlash: 16, 10 or 8; small targets: 6 to 8).
+    num_layers: draft layers (DFlash: 5; a small target does with 2).
+    num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In eval mode
+        the draw is always the same.
+    loss_decay: gamma; the step that predicts k tokens ahead of the anchor weighs exp(-(k - 1) / gamma). None = by block
+        size. The training option `step_decay` takes its place when given.
+    predicts_at_anchor: the anchor's row predicts the token behind it, as every row does its own (DSpark).
+    markov_rank: R, of the bias W2 W1[x_{k-1}] that the token before adds to the logits (DSpark: 256); 0 = none. In
+        trees every node has its own (PCTree).
+    has_confidence: train a head for the chance that each depth's token is accepted (DSpark).
+    is_causal: a block's rows see only those before them (JetSpec).
+    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
+    max_position_embeddings: the draft layers' shape; the target's unless overridden.
+    """
+
+    model_type = "draftsmith_block"
+    head_type: ClassVar[str] = "block"
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 8,
+        num_layers: int = 2,
+        num_anchors: int = 256,
+        loss_decay: float | None = None,
+        predicts_at_anchor: bool = False,
+        markov_rank: int = 0,
+        has_confidence: bool = False,
+        is_causal: bool = False,
+        num_attention_heads: int = 1,
+        num_key_value_heads: int = 1,
+        head_dim: int = 64,
+        intermediate_size: int = 256,
+        hidden_act: str = "silu",
+        rms_norm_eps: float = 1e-6,
+        rope_parameters: dict[str, Any] | None = None,
+        max_position_embeddings: int = 2048,
+        **kwargs: Any,
+    ) -> None:
+        for name, value, least in (
+            ("block_size", block_size, 1 if predicts_at_anchor else 2),
+            ("num_layers", num_layers, 1),
+            ("num_anchors", num_anchors, 1),
+            ("markov_rank", markov_rank, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; allowed is {least} or more")
+        if loss_decay is not None and loss_decay <= 0:
+            raise ValueError(f"loss_decay is {loss_decay}; allowed is a number above 0, or null for the paper's")
+        if num_attention_heads % num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
+                "the first must be a multiple of the second"
+            )
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
+        self.block_size = block_size
+        self.num_layers = num_layers
+        self.num_anchors = num_anchors
+        self.loss_decay = loss_decay
+        self.predicts_at_anchor = predicts_at_anchor
+        self.markov_rank = markov_rank
+        self.has_confidence = has_confidence
+        self.is_causal = is_causal
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**kwargs)
+        if self.target_num_layers and not self.feature_layers:
+            raise ValueError("feature_layers is empty; block drafters read at least one layer (DFlash: five)")
+
+    @property
+    def hidden_size(self) -> int:
+        return self.target_hidden_size
+
+    @property
+    def num_depths(self) -> int:
+        return self.block_size if self.predicts_at_anchor else self.block_size - 1
+
+    @classmethod
+    def from_target(cls, target: Target, **overrides: Any) -> Self:
+        inherited = decoder_settings(target.text_config)
+        if "feature_layers" not in overrides:
+            inherited["feature_layers"] = spaced_feature_layers(target.num_layers)
+        return super().from_target(target, **{**inherited, **overrides})
+
+
+class BlockAttention(DraftAttention):
+    """Queries of a block, over keys and values of the fused features and of the block itself; queries and keys are
+    normed per head."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config, config.hidden_size, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, Q, D], positions [B, Q] -> q [B, H, Q, d], k and v [B, G, Q, d], rotated."""
+        turn = self.rope(positions)
+        q = self.q_norm(self._split(self.q_proj(x)))
+        return rotate(q, *turn), self._project_keys(x, turn), self._split(self.v_proj(x))
+
+    def project_context(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of `project`."""
+        return self._project_keys(x, self.rope(positions)), self._split(self.v_proj(x))
+
+    def _project_keys(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        return rotate(self.k_norm(self._split(self.k_proj(x))), *turn)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, Q, heads * d] -> [B, heads, Q, d]."""
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+
+class BlockLayer(DecoderLayer):
+    """Its queries come from the block; the fused features enter its keys and values as they are, without its norm."""
+
+    self_attn: BlockAttention
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config, config.hidden_size, BlockAttention(config))
+
+
+class MarkovBias(nn.Module):
+    """W2 W1[x]: what the token before adds to the logits of the next one (DSpark). W2 starts at zero."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, rank)
+        self.lm_head = nn.Linear(rank, vocab_size, bias=False)
+        nn.init.zeros_(self.lm_head.weight)
+
+
+@dataclass
+class BlockState:
+    """caches: of each draft layer, the keys and values of the fused features, with N scratch rows for the block.
+    logits: [B, K, V] of all depths behind the last certain slot, without the Markov bias."""
+
+    caches: list[DraftCache]
+    logits: Tensor | None = None
+
+
+class BlockHeads(DraftHeads):
+    """All depths from one pass: `extend` computes them, `expand` reads one and adds the bias of each parent's token."""
+
+    config_class = BlockConfig
+    default_loss = "cross_entropy"
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
+        self.mask_embedding = nn.Parameter(torch.zeros(size))
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.markov = MarkovBias(config.target_vocab_size, config.markov_rank) if config.markov_rank else None
+        self.confidence = nn.Linear(size + config.markov_rank, 1) if config.has_confidence else None
+        if self.confidence is not None:
+            nn.init.zeros_(self.confidence.bias)
+        self.post_init()
+
+    @property
+    def each_layer(self) -> list[BlockLayer]:
+        return cast(list[BlockLayer], list(self.layers))
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.config.num_depths)
+
+    @property
+    def default_step_decay(self) -> float:  # type: ignore[override]
+        """Of one step to the next: the weights exp(-(k - 1) / gamma) as powers."""
+        return math.exp(-1 / (self.config.loss_decay or default_loss_decay(self.config.block_size)))
+
+    def init_from_target(self, target: Target) -> None:
+        """The LM head's rows expect states of the final norm's scale; MASK starts among the target's embeddings."""
+        with torch.no_grad():
+            if (gain := target.final_norm_gain()) is not None:
+                self.norm.weight.copy_(gain)
+            self.mask_embedding.copy_(mean_embedding(target))
+
+    # What training and decoding share.
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[B, S, F] -> [B, S, D]."""
+        return cast(Tensor, self.hidden_norm(self.fc(features.to(self.dtype))))
+
+    def embed_blocks(self, anchors: Tensor) -> Tensor:
+        """Anchor tokens [B, A] -> their blocks' inputs [B, A * N, D]."""
+        masks = self.mask_embedding.expand(*anchors.shape, self.config.block_size - 1, -1)
+        return torch.cat([self.embed(anchors)[:, :, None], masks], dim=2).flatten(1, 2)
+
+    def mask_of_block(self) -> Tensor:
+        """[N, N] bool: which rows of its block each row sees."""
+        seen = torch.ones(self.config.block_size, self.config.block_size, dtype=torch.bool, device=self.device)
+        return seen.tril() if self.config.is_causal else seen
+
+    def score(self, state: Tensor) -> Tensor:
+        """[..., V] of normed states [..., D], or of [..., D + R] with W1 of the tokens before behind them."""
+        if self.markov is None:
+            return self.score_as_target(state)
+        hidden, before = state.split([self.config.hidden_size, self.config.markov_rank], dim=-1)
+        return self.score_as_target(hidden) + cast(Tensor, self.markov.lm_head(before))
+
+    # Training.
+
+    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
+        length, most = input_ids.shape[1], self.config.num_anchors
+        slots = None if length <= most else draw_slots(torch.ones_like(input_ids), most, is_random=self.training)
+        return self._unroll_at(features, input_ids, slots)
+
+    def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
+        slots = draw_slots(loss_mask, self.config.num_anchors, is_random=self.training)
+        return self._unroll_at(features, input_ids, slots)
+
+    def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
+        """Blocks behind the given slots [B, A] (-1: padding; None: all) of every sequence."""
+        (batch, length), size = input_ids.shape, self.config.block_size
+        positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
+        real = positions if slots is None else slots.clamp(min=0)
+        context = self.fuse(features)
+        hidden = self.embed_blocks(_gather_clamped(input_ids, real + 1))
+        rows = torch.arange(size, device=input_ids.device)
+        block_positions = (real[..., None] + 1 + rows).flatten(1)
+        mask = self.mask_of_block()
+        for layer in self.each_layer:
+            projected = layer.project(hidden, block_positions)
+            keys_values = layer.self_attn.project_context(context, positions)
+            hidden = layer.finish(hidden, layer.self_attn.attend_blocks(projected, keys_values, real, mask))
+        hidden = self.norm(hidden).unflatten(1, (-1, size))[:, :, size - self.max_depth :]
+        steps = []
+        for k in range(self.max_depth):
+            state = hidden[:, :, k]
+            if self.markov is not None:
+                before = self.markov.embedding(_gather_clamped(input_ids, real + 1 + k))
+                state = torch.cat([state, before], dim=-1)
+            confidence = None if self.confidence is None else self.confidence(state)[..., 0]
+            steps.append(DraftStep(2 + k, state, self.score, slots=slots, confidence=confidence))
+        return steps
+
+    # Decoding.
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> BlockState:
+        attention = self.each_layer[0].self_attn
+        return BlockState(
+            [
+                DraftCache(
+                    (batch_size, attention.num_groups, attention.head_dim),
+                    num_slots=max_length,
+                    num_scratch=self.config.block_size,
+                    device=self.device,
+                    dtype=self.dtype,
+                )
+                for _ in self.each_layer
+            ]
+        )
+
+    def extend(
+        self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        assert features is not None
+        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
+            context = self.fuse(features[:, start : start + EXTEND_CHUNK])
+            width = context.shape[1]
+            positions = state.caches[0].lengths[:, None] + torch.arange(width, device=context.device)
+            for layer, cache in zip(self.each_layer, state.caches, strict=True):
+                keys_values = layer.self_attn.project_context(context, positions)
+                cache.append(*keys_values, (counts - start).clamp(0, width), max_slots)
+        anchors = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
+        hidden = self.embed_blocks(anchors)
+        size = self.config.block_size
+        positions = state.caches[0].lengths[:, None] + torch.arange(size, device=hidden.device)
+        mask = self.mask_of_block().expand(hidden.shape[0], -1, -1)
+        for layer, cache in zip(self.each_layer, state.caches, strict=True):
+            q, keys, values = layer.project(hidden, positions)
+            view = cache.append_scratch(keys, values, mask)
+            hidden = layer.finish(hidden, layer.self_attn.attend(q, *view))
+        state.logits = self.score_as_target(self.norm(hidden[:, size - self.max_depth :]))
+        return self.expand(state, anchors, torch.zeros_like(anchors), 0)
+
+    def expand(self, state: BlockState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        assert state.logits is not None
+        logits = state.logits[:, depth : depth + 1]
+        if self.markov is not None:
+            logits = logits + self.markov.lm_head(self.markov.embedding(token_ids))
+        return DraftLogits(logits)
+
+
+def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:
+    return token_ids.gather(1, places.clamp(max=token_ids.shape[1] - 1))

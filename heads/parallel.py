@@ -1,0 +1,256 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's layer drafts all depths in one pass, on masks instead of tokens to come.
+
+Legend: B batch, T sequence length, S slots handed over, W of them in one pass, K depths, A slots drawn, M mask rows,
+D hidden size, F fused features, V target vocabulary, Vd draft vocabulary.
+
+Depth 0 is EAGLE-3's: slot t pairs g_t = fc(features of position t) with the embedding of x_{t+1} and predicts x_{t+2}.
+Row d of slot t stands at RoPE position t + d, pairs a learned embedding with a learned hidden state, the same for all,
+and predicts x_{t+2+d}. It sees the slots up to t and the rows 1 to d behind t.
+
+In training deeper rows are dropped geometrically: row d keeps the share `keep_ratio`^d of the slots, and a slot that
+keeps row d keeps all before it, which it sees.
+
+Worked example, 10 slots, K = 3, keep_ratio 0.7: 10 slots predict one token ahead of their certain one, 7 of them two
+tokens, and 5 of these three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from heads.anchors import draw_slots
+from heads.autoregression import EXTEND_CHUNK
+from heads.base import DraftStep
+from heads.eagle3 import Eagle3Config, Eagle3Heads
+from heads.layers import DecoderLayer, DraftAttention, DraftCache
+from heads.vocab import mean_embedding
+from inference.drafter import DraftLogits
+from inference.target import Target
+
+Attend = Callable[[int, DraftAttention, Tensor, Tensor, Tensor], Tensor]
+
+
+class ParallelConfig(Eagle3Config):
+    """Args:
+    num_depths: K, tokens drafted by one pass.
+    num_layers: EAGLE-3's layer, and plain ones above it.
+    keep_ratio: share of the slots of one depth that the next one is trained on (0.7 in published trainers).
+    min_keep_ratio: share of all slots that every depth keeps (0.2 there).
+    **kwargs: those of `Eagle3Config`, but for its unrolled steps.
+    """
+
+    model_type = "draftsmith_parallel"
+    head_type: ClassVar[str] = "parallel"
+
+    def __init__(
+        self,
+        *,
+        num_depths: int = 6,
+        num_layers: int = 2,
+        keep_ratio: float = 0.7,
+        min_keep_ratio: float = 0.2,
+        **kwargs: Any,
+    ) -> None:
+        if "ttt_steps" in kwargs or kwargs.pop("norm_output", False):
+            raise ValueError(
+                "ttt_steps and norm_output belong to heads that draft one depth after another: set num_depths instead"
+            )
+        if num_depths < 2 or num_layers < 1:
+            raise ValueError(
+                f"num_depths is {num_depths} and num_layers {num_layers}; allowed are at least 2 and 1 "
+                "(one depth alone is what EAGLE-3 heads with ttt_steps=1 draft)"
+            )
+        for name, value in (("keep_ratio", keep_ratio), ("min_keep_ratio", min_keep_ratio)):
+            if not 0 < value <= 1:
+                raise ValueError(f"{name} is {value}; allowed is a share above 0 and up to 1 (1 drops nothing)")
+        self.num_depths = num_depths
+        self.num_layers = num_layers
+        self.keep_ratio = keep_ratio
+        self.min_keep_ratio = min_keep_ratio
+        super().__init__(**kwargs)
+        del self.ttt_steps
+
+
+@dataclass(frozen=True)
+class Band:
+    """Slots [B, A] (-1: padding) that keep the mask rows 1 to `num_rows`, and no more."""
+
+    slots: Tensor
+    num_rows: int
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, A * num_rows] of its mask rows."""
+        rows = torch.arange(1, self.num_rows + 1, device=self.slots.device)
+        return (self.slots.clamp(min=0)[..., None] + rows).flatten(1)
+
+
+@dataclass
+class ParallelState:
+    """caches: of each layer, the keys and values of certain slots, with K - 1 scratch rows for the masks.
+    hidden: [B, K, D] outputs of all depths behind the last certain slot; logits: [B, K, Vd]."""
+
+    caches: list[DraftCache]
+    hidden: Tensor
+    logits: Tensor | None = None
+
+
+class ParallelHeads(Eagle3Heads):
+    """EAGLE-3's projection, first layer, norm, LM head and draft vocabulary; `expand` only reads."""
+
+    config_class = ParallelConfig
+
+    def __init__(self, config: ParallelConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.mask_embedding = nn.Parameter(torch.zeros(size))
+        self.mask_hidden = nn.Parameter(torch.full((size,), 0.02))  # zeros have no direction, and norms none either
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, size, DraftAttention(config, size, size)) for _ in range(config.num_layers - 1)
+        )
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.config.num_depths)
+
+    def init_from_target(self, target: Target) -> None:
+        super().init_from_target(target)
+        with torch.no_grad():
+            self.mask_embedding.copy_(mean_embedding(target))
+
+    def run_layers(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """All layers over slots and mask rows side by side, [B, W + M, D].
+
+        Args:
+            embedded, hidden: [B, W + M, D]; positions: [B, W + M].
+            attend: layer number, its attention, q, k and v -> [B, W + M, D].
+        """
+        first, further = self.midlayer, cast(list[DecoderLayer], list(self.layers))
+        residual, inputs = self.prepare(embedded, hidden)
+        attended = attend(0, first.self_attn, *first.self_attn.project(inputs, positions))
+        hidden = first.finish(residual, attended)
+        for number, layer in enumerate(further, start=1):
+            attended = attend(number, layer.self_attn, *layer.project(hidden, positions))
+            hidden = layer.finish(hidden, attended)
+        return hidden
+
+    def with_masks(self, embedded: Tensor, g: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
+        """Slots' embeddings and g [B, W, D], each with M mask rows behind it: [B, W + M, D]."""
+        batch = g.shape[0]
+        masks = (x.expand(batch, num_masks, -1) for x in (self.mask_embedding, self.mask_hidden))
+        with_embedding, with_hidden = (torch.cat(pair, dim=1) for pair in zip((embedded, g), masks, strict=True))
+        return with_embedding, with_hidden
+
+    # Training.
+
+    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
+        return self.unroll_where(features, input_ids, torch.ones_like(input_ids))
+
+    def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
+        """All rows in one pass. Evaluation drops none of them."""
+        (batch, length), most = input_ids.shape, input_ids.shape[1]
+        positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
+        if self.training:
+            bands = self.choose_bands(draw_slots(loss_mask, most, is_random=True))
+        else:
+            bands = [Band(positions, self.max_depth - 1)]
+        ahead = nn.functional.pad(input_ids[:, 1:], (0, 1))
+        mask_positions = torch.cat([band.positions for band in bands], dim=1)
+        rows = self.with_masks(self.embed(ahead), self.fuse(features), mask_positions.shape[1])
+
+        def attend(_: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            (slot_q, *masks_q), (slot_k, *masks_k), (slot_v, *masks_v) = (
+                x.split([length, *(band.slots.shape[1] * band.num_rows for band in bands)], dim=2) for x in (q, k, v)
+            )
+            attended = [attention.attend_unrolled(slot_q, [slot_k], [slot_v])]
+            for band, *block in zip(bands, masks_q, masks_k, masks_v, strict=True):
+                seen = torch.ones(band.num_rows, band.num_rows, dtype=torch.bool, device=q.device).tril()
+                own = (block[0], block[1], block[2])
+                attended.append(attention.attend_blocks(own, (slot_k, slot_v), band.slots.clamp(min=0), seen))
+            return torch.cat(attended, dim=1)
+
+        hidden = self.run_layers(*rows, torch.cat([positions, mask_positions], dim=1), attend)
+        first, *parts = hidden.split([length, *(band.slots.shape[1] * band.num_rows for band in bands)], dim=1)
+        steps = [DraftStep(2, first, self.score)]
+        for depth in range(1, self.max_depth):
+            deep = [
+                (band.slots, part.unflatten(1, (-1, band.num_rows))[:, :, depth - 1])
+                for band, part in zip(bands, parts, strict=True)
+                if band.num_rows >= depth
+            ]
+            slots, states = (torch.cat(tensors, dim=1) for tensors in zip(*deep, strict=True))
+            steps.append(DraftStep(2 + depth, states, self.score, slots=slots))
+        return steps
+
+    def choose_bands(self, drawn: Tensor) -> list[Band]:
+        """Cuts slots [B, A] in the order drawn into bands, the deepest first: geometric dropping."""
+        count, config = drawn.shape[1], self.config
+        shares = [max(config.keep_ratio**depth, config.min_keep_ratio) for depth in range(1, self.max_depth)]
+        kept = [max(1, math.ceil(count * share - 1e-9)) for share in shares]
+        bands, start = [], 0
+        for num_rows in range(self.max_depth - 1, 0, -1):
+            if (end := kept[num_rows - 1]) > start:
+                bands.append(Band(drawn[:, start:end], num_rows))
+                start = end
+        return bands
+
+    # Decoding.
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> ParallelState:  # type: ignore[override]
+        self.require_vocabulary()
+        attention = self.midlayer.self_attn
+        shape = (batch_size, attention.num_groups, attention.head_dim)
+        num_masks = self.max_depth - 1
+        caches = [
+            DraftCache(shape, num_slots=max_length, num_scratch=num_masks, device=self.device, dtype=self.dtype)
+            for _ in range(self.config.num_layers)
+        ]
+        hidden = torch.zeros(batch_size, self.max_depth, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        return ParallelState(caches, hidden)
+
+    def extend(  # type: ignore[override]
+        self, state: ParallelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        assert features is not None
+        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
+            part = slice(start, start + EXTEND_CHUNK)
+            token_ids = next_token_ids[:, part]
+            self._extend_chunk(state, features[:, part], token_ids, counts - start, max_slots)
+        state.logits = self.score(state.hidden)
+        return self.expand(state, next_token_ids, counts, 0)
+
+    def _extend_chunk(
+        self, state: ParallelState, features: Tensor, token_ids: Tensor, counts: Tensor, max_slots: int
+    ) -> None:
+        """Slots, and the mask rows behind each row's last one: theirs if the row has slots here."""
+        (batch, width), num_masks = token_ids.shape, self.max_depth - 1
+        here = counts.clamp(0, width)
+        steps, lengths = torch.arange(width + num_masks, device=token_ids.device), state.caches[0].lengths[:, None]
+        mask_positions = lengths + here[:, None] + steps[:num_masks]
+        seen = torch.ones(num_masks, num_masks, dtype=torch.bool, device=token_ids.device).tril()
+
+        def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache = state.caches[number]
+            _, _, mask = cache.append(k[:, :, :width], v[:, :, :width], here, max_slots)
+            keys, values, mask_of_masks = cache.append_scratch(
+                k[:, :, width:], v[:, :, width:], seen.expand(batch, -1, -1)
+            )
+            return attention.attend(q, keys, values, torch.cat([mask, mask_of_masks], dim=2))
+
+        rows = self.with_masks(self.embed(token_ids), self.fuse(features), num_masks)
+        hidden = self.run_layers(*rows, torch.cat([lengths + steps[:width], mask_positions], dim=1), attend)
+        last = (here - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        drafted = torch.cat([hidden.gather(1, last), hidden[:, width:]], dim=1)
+        state.hidden = torch.where((here > 0)[:, None, None], drafted, state.hidden)
+
+    def expand(  # type: ignore[override]
+        self, state: ParallelState, token_ids: Tensor, parents: Tensor, depth: int
+    ) -> DraftLogits:
+        assert state.logits is not None
+        return DraftLogits(state.logits[:, depth : depth + 1], self.draft_token_ids)

@@ -1,0 +1,306 @@
+"""Block drafters against transformers' DFlash and a reference that loops over rows, their switches, and what they see.
+
+Legend: B batch, T sequence length, N block size, K depths, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heads import create_heads
+from heads import layers as layers_module
+from heads.block import BlockHeads, default_loss_decay, spaced_feature_layers
+from inference import Target
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+from training.losses import compute_teacher, draft_loss
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 4},
+    "anchor": {"block_size": 3, "predicts_at_anchor": True},
+    "markov": {"block_size": 4, "markov_rank": 5},
+    "causal": {"block_size": 4, "is_causal": True, "num_layers": 3, "num_key_value_heads": 4},
+    "dspark": {"block_size": 3, "predicts_at_anchor": True, "markov_rank": 5, "has_confidence": True},
+}
+every_switch = pytest.mark.parametrize("overrides", SWITCHES.values(), ids=SWITCHES)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama"))
+
+
+def block(target: Target, **overrides: Any) -> BlockHeads:
+    heads = tiny_heads("block", target, **overrides)
+    assert isinstance(heads, BlockHeads)
+    return heads
+
+
+class TestTransformers:
+    """`MuseGlimmerAssistantModel` is what transformers drafts with under `speculation_type="dflash"`."""
+
+    @torch.no_grad()
+    def test_same_weights_give_the_same_states_and_logits(self, target: Target) -> None:
+        module = pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="this release has no DFlash")
+        heads = block(target, block_size=5, num_layers=2)
+        config = heads.config
+        theirs = module.MuseGlimmerAssistantModel(
+            module.MuseGlimmerAssistantConfig(
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_hidden_layers=2,
+                num_attention_heads=config.num_attention_heads,
+                num_key_value_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                rms_norm_eps=config.rms_norm_eps,
+                rope_parameters=config.rope_parameters,
+                layer_types=["full_attention"] * 2,
+                block_size=5,
+                target_layer_ids=[layer - 1 for layer in config.feature_layers],
+            )
+        ).eval()
+        renamed = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc", "mask_embedding": None}
+        weights = {}
+        for name, tensor in heads.state_dict().items():
+            first, _, rest = name.partition(".")
+            if (new := renamed.get(first, first)) is not None:
+                weights[f"{new}.{rest}"] = tensor
+        theirs.load_state_dict(weights)
+
+        input_ids, features = random_prompt(9), torch.randn(1, 9, 3 * 32)
+        steps = heads.unroll(features, input_ids)
+        for slot in (0, 3, 7):
+            noise = torch.cat([heads.embed(input_ids[:, slot + 1])[:, None], heads.mask_embedding.expand(1, 4, -1)], 1)
+            found = theirs(noise_embeds=noise, context_hidden_states=features[:, : slot + 1]).last_hidden_state
+            expected = torch.stack([step.hidden[:, slot] for step in steps], dim=1)
+            torch.testing.assert_close(found[:, 1:], expected, rtol=1e-4, atol=1e-4)
+            state = heads.start(1, 16, 8)
+            draft = heads.extend(
+                state, features[:, : slot + 1], input_ids[:, 1 : slot + 2], torch.tensor([slot + 1]), max_slots=slot + 1
+            )
+            torch.testing.assert_close(draft.logits, target.lm_head(found[:, 1:2]), rtol=1e-4, atol=1e-4)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turn(x: Tensor, position: int, theta: float) -> Tensor:
+    """RoPE of heads x [H, d] at one position."""
+    half = x.shape[-1] // 2
+    angles = torch.tensor([position * theta ** (-i / half) for i in range(half)])
+    first, second = x[:, :half], x[:, half:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def draft_slowly(heads: BlockHeads, features: Tensor, token_ids: list[int], slot: int) -> tuple[list[Tensor], Tensor]:
+    """[K][V] logits and [K] confidences behind one slot: one row of the block at a time, as in the papers' equations.
+    The Markov bias reads the tokens of `token_ids`."""
+    config, weights = heads.config, heads.state_dict()
+    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    size, eps, theta = config.head_dim, config.rms_norm_eps, config.rope_parameters["rope_theta"]
+    repeats = config.num_attention_heads // config.num_key_value_heads
+    context = [norm(weights["fc.weight"] @ features[t], weights["hidden_norm.weight"], eps) for t in range(slot + 1)]
+    hidden = [table[token_ids[slot + 1]]] + [weights["mask_embedding"]] * (config.block_size - 1)
+    for layer in range(config.num_layers):
+
+        def weight(name: str, layer: int = layer) -> Tensor:
+            return weights[f"layers.{layer}.{name}.weight"]
+
+        normed = [norm(x, weight("input_layernorm"), eps) for x in hidden]
+        keys, values = [], []
+        for position, x in enumerate([*context, *normed]):
+            key = norm((weight("self_attn.k_proj") @ x).view(-1, size), weight("self_attn.k_norm"), eps)
+            keys.append(turn(key, position, theta).repeat_interleave(repeats, 0))
+            values.append((weight("self_attn.v_proj") @ x).view(-1, size).repeat_interleave(repeats, 0))
+        outputs = []
+        for row, x in enumerate(normed):
+            q = norm((weight("self_attn.q_proj") @ x).view(-1, size), weight("self_attn.q_norm"), eps)
+            q = turn(q, slot + 1 + row, theta)
+            last = slot + 1 + (row if config.is_causal else config.block_size - 1)
+            scores = torch.stack([(q * key).sum(-1) / math.sqrt(size) for key in keys[: last + 1]])
+            attended = (scores.softmax(0)[..., None] * torch.stack(values[: last + 1])).sum(0)
+            after = hidden[row] + weight("self_attn.o_proj") @ attended.flatten()
+            x = norm(after, weight("post_attention_layernorm"), eps)
+            inner = F.silu(weight("mlp.gate_proj") @ x) * (weight("mlp.up_proj") @ x)
+            outputs.append(after + weight("mlp.down_proj") @ inner)
+        hidden = outputs
+    hidden = [norm(x, weights["norm.weight"], eps) for x in hidden]
+    logits, confidences = [], []
+    for k, state in enumerate(hidden if config.predicts_at_anchor else hidden[1:]):
+        scores = heads.target.lm_head(state)
+        if config.markov_rank:
+            before = weights["markov.embedding.weight"][token_ids[slot + 1 + k]]
+            scores = scores + weights["markov.lm_head.weight"] @ before
+            state = torch.cat([state, before])
+        logits.append(scores)
+        if config.has_confidence:
+            confidences.append(weights["confidence.weight"] @ state + weights["confidence.bias"])
+    return logits, torch.cat(confidences) if confidences else torch.empty(0)
+
+
+@torch.no_grad()
+@every_switch
+@pytest.mark.parametrize("query_chunk", [256, 8])
+def test_unroll_equals_the_slow_reference(
+    target: Target, overrides: dict[str, Any], query_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
+    heads = block(target, **overrides)
+    input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)
+    steps = heads.unroll(features, input_ids)
+    for row in range(2):
+        for slot in range(9 - 1 - len(steps)):
+            logits, confidences = draft_slowly(heads, features[row], input_ids[row].tolist(), slot)
+            for k, (step, expected) in enumerate(zip(steps, logits, strict=True)):
+                torch.testing.assert_close(step.head(step.hidden[row, slot]), expected, rtol=1e-4, atol=1e-4)
+                if step.confidence is not None:
+                    torch.testing.assert_close(step.confidence[row, slot], confidences[k], rtol=1e-4, atol=1e-4)
+
+
+class TestDepths:
+    def test_anchor_prediction_gives_one_more(self, target: Target) -> None:
+        assert block(target, block_size=6).max_depth == 5
+        assert block(target, block_size=6, predicts_at_anchor=True).max_depth == 6
+        assert block(target, block_size=1, predicts_at_anchor=True).max_depth == 1
+
+    @torch.no_grad()
+    def test_each_paths_bias_is_that_of_its_own_token(self, target: Target) -> None:
+        """PCTree: siblings differ by the bias of their tokens alone; without a bias one row serves all."""
+        heads = block(target, block_size=4, markov_rank=5)
+        assert heads.markov is not None
+        state = heads.start(1, 16, 8)
+        features, tokens = torch.randn(1, 3, 96), torch.tensor([[7, 9, 7]])
+        heads.extend(state, features, random_prompt(3), torch.tensor([3]), max_slots=3)
+        logits = heads.expand(state, tokens, torch.zeros_like(tokens), 1).logits
+        assert logits.shape == (1, 3, 128)
+        torch.testing.assert_close(logits[0, 0], logits[0, 2])
+        bias = heads.markov.lm_head(heads.markov.embedding(torch.tensor([7, 9])))
+        torch.testing.assert_close(logits[0, 0] - logits[0, 1], bias[0] - bias[1], rtol=1e-4, atol=1e-4)
+        plain = block(target, block_size=4)
+        state = plain.start(1, 16, 8)
+        plain.extend(state, features, random_prompt(3), torch.tensor([3]), max_slots=3)
+        assert plain.expand(state, tokens, torch.zeros_like(tokens), 1).logits.shape == (1, 1, 128)
+
+    @torch.no_grad()
+    @pytest.mark.parametrize(("is_causal", "changed"), [(True, [False, True, True]), (False, [True, True, True])])
+    def test_what_rows_of_a_block_see(self, target: Target, is_causal: bool, changed: list[bool]) -> None:
+        """Row 2 gets another input: with JetSpec's mask, only rows from itself on notice."""
+        heads = block(target, block_size=4, is_causal=is_causal)
+        features, input_ids = torch.randn(1, 5, 96), random_prompt(5)
+        embed_blocks = heads.embed_blocks
+        before = heads.unroll(features, input_ids)
+
+        def embed_otherwise(anchors: Tensor) -> Tensor:
+            embedded = embed_blocks(anchors).unflatten(1, (-1, 4)).clone()
+            embedded[:, :, 2] += 1
+            return embedded.flatten(1, 2)
+
+        heads.embed_blocks = embed_otherwise  # type: ignore[method-assign]
+        after = heads.unroll(features, input_ids)
+        found = [not torch.allclose(one.hidden, other.hidden) for one, other in zip(before, after, strict=True)]
+        assert found == changed
+
+    @torch.no_grad()
+    def test_a_block_never_sees_the_features_of_its_anchor(self, target: Target) -> None:
+        heads = block(target, block_size=3)
+        features, input_ids = torch.randn(1, 6, 96), random_prompt(6)
+        other = features.clone()
+        other[:, 3] += 1
+        for one, two in zip(heads.unroll(features, input_ids), heads.unroll(other, input_ids), strict=True):
+            changed = {t for t in range(6) if not torch.allclose(one.hidden[0, t], two.hidden[0, t])}
+            assert changed == {3, 4, 5}, "slot 2's anchor is x_3, whose features are not known yet"
+
+
+class TestLossWeights:
+    @pytest.mark.parametrize(("block_size", "gamma"), [(16, 7), (10, 5), (8, 4), (6, 3)])
+    def test_fall_with_the_distance(self, target: Target, block_size: int, gamma: float) -> None:
+        assert default_loss_decay(block_size) == gamma
+        decay = create_heads("block", target, block_size=block_size).default_step_decay
+        assert decay**3 == pytest.approx(math.exp(-3 / gamma))
+
+    def test_are_a_setting(self, target: Target) -> None:
+        assert create_heads("block", target, loss_decay=2.0).default_step_decay == pytest.approx(math.exp(-0.5))
+
+
+class TestTrainingSlots:
+    def test_are_those_with_a_loss(self, target: Target) -> None:
+        heads = block(target, block_size=3)
+        input_ids, features = random_prompt(9), torch.randn(1, 9, 96)
+        loss_mask = torch.tensor([[0, 0, 0, 1, 1, 0, 0, 1, 0]])
+        steps, every = heads.unroll_where(features, input_ids, loss_mask), heads.unroll(features, input_ids)
+        for step, full in zip(steps, every, strict=True):
+            assert step.slots is not None
+            assert sorted(step.slots[0].tolist()) == [1, 2, 5]
+            assert full.slots is None
+            torch.testing.assert_close(step.hidden, full.hidden[:, step.slots[0]])
+
+    def test_without_any_every_parameter_still_has_a_gradient(self, target: Target) -> None:
+        heads = block(target, **SWITCHES["dspark"]).train()
+        input_ids = random_prompt(9)
+        mask = torch.zeros_like(input_ids)
+        encoded = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
+        teacher = compute_teacher(target, encoded.last_hidden, input_ids, mask, None, loss_type="total_variation")
+        steps = heads.unroll_where(encoded.features, input_ids, mask)
+        loss = draft_loss(steps, teacher, mask, loss_type="total_variation", step_decay=0.8).loss
+        assert loss.item() == 0
+        loss.backward()
+        for name, parameter in heads.named_parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().max() == 0, name
+
+    @pytest.mark.parametrize("flag", [True, False])
+    def test_leave_the_targets_lm_head_alone(self, flag: bool) -> None:
+        """Frozen or not, no gradient reaches it, and it stays as frozen as it was."""
+        target = Target(tiny_target("llama"))
+        target.lm_head.weight.requires_grad_(flag)
+        heads = block(target, block_size=3)
+        steps = heads.unroll(torch.randn(1, 6, 96), random_prompt(6))
+        steps[0].head(steps[0].hidden).sum().backward()
+        assert heads.fc.weight.grad is not None
+        assert target.lm_head.weight.grad is None
+        assert target.lm_head.weight.requires_grad is flag
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ({"block_size": 1}, "block_size is 1; allowed is 2 or more"),
+            ({"block_size": 0, "predicts_at_anchor": True}, "block_size is 0; allowed is 1 or more"),
+            ({"num_layers": 0}, "num_layers is 0; allowed is 1 or more"),
+            ({"num_anchors": 0}, "num_anchors is 0; allowed is 1 or more"),
+            ({"markov_rank": -1}, "markov_rank is -1; allowed is 0 or more"),
+            ({"loss_decay": 0.0}, "loss_decay is 0.0; allowed is a number above 0"),
+            ({"head_dim": 7}, "head_dim is 7; rotary positions need an even number"),
+            ({"num_key_value_heads": 3}, "the first must be a multiple of the second"),
+            ({"feature_layers": []}, "feature_layers is empty; block drafters read at least one layer"),
+            ({"blok_size": 4}, "did you mean 'block_size'"),
+        ],
+    )
+    def test_bad_ones_say_what_is_allowed(self, target: Target, overrides: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            create_heads("block", target, **overrides)
+
+    @pytest.mark.parametrize("num_layers", range(1, 41))
+    def test_tapped_layers_are_distinct_and_in_order(self, num_layers: int) -> None:
+        layers = spaced_feature_layers(num_layers)
+        assert layers == sorted(set(layers))
+        assert 1 <= len(layers) <= 5
+        assert 0 <= layers[0] <= layers[-1] <= num_layers
+        if num_layers >= 8:
+            assert (layers[0], layers[-1], len(layers)) == (2, num_layers - 2, 5)
+
+    def test_the_worked_examples(self) -> None:
+        assert spaced_feature_layers(36) == [2, 10, 18, 26, 34]
+        assert spaced_feature_layers(16) == [2, 5, 8, 11, 14]
+        assert spaced_feature_layers(6) == [2, 3, 4]
+        assert default_loss_decay(16) == 7.0

@@ -1,0 +1,158 @@
+"""P-EAGLE against a reference that loops over slots and rows, what its rows see, and which are dropped.
+
+Legend: B batch, T sequence length, K depths, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heads import create_heads
+from heads.parallel import ParallelHeads
+from inference import Target, generate
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+
+def parallel(target: Target, **overrides: Any) -> ParallelHeads:
+    heads = tiny_heads("parallel", target, **overrides)
+    assert isinstance(heads, ParallelHeads)
+    return heads
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama"))
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean() + eps).sqrt() * weight
+
+
+def turn(x: Tensor, position: int, theta: float) -> Tensor:
+    """RoPE of heads x [H, d] at one position."""
+    half = x.shape[-1] // 2
+    angles = torch.tensor([position * theta ** (-i / half) for i in range(half)])
+    first, second = x[:, :half], x[:, half:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], slot: int) -> list[Tensor]:
+    """[K] outputs behind one slot: over the slots 0 to `slot` and K - 1 masks after them, the layers are an ordinary
+    causal decoder."""
+    config, weights = heads.config, heads.state_dict()
+    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    size, eps, theta = config.head_dim, config.rms_norm_eps, config.rope_parameters["rope_theta"]
+    repeats = config.num_attention_heads // config.num_key_value_heads
+    num_masks = config.num_depths - 1
+    embedded = [table[token_ids[t + 1]] for t in range(slot + 1)] + [weights["mask_embedding"]] * num_masks
+    hidden = [weights["fc.weight"] @ features[t] for t in range(slot + 1)] + [weights["mask_hidden"]] * num_masks
+    for layer in range(config.num_layers):
+        prefix = "midlayer" if layer == 0 else f"layers.{layer - 1}"
+
+        def weight(name: str, prefix: str = prefix) -> Tensor:
+            return weights[f"{prefix}.{name}.weight"]
+
+        if layer == 0:
+            inputs = [
+                torch.cat([norm(e, weight("input_layernorm"), eps), norm(g, weight("hidden_norm"), eps)])
+                for e, g in zip(embedded, hidden, strict=True)
+            ]
+        else:
+            inputs = [norm(x, weight("input_layernorm"), eps) for x in hidden]
+        q, k, v = ([(weight(f"self_attn.{name}_proj") @ x).view(-1, size) for x in inputs] for name in "qkv")
+        q, k = ([turn(x, position, theta) for position, x in enumerate(xs)] for xs in (q, k))
+        k, v = ([x.repeat_interleave(repeats, 0) for x in xs] for xs in (k, v))
+        outputs = []
+        for i, x in enumerate(hidden):
+            scores = torch.stack([(q[i] * k[j]).sum(-1) / math.sqrt(size) for j in range(i + 1)])
+            attended = (scores.softmax(0)[..., None] * torch.stack(v[: i + 1])).sum(0)
+            after = x + weight("self_attn.o_proj") @ attended.flatten()
+            y = norm(after, weight("post_attention_layernorm"), eps)
+            outputs.append(
+                after + weight("mlp.down_proj") @ (F.silu(weight("mlp.gate_proj") @ y) * (weight("mlp.up_proj") @ y))
+            )
+        hidden = outputs
+    return hidden[slot:]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("overrides", [{"num_depths": 4, "num_layers": 3}, {"num_depths": 2, "num_layers": 1}])
+def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any], is_training: bool) -> None:
+    heads = parallel(target, **overrides).train(is_training)
+    input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)
+    steps = heads.unroll(features, input_ids)
+    assert [step.shift for step in steps] == list(range(2, 2 + heads.max_depth))
+    for row in range(2):
+        expected = {slot: draft_slowly(heads, features[row], input_ids[row].tolist(), slot) for slot in range(8)}
+        for depth, step in enumerate(steps):
+            slots = range(9) if step.slots is None else step.slots[row].tolist()
+            for column, slot in enumerate(slots):
+                if 0 <= slot < 8:
+                    found = step.hidden[row, column]
+                    torch.testing.assert_close(found, expected[slot][depth], rtol=1e-4, atol=1e-4)
+
+
+class TestDropping:
+    def test_the_worked_example(self, target: Target) -> None:
+        heads = parallel(target, num_depths=3)
+        drawn = torch.arange(10)[None]
+        assert [(band.slots.shape[1], band.num_rows) for band in heads.choose_bands(drawn)] == [(5, 2), (2, 1)]
+
+    def test_every_depth_keeps_a_least_share(self, target: Target) -> None:
+        heads = parallel(target, num_depths=6, keep_ratio=0.5, min_keep_ratio=0.2)
+        bands = heads.choose_bands(torch.arange(40)[None])
+        kept = [sum(band.slots.shape[1] for band in bands if band.num_rows >= depth) for depth in range(1, 6)]
+        assert kept == [20, 10, 8, 8, 8]
+
+    def test_a_slot_that_keeps_a_row_keeps_those_before_it(self, target: Target) -> None:
+        heads = parallel(target, num_depths=5).train()
+        loss_mask = torch.zeros(2, 30, dtype=torch.long)
+        loss_mask[0, 6:], loss_mask[1, 12:20] = 1, 1
+        steps = heads.unroll_where(torch.randn(2, 30, 96), random_prompt(30, batch_size=2), loss_mask)
+        assert steps[0].slots is None
+        for row in range(2):
+            before = set((loss_mask[row].nonzero().flatten() - 2).tolist())
+            for step in steps[1:]:
+                assert step.slots is not None
+                slots = [slot for slot in step.slots[row].tolist() if slot >= 0]
+                assert len(set(slots)) == len(slots) > 0
+                assert set(slots) <= before
+                before = set(slots)
+
+    def test_a_ratio_of_one_drops_nothing(self, target: Target) -> None:
+        heads = parallel(target, num_depths=3, keep_ratio=1.0).train()
+        for step in heads.unroll(torch.randn(1, 9, 96), random_prompt(9))[1:]:
+            assert step.slots is not None
+            assert sorted(step.slots[0].tolist()) == list(range(7))
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ({"num_depths": 1}, "num_depths is 1 .* allowed are at least 2"),
+            ({"num_layers": 0}, "num_layers 0; allowed are at least 2 and 1"),
+            ({"keep_ratio": 0.0}, "keep_ratio is 0.0; allowed is a share above 0"),
+            ({"min_keep_ratio": 1.5}, "min_keep_ratio is 1.5; allowed is a share above 0"),
+            ({"ttt_steps": 3}, "set num_depths instead"),
+            ({"num_depth": 3}, "did you mean 'num_depths'"),
+        ],
+    )
+    def test_bad_ones_say_what_is_allowed(self, target: Target, overrides: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            create_heads("parallel", target, **overrides)
+
+    def test_the_draft_vocabulary_must_be_chosen_before_decoding(self, target: Target) -> None:
+        heads = create_heads("parallel", target, draft_vocab_size=10).eval()
+        with pytest.raises(ValueError, match="no draft vocabulary yet"):
+            generate(target, heads, random_prompt(4), max_new_tokens=4)
