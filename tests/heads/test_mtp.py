@@ -195,6 +195,14 @@ class TestTheTargetsParts:
         for block in heads.blocks:
             torch.testing.assert_close(block.norm(hidden), final_norm(hidden), rtol=1e-3, atol=1e-3)
 
+    @torch.no_grad()
+    @pytest.mark.parametrize("hidden_first", [True, False])
+    def test_the_projection_starts_by_passing_the_state_on(self, target: Target, hidden_first: bool) -> None:
+        block = create_heads("mtp", target, hidden_first=hidden_first).blocks[0]
+        state = torch.randn(1, 3, 32)
+        torch.testing.assert_close(block.join(state, torch.zeros(1, 3, 32)), block.hnorm(state))
+        assert block.join(torch.zeros(1, 3, 32), state).abs().max() > 0
+
     def test_the_lm_heads_soft_capping_is_kept(self) -> None:
         model = tiny_target("gemma3", final_logit_softcapping=3.0)
         heads = mtp(Target(model))
