@@ -49,7 +49,8 @@ class Decoder:
         target: a frozen causal LM of transformers, or a `Target`.
         drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
         tree: "dynamic" (EAGLE-2, the default), "auto" (EAGLE-2's kind, of the size that pays, chosen at every
-            step), "chain", a tree file, a list of rank paths, or a `TreePolicy`.
+            step), "chain", "gamma" (a chain of the length that pays, chosen likewise), a tree file, a list of rank
+            paths, or a `TreePolicy`.
         is_coupled: at temperature > 0, let the drafter read the target's own Gumbel noise (more is accepted; the text
             is the same either way).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits time truly.
@@ -163,6 +164,8 @@ class Decoder:
 
         clock.start()
         drafting = self._start_drafting(batch, cache, sampler)
+        if (read_first := getattr(self.drafter, "read_first", None)) is not None:
+            read_first(drafting.state, request.prompt_ids[:, 0])
         clock.stop("profile")
         output = target.prefill(
             cache,

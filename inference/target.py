@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from inference.attention import grouped_attention
 from inference.kv_cache import TreeCache
+from inference.scratch_cache import ScratchCache
 from inference.target_probe import examine_model, find_layer_windows, find_length_limit, unwrap_model
 from inference.tree import TokenTree
 
@@ -89,6 +90,12 @@ class Target:
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A zeroed cache of `capacity` slots per row: the longest sequence plus the largest tree."""
         return TreeCache(self._layer_specs, batch_size, capacity, device=self.device)
+
+    def new_scratch_cache(self, batch_size: int, *, max_tokens: int, num_scratch: int) -> ScratchCache:
+        """A zeroed cache for a model that drafts (see `ScratchCache`)."""
+        return ScratchCache(
+            self._layer_specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device
+        )
 
     @torch.no_grad()
     def prefill(
@@ -164,6 +171,35 @@ class Target:
         return TargetOutput(logits, output.features)
 
     @torch.no_grad()
+    def score_opened(
+        self,
+        cache: ScratchCache,
+        token_ids: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        *,
+        tree_depths: Tensor | None = None,
+        read: Tensor | None = None,
+    ) -> Tensor:
+        """Logits for drafting: [B, W] tokens whose slots are open, at positions lengths + depths; nothing is committed.
+
+        Args:
+            depths: [B, W] long.
+            ancestors: [B, W, T] bool, which of the T slots of the tree (`ScratchCache.tree_slots`) each token sees
+                besides the certain ones; itself included.
+            tree_depths: [1 or B, T] long, positions of the tree's slots, less lengths; None = `depths`.
+            read: [B, R] long, the tokens whose logits are wanted; None = all.
+
+        Returns:
+            [B, R or W, V] of the tokens that follow.
+        """
+        output = self._forward_cached(cache, token_ids, depths, ancestors, (), tree_depths)
+        source = output.last_hidden if output.logits is None else output.logits
+        if read is not None:
+            source = source.gather(1, read[..., None].expand(-1, -1, source.shape[-1]))
+        return self.compute_logits(source) if output.logits is None else source
+
+    @torch.no_grad()
     def encode(self, input_ids: Tensor, attention_mask: Tensor, *, feature_layers: Sequence[int] = ()) -> EncodeOutput:
         """One full pass without cache and without logits, for training; the outputs may enter an autograd graph.
 
@@ -230,8 +266,11 @@ class Target:
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
 
-    def _masks_in_view(self, cache: TreeCache, positions: Tensor, ancestors: Tensor) -> Any:
-        """`masks_from_allowed` for the open slots at [B, N] positions, each [B, 1, N, W] over what its layers see."""
+    def _masks_in_view(self, cache: TreeCache, positions: Tensor, tree_positions: Tensor, ancestors: Tensor) -> Any:
+        """`masks_from_allowed` for the open slots at [B, N] positions, each [B, 1, N, W] over what its layers see.
+
+        tree_positions: [B, T] of the slots that `ancestors` [B, N, T] tells of.
+        """
         batch, num_nodes = positions.shape
         masks = {}
         for layer_type, window in self._windows.items():
@@ -239,20 +278,27 @@ class Target:
             key_positions = slots_seen.expand(batch, -1)
             committed = key_positions < cache.lengths[:, None]
             allowed = committed[:, None, :].repeat(1, num_nodes, 1)
-            allowed.scatter_(2, places[:, None, :].expand(batch, num_nodes, num_nodes), ancestors)
-            key_positions = key_positions.scatter(1, places, positions)
+            allowed.scatter_(2, places[:, None, :].expand(-1, num_nodes, -1), ancestors)
+            key_positions = key_positions.scatter(1, places, tree_positions)
             masks[layer_type] = self._make_mask(allowed, positions, key_positions, window)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _forward_cached(
-        self, cache: TreeCache, token_ids: Tensor, depths: Tensor, ancestors: Tensor, feature_layers: Sequence[int]
+        self,
+        cache: TreeCache,
+        token_ids: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        feature_layers: Sequence[int],
+        tree_depths: Tensor | None = None,
     ) -> _Pass:
         """Run [B, N] tokens, whose slots are open, at lengths + depths; each sees the committed tokens and its
-        ancestors [B, N, N]."""
+        ancestors [B, N, T] among the slots of the tree (the open ones, unless they are at `tree_depths` [1 or B, T])."""
         positions = cache.lengths[:, None] + depths
         if self.max_length is not None:
             positions = positions.clamp(max=self.max_length - 1)
-        masks = self._masks_in_view(cache, positions, ancestors)
+        tree_positions = positions if tree_depths is None else cache.lengths[:, None] + tree_depths
+        masks = self._masks_in_view(cache, positions, tree_positions, ancestors)
         if self._scale_logits is not None:
             output = self._run_backbone(token_ids, positions, masks, cache, feature_layers)
             return _Pass(
