@@ -24,8 +24,8 @@ class DraftLogits:
         logits: [B, W, C], or [B, 1, C] when every frontier node shares them; unnormalised log-probabilities of any
             floating dtype. A column of -inf is no candidate.
         token_ids: the target's token id of each column: None (the column number is the id), [C], or [B, W, C]; int64.
-        confidence: [B, W] (or [B, 1]) float32, the drafter's own word on how far its scores are to be trusted, from 0 to
-            1; None = 1. Only `MergedDrafter` asks.
+        confidence: [B, W or 1] float32, from 0 to 1, the drafter's own word on how far its scores are to be trusted;
+            None = 1. Only `MergedDrafter` asks.
     """
 
     logits: Tensor

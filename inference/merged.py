@@ -124,9 +124,9 @@ class MergedDrafter(nn.Module):
             return
         chances = torch.stack([chance_of(root, next_token_ids[:, 0]) for root in state.roots], dim=1)  # [B, 2]
         spoke = torch.stack([(root.logits > -torch.inf).any(-1)[:, 0] for root in state.roots], dim=1).all(1)
-        credits = state.weights * chances
-        total = credits.sum(1)
-        moved = (1 - self.rate) * state.weights + self.rate * credits / total.clamp(min=1e-30)[:, None]
+        shares = state.weights * chances
+        total = shares.sum(1)
+        moved = (1 - self.rate) * state.weights + self.rate * shares / total.clamp(min=1e-30)[:, None]
         moved = moved.clamp(MIN_WEIGHT, 1 - MIN_WEIGHT)
         counted = spoke & (counts > 0) & (total > 0)
         state.weights = torch.where(counted[:, None], moved, state.weights)
@@ -171,9 +171,8 @@ def merge_drafts(first: DraftLogits, first_chances: Tensor, second: DraftLogits,
     Returns:
         logarithms of the sums, [B, W, C] when one draft is over all tokens, else [B, W, C + D].
     """
-    if second.token_ids is None or (first.token_ids is not None and first.token_ids.dim() > second.token_ids.dim()):
-        if first.token_ids is not None:
-            return merge_drafts(second, second_chances, first, first_chances)
+    if _width_of(first) < _width_of(second):
+        return merge_drafts(second, second_chances, first, first_chances)
     batch, width = first_chances.shape[0], max(first_chances.shape[1], second_chances.shape[1])
     base, added = first_chances.expand(batch, width, -1), second_chances.expand(batch, width, -1)
     if first.token_ids is None and second.token_ids is None:
@@ -188,6 +187,11 @@ def merge_drafts(first: DraftLogits, first_chances: Tensor, second: DraftLogits,
     if second.token_ids.dim() == 1:
         return DraftLogits(merged, torch.cat([first.token_ids, second.token_ids]))
     return DraftLogits(merged, torch.cat([first.token_ids.expand(base.shape), ids], dim=-1))
+
+
+def _width_of(draft: DraftLogits) -> int:
+    """2 for columns that are all tokens, 1 for a reduced vocabulary, 0 for tokens of each node."""
+    return 2 if draft.token_ids is None else int(draft.token_ids.dim() == 1)
 
 
 def find_columns(token_ids: Tensor, chances: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

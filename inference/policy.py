@@ -199,9 +199,7 @@ class DynamicTree(TreePolicy):
     costs more beside a plain step on a CPU.
     """
 
-    def __init__(
-        self, depth: int = 6, top_k: int = 8, num_nodes: int = 32, *, root_factor: int = ROOT_FACTOR
-    ) -> None:
+    def __init__(self, depth: int = 6, top_k: int = 8, num_nodes: int = 32, *, root_factor: int = ROOT_FACTOR) -> None:
         if depth < 1 or top_k < 1 or num_nodes < 2 or root_factor < 1:
             raise ValueError(
                 f"got depth={depth}, top_k={top_k}, num_nodes={num_nodes}, root_factor={root_factor}; allowed are at "

@@ -95,8 +95,8 @@ class SmallModelDrafter(nn.Module):
         if self.small.vocab_size != target.vocab_size and not self.has_compared:
             raise ValueError(
                 f"the target has a vocabulary of {target.vocab_size} tokens, the small model one of "
-                f"{self.small.vocab_size}: give a small model with the target's tokenizer, or, if they differ by padding "
-                "only, pass tokenizer= and target_tokenizer= so that they can be compared"
+                f"{self.small.vocab_size}: give a small model with the target's tokenizer, or, if they differ by "
+                "padding only, pass tokenizer= and target_tokenizer= so that they can be compared"
             )
         if self.small.device != target.device:
             raise ValueError(
@@ -144,9 +144,7 @@ class SmallModelDrafter(nn.Module):
         if not torch.compiler.is_compiling():
             state.num_used += width
             if state.num_used > num_scratch:
-                raise ValueError(
-                    f"the tree has more than {num_scratch=} frontier nodes: start() the drafter with more"
-                )
+                raise ValueError(f"the tree has more than {num_scratch=} frontier nodes: start() the drafter with more")
         own = state.used + torch.arange(width, device=token_ids.device)  # the scratch rows of this level
         itself = own[:, None] == torch.arange(num_scratch, device=own.device)
         rows = (state.base + parents)[..., None].expand(-1, -1, num_scratch)

@@ -22,8 +22,8 @@ from inference.target import Target
 class StagedState:
     """small, ngram: of the two drafters. is_active: [B], rows that the last `extend` gave slots.
 
-    logits: [B, 1 + G, Vs] of the small model's last pass: behind its first token, and behind each guess. guesses: [B, G]
-    long, -1 = none. first_depth: the depth of that pass's first token (0 = the root)."""
+    logits: [B, 1 + G, Vs] of the small model's last pass: behind its first token, and behind each guess. guesses:
+    [B, G] long, -1 = none. first_depth: the depth of that pass's first token (0 = the root)."""
 
     small: SmallModelState
     ngram: NgramState
@@ -54,9 +54,7 @@ class StagedDrafter(nn.Module):
     feature_layers: tuple[int, ...] = ()
     max_depth: int | None = None
 
-    def __init__(
-        self, small: SmallModelDrafter, ngrams: NgramDrafter | None = None, *, num_guesses: int = 4
-    ) -> None:
+    def __init__(self, small: SmallModelDrafter, ngrams: NgramDrafter | None = None, *, num_guesses: int = 4) -> None:
         super().__init__()
         if num_guesses < 1:
             raise ValueError(f"num_guesses is {num_guesses}; without guesses use the SmallModelDrafter alone")

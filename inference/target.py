@@ -293,7 +293,7 @@ class Target:
         tree_depths: Tensor | None = None,
     ) -> _Pass:
         """Run [B, N] tokens, whose slots are open, at lengths + depths; each sees the committed tokens and its
-        ancestors [B, N, T] among the slots of the tree (the open ones, unless they are at `tree_depths` [1 or B, T])."""
+        ancestors [B, N, T] among the slots of the tree: the open ones, or those at `tree_depths` [1 or B, T]."""
         positions = cache.lengths[:, None] + depths
         if self.max_length is not None:
             positions = positions.clamp(max=self.max_length - 1)

@@ -3,7 +3,9 @@
     python scripts/generate.py --target examples/chat-13m --heads examples/heads/eagle3 --prompt "Tell me a story."
 
 Besides heads, a small model (--drafter_model) and n-grams of the text (--ngrams) can draft; of several, the candidates
-are merged in one tree. Without --prompt it is a chat in a terminal (/new forgets what was said, Ctrl-C ends a reply, Ctrl-D the program), and
+are merged in one tree.
+
+Without --prompt it is a chat in a terminal (/new forgets what was said, Ctrl-C ends a reply, Ctrl-D the program), and
 otherwise one prompt per line of the standard input. Text goes to the standard output, the counts below it to the error
 output.
 """
@@ -76,7 +78,9 @@ class GenerateArguments:
         if self.staged and self.drafter_model is None:
             raise ValueError("got --staged without --drafter_model: give the small model that n-grams draft for")
         if self.staged and (self.tree or "").partition(":")[0] not in ("chain", "gamma"):
-            raise ValueError(f"got --staged with --tree {self.tree}: it drafts chains, so give chain, chain:DEPTH or gamma")
+            raise ValueError(
+                f"got --staged with --tree {self.tree}: it drafts chains, so give chain, chain:DEPTH or gamma"
+            )
         if self.max_new_tokens < 1:
             raise ValueError(f"got --max_new_tokens {self.max_new_tokens}: give at least 1")
         if self.temperature < 0:

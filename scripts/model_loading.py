@@ -1,4 +1,4 @@
-"""What the programs that decode share: loading a target and drafters, naming a tree, turning messages into token ids."""
+"""What the programs that decode share: loading targets and drafters, naming trees, turning messages into token ids."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def load_drafter(
     staged: bool = False,
     ngrams: bool = False,
 ) -> Drafter | None:
-    """What drafts: heads, a small model, n-grams of the text, or several of them merged; None when nothing is asked for.
+    """What drafts: heads, a small model, n-grams of the text, or several of them merged; None = plain decoding.
 
     Args:
         heads, drafter_model: folders or hub ids.

@@ -20,7 +20,7 @@ from inference.policy import resolve_policy
 from inference.small_model import SmallModelDrafter
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.test_host_reads import RefuseHostReads, make_sampler
-from tests.inference.test_small_model import rough_copy
+from tests.inference.test_small_model import pad_left, rough_copy
 from tests.lossless.near_tie import assert_same_text
 from tests.lossless.test_auto_tree import restless
 from tests.scripted_drafter import ScriptedDrafter
@@ -132,8 +132,8 @@ def test_weights_follow_what_comes() -> None:
         tokens = torch.tensor([[token, 0, 0], [token, 0, 0]])
         draft = drafter.extend(state, None, tokens, torch.tensor([count, count]), max_slots=16)
         if step > 0 and count > 0:  # nothing was said before the first step
-            credits = [weight * float(chance[token]) for weight, chance in zip(weights, chances, strict=True)]
-            weights = [0.8 * old + 0.2 * credit / sum(credits) for old, credit in zip(weights, credits, strict=True)]
+            shares = [weight * float(chance[token]) for weight, chance in zip(weights, chances, strict=True)]
+            weights = [0.8 * old + 0.2 * credit / sum(shares) for old, credit in zip(weights, shares, strict=True)]
         assert state.weights is not None
         torch.testing.assert_close(state.weights, torch.tensor([weights, [0.75, 0.25]]))
         mixture = weights[0] * chances[0] + weights[1] * chances[1]
@@ -245,8 +245,7 @@ def test_a_batch_is_its_rows(kind: str, tree: Any) -> None:
     """Left-padded rows of different lengths; n-grams find the prompt's repetition."""
     target = Target(tiny_target("mistral", initializer_range=0.3))
     prompts = [random_prompt(length, seed=length).repeat(1, 3) for length in (2, 7, 4)]
-    padded = torch.cat([torch.nn.functional.pad(prompt, (21 - prompt.shape[1], 0)) for prompt in prompts])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(prompt), (21 - prompt.shape[1], 0)) for prompt in prompts])
+    padded, mask = pad_left(prompts)
     options = {"max_new_tokens": 30, "do_sample": False}
     decoder = Decoder(target, make_pair(kind, target), tree=tree)
     output = decoder.generate(padded, mask, **options)

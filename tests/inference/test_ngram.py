@@ -12,7 +12,9 @@ from inference.ngram import BACKOFF, NgramDrafter
 from inference.policy import DynamicTree
 
 
-def look_up(text: list[int], path: list[int], max_ngram: int, num_candidates: int) -> tuple[list[int], list[float], float]:
+def look_up(
+    text: list[int], path: list[int], max_ngram: int, num_candidates: int
+) -> tuple[list[int], list[float], float]:
     """The distinct continuations, longest suffix first, then the latest occurrence; their scores; the confidence."""
     suffix_of, found = text + path, dict[int, int]()  # token -> length of the suffix it follows
     ends: dict[int, list[int]] = {}  # where each suffix of this length occurred
