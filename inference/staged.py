@@ -92,7 +92,7 @@ class StagedDrafter(nn.Module):
         """As `SmallModelDrafter.read_first`."""
         self.small.read_first(state.small, token_ids)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def extend(
         self, state: StagedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
@@ -115,7 +115,7 @@ class StagedDrafter(nn.Module):
         )
         return self.small.to_draft(state.logits[:, :1])
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def expand(self, state: StagedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         """Scores of the one node [B, 1]: known, if it was guessed, and else from another pass (Drafter.expand)."""
         if token_ids.shape[1] != 1:

@@ -65,7 +65,7 @@ def to_dict(draft: DraftLogits, chances: Tensor, row: int, node: int) -> dict[in
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize(("first", "second"), itertools.product(["all", "reduced", "few"], repeat=2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(["all", "reduced", "few"], repeat=2)))
 def test_chances_are_added_by_token(first: str, second: str, is_shared: bool) -> None:
     drafts = make_draft(first, 0, is_shared=is_shared), make_draft(second, 1)
     chances = [to_chances(draft) * weight for draft, weight in zip(drafts, (0.3, 0.7), strict=True)]

@@ -85,8 +85,8 @@ def test_it_drafts_what_the_small_model_drafts(num_guesses: int, options: dict[s
 
 
 def test_passes_are_saved_in_text_that_repeats_itself() -> None:
-    model = tiny_target("llama", initializer_range=0.02)  # so calm that it repeats one token for ever
-    drafter = StagedDrafter(SmallModelDrafter(model))
+    model = tiny_target("llama", initializer_range=0.02)  # so calm that it repeats itself for ever
+    drafter = StagedDrafter(SmallModelDrafter(model), num_guesses=5)
     output = generate(model, drafter, repeating_prompt(), tree=chain(6), max_new_tokens=60, do_sample=False)
     assert output.stats.acceptance_length > 5
     assert drafter.num_saved > drafter.num_passes
