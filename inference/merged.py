@@ -178,15 +178,15 @@ def merge_drafts(first: DraftLogits, first_chances: Tensor, second: DraftLogits,
     if first.token_ids is None and second.token_ids is None:
         return DraftLogits((base + added).log())
     assert second.token_ids is not None
-    ids = second.token_ids.expand(added.shape)
     if first.token_ids is None:
-        return DraftLogits(base.scatter_add(-1, ids, added).log())
-    column, is_known = find_columns(first.token_ids, base, ids)
+        return DraftLogits(base.scatter_add(-1, second.token_ids.expand(added.shape), added).log())
+    found = find_columns(first.token_ids, base, second.token_ids)
+    column, is_known = (x.expand(added.shape) for x in found)
     base = base.scatter_add(-1, column, torch.where(is_known, added, 0.0))
     merged = torch.cat([base, torch.where(is_known, 0.0, added)], dim=-1).log()
     if second.token_ids.dim() == 1:
         return DraftLogits(merged, torch.cat([first.token_ids, second.token_ids]))
-    return DraftLogits(merged, torch.cat([first.token_ids.expand(base.shape), ids], dim=-1))
+    return DraftLogits(merged, torch.cat([x.expand(batch, width, -1) for x in (first.token_ids, second.token_ids)], -1))
 
 
 def _width_of(draft: DraftLogits) -> int:
@@ -195,10 +195,11 @@ def _width_of(draft: DraftLogits) -> int:
 
 
 def find_columns(token_ids: Tensor, chances: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token of `wanted` [B, W, D] stands among columns `token_ids` ([C] or [B, W, C]) with `chances`.
+    """Where each token of `wanted` ([D] or [B, W or 1, D]) stands among columns `token_ids` ([C] or [B, W or 1, C]) with
+    `chances` [B, W, C].
 
     Returns:
-        [B, W, D] long (0 where it stands nowhere), and whether it stands anywhere.
+        long (0 where it stands nowhere), and whether it stands anywhere, of the shape of `wanted` or [B, W, D].
     """
     if token_ids.dim() == 1:  # of a reduced vocabulary, each once
         order = token_ids.argsort()

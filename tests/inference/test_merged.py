@@ -175,11 +175,11 @@ def test_depths_and_refusals() -> None:
 
 
 def scripted(texts: list[Tensor], offered: set[tuple[int, int]] | None = None) -> MergedDrafter:
-    """Two drafters that are right at different places, each with decoys of its own, and features of their own."""
+    """Two drafters, of which exactly one is right at each place, with features of their own."""
     offered = set() if offered is None else offered
     return MergedDrafter(
-        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(0, 9, 9, 1), offered=offered),
-        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(9, 0, 0, 2, 9), feature_layers=(2, 4), offered=offered),
+        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(0, 9, 0, 9, 1, 9), offered=offered),
+        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(9, 0, 9, 0, 9, 2), feature_layers=(2, 4), offered=offered),
         weight=0.4,
     )
 
@@ -195,7 +195,8 @@ def test_greedy_text_is_transformers_generate(family: str, policy: str) -> None:
     options = {"tree": POLICIES[policy], "max_new_tokens": 96, "do_sample": False}
     output = generate(model, drafter, prompt, **options)
     assert_same_text(model, expected, output.sequences)
-    assert len(output.stats.accepted_histogram) == 5, "not every depth was reached"
+    # A chain follows the likelier of the two, and each is wrong about every other time.
+    assert len(output.stats.accepted_histogram) >= (3 if policy == "chain" else 5), "not every depth was reached"
     if policy == "dynamic":
         alone = [generate(model, one, prompt, **options).stats.acceptance_length for one in drafter.drafters]
         assert output.stats.acceptance_length > max(alone) + 0.3, "each has what the other lacks"
