@@ -195,8 +195,8 @@ def _width_of(draft: DraftLogits) -> int:
 
 
 def find_columns(token_ids: Tensor, chances: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token of `wanted` ([D] or [B, W or 1, D]) stands among columns `token_ids` ([C] or [B, W or 1, C]) with
-    `chances` [B, W, C].
+    """Where each token of `wanted` ([D] or [B, W or 1, D]) stands among the columns `token_ids` ([C] or [B, W or 1, C])
+    that have `chances` [B, W, C].
 
     Returns:
         long (0 where it stands nowhere), and whether it stands anywhere, of the shape of `wanted` or [B, W, D].

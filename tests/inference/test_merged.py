@@ -284,6 +284,7 @@ def test_measured_costs_tell_merged_drafters_apart() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["eagle3", "small"])
 @pytest.mark.parametrize("tree", [chain(2), DynamicTree(3, 3, 10)], ids=["chain", "dynamic"])
 def test_compiled_it_drafts_what_it_drafts_eagerly(kind: str, tree: TreePolicy) -> None:

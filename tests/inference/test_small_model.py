@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -268,8 +269,10 @@ def test_nothing_is_read_on_the_host(family: str, batch_size: int, tree: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("tree", [chain(3), DynamicTree(3, 3, 10)], ids=["chain", "dynamic"])
-def test_compiled_it_drafts_what_it_drafts_eagerly(tree: TreePolicy) -> None:
+def test_compiled_it_drafts_what_it_drafts_eagerly(tree: TreePolicy, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "inference.compilation")
     model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
     drafter = SmallModelDrafter(rough_copy(model))
     compiled, eager = (Decoder(model, drafter, tree=tree, compile=flag) for flag in (True, False))
@@ -277,5 +280,10 @@ def test_compiled_it_drafts_what_it_drafts_eagerly(tree: TreePolicy) -> None:
         one, other = (decoder.generate(random_prompt(6), max_new_tokens=40, **options) for decoder in (compiled, eager))
         assert one.sequences.tolist() == other.sequences.tolist()
         assert one.stats.accepted_histogram == other.stats.accepted_histogram
-    again = compiled.generate(random_prompt(9), max_new_tokens=100, do_sample=False)
-    assert again.stats.seconds["compile"] == 0, "one graph serves every length and level"
+    # The first longer text leaves the length open where it was not; from then on one graph serves every length and level.
+    seconds = [
+        compiled.generate(random_prompt(9), max_new_tokens=length, do_sample=False).stats.seconds["compile"]
+        for length in (80, 170)
+    ]
+    assert seconds[1] == 0
+    assert "in pieces" not in caplog.text

@@ -116,6 +116,7 @@ def test_refusals() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_compiled_decoder_runs_it_eagerly() -> None:
     model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
     drafter = StagedDrafter(SmallModelDrafter(rough_copy(model)))
