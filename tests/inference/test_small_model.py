@@ -280,7 +280,7 @@ def test_compiled_it_drafts_what_it_drafts_eagerly(tree: TreePolicy, caplog: pyt
         one, other = (decoder.generate(random_prompt(6), max_new_tokens=40, **options) for decoder in (compiled, eager))
         assert one.sequences.tolist() == other.sequences.tolist()
         assert one.stats.accepted_histogram == other.stats.accepted_histogram
-    # The first longer text leaves the length open where it was not; from then on one graph serves every length and level.
+    # The first longer text leaves the length open where it was not; then one graph serves every length and level.
     seconds = [
         compiled.generate(random_prompt(9), max_new_tokens=length, do_sample=False).stats.seconds["compile"]
         for length in (80, 170)
