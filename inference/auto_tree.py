@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.beam import ROOT_FACTOR
 from inference.cost_model import Plan
 from inference.drafter import Drafter, DraftLogits, DraftSampling
 from inference.policy import DynamicTree, TreePolicy
@@ -24,6 +25,7 @@ class AutoTree(TreePolicy):
     Args:
         depths, sizes, widths: depths, numbers of nodes (root included) and `top_k` of `DynamicTree` to choose from.
             Compiled, all share their graphs.
+        root_factor: as in `DynamicTree`.
     """
 
     def __init__(
@@ -31,6 +33,8 @@ class AutoTree(TreePolicy):
         depths: Sequence[int] = (1, 2, 3, 4, 6),
         sizes: Sequence[int] = (4, 8, 16, 32),
         widths: Sequence[int] = (2, 4, 8),
+        *,
+        root_factor: int = ROOT_FACTOR,
     ) -> None:
         if not depths or not sizes or not widths or min(depths) < 1 or min(sizes) < 2 or min(widths) < 1:
             raise ValueError(
@@ -41,6 +45,7 @@ class AutoTree(TreePolicy):
         self.sizes = tuple(sorted(set(sizes)))
         self.widths = tuple(sorted(set(widths)))
         self.top_k = self.widths[-1]
+        self.root_factor = root_factor
         self.max_depth = self.depths[-1]
         self.num_nodes = self.sizes[-1]
         self.num_scratch = (self.max_depth - 1) * self.top_k
@@ -55,16 +60,16 @@ class AutoTree(TreePolicy):
         if max_depth is None or self.max_depth <= max_depth:
             return self
         depths = {min(depth, max_depth) for depth in self.depths}
-        return AutoTree(sorted(depths), self.sizes, self.widths)
+        return AutoTree(sorted(depths), self.sizes, self.widths, root_factor=self.root_factor)
 
     def tree_of(self, plan: Plan) -> DynamicTree:
-        return DynamicTree(plan.depth, plan.width, plan.num_nodes)
+        return DynamicTree(plan.depth, plan.width, plan.num_nodes, root_factor=self.root_factor)
 
     def grow(
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
     ) -> TokenTree:
         """The largest tree."""
-        largest = DynamicTree(self.max_depth, self.top_k, self.num_nodes)
+        largest = self.tree_of(Plan(self.max_depth, self.num_nodes, self.top_k))
         return largest.grow(drafter, state, root_ids, draft, sampling)
 
     def count_accepted(self, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor:

@@ -17,6 +17,9 @@ from torch import Tensor
 from inference.drafter import Drafter, DraftLogits, DraftSampling
 from inference.tree import TokenTree
 
+# The root has up to so many times as many children as a beam is wide: their scores are known anyway.
+ROOT_FACTOR = 2
+
 
 @dataclass(frozen=True)
 class Children:
@@ -37,14 +40,13 @@ class Children:
     best_parents: Tensor
 
     @classmethod
-    def of_root(cls, scores: Tensor, token_ids: Tensor, width: int) -> Children:
+    def of_root(cls, scores: Tensor, token_ids: Tensor, width: int, root_factor: int = ROOT_FACTOR) -> Children:
         """scores, token_ids: [B, M], best first."""
         # Of the strides that later levels have, too: a graph serves tensors of one layout.
         best_ids, best_scores = (x[:, :width].clone(memory_format=torch.contiguous_format) for x in (token_ids, scores))
         ranks = torch.arange(token_ids.shape[1], device=token_ids.device).repeat(token_ids.shape[0], 1)
         best = torch.arange(best_ids.shape[1], device=token_ids.device).repeat(token_ids.shape[0], 1)
-        # The root has twice as many children as a beam is wide.
-        widths, parents = ranks // 2 + 1, torch.full_like(ranks, -1)
+        widths, parents = ranks // root_factor + 1, torch.full_like(ranks, -1)
         return cls(token_ids, scores, parents, widths, best, best_ids, best_scores, torch.zeros_like(best))
 
 

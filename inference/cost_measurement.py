@@ -33,17 +33,14 @@ def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, sampler: Sam
     Args:
         sampler: as texts will be drawn, with no processor that reads the prefix.
     """
-    target, drafter = step.target, step.drafter
-    drafter_config = getattr(drafter, "config", None)
+    target = step.target
     key = [
         describe_machine(target.device),
         type(target.model).__name__,
         _digest(target.text_config),
         str(target.dtype),
         str(getattr(target.text_config, "_attn_implementation", "")),
-        getattr(drafter, "name", type(drafter).__name__),
-        _describe_settings(drafter) if drafter_config is None else _digest(drafter_config),
-        str(getattr(drafter, "dtype", "")),
+        *_describe_drafter(step.drafter),
         [policy.depths, policy.sizes, policy.widths],
         step.is_compiled,
         batch_size,
@@ -65,10 +62,23 @@ def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, sampler: Sam
     return costs
 
 
+def _describe_drafter(drafter: Any) -> list[Any]:
+    """Its name, settings and dtype; then the same of the drafters it is made of."""
+    config = getattr(drafter, "config", None)
+    return [
+        getattr(drafter, "name", type(drafter).__name__),
+        _describe_settings(drafter) if config is None else _digest(config),
+        str(getattr(drafter, "dtype", "")),
+        *(_describe_drafter(part) for part in getattr(drafter, "drafters", ())),
+    ]
+
+
 def _describe_settings(drafter: Any) -> str:
     """The plain values a drafter without a config holds."""
     values = vars(drafter).items() if hasattr(drafter, "__dict__") else ()
-    return repr(sorted((name, value) for name, value in values if isinstance(value, (bool, int, float, str, tuple))))
+    plain = (bool, int, float, str, tuple)
+    kept = [(name, value) for name, value in values if isinstance(value, plain) and name != "drafters"]
+    return repr(sorted(kept))
 
 
 def _digest(config: Any) -> str:

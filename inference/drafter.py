@@ -29,15 +29,21 @@ class DraftLogits:
         logits: [B, W, C], or [B, 1, C] when every frontier node shares them; unnormalised log-probabilities of any
             floating dtype. A column of -inf is no candidate.
         token_ids: the target's token id of each column: None (the column number is the id), [C], or [B, W, C]; int64.
+        confidence: [B, W or 1] float32, from 0 to 1, the drafter's own word on how far its scores are to be trusted;
+            None = 1. Only `MergedDrafter` asks.
     """
 
     logits: Tensor
     token_ids: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """What the decode loop asks of a drafter. Trained heads implement it, and so do drafters that are not trained.
+
+    The first token of a text is in no slot. A drafter that needs it has a method `read_first(state, token_ids [B])`,
+    which is called once, between `start` and the first `extend`.
 
     Attributes:
         feature_layers: indices into transformers' `hidden_states` (0 = embeddings, n = after the final norm) that the

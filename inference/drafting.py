@@ -26,7 +26,13 @@ from inference.tree_planner import TreePlanner
 
 
 class Drafting(Protocol):
-    """One text's (batch's) drafting."""
+    """One text's (batch's) drafting.
+
+    Attributes:
+        state: the drafter's.
+    """
+
+    state: Any
 
     def take(self, slots: NewSlots, counted: Tensor | None = None) -> None:
         """What became certain; and, after a step with a chosen tree, `AutoTree.count_accepted` of its path."""

@@ -50,7 +50,8 @@ class Decoder:
         target: a frozen causal LM of transformers, or a `Target`.
         drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
         tree: "dynamic" (EAGLE-2, the default), "auto" (EAGLE-2's kind, of the size that pays, chosen at every
-            step), "chain", a tree file, a list of rank paths, or a `TreePolicy`.
+            step), "chain", "gamma" (a chain of the length that pays, chosen likewise), a tree file, a list of rank
+            paths, or a `TreePolicy`.
         acceptance: "exact" (the default), "rejection" (Leviathan et al.; siblings without replacement),
             "block_verification" (of chains), "typical" (Medusa; lossy), or an `AcceptanceRule`. For a greedy target all
             are the first one. Sampled, "rejection" and "block_verification" keep the target's distribution, but their
@@ -172,6 +173,8 @@ class Decoder:
 
         clock.start()
         drafting = self._start_drafting(batch, cache, sampler)
+        if (read_first := getattr(self.drafter, "read_first", None)) is not None:
+            read_first(drafting.state, request.prompt_ids[:, 0])
         clock.stop("profile")
         output = target.prefill(
             cache,

@@ -3,17 +3,24 @@
 Not trained and free of charge, so it is the yardstick for text that repeats itself. The idea is prompt look-up decoding
 (A. Saxena, 2023), here for trees: every node of the tree looks up its own suffix.
 
+The scores are those of "stupid backoff" (Brants et al., "Large Language Models in Machine Translation", EMNLP 2007,
+section 4) over the text so far, with occurrences that count the more, the later they are.
+
 Legend: B batch, S slots handed over, W frontier nodes, C candidate columns, E positions of the history in view.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from inference.drafter import DraftLogits
+
+BACKOFF = 0.4  # for each token that a match is shorter (the paper's)
+RECENCY = 1.0  # an occurrence now counts by so much more than one at the beginning
 
 
 @dataclass
@@ -32,14 +39,20 @@ class NgramDrafter:
 
     For every node, the longest suffix of (text + drafted path) of at most `max_ngram` tokens that occurs earlier in
     the text is looked up; its latest occurrences come first, then those of shorter suffixes. Continuations that were
-    already found are skipped, so a node's columns carry distinct tokens; columns that stay empty have the score -inf.
+    already found are skipped, so a node's columns carry distinct tokens, and a tree of them is the trie of what
+    followed; columns that stay empty have the score -inf.
 
-    Worked example with `max_ngram=2, num_candidates=3`:
+    A column's score is the logarithm of how often its token followed, as a share of all occurrences of the longest
+    suffix it follows, times `BACKOFF` for each token that this suffix is shorter than the node's longest. A node's
+    confidence is `BACKOFF` to the number of tokens that its longest suffix falls short of `max_ngram`.
+
+    Worked example with `max_ngram=2, num_candidates=3`, where position e of 11 counts as (11 + e) / 11:
 
         text          a b c   a b d   x b e   a b
-        suffix "a b"  followed by d (latest), then c
-        suffix "b"    followed by e (latest), d and c again
-        columns       d  c  e     scores  2  1  -1   (n-gram length - column)
+        suffix "a b"  followed by d (latest, at 5), then c (at 2)
+        suffix "b"    followed by e (at 8), d and c again
+        columns       d             c             e
+        scores        log(16/29)    log(13/29)    log(0.4 * 19/48)
 
     Attributes:
         feature_layers: (), the target hands over no features.
@@ -109,11 +122,17 @@ class NgramDrafter:
             best, place = rank.max(-1, keepdim=True)  # [B, W, 1]
             token = history[:, None, :].expand_as(rank).gather(2, place)
             tokens.append(torch.where(best >= 0, token, 0))
-            lengths.append(torch.where(best >= 0, matched.gather(2, place), -1))
+            lengths.append(torch.where(best >= 0, matched.gather(2, place), 0))
             rank = rank.masked_fill(history[:, None, :] == token, -1)
-        length = torch.cat(lengths, dim=2)
-        logits = length.float() - torch.arange(self.num_candidates, device=history.device)
-        return DraftLogits(logits.masked_fill(length < 0, -torch.inf), torch.cat(tokens, dim=2))
+        token, length = torch.cat(tokens, dim=2), torch.cat(lengths, dim=2)  # [B, W, C]
+        weights = 1.0 + RECENCY * ends / state.lengths.clamp(min=1)[:, None]  # [B, E] of occurrences
+        follows = (matched[:, :, None] >= length[..., None]) * weights[:, None, None]  # [B, W, C, E]
+        is_own = history[:, None, None] == token[..., None]
+        share = (follows * is_own).sum(-1) / follows.sum(-1)
+        longest = length[..., :1]
+        logits = torch.where(length > 0, share.log() + math.log(BACKOFF) * (longest - length), -torch.inf)
+        confidence = torch.where(longest > 0, BACKOFF ** (self.max_ngram - longest).float(), 0.0)[..., 0]
+        return DraftLogits(logits, token, confidence)
 
     def _read_suffixes(self, state: NgramState) -> tuple[Tensor, Tensor]:
         """The last `max_ngram` tokens of (text + path) of every frontier node, latest first, and whether they exist."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.beam import Children, Pool, choose_best, expand_level, mask_absent, top_candidates
+from inference.beam import ROOT_FACTOR, Children, Pool, choose_best, expand_level, mask_absent, top_candidates
 from inference.drafter import Drafter, DraftLogits, DraftSampling
 from inference.tree import DrawnFrom, TokenTree, Topology, paths_to_topology
 
@@ -209,8 +209,9 @@ class DynamicTree(TreePolicy):
 
     Args:
         depth: levels of the tree.
-        top_k: beam width and children per node; the root has up to twice as many, whose scores are known anyway.
+        top_k: beam width and children per node.
         num_nodes: nodes verified, root included.
+        root_factor: the root has up to so many times as many children, whose scores are known anyway.
 
     More children of the root than the paper's top_k cost nothing and help heads that are often wrong at once.
 
@@ -218,14 +219,16 @@ class DynamicTree(TreePolicy):
     costs more beside a plain step on a CPU.
     """
 
-    def __init__(self, depth: int = 6, top_k: int = 8, num_nodes: int = 32) -> None:
-        if depth < 1 or top_k < 1 or num_nodes < 2:
+    def __init__(self, depth: int = 6, top_k: int = 8, num_nodes: int = 32, *, root_factor: int = ROOT_FACTOR) -> None:
+        if depth < 1 or top_k < 1 or num_nodes < 2 or root_factor < 1:
             raise ValueError(
-                f"got depth={depth}, top_k={top_k}, num_nodes={num_nodes}; allowed are at least 1, 1 and 2"
+                f"got depth={depth}, top_k={top_k}, num_nodes={num_nodes}, root_factor={root_factor}; allowed are at "
+                "least 1, 1, 2 and 1"
             )
         self.max_depth = depth
         self.top_k = top_k
-        self.root_top_k = 2 * top_k
+        self.root_factor = root_factor
+        self.root_top_k = root_factor * top_k
         self.pool_size = self.root_top_k + (depth - 1) * top_k**2  # nodes drafted
         self.num_nodes = min(num_nodes, 1 + self.pool_size)
         self.num_scratch = (depth - 1) * top_k
@@ -233,7 +236,7 @@ class DynamicTree(TreePolicy):
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         if max_depth is None or self.max_depth <= max_depth:
             return self
-        return DynamicTree(max_depth, self.top_k, self.num_nodes)
+        return DynamicTree(max_depth, self.top_k, self.num_nodes, root_factor=self.root_factor)
 
     def grow(
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
@@ -244,7 +247,7 @@ class DynamicTree(TreePolicy):
             here = replace(sampling, noise=None if sampling.noise is None else sampling.noise[:, depth : depth + 1])
             return expand_level(drafter, state, level, depth, self.top_k, here)
 
-        levels = self.grow_levels(Children.of_root(top[:, 0], ids[:, 0], self.top_k), expand)
+        levels = self.grow_levels(Children.of_root(top[:, 0], ids[:, 0], self.top_k, self.root_factor), expand)
         return choose_best(root_ids, Pool.of_levels(levels), self.num_nodes, self.max_depth)
 
     def grow_levels(self, first: Children, expand: Callable[[Children, int], Children]) -> list[Children]:
@@ -256,7 +259,7 @@ class DynamicTree(TreePolicy):
 
 
 def resolve_policy(tree: TreePolicy | str | Path | Sequence[Sequence[int]] | None, max_depth: int | None) -> TreePolicy:
-    """A policy from what users write: a policy; "dynamic" (the default), "auto", "chain"; a file; a list of rank paths.
+    """A policy from what users write: a policy; "dynamic" (the default), "auto", "chain", "gamma"; a file; rank paths.
 
     Raises:
         ValueError: for anything else, and for trees deeper than the drafter goes.
@@ -267,6 +270,10 @@ def resolve_policy(tree: TreePolicy | str | Path | Sequence[Sequence[int]] | Non
         from inference.auto_tree import AutoTree
 
         return AutoTree().limit_depth(max_depth)
+    if tree == "gamma":
+        from inference.gamma import gamma_chain
+
+        return gamma_chain().limit_depth(max_depth)
     if tree == "chain":
         return chain(min(5, max_depth or 5))
     if isinstance(tree, TreePolicy):
@@ -274,7 +281,7 @@ def resolve_policy(tree: TreePolicy | str | Path | Sequence[Sequence[int]] | Non
     if isinstance(tree, (str, Path)):
         if not Path(tree).is_file():
             raise ValueError(
-                f"tree is {str(tree)!r}; allowed are 'dynamic', 'auto', 'chain', a tree file such as "
+                f"tree is {str(tree)!r}; allowed are 'dynamic', 'auto', 'chain', 'gamma', a tree file such as "
                 "configs/trees/NAME.yaml, a list of rank paths, or a TreePolicy"
             )
         return StaticTree.from_file(tree).limit_depth(max_depth)

@@ -197,9 +197,13 @@ class DecodeStep:
     ) -> OpenedDraft:
         assert isinstance(self.policy, (AutoTree, DynamicTree))
         draft, noise = self._extend(state, lengths, sampler, slots, in_view)
-        top, ids = top_candidates(draft, self._sampling(sampler, noise), 0, 2 * self.policy.top_k)
+        factor = self.policy.root_factor
+        top, ids = top_candidates(draft, self._sampling(sampler, noise), 0, factor * self.policy.top_k)
         widths = self.policy.widths if isinstance(self.policy, AutoTree) else (self.policy.top_k,)
-        children = {width: Children.of_root(top[:, 0, : 2 * width], ids[:, 0, : 2 * width], width) for width in widths}
+        children = {
+            width: Children.of_root(top[:, 0, : factor * width], ids[:, 0, : factor * width], width, factor)
+            for width in widths
+        }
         return OpenedDraft(slots.last_ids, children, (top[:, 0, :1].exp() * CHANCE_UNIT).long(), noise)
 
     def _extend(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from inference.attention import grouped_attention
 from inference.draft_rows import DraftRows
 from inference.kv_cache import TreeCache
+from inference.scratch_cache import ScratchCache
 from inference.target_probe import (
     examine_model,
     find_final_norm,
@@ -98,6 +99,12 @@ class Target:
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A zeroed cache of `capacity` slots per row: the longest sequence plus the largest tree."""
         return TreeCache(self._layer_specs, batch_size, capacity, device=self.device)
+
+    def new_scratch_cache(self, batch_size: int, *, max_tokens: int, num_scratch: int) -> ScratchCache:
+        """A zeroed cache for a model that drafts (see `ScratchCache`)."""
+        return ScratchCache(
+            self._layer_specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device
+        )
 
     @torch.no_grad()
     def prefill(
@@ -201,6 +208,35 @@ class Target:
         return hidden
 
     @torch.no_grad()
+    def score_opened(
+        self,
+        cache: ScratchCache,
+        token_ids: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        *,
+        tree_depths: Tensor | None = None,
+        read: Tensor | None = None,
+    ) -> Tensor:
+        """Logits for drafting: [B, W] tokens whose slots are open, at positions lengths + depths; nothing is committed.
+
+        Args:
+            depths: [B, W] long.
+            ancestors: [B, W, T] bool, which of the T slots of the tree (`ScratchCache.tree_slots`) each token sees
+                besides the certain ones; itself included.
+            tree_depths: [1 or B, T] long, positions of the tree's slots, less lengths; None = `depths`.
+            read: [B, R] long, the tokens whose logits are wanted; None = all.
+
+        Returns:
+            [B, R or W, V] of the tokens that follow.
+        """
+        output = self._forward_cached(cache, token_ids, depths, ancestors, (), tree_depths)
+        source = output.last_hidden if output.logits is None else output.logits
+        if read is not None:
+            source = source.gather(1, read[..., None].expand(-1, -1, source.shape[-1]))
+        return self.compute_logits(source) if output.logits is None else source
+
+    @torch.no_grad()
     def encode(self, input_ids: Tensor, attention_mask: Tensor, *, feature_layers: Sequence[int] = ()) -> EncodeOutput:
         """One full pass without cache and without logits, for training; the outputs may enter an autograd graph.
 
@@ -270,7 +306,7 @@ class Target:
         self, cache: TreeCache | DraftRows, positions: Tensor, node_positions: Tensor, ancestors: Tensor
     ) -> Any:
         """`masks_from_allowed` for queries at [B, N] positions, each [B, 1, N, W] over what its layers see: committed
-        tokens, and their ancestors [B, N, M] among M nodes at positions [B, M]."""
+        tokens, and their ancestors [B, N, M] among the M slots of the tree, whose positions are [B, M]."""
         batch, num_queries = positions.shape
         masks = {}
         for layer_type, window in self._windows.items():
@@ -287,12 +323,19 @@ class Target:
         return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
 
     def _forward_cached(
-        self, cache: TreeCache, token_ids: Tensor, depths: Tensor, ancestors: Tensor, feature_layers: Sequence[int]
+        self,
+        cache: TreeCache,
+        token_ids: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        feature_layers: Sequence[int],
+        tree_depths: Tensor | None = None,
     ) -> _Pass:
         """Run [B, N] tokens, whose slots are open, at lengths + depths; each sees the committed tokens and its
-        ancestors [B, N, N]."""
+        ancestors [B, N, T] among the slots of the tree: the open ones, or those at `tree_depths` [1 or B, T]."""
         positions = self._cut_positions(cache.lengths[:, None] + depths)
-        masks = self._masks_in_view(cache, positions, positions, ancestors)
+        tree_positions = positions if tree_depths is None else cache.lengths[:, None] + tree_depths
+        masks = self._masks_in_view(cache, positions, tree_positions, ancestors)
         if self._scale_logits is not None:
             output = self._run_backbone(token_ids, positions, masks, cache, feature_layers)
             return _Pass(

@@ -49,6 +49,13 @@ class BenchmarkArguments:
     assistant: str | None = field(
         default=None, metadata={"help": "A small causal LM with the target's tokenizer, for assisted generation."}
     )
+    drafter_model: str | None = field(
+        default=None, metadata={"help": "A small causal LM with the target's tokenizer, to draft in our decoding."}
+    )
+    ngrams: bool = field(
+        default=False,
+        metadata={"help": "Measure every drafter a second time, its candidates merged with n-grams of the text."},
+    )
     num_prompts: int | None = field(default=None, metadata={"help": "The first so many prompts of a file; none = all."})
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
     temperature: list[float] = field(
@@ -116,6 +123,8 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             name,
             heads=args.heads,
             assistant=args.assistant,
+            drafter_model=args.drafter_model,
+            has_ngrams=args.ngrams,
             prompts=args.prompts,
             num_prompts=args.num_prompts,
             max_new_tokens=args.max_new_tokens,

@@ -13,6 +13,7 @@ import torch
 from benchmark_measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, read_clock
 from model_loading import parse_tree
 from roofline import Work, count_round
+from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from inference import Decoder, Drafter, DraftLogits, Target
@@ -74,12 +75,17 @@ class TimedDrafter:
         self.max_depth = drafter.max_depth
         self.config, self.dtype = getattr(drafter, "config", None), getattr(drafter, "dtype", None)
         self.share_cache = getattr(drafter, "share_cache", None)  # `CacheSharingDrafter`
-        self.name = type(drafter).__name__
+        self.name = getattr(drafter, "name", type(drafter).__name__)
+        self.drafters = getattr(drafter, "drafters", ())
         self.seconds = 0.0
         self.is_synchronised = False
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any:
         return self.drafter.start(batch_size, max_length, num_scratch)
+
+    def read_first(self, state: Any, token_ids: Tensor) -> None:
+        if (read_first := getattr(self.drafter, "read_first", None)) is not None:
+            read_first(state, token_ids)
 
     def extend(self, *args: Any, **kwargs: Any) -> DraftLogits:
         return self._timed(self.drafter.extend, *args, **kwargs)
@@ -200,7 +206,7 @@ def make_contenders(
     plain_targets: Mapping[str, Target] | None = None,
     misfits: Mapping[str, str] | None = None,
 ) -> list[Contender]:
-    """The baselines, then every set of heads with every tree; at temperature > 0 with and without coupled drafting.
+    """The baselines, then every drafter with every tree; at temperature > 0 with and without coupled drafting.
 
     A tree that is too deep for a drafter makes a contender with a `problem`, not an error.
 

@@ -12,16 +12,19 @@ from benchmark_contenders import count_work, make_contenders
 from benchmark_environment import describe_environment
 from benchmark_measure import Contender, Prompt, Settings, load_prompts, measure
 from benchmark_report import Row, make_rows
-from model_loading import load_assistant, load_target
+from model_loading import load_assistant, load_drafter_model, load_target
 from rich.console import Console
 from rich.progress import Progress
 from roofline import Hardware, measure_hardware
 from transformers import PreTrainedModel
 
 from heads import DraftHeads
-from inference import Target
+from inference import Drafter, Target
+from inference.merged import MergedDrafter
+from inference.ngram import NgramDrafter
 
 Heads = dict[str, DraftHeads]
+SMALL_MODEL = "small model"
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class Subject:
 
     Attributes:
         plain_targets: the target in other dtypes, by dtype, for plain decoding.
-        heads: by their short names. misfits: heads that were made for another target, and why they do not fit.
+        drafters: heads by their short names, the small model, and each of them merged with n-grams if asked for.
+        misfits: those that were made for another target, and why they do not fit.
         prompts: of each file, and how many were left out for being too long.
         hardware: what the machine can do with weights of this size and dtype.
         details: what a report's environment says of all this.
@@ -38,7 +42,7 @@ class Subject:
 
     target: Target
     plain_targets: dict[str, Target]
-    heads: Heads
+    drafters: dict[str, Drafter]
     misfits: dict[str, str]
     assistant: PreTrainedModel | None
     prompts: dict[str, tuple[list[Prompt], int]]
@@ -60,6 +64,8 @@ def load_subject(
     *,
     heads: Sequence[str],
     assistant: str | None,
+    drafter_model: str | None,
+    has_ngrams: bool,
     prompts: Sequence[str],
     num_prompts: int | None,
     max_new_tokens: int,
@@ -71,10 +77,20 @@ def load_subject(
     """Loads a target and what is measured on it (options as in `benchmark.py`).
 
     Raises:
-        ValueError: for heads that do not fit the only target.
+        ValueError: for heads or a drafter model that do not fit the only target.
     """
     target, tokenizer = load_target(name, dtype=dtype, device=device)
     loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
+    drafters: dict[str, Drafter] = dict(loaded)
+    if drafter_model is not None:
+        try:
+            drafters[SMALL_MODEL] = load_drafter_model(drafter_model, target, tokenizer)
+        except ValueError as error:
+            if is_only_target:
+                raise
+            misfits[SMALL_MODEL] = str(error)
+    if has_ngrams:
+        drafters |= {f"{label} + n-grams": MergedDrafter(one, NgramDrafter()) for label, one in drafters.items()}
     return Subject(
         target=target,
         plain_targets={
@@ -82,7 +98,7 @@ def load_subject(
             for other in plain_dtypes
             if other != str(target.dtype).removeprefix("torch.")
         },
-        heads=loaded,
+        drafters=drafters,
         misfits=misfits,
         assistant=load_assistant(assistant, target) if assistant is not None else None,
         prompts={
@@ -94,6 +110,7 @@ def load_subject(
             "target": name,
             "heads": list(heads),
             "assistant": assistant,
+            "drafter_model": drafter_model,
             "has_chat_template": bool(tokenizer.chat_template),
         },
     )
@@ -145,7 +162,7 @@ def measure_combination(
     target = subject.target
     contenders = make_contenders(
         target,
-        subject.heads,
+        subject.drafters,
         trees,
         settings,
         modes=(False, True) if is_compiled else (False,),

@@ -1,6 +1,9 @@
-"""Writes text with a target and draft heads, and shows what was drafted while it appears.
+"""Writes text with a target and a drafter, and shows what was drafted while it appears.
 
     python scripts/generate.py --target examples/chat-13m --heads examples/heads/eagle3 --prompt "Tell me a story."
+
+Besides heads, a small model (--drafter_model) and n-grams of the text (--ngrams) can draft; of several, the candidates
+are merged in one tree.
 
 Without --prompt it is a chat in a terminal (/new forgets what was said, Ctrl-C ends a reply, Ctrl-D the program), and
 otherwise one prompt per line of the standard input. Text goes to the standard output, the counts below it to the error
@@ -18,7 +21,7 @@ from typing import Any
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model_loading import DTYPES, TREE_HELP, encode_messages, load_heads, load_target, parse_tree
+from model_loading import DTYPES, TREE_HELP, encode_messages, load_drafter, load_target, parse_tree
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
@@ -27,6 +30,7 @@ from transformers import HfArgumentParser
 from inference import Decoder, GenerationStats
 
 DRAFTED_STYLE = "bold green"
+DRAFTERS = "--heads, --drafter_model or --ngrams"
 
 
 @dataclass
@@ -34,6 +38,16 @@ class GenerateArguments:
     target: str = field(metadata={"help": "The target: a folder or a hub id."})
     heads: str | None = field(
         default=None, metadata={"help": "Draft heads: a folder or a hub id; none = plain decoding."}
+    )
+    drafter_model: str | None = field(
+        default=None,
+        metadata={"help": "A small causal LM with the target's tokenizer that drafts: a folder or a hub id."},
+    )
+    staged: bool = field(
+        default=False, metadata={"help": "N-grams draft for the --drafter_model; for chains (--tree chain or gamma)."}
+    )
+    ngrams: bool = field(
+        default=False, metadata={"help": "Also draft what followed the last tokens earlier in the text."}
     )
     prompt: str | None = field(
         default=None, metadata={"help": "What to ask; none = chat, or lines of the standard input."}
@@ -58,8 +72,15 @@ class GenerateArguments:
     color: bool = field(default=True, metadata={"help": "Accepted drafted tokens in colour (in a terminal)."})
 
     def __post_init__(self) -> None:
-        if self.profile and self.heads is None:
-            raise ValueError("got --profile without --heads: give the heads whose drafting is to be measured")
+        has_drafter = bool(self.heads or self.drafter_model or self.ngrams)
+        if self.profile and not has_drafter:
+            raise ValueError(f"got --profile without {DRAFTERS}: give the drafter that is to be measured")
+        if self.staged and self.drafter_model is None:
+            raise ValueError("got --staged without --drafter_model: give the small model that n-grams draft for")
+        if self.staged and (self.tree or "").partition(":")[0] not in ("chain", "gamma"):
+            raise ValueError(
+                f"got --staged with --tree {self.tree}: it drafts chains, so give chain, chain:DEPTH or gamma"
+            )
         if self.max_new_tokens < 1:
             raise ValueError(f"got --max_new_tokens {self.max_new_tokens}: give at least 1")
         if self.temperature < 0:
@@ -72,8 +93,8 @@ class GenerateArguments:
             raise ValueError("--top_k and --top_p change sampled text only: give a --temperature above 0 with them")
         if self.raw and self.system is not None:
             raise ValueError("--system is part of the chat template, which --raw leaves out: drop one of the two")
-        if self.heads is None and self.tree is not None:
-            raise ValueError(f"got --tree {self.tree} without --heads: nothing is drafted in plain decoding")
+        if not has_drafter and self.tree is not None:
+            raise ValueError(f"got --tree {self.tree} without {DRAFTERS}: nothing is drafted in plain decoding")
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `Decoder.generate`."""
@@ -230,10 +251,17 @@ def reply_to(
 def run(args: GenerateArguments) -> None:
     tree = parse_tree(args.tree)
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
-    heads = load_heads(args.heads, target) if args.heads else None
-    decoder = Decoder(target, heads, tree=tree, compile=args.compile)
+    drafter = load_drafter(
+        target,
+        tokenizer,
+        heads=args.heads,
+        drafter_model=args.drafter_model,
+        staged=args.staged,
+        ngrams=args.ngrams,
+    )
+    decoder = Decoder(target, drafter, tree=tree, compile=args.compile)
     if args.profile:
-        profiled = decoder if args.tree == "auto" else Decoder(target, heads, tree="auto", compile=args.compile)
+        profiled = decoder if args.tree == "auto" else Decoder(target, drafter, tree="auto", compile=args.compile)
         print(profiled.costs(do_sample=args.temperature > 0).to_table(), file=sys.stderr)
     console = Console(no_color=not args.color or None, highlight=False)
     conversation = Conversation(tokenizer, system=args.system, is_raw=args.raw)

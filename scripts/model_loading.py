@@ -1,9 +1,10 @@
-"""What the programs that decode share: loading a target and heads, naming a tree, turning messages into token ids."""
+"""What the programs that decode share: loading targets and drafters, naming trees, turning messages into token ids."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from heads import DraftHeads
-from inference import DynamicTree, Target, TreePolicy, chain
+from inference import Drafter, DynamicTree, Target, TreePolicy, chain
+from inference.gamma import gamma_chain
+from inference.merged import MergedDrafter
+from inference.ngram import NgramDrafter
+from inference.small_model import SmallModelDrafter
+from inference.staged import StagedDrafter
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TREE_HELP = (
-    "dynamic (EAGLE-2; the default), dynamic:DEPTH,TOP_K,NODES, auto (the size that pays), chain, chain:DEPTH, or a "
-    "file of configs/trees"
+    "dynamic (EAGLE-2; the default), dynamic:DEPTH,TOP_K,NODES, auto (the size that pays), chain, chain:DEPTH, "
+    "gamma (the chain that pays), gamma:DEPTH, or a file of configs/trees"
 )
 
 
@@ -43,8 +49,44 @@ def load_heads(name: str, target: Target) -> DraftHeads:
     return heads.bind(target).to(target.device)
 
 
+def load_drafter_model(name: str, target: Target, tokenizer: Any) -> SmallModelDrafter:
+    """A small causal LM from a folder or hub id that drafts for the target, in its dtype and on its device.
+
+    Raises:
+        ValueError: when its tokenizer is not the target's.
+    """
+    drafter = SmallModelDrafter(
+        load_assistant(name, target), tokenizer=AutoTokenizer.from_pretrained(name), target_tokenizer=tokenizer
+    )
+    return drafter.bind(target)
+
+
+def load_drafter(
+    target: Target,
+    tokenizer: Any,
+    *,
+    heads: str | None = None,
+    drafter_model: str | None = None,
+    staged: bool = False,
+    ngrams: bool = False,
+) -> Drafter | None:
+    """What drafts: heads, a small model, n-grams of the text, or several of them merged; None = plain decoding.
+
+    Args:
+        heads, drafter_model: folders or hub ids.
+        staged: n-grams draft for the small model.
+    """
+    drafters: list[Drafter] = [load_heads(heads, target)] if heads else []
+    if drafter_model:
+        small = load_drafter_model(drafter_model, target, tokenizer)
+        drafters.append(StagedDrafter(small) if staged else small)
+    if ngrams:
+        drafters.append(NgramDrafter())
+    return functools.reduce(MergedDrafter, drafters) if drafters else None
+
+
 def load_assistant(name: str, target: Target) -> PreTrainedModel:
-    """A small causal LM that drafts in transformers' assisted generation, in the target's dtype and on its device."""
+    """A small causal LM that is to draft, in the target's dtype and on its device."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
     return model.requires_grad_(False).eval().to(target.device)
 
@@ -55,15 +97,16 @@ def parse_tree(text: str | None) -> TreePolicy | str | None:
     >>> parse_tree("dynamic:4,6,16").num_nodes, parse_tree("chain:3").max_depth, parse_tree("dynamic")
     (16, 3, 'dynamic')
     """
-    if text is None or not (match := re.fullmatch(r"(dynamic|chain):(.*)", text)):
+    if text is None or not (match := re.fullmatch(r"(dynamic|chain|gamma):(.*)", text)):
         return text
     name, numbers = match.groups()
-    form = {"dynamic": "DEPTH,TOP_K,NODES", "chain": "DEPTH"}[name]
+    form = {"dynamic": "DEPTH,TOP_K,NODES", "chain": "DEPTH", "gamma": "DEPTH"}[name]
     values = numbers.split(",")
     if len(values) != form.count(",") + 1 or not all(value.strip().isdigit() for value in values):
         raise ValueError(f"got the tree {text!r}: write {name}:{form} with whole numbers, or {name}")
     sizes = [int(value) for value in values]
-    return DynamicTree(*sizes) if name == "dynamic" else chain(*sizes)
+    make: Callable[..., TreePolicy] = {"dynamic": DynamicTree, "chain": chain, "gamma": gamma_chain}[name]
+    return make(*sizes)
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Tensor:

@@ -7,32 +7,44 @@ import math
 import pytest
 import torch
 
-from inference.drafter import Drafter, DraftLogits
-from inference.ngram import NgramDrafter
+from inference.drafter import Drafter, DraftLogits, DraftSampling
+from inference.ngram import BACKOFF, NgramDrafter
+from inference.policy import DynamicTree
 
 
-def look_up(text: list[int], path: list[int], max_ngram: int, num_candidates: int) -> list[tuple[int, float]]:
-    """(token, score) of the distinct continuations: longest suffix first, then the latest occurrence."""
-    suffix_of, found = text + path, list[tuple[int, float]]()
+def look_up(
+    text: list[int], path: list[int], max_ngram: int, num_candidates: int
+) -> tuple[list[int], list[float], float]:
+    """The distinct continuations, longest suffix first, then the latest occurrence; their scores; the confidence."""
+    suffix_of, found = text + path, dict[int, int]()  # token -> length of the suffix it follows
+    ends: dict[int, list[int]] = {}  # where each suffix of this length occurred
     for length in range(min(max_ngram, len(suffix_of)), 0, -1):
         suffix = suffix_of[-length:]
-        for end in range(len(text) - 1, length - 1, -1):
-            if text[end - length : end] == suffix and text[end] not in [token for token, _ in found]:
-                found.append((text[end], float(length - len(found))))
-    return found[:num_candidates]
+        ends[length] = [end for end in range(length, len(text)) if text[end - length : end] == suffix]
+        for end in reversed(ends[length]):
+            found.setdefault(text[end], length)
+    tokens = list(found)[:num_candidates]
+    scores = []
+    for token in tokens:
+        weights = {end: 1 + end / len(text) for end in ends[found[token]]}
+        share = sum(weight for end, weight in weights.items() if text[end] == token) / sum(weights.values())
+        scores.append(math.log(share * BACKOFF ** (found[tokens[0]] - found[token])))
+    return tokens, scores, BACKOFF ** (max_ngram - found[tokens[0]]) if tokens else 0.0
 
 
 def check(draft: DraftLogits, texts: list[list[int]], paths: list[list[list[int]]], drafter: NgramDrafter) -> int:
     """Compare all nodes [B][W] of a frontier; returns the number of candidates found."""
     assert draft.token_ids is not None
+    assert draft.confidence is not None
     assert draft.logits.shape == draft.token_ids.shape == (len(texts), len(paths[0]), drafter.num_candidates)
     total = 0
     for row, text in enumerate(texts):
         for node, path in enumerate(paths[row]):
-            wanted = look_up(text, path, drafter.max_ngram, drafter.num_candidates)
+            tokens, wanted, confidence = look_up(text, path, drafter.max_ngram, drafter.num_candidates)
             scores = draft.logits[row, node].tolist()
-            assert draft.token_ids[row, node, : len(wanted)].tolist() == [token for token, _ in wanted]
-            assert scores == [score for _, score in wanted] + [-math.inf] * (len(scores) - len(wanted))
+            assert draft.token_ids[row, node, : len(wanted)].tolist() == tokens
+            assert scores == pytest.approx([*wanted, *[-math.inf] * (len(scores) - len(wanted))], abs=1e-5)
+            assert float(draft.confidence[row, node]) == pytest.approx(confidence)
             total += len(wanted)
     return total
 
@@ -45,7 +57,37 @@ def test_the_docstrings_example() -> None:
     draft = drafter.extend(state, None, torch.tensor([text]), torch.tensor([11]), max_slots=11)
     assert draft.token_ids is not None
     assert "".join(map(chr, draft.token_ids[0, 0].tolist())) == "dce"
-    assert draft.logits.tolist() == [[[2.0, 1.0, -1.0]]]
+    wanted = [math.log(16 / 29), math.log(13 / 29), math.log(0.4 * 19 / 48)]
+    assert draft.logits[0, 0].tolist() == pytest.approx(wanted, abs=1e-6)
+    assert draft.confidence is not None
+    assert draft.confidence.tolist() == [[1.0]]
+
+
+def test_what_followed_more_often_scores_higher() -> None:
+    """The latest occurrence comes first, but does not outweigh two earlier ones."""
+    drafter = NgramDrafter(max_ngram=1, num_candidates=2)
+    text = [7, 1, 7, 1, 7, 2, 7]
+    draft = drafter.extend(drafter.start(1, 8, 0), None, torch.tensor([text]), torch.tensor([7]), max_slots=7)
+    assert draft.token_ids is not None
+    assert draft.token_ids.tolist() == [[[2, 1]]]
+    assert draft.logits[0, 0, 1] > draft.logits[0, 0, 0]
+
+
+def test_a_dynamic_tree_is_the_trie_of_what_followed() -> None:
+    """Two continuations of two tokens that begin alike, and one that does not: prefixes are shared, each node once."""
+    text = [5, 6, 1, 2, 5, 6, 1, 3, 5, 6, 4, 9, 5, 6]
+    drafter = NgramDrafter(max_ngram=3, num_candidates=3)
+    state = drafter.start(1, 32, 8)
+    draft = drafter.extend(state, None, torch.tensor([text]), torch.tensor([len(text)]), max_slots=len(text))
+    tree = DynamicTree(2, 3, 6).grow(drafter, state, torch.tensor([6]), draft, DraftSampling())
+    paths = set()
+    for node in range(1, tree.num_nodes):
+        path, here = [], node
+        while here > 0:
+            path.append(int(tree.token_ids[0, here]))
+            here = int(tree.parents[0, here])
+        paths.add(tuple(reversed(path)))
+    assert paths == {(1,), (4,), (1, 2), (1, 3), (4, 9)}
 
 
 @pytest.mark.parametrize(("max_ngram", "num_candidates"), [(1, 1), (2, 4), (3, 2), (5, 7)])

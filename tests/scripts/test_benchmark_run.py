@@ -101,6 +101,25 @@ def test_a_small_run(temperature: float, heads_path: Path, prompts: Path, tmp_pa
     ]
 
 
+def test_other_drafters_are_measured_beside_heads(heads_path: Path, prompts: Path) -> None:
+    """A small model, and everybody merged with n-grams: their texts are the target's."""
+    (report,), _ = decode_all(
+        target=[str(CHAT_TARGET)],
+        prompts=[str(prompts)],
+        heads=[str(heads_path)],
+        drafter_model=str(CHAT_TARGET),
+        ngrams=True,
+        max_new_tokens=8,
+        tree=["chain:2"],
+        repeats=1,
+    )
+    rows = {row["name"]: row for row in report["rows"]}
+    for name in ("untrained", "untrained + n-grams", "small model", "small model + n-grams"):
+        assert (rows[name]["num_identical"], rows[name]["num_compared"]) == (2, 2)
+    assert rows["small model"]["acceptance_length"] > 2, "the target drafts for itself"
+    assert report["environment"]["drafter_model"] == str(CHAT_TARGET)
+
+
 def test_a_matrix_is_one_report_for_each_combination(
     heads_path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from generate import Conversation, GenerateArguments, IncrementalDetokenizer, Sp
 from model_loading import encode_messages, parse_tree
 
 from inference import Decoder, StaticTree
+from inference.auto_tree import AutoTree
 from inference.ngram import NgramDrafter
 
 ODD_TEXT = "Grüße, 日本語のテキスト 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000 too"
@@ -127,7 +128,10 @@ def test_a_chat_keeps_its_turns_and_raw_text_does_not(chat_tokenizer: Any) -> No
         ({"temperature": 1.0, "top_p": 0.0}, "--top_p 0.0"),
         ({"top_k": 5}, "--temperature above 0"),
         ({"raw": True, "system": "x"}, "--raw"),
-        ({"tree": "chain"}, "--heads"),
+        ({"tree": "chain"}, "--heads, --drafter_model or --ngrams"),
+        ({"staged": True, "tree": "chain"}, "--staged without --drafter_model"),
+        ({"staged": True, "drafter_model": "m"}, "--staged with --tree None"),
+        ({"staged": True, "drafter_model": "m", "tree": "dynamic"}, "--staged with --tree dynamic"),
     ],
 )
 def test_options_that_cannot_work_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -146,8 +150,11 @@ def test_trees_are_named_on_the_command_line() -> None:
     assert chain.max_depth == 3
     assert parse_tree("dynamic") == "dynamic"
     assert parse_tree(None) is None
-    for wrong in ("dynamic:4", "chain:a", "chain:", "dynamic:1,2,3,4"):
-        with pytest.raises(ValueError, match=r"write (dynamic|chain):"):
+    gamma = parse_tree("gamma:4")
+    assert isinstance(gamma, AutoTree)
+    assert gamma.max_depth == 4
+    for wrong in ("dynamic:4", "chain:a", "chain:", "dynamic:1,2,3,4", "gamma:1,2"):
+        with pytest.raises(ValueError, match=r"write (dynamic|chain|gamma):"):
             parse_tree(wrong)
 
 
@@ -169,6 +176,29 @@ def test_each_line_of_the_standard_input_is_a_prompt_of_its_own(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n\nTell me a story\n"))
     assert run_program(max_new_tokens=6) == "".join(replies)
     assert "\x1b" not in replies[0], "no colour where there is no terminal"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ngrams": True},
+        {"drafter_model": str(CHAT_TARGET), "tree": "chain:3"},
+        {"drafter_model": str(CHAT_TARGET), "tree": "chain", "staged": True},
+        {"drafter_model": str(CHAT_TARGET), "ngrams": True},
+        {"heads": str(REPOSITORY / "examples" / "heads" / "eagle3"), "ngrams": True},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_any_drafter_leaves_the_text_as_it_is(run_program: Callable[..., str], options: dict[str, Any]) -> None:
+    plain = run_program(prompt=REPEATING, max_new_tokens=24)
+    assert run_program(prompt=REPEATING, max_new_tokens=24, **options) == plain
+
+
+def test_a_drafter_model_with_another_tokenizer_is_refused(
+    run_program: Callable[..., str], stories_target_path: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"the tokenizers differ in \d+ tokens"):
+        run_program(prompt="Hi", drafter_model=str(stories_target_path))
 
 
 def test_raw_text_is_continued_as_it_is(run_program: Callable[..., str]) -> None:

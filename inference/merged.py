@@ -1,0 +1,212 @@
+"""MergedDrafter: the candidates of two drafters in one tree, such as trained heads and n-grams of the text.
+
+Every node's children are scored by the mixture w1 c1 q1 + w2 c2 q2 of the two drafters' distributions q over their
+candidates; c is what a drafter says of its own confidence at the node (`DraftLogits.confidence`, 1 if nothing), w its
+weight. The decode loop normalises the sum, so that a drafter without candidates at a node leaves it to the other.
+
+The weights are those under which the text becomes most likely, followed online by expectation maximisation: when both
+drafters had candidates behind the last root, and x is the token that came, drafter i is credited with
+r_i = w_i c_i q_i(x) / sum_j w_j c_j q_j(x), and w_i moves to (1 - rate) w_i + rate r_i (Cappe and Moulines, "Online
+EM algorithm for latent data models", arXiv 0712.4273, for this one parameter). Each row of a batch has its own.
+
+Legend: B batch, S slots handed over, W frontier nodes, F feature width, C, D candidate columns of the two drafters,
+V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from inference.drafter import Drafter, DraftLogits
+from inference.target import Target
+
+# No drafter is ever forgotten: a text may begin to repeat itself at any time.
+MIN_WEIGHT = 0.02
+
+
+@dataclass
+class MergedState:
+    """states: of the two drafters. weights: [B, 2] float32, None before the first `extend`. roots: what each said of
+    the last root's children; None before."""
+
+    states: tuple[Any, Any]
+    weights: Tensor | None = None
+    roots: tuple[DraftLogits, DraftLogits] | None = None
+
+
+class MergedDrafter(nn.Module):
+    """Drafts with two drafters at once. A third is added by merging twice.
+
+    Each level asks both, so it costs what both cost: worth it where one of them costs next to nothing.
+
+    Args:
+        first, second: any drafters. Trained heads are bound to the target when the merged drafter is.
+        weight: of the second in the mixture, from 0 to 1, at the beginning of each text.
+        rate: how fast weights follow what is accepted, as the share of the newest step; 0 = fixed weights.
+
+    Attributes:
+        feature_layers: those of both, the first's in front.
+        max_depth: the smaller of both.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter, *, weight: float = 0.5, rate: float = 0.05) -> None:
+        super().__init__()
+        if not 0 < weight < 1 or not 0 <= rate < 1:
+            raise ValueError(
+                f"got weight={weight} and rate={rate}; allowed are weights between 0 and 1 and rates from 0 to below 1"
+            )
+        self.drafters = (first, second)
+        self.modules_of_drafters = nn.ModuleList(part for part in self.drafters if isinstance(part, nn.Module))
+        self.weight = weight
+        self.rate = rate
+        self.feature_layers = tuple(dict.fromkeys((*first.feature_layers, *second.feature_layers)))
+        depths = [drafter.max_depth for drafter in self.drafters if drafter.max_depth is not None]
+        self.max_depth = min(depths, default=None)
+
+    def bind(self, target: Target | nn.Module) -> Self:
+        """Binds whichever of the two can be bound."""
+        if not isinstance(target, Target):
+            target = Target(target)
+        for drafter in self.drafters:
+            if (bind := getattr(drafter, "bind", None)) is not None:
+                bind(target)
+        return self
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> MergedState:
+        first, second = (drafter.start(batch_size, max_length, num_scratch) for drafter in self.drafters)
+        return MergedState((first, second))
+
+    def read_first(self, state: MergedState, token_ids: Tensor) -> None:
+        """Hands the texts' first tokens [B] to whoever reads them."""
+        for drafter, own in zip(self.drafters, state.states, strict=True):
+            if (read_first := getattr(drafter, "read_first", None)) is not None:
+                read_first(own, token_ids)
+
+    def extend(
+        self, state: MergedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        """Credits the drafters with the token behind the last root, and lets both extend (Drafter.extend)."""
+        self._credit(state, next_token_ids, counts)
+        first, second = (
+            drafter.extend(own, self._features_of(drafter, features), next_token_ids, counts, max_slots=max_slots)
+            for drafter, own in zip(self.drafters, state.states, strict=True)
+        )
+        state.roots = (first, second)
+        return self._merge(state, first, second)
+
+    def expand(self, state: MergedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        """Lets both expand the frontier [B, W] (Drafter.expand)."""
+        first, second = (
+            drafter.expand(own, token_ids, parents, depth)
+            for drafter, own in zip(self.drafters, state.states, strict=True)
+        )
+        return self._merge(state, first, second)
+
+    def _features_of(self, drafter: Drafter, features: Tensor | None) -> Tensor | None:
+        """[B, S, its F] of the layers one drafter asked for."""
+        if features is None or not drafter.feature_layers:
+            return None
+        if tuple(drafter.feature_layers) == self.feature_layers:
+            return features
+        layers = dict(zip(self.feature_layers, features.chunk(len(self.feature_layers), dim=-1), strict=True))
+        return torch.cat([layers[layer] for layer in drafter.feature_layers], dim=-1)
+
+    def _credit(self, state: MergedState, next_token_ids: Tensor, counts: Tensor) -> None:
+        """The first new token of a row is the one behind its last root."""
+        if state.weights is None:
+            start = torch.tensor([1 - self.weight, self.weight], device=next_token_ids.device)
+            state.weights = start.repeat(next_token_ids.shape[0], 1)
+        if state.roots is None or self.rate == 0:
+            return
+        chances = torch.stack([chance_of(root, next_token_ids[:, 0]) for root in state.roots], dim=1)  # [B, 2]
+        spoke = torch.stack([(root.logits > -torch.inf).any(-1)[:, 0] for root in state.roots], dim=1).all(1)
+        shares = state.weights * chances
+        total = shares.sum(1)
+        moved = (1 - self.rate) * state.weights + self.rate * shares / total.clamp(min=1e-30)[:, None]
+        moved = moved.clamp(MIN_WEIGHT, 1 - MIN_WEIGHT)
+        counted = spoke & (counts > 0) & (total > 0)
+        state.weights = torch.where(counted[:, None], moved, state.weights)
+
+    def _merge(self, state: MergedState, first: DraftLogits, second: DraftLogits) -> DraftLogits:
+        assert state.weights is not None
+        weights = state.weights[:, :, None, None]  # [B, 2, 1, 1]
+        return merge_drafts(first, to_chances(first) * weights[:, 0], second, to_chances(second) * weights[:, 1])
+
+
+def to_chances(draft: DraftLogits) -> Tensor:
+    """[B, W, C] float32: each column's chance, c q; all 0 where a node has no candidate."""
+    chances = torch.softmax(draft.logits.float(), dim=-1).nan_to_num(nan=0.0)
+    return chances if draft.confidence is None else chances * draft.confidence[..., None]
+
+
+def chance_of(draft: DraftLogits, token_ids: Tensor) -> Tensor:
+    """[B] float32: what a draft of one node gave to the tokens [B]."""
+    chances = to_chances(draft)[:, 0]  # [B, C]
+    if draft.token_ids is None:
+        is_known = token_ids < chances.shape[-1]
+        return chances.gather(1, torch.where(is_known, token_ids, 0)[:, None])[:, 0] * is_known
+    columns = draft.token_ids if draft.token_ids.dim() == 1 else draft.token_ids[:, 0]
+    return (chances * (columns == token_ids[:, None])).sum(-1)
+
+
+def merge_drafts(first: DraftLogits, first_chances: Tensor, second: DraftLogits, second_chances: Tensor) -> DraftLogits:
+    """The sum of two drafts' chances; a token that both have is one column.
+
+    The columns are those of the draft whose columns mean the same at all nodes (all tokens, or a reduced vocabulary),
+    and behind them what only the other has. The other's empty and merged columns have the score -inf.
+
+    Worked example, tokens with their chances:
+
+        first            a 0.3   b 0.2
+        second           b 0.4   c 0.1
+        merged           a 0.3   b 0.6   b 0 (merged)   c 0.1
+
+    Args:
+        first_chances, second_chances: [B, W or 1, C or D] float32, weighted.
+
+    Returns:
+        logarithms of the sums, [B, W, C] when one draft is over all tokens, else [B, W, C + D].
+    """
+    if _width_of(first) < _width_of(second):
+        return merge_drafts(second, second_chances, first, first_chances)
+    batch, width = first_chances.shape[0], max(first_chances.shape[1], second_chances.shape[1])
+    base, added = first_chances.expand(batch, width, -1), second_chances.expand(batch, width, -1)
+    if first.token_ids is None and second.token_ids is None:
+        return DraftLogits((base + added).log())
+    assert second.token_ids is not None
+    if first.token_ids is None:
+        return DraftLogits(base.scatter_add(-1, second.token_ids.expand(added.shape), added).log())
+    found = find_columns(first.token_ids, base, second.token_ids)
+    column, is_known = (x.expand(added.shape) for x in found)
+    base = base.scatter_add(-1, column, torch.where(is_known, added, 0.0))
+    merged = torch.cat([base, torch.where(is_known, 0.0, added)], dim=-1).log()
+    if second.token_ids.dim() == 1:
+        return DraftLogits(merged, torch.cat([first.token_ids, second.token_ids]))
+    return DraftLogits(merged, torch.cat([x.expand(batch, width, -1) for x in (first.token_ids, second.token_ids)], -1))
+
+
+def _width_of(draft: DraftLogits) -> int:
+    """2 for columns that are all tokens, 1 for a reduced vocabulary, 0 for tokens of each node."""
+    return 2 if draft.token_ids is None else int(draft.token_ids.dim() == 1)
+
+
+def find_columns(token_ids: Tensor, chances: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each token of `wanted` ([D] or [B, W or 1, D]) stands among the columns `token_ids` ([C] or [B, W or 1, C])
+    that have `chances` [B, W, C].
+
+    Returns:
+        long (0 where it stands nowhere), and whether it stands anywhere, of the shape of `wanted` or [B, W, D].
+    """
+    if token_ids.dim() == 1:  # of a reduced vocabulary, each once
+        order = token_ids.argsort()
+        place = torch.searchsorted(token_ids[order], wanted).clamp(max=token_ids.shape[0] - 1)
+        column = order[place]
+        is_known = token_ids[column] == wanted
+        return torch.where(is_known, column, 0), is_known
+    # Columns without a chance carry any token.
+    fits = (token_ids[:, :, None] == wanted[..., None]) & (chances[:, :, None] > 0)  # [B, W, D, C]
+    return fits.float().argmax(-1), fits.any(-1)

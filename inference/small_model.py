@@ -1,0 +1,228 @@
+"""SmallModelDrafter: a small causal LM with the target's tokenizer drafts (Leviathan et al., arXiv 2211.17192).
+
+The small model is a `Target` of its own with its own cache. Its chains and trees are grown level by level, one pass of
+the small model each; the accepted tokens are read again with the next `extend`, in one pass.
+
+How deep a chain pays (gamma in the paper) is `inference.gamma`'s subject.
+
+Legend: B batch, S slots handed over, W frontier nodes of one tree level, R scratch rows of the tree, V the target's
+vocabulary, Vs the small model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from inference.drafter import DraftLogits
+from inference.scratch_cache import ScratchCache
+from inference.target import Target
+
+EXTEND_CHUNK = 512  # tokens of a prompt per pass
+SHOWN_DIFFERENCES = 3
+
+
+@dataclass
+class SmallModelState:
+    """cache: the small model's keys and values, with R scratch rows.
+    ancestors: [B, 1 + R, R] bool, which scratch rows the root (row 0) and each scratch row see; depths: [R] long, the
+    level of each scratch row, 0 = the root's children. What tells levels apart are tensors of one shape, so that one
+    compiled graph serves every level: base [1], where the last frontier begins in `ancestors`; used, depth [1], scratch
+    rows and levels so far. num_used: `used` on the host, kept where it may be checked."""
+
+    cache: ScratchCache
+    ancestors: Tensor
+    depths: Tensor
+    base: Tensor
+    used: Tensor
+    depth: Tensor
+    num_used: int = 0
+
+
+class SmallModelDrafter(nn.Module):
+    """Drafts with a causal LM whose token ids mean what the target's mean.
+
+    Its cost is the LM's: a chain of gamma tokens takes gamma passes. Positions beyond the small model's own limit are
+    drafted at the limit: nothing breaks, but less is accepted. Layers with a sliding window read the whole text.
+
+    Args:
+        model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device.
+        tokenizer, target_tokenizer: when given (both), they are compared, and the two vocabularies may differ in size
+            by padding; without them, they must be of one size.
+
+    Attributes:
+        feature_layers: (), the target hands over no features.
+        max_depth: None, any depth can be drafted.
+
+    Raises:
+        ValueError: for a model that `Target` refuses, and for tokenizers that differ.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    max_depth: int | None = None
+
+    def __init__(self, model: Target | nn.Module, *, tokenizer: Any = None, target_tokenizer: Any = None) -> None:
+        super().__init__()
+        self.small = model if isinstance(model, Target) else Target(model)
+        self.model = self.small.model  # a submodule, so that its weights are found
+        if (tokenizer is None) != (target_tokenizer is None):
+            raise ValueError("one tokenizer cannot be compared: pass both tokenizer and target_tokenizer, or neither")
+        self.has_compared = tokenizer is not None
+        if self.has_compared:
+            compare_tokenizers(tokenizer, target_tokenizer)
+        self.num_target_tokens = self.small.vocab_size
+
+    @property
+    def config(self) -> Any:
+        """The small model's."""
+        return self.small.text_config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.small.dtype
+
+    def bind(self, target: Target | nn.Module) -> Self:
+        """Checks that the small model can draft for this target; `Decoder` calls it.
+
+        Raises:
+            ValueError: for vocabularies of different sizes whose tokenizers were not compared, or different devices.
+        """
+        if not isinstance(target, Target):
+            target = Target(target)
+        if self.small.vocab_size != target.vocab_size and not self.has_compared:
+            raise ValueError(
+                f"the target has a vocabulary of {target.vocab_size} tokens, the small model one of "
+                f"{self.small.vocab_size}: give a small model with the target's tokenizer, or, if they differ by "
+                "padding only, pass tokenizer= and target_tokenizer= so that they can be compared"
+            )
+        if self.small.device != target.device:
+            raise ValueError(
+                f"the target is on {target.device}, the small model on {self.small.device}: move the small model with "
+                f"model.to({str(target.device)!r}) before making its drafter"
+            )
+        self.num_target_tokens = target.vocab_size
+        return self
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:
+        cache = self.small.new_scratch_cache(batch_size, max_tokens=max_length + 1, num_scratch=num_scratch)
+        device = cache.lengths.device
+        ancestors = torch.zeros(batch_size, 1 + num_scratch, num_scratch, dtype=torch.bool, device=device)
+        depths = torch.zeros(num_scratch, dtype=torch.long, device=device)
+        zero = torch.zeros(1, dtype=torch.long, device=device)
+        return SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
+
+    def read_first(self, state: SmallModelState, token_ids: Tensor) -> None:
+        """Take in the texts' first tokens [B], which no slot carries. Left out, texts are read without them."""
+        self.read_certain(state, token_ids[:, None], torch.ones_like(token_ids), max_tokens=1)
+
+    def extend(
+        self,
+        state: SmallModelState,
+        features: Tensor | None,
+        next_token_ids: Tensor,
+        counts: Tensor,
+        *,
+        max_slots: int,
+    ) -> DraftLogits:
+        """Read certain tokens [B, S], counts [B] of them real, and score the root's children (Drafter.extend)."""
+        last: Tensor | None = None
+        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
+            chunk = next_token_ids[:, start : start + EXTEND_CHUNK]
+            here = (counts - start).clamp(0, chunk.shape[1])
+            logits = self.read_certain(state, chunk, here, max_tokens=max_slots + 1)
+            last = logits if last is None else torch.where((here > 0)[:, None, None], logits, last)
+        assert last is not None
+        return self.to_draft(last)
+
+    def expand(self, state: SmallModelState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        """Read the frontier [B, W] and score its children (Drafter.expand)."""
+        batch, width = token_ids.shape
+        num_scratch = state.depths.shape[0]
+        if not torch.compiler.is_compiling():
+            state.num_used += width
+            if state.num_used > num_scratch:
+                raise ValueError(f"the tree has more than {num_scratch=} frontier nodes: start() the drafter with more")
+        own = state.used + torch.arange(width, device=token_ids.device)  # the scratch rows of this level
+        itself = own[:, None] == torch.arange(num_scratch, device=own.device)
+        rows = (state.base + parents)[..., None].expand(-1, -1, num_scratch)
+        ancestors = state.ancestors.gather(1, rows) | itself
+        state.ancestors.index_copy_(1, 1 + own, ancestors)
+        state.depths.index_copy_(0, own, state.depth.expand(width))
+        state.cache.open_level(own)
+        logits = self.small.score_opened(
+            state.cache,
+            self.to_small_ids(token_ids),
+            state.depth.expand(batch, width),
+            ancestors,
+            tree_depths=state.depths[None],
+        )
+        state.base, state.used, state.depth = 1 + state.used, state.used + width, state.depth + 1
+        return self.to_draft(logits)
+
+    def read_certain(
+        self,
+        state: SmallModelState,
+        token_ids: Tensor,
+        counts: Tensor,
+        *,
+        max_tokens: int,
+        num_guesses: int = 0,
+    ) -> Tensor:
+        """One pass over tokens that are certain, and guesses behind them that are not.
+
+        Args:
+            token_ids: [B, S] long, of which counts[b] are certain and the `num_guesses` behind them guesses.
+            max_tokens: the largest number of certain tokens of any row after this call.
+
+        Returns:
+            logits [B, 1 + num_guesses, Vs] behind the last certain token and each guess.
+        """
+        cache, width = state.cache, token_ids.shape[1]
+        cache.open_certain(width, max_tokens)
+        steps = torch.arange(width, device=token_ids.device)
+        num_real = counts + num_guesses
+        depths = torch.minimum(steps, (num_real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
+        causal = (steps[:, None] >= steps).expand(token_ids.shape[0], width, width)
+        read = (counts - 1).clamp(min=0)[:, None] + torch.arange(1 + num_guesses, device=counts.device)
+        logits = self.small.score_opened(cache, self.to_small_ids(token_ids), depths, causal, read=read)
+        cache.keep_certain(counts)
+        state.base, state.used = torch.zeros_like(state.base), torch.zeros_like(state.used)
+        state.depth = torch.zeros_like(state.depth)
+        state.num_used = 0
+        return logits
+
+    def to_small_ids(self, token_ids: Tensor) -> Tensor:
+        """Ids the small model has no row for stand for padding, and become its last one."""
+        if self.num_target_tokens <= self.small.vocab_size:
+            return token_ids
+        return token_ids.clamp(max=self.small.vocab_size - 1)
+
+    def to_draft(self, logits: Tensor) -> DraftLogits:
+        """Logits [B, W, Vs] as scores of the target's tokens."""
+        if self.small.vocab_size >= self.num_target_tokens:
+            return DraftLogits(logits[..., : self.num_target_tokens])
+        return DraftLogits(logits, torch.arange(self.small.vocab_size, device=logits.device))
+
+
+def compare_tokenizers(tokenizer: Any, target_tokenizer: Any) -> None:
+    """Refuses a small model's tokenizer whose ids do not mean what the target's mean.
+
+    Raises:
+        ValueError: naming the first tokens that differ.
+    """
+    small, target = tokenizer.get_vocab(), target_tokenizer.get_vocab()
+    differing = sorted(token for token in small.keys() | target.keys() if small.get(token) != target.get(token))
+    if not differing:
+        return
+    shown = [
+        f"{token!r} is {target.get(token, 'missing')} in the target's and {small.get(token, 'missing')} in the small "
+        "model's"
+        for token in differing[:SHOWN_DIFFERENCES]
+    ]
+    raise ValueError(
+        f"the tokenizers differ in {len(differing)} tokens ({'; '.join(shown)}): give a small model with the target's "
+        "tokenizer"
+    )
