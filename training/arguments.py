@@ -179,6 +179,10 @@ class HeadsTrainingArguments(TrainingArguments):
         default_factory=lambda: ["none"],
         metadata={"help": "Where to log besides the terminal: none, tensorboard, wandb (needs that extra), ..."},
     )
+    # Training budgets are counted in tokens, so a record without them compares badly.
+    include_num_input_tokens_seen: Literal["non_padding", "all", "no"] = field(
+        default="non_padding", metadata={"help": "Which tokens the logs count: non_padding, all or no."}
+    )
     # The heads' forward takes features, not the dataset's columns: Trainer would drop them all.
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay false: features are not columns."})
     # Otherwise Trainer gathers logits of [batch, tokens, vocabulary] over the whole evaluation set.

@@ -7,6 +7,7 @@ import logging
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -50,7 +51,7 @@ class PreparedRun:
     def finish(self) -> dict[str, float]:
         """Trains, saves the heads and the record, and returns the final metrics."""
         trainer = self.trainer
-        _train(trainer, self.checkpoint)
+        seconds = _train(trainer, self.checkpoint)
         if trainer.eval_dataset is not None:
             metrics = _final_metrics(trainer)
         else:
@@ -58,7 +59,7 @@ class PreparedRun:
         trainer.save_model(str(self.output_dir))
         if trainer.args.process_index == 0:
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)  # a pickle of those in training_config.yaml
-            _write_record(self.output_dir, metrics)
+            _write_record(self.output_dir, metrics, trainer.state, seconds)
         return metrics
 
 
@@ -153,18 +154,21 @@ def _fit_to_target(data_args: DataArguments, target: Target, *, is_main_process:
     return replace(data_args, max_length=limit)
 
 
-def _train(trainer: HeadsTrainer, checkpoint: Path | None) -> None:
+def _train(trainer: HeadsTrainer, checkpoint: Path | None) -> float:
+    """Trains; returns the seconds this took, evaluations included."""
+    begin = time.perf_counter()
     if checkpoint is None:
         trainer.train()
-        return
+        return time.perf_counter() - begin
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     if not 0 < trainer.args.max_steps <= state.global_step:
         trainer.train(resume_from_checkpoint=str(checkpoint))
-        return
+        return time.perf_counter() - begin
     # Interrupted after its last step: Trainer would make one more.
     trainer.state = state
     if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
         trainer._load_best_model()
+    return 0.0
 
 
 def _final_metrics(trainer: HeadsTrainer) -> dict[str, float]:
@@ -260,10 +264,17 @@ def _acceptance_meter(
     return measure
 
 
-def _write_record(directory: Path, metrics: dict[str, float]) -> None:
-    """`training_record.json`: command, versions, metrics."""
+def _write_record(directory: Path, metrics: dict[str, float], state: TrainerState, seconds: float) -> None:
+    """`training_record.json`: command, versions, metrics, and what the training took (since it was last resumed)."""
     record = {
         "command": shlex.join(["train_heads.py", *sys.argv[1:]]),
+        "training": {
+            "seconds": round(seconds, 1),
+            "threads": torch.get_num_threads(),
+            "steps": state.global_step,
+            "tokens": state.num_input_tokens_seen,
+            "epochs": state.epoch,
+        },
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "platform": platform.platform(),
         "metrics": metrics,
