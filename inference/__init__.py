@@ -1,12 +1,18 @@
-"""How drafts become tokens: the target, token trees, acceptance and the decode loop."""
+"""How drafts become tokens: the target, token trees, drafters without training, acceptance and the decode loop."""
 
+from inference.acceptance_rules import AcceptanceRule
 from inference.drafter import Drafter, DraftLogits, DraftSampling
 from inference.generation import Decoder, GenerationOutput, generate
+from inference.merged import MergedDrafter
+from inference.ngram import NgramDrafter
 from inference.policy import DynamicTree, StaticTree, TreePolicy, chain
+from inference.small_model import SmallModelDrafter
+from inference.staged import StagedDrafter
 from inference.stats import GenerationStats
 from inference.target import Target
 
 __all__ = [
+    "AcceptanceRule",
     "Decoder",
     "DraftLogits",
     "DraftSampling",
@@ -14,6 +20,10 @@ __all__ = [
     "DynamicTree",
     "GenerationOutput",
     "GenerationStats",
+    "MergedDrafter",
+    "NgramDrafter",
+    "SmallModelDrafter",
+    "StagedDrafter",
     "StaticTree",
     "Target",
     "TreePolicy",
