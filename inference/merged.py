@@ -16,12 +16,14 @@ V target vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from inference.drafter import Drafter, DraftLogits
+from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits
+from inference.kv_cache import TreeCache
 from inference.target import Target
 
 # No drafter is ever forgotten: a text may begin to repeat itself at any time.
@@ -51,6 +53,10 @@ class MergedDrafter(nn.Module):
     Attributes:
         feature_layers: those of both, the first's in front.
         max_depth: the smaller of both.
+        share_cache: that of the one which runs layers of the target (`CacheSharingDrafter`); missing if neither does.
+
+    Raises:
+        ValueError: for a bad weight or rate, or two drafters that both write to the target's cache.
     """
 
     def __init__(self, first: Drafter, second: Drafter, *, weight: float = 0.5, rate: float = 0.05) -> None:
@@ -64,6 +70,14 @@ class MergedDrafter(nn.Module):
         self.weight = weight
         self.rate = rate
         self.feature_layers = tuple(dict.fromkeys((*first.feature_layers, *second.feature_layers)))
+        sharing = [index for index, drafter in enumerate(self.drafters) if isinstance(drafter, CacheSharingDrafter)]
+        if len(sharing) == 2:
+            raise ValueError(
+                f"got {type(first).__name__} and {type(second).__name__}, which both draft in the target's own cache "
+                "and would overwrite each other: merge one of them with a drafter that has its own"
+            )
+        if sharing:
+            self.share_cache = partial(self._share_cache, sharing[0])
         depths = [drafter.max_depth for drafter in self.drafters if drafter.max_depth is not None]
         self.max_depth = min(depths, default=None)
 
@@ -79,6 +93,9 @@ class MergedDrafter(nn.Module):
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MergedState:
         first, second = (drafter.start(batch_size, max_length, num_scratch) for drafter in self.drafters)
         return MergedState((first, second))
+
+    def _share_cache(self, index: int, state: MergedState, cache: TreeCache) -> None:
+        self.drafters[index].share_cache(state.states[index], cache)  # type: ignore[attr-defined]
 
     def read_first(self, state: MergedState, token_ids: Tensor) -> None:
         """Hands the texts' first tokens [B] to whoever reads them."""

@@ -55,20 +55,22 @@ def conditions(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def kinds_branched_on(tree: ast.AST) -> set[str]:
-    """Head kinds that a condition names, as a string or by a class of their module (`MedusaHeads`, `heads.medusa`)."""
-    words = {
-        word.lower()
-        for condition in conditions(tree)
-        for node in ast.walk(condition)
-        for word in (
-            node.value if isinstance(node, ast.Constant) else None,
-            node.id if isinstance(node, ast.Name) else None,
-            node.attr if isinstance(node, ast.Attribute) else None,
-        )
-        if isinstance(word, str)
-    }
-    # The longest name counts: "eagle3" is not about a kind named "eagle".
-    return {max(kinds, key=len) for word in words if (kinds := [kind for kind in HEAD_TYPES if kind in word])}
+    """Head kinds that a condition names: as a string, by a class of theirs (`MedusaHeads`), or as `heads.medusa`. A
+    kind's name alone may be a word of its own ("block")."""
+    classes = {kind + suffix: kind for kind in HEAD_TYPES for suffix in ("heads", "config")}
+    found = set()
+    for condition in conditions(tree):
+        for node in ast.walk(condition):
+            if isinstance(node, ast.Constant) and node.value in HEAD_TYPES:
+                found.add(node.value)
+            elif isinstance(node, ast.Name | ast.Attribute):
+                word = node.id if isinstance(node, ast.Name) else node.attr
+                is_module = isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("heads")
+                if (
+                    kind := classes.get(word.lower()) or (word if is_module and word in HEAD_TYPES else None)
+                ) is not None:
+                    found.add(kind)
+    return found
 
 
 def test_there_is_something_to_look_at() -> None:
@@ -123,6 +125,7 @@ def test_only_its_own_file_asks_for_a_kind_of_heads(path: Path) -> None:
         "x = [a for a in b if a.startswith('KIND')]",
         "is_fast = head_type != 'KIND'",
         "if isinstance(heads, KINDHeads): pass",
+        "if type(model) is heads.KIND.Other: pass",
     ],
 )
 @pytest.mark.parametrize("kind", sorted(HEAD_TYPES))

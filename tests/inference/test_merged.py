@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads import HEAD_TYPES
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
-from inference.drafter import Drafter, DraftLogits, DraftSampling
+from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling
 from inference.merged import MIN_WEIGHT, MergedDrafter, chance_of, merge_drafts, to_chances
 from inference.ngram import NgramDrafter
 from inference.policy import resolve_policy
@@ -269,10 +269,21 @@ def test_nothing_is_read_on_the_host(kind: str, tree: str) -> None:
         features = target.prefill(cache, tokens, counts, feature_layers=drafter.feature_layers).features
         with RefuseHostReads():
             drafter.read_first(state, tokens[:, 0])
+            if isinstance(drafter, CacheSharingDrafter):
+                drafter.share_cache(state, cache)
             for max_slots in (9, 18):
                 draft = drafter.extend(state, features, tokens, counts, max_slots=max_slots)
                 noise = sampler.draw_noise(counts, policy.max_depth + 1, target.vocab_size)
                 policy.grow(drafter, state, tokens[:, 0], draft, DraftSampling(warp=sampler.warp_draft, noise=noise))
+
+
+def test_two_drafters_in_the_targets_cache_are_refused() -> None:
+    target = Target(tiny_target("llama"))
+    heads = [tiny_heads("kangaroo", target) for _ in range(2)]
+    with pytest.raises(ValueError, match="KangarooHeads and KangarooHeads, which both draft in the target's own cache"):
+        MergedDrafter(*heads)
+    assert not isinstance(MergedDrafter(NgramDrafter(), NgramDrafter()), CacheSharingDrafter)
+    assert isinstance(MergedDrafter(NgramDrafter(), heads[0]), CacheSharingDrafter)
 
 
 def test_measured_costs_tell_merged_drafters_apart() -> None:
