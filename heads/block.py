@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from heads.anchors import draw_slots
 from heads.base import DraftHeads, DraftStep
-from heads.config import DraftHeadsConfig
-from heads.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm, decoder_settings, rotate
+from heads.decoder_config import DecoderConfig
+from heads.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm, rotate
 from heads.vocab import mean_embedding
 from inference.drafter import DraftLogits
 from inference.target import Target
@@ -59,7 +59,7 @@ def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
     return [low] if count == 1 else [low + (2 * i * (high - low) + count - 1) // (2 * count - 2) for i in range(count)]
 
 
-class BlockConfig(DraftHeadsConfig):
+class BlockConfig(DecoderConfig):
     """Args:
     block_size: N, tokens of a block, its anchor included (DFlash: 16, 10 or 8; small targets: 6 to 8).
     num_layers: draft layers (DFlash: 5; a small target does with 2).
@@ -72,8 +72,7 @@ class BlockConfig(DraftHeadsConfig):
         trees every node has its own (PCTree).
     has_confidence: train a head for the chance that each depth's token is accepted (DSpark).
     is_causal: a block's rows see only those before them (JetSpec).
-    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
-    max_position_embeddings: the draft layers' shape; the target's unless overridden.
+    **kwargs: those of `DecoderConfig`.
     """
 
     model_type = "draftsmith_block"
@@ -90,14 +89,6 @@ class BlockConfig(DraftHeadsConfig):
         markov_rank: int = 0,
         has_confidence: bool = False,
         is_causal: bool = False,
-        num_attention_heads: int = 1,
-        num_key_value_heads: int = 1,
-        head_dim: int = 64,
-        intermediate_size: int = 256,
-        hidden_act: str = "silu",
-        rms_norm_eps: float = 1e-6,
-        rope_parameters: dict[str, Any] | None = None,
-        max_position_embeddings: int = 2048,
         **kwargs: Any,
     ) -> None:
         for name, value, least in (
@@ -110,13 +101,6 @@ class BlockConfig(DraftHeadsConfig):
                 raise ValueError(f"{name} is {value}; allowed is {least} or more")
         if loss_decay is not None and loss_decay <= 0:
             raise ValueError(f"loss_decay is {loss_decay}; allowed is a number above 0, or null for the paper's")
-        if num_attention_heads % num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
-                "the first must be a multiple of the second"
-            )
-        if head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
         self.block_size = block_size
         self.num_layers = num_layers
         self.num_anchors = num_anchors
@@ -125,21 +109,9 @@ class BlockConfig(DraftHeadsConfig):
         self.markov_rank = markov_rank
         self.has_confidence = has_confidence
         self.is_causal = is_causal
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
-        self.max_position_embeddings = max_position_embeddings
         super().__init__(**kwargs)
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; block drafters read at least one layer (DFlash: five)")
-
-    @property
-    def hidden_size(self) -> int:
-        return self.target_hidden_size
 
     @property
     def num_depths(self) -> int:
@@ -147,10 +119,7 @@ class BlockConfig(DraftHeadsConfig):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        inherited = decoder_settings(target.text_config)
-        if "feature_layers" not in overrides:
-            inherited["feature_layers"] = spaced_feature_layers(target.num_layers)
-        return super().from_target(target, **{**inherited, **overrides})
+        return super().from_target(target, **{"feature_layers": spaced_feature_layers(target.num_layers), **overrides})
 
 
 class BlockAttention(DraftAttention):

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from heads.base import DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
-from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings
+from heads.decoder_config import DEFAULT_ROPE, check_attention_shape, decoder_settings
+from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
 from heads.medusa import ResidualBlock
 from inference.drafter import DraftLogits
 from inference.target import Target
@@ -92,13 +93,7 @@ class HydraConfig(DraftHeadsConfig):
         # Without the layer the config has no such keys: transformers would fill in RoPE settings of None.
         shape = {**_SMALL_SHAPE, **{name: shape[name] for name in given}} if use_prefix_attention else {}
         if shape:
-            if shape["num_attention_heads"] % shape["num_key_value_heads"]:
-                raise ValueError(
-                    f"num_attention_heads is {shape['num_attention_heads']} and num_key_value_heads "
-                    f"{shape['num_key_value_heads']}; the first must be a multiple of the second"
-                )
-            if shape["head_dim"] % 2:
-                raise ValueError(f"head_dim is {shape['head_dim']}; rotary positions need an even number")
+            check_attention_shape(shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.tie_lm_head = tie_lm_head
@@ -127,7 +122,7 @@ _SMALL_SHAPE: dict[str, Any] = {
     "head_dim": 64,
     "intermediate_size": 256,
     "hidden_act": "silu",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "rope_parameters": DEFAULT_ROPE,
     "max_position_embeddings": 2048,
 }
 

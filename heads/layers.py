@@ -21,39 +21,6 @@ from inference.attention import attend_masked
 QUERY_CHUNK = 256
 
 
-def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """The shape a draft decoder layer inherits from a target's (text) config: heads, head size, MLP width, activation,
-    RoPE and norm settings, each under the name the heads' config uses."""
-    num_heads = int(config.num_attention_heads)
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    if per_layer_type := [value for value in rope.values() if isinstance(value, dict)]:  # Gemma 3
-        rope = rope.get("full_attention", per_layer_type[0])
-    # The draft layer turns whole heads, whatever share of them the target turns.
-    rope = {key: value for key, value in rope.items() if value is not None and key != "partial_rotary_factor"}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        # Both scale by the length of the whole pass, which slots drafted one by one do not have.
-        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"
-    norm_eps = next(
-        (
-            value
-            for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-            if (value := getattr(config, key, None))
-        ),
-        1e-6,
-    )
-    return {
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or num_heads),
-        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
-        "intermediate_size": int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
-        "hidden_act": activation,
-        "rms_norm_eps": float(norm_eps),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
-        "max_position_embeddings": int(getattr(config, "max_position_embeddings", None) or 2048),
-    }
-
-
 class RotaryEmbedding:
     """cos and sin tables for the config's `rope_parameters`. Not a module: a non-persistent buffer comes back as
     garbage from `from_pretrained`, so the frequencies are computed at first use on each device."""
