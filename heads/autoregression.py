@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHeads, DraftStep
+from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
 from heads.decoder_config import DecoderConfig
-from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
+from heads.layers import DraftCache, DraftLayer
 from inference.drafter import DraftLogits
-
-EXTEND_CHUNK = 512
 
 
 class AutoregressionConfig(DecoderConfig):
@@ -30,31 +28,11 @@ class AutoregressionConfig(DecoderConfig):
     **kwargs: those of `DecoderConfig`.
     """
 
-    def __init__(
-        self,
-        *,
-        ttt_steps: int = 1,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, ttt_steps: int = 1, **kwargs: Any) -> None:
         if ttt_steps < 1:
             raise ValueError(f"ttt_steps is {ttt_steps}; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)")
         self.ttt_steps = ttt_steps
         super().__init__(**kwargs)
-
-
-class DraftLayer(nn.Module):
-    """A decoder layer whose attention may read more than its residual."""
-
-    def add_blocks(self, config: AutoregressionConfig, input_size: int) -> None:
-        """Called behind a kind's input norms: parameters keep the order that the states of optimizers are stored in."""
-        size = config.hidden_size
-        self.self_attn = DraftAttention(config, input_size, size)
-        self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, size)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + attended
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
 @dataclass
@@ -138,14 +116,7 @@ class AutoregressionHeads(DraftHeads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> AutoregressionState:
         self.require_vocabulary()
-        attention = self.layer.self_attn
-        cache = DraftCache(
-            (batch_size, attention.num_groups, attention.head_dim),
-            num_slots=max_length,
-            num_scratch=num_scratch,
-            device=self.device,
-            dtype=self.dtype,
-        )
+        cache = self.layer.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
         rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
         hidden = torch.zeros(batch_size, rows, self.config.hidden_size, device=self.device, dtype=self.dtype)
         ancestors = torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device)

@@ -25,14 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from heads.anchors import draw_slots
-from heads.base import DraftHeads, DraftStep
+from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
 from heads.decoder_config import DecoderConfig
 from heads.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm, rotate
 from heads.vocab import mean_embedding
 from inference.drafter import DraftLogits
 from inference.target import Target
 
-EXTEND_CHUNK = 512
 # Loss weights fall to 1/e over this many rows (DFlash: 7, 5 and 4 for blocks of 16, 10 and 8).
 DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -279,19 +278,8 @@ class BlockHeads(DraftHeads):
     # Decoding.
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> BlockState:
-        attention = self.each_layer[0].self_attn
-        return BlockState(
-            [
-                DraftCache(
-                    (batch_size, attention.num_groups, attention.head_dim),
-                    num_slots=max_length,
-                    num_scratch=self.config.block_size,
-                    device=self.device,
-                    dtype=self.dtype,
-                )
-                for _ in self.each_layer
-            ]
-        )
+        sizes = {"num_slots": max_length, "num_scratch": self.config.block_size}
+        return BlockState([layer.self_attn.new_cache(batch_size, **sizes) for layer in self.each_layer])
 
     def extend(
         self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

@@ -1,4 +1,4 @@
-"""The shape of draft decoder layers: what the configs of all kinds with such layers record, and inherit from the target."""
+"""The shape of draft decoder layers: what the configs of kinds with such layers record, and inherit from the target."""
 
 from __future__ import annotations
 

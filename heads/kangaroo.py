@@ -168,7 +168,7 @@ class KangarooHeads(DraftHeads):
 
     def score(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V], by the target's LM head."""
-        return self.target.compute_logits(self.norm(hidden).to(self.target.dtype))
+        return self.score_as_target(self.norm(hidden))
 
     # Training.
 
@@ -185,14 +185,8 @@ class KangarooHeads(DraftHeads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> KangarooState:
         self.config.check_settings()
-        attention, num_rows = self.adapter.self_attn, 1 + num_scratch
-        cache = DraftCache(
-            (batch_size, attention.num_groups, attention.head_dim),
-            num_slots=max_length,
-            num_scratch=num_rows,
-            device=self.device,
-            dtype=self.dtype,
-        )
+        num_rows = 1 + num_scratch
+        cache = self.adapter.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_rows)
         ancestors = torch.zeros(batch_size, num_rows, num_rows, dtype=torch.bool, device=self.device)
         confidence = torch.ones(batch_size, num_rows, device=self.device)
         base = torch.zeros(1, dtype=torch.long, device=self.device)

@@ -193,6 +193,12 @@ class DraftAttention(nn.Module):
         cos, sin = self.rope(positions)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
+    def new_cache(self, batch_size: int, *, num_slots: int, num_scratch: int) -> DraftCache:
+        """An empty cache for this attention's keys and values."""
+        weight = self.k_proj.weight
+        shape = (batch_size, self.num_groups, self.head_dim)
+        return DraftCache(shape, num_slots=num_slots, num_scratch=num_scratch, device=weight.device, dtype=weight.dtype)
+
     def output(self, attended: Tensor) -> Tensor:
         """[B, H, Q, d] -> [B, Q, D]."""
         return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
@@ -283,21 +289,29 @@ class GatedMLP(nn.Module):
         return cast(Tensor, self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer around a given attention."""
+class DraftLayer(nn.Module):
+    """A decoder layer from its attention on; what stands before that, and what the attention reads, a kind decides."""
 
-    def __init__(self, config: PreTrainedConfig, hidden_size: int, attention: DraftAttention) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+    def add_blocks(self, config: PreTrainedConfig, attention: DraftAttention, hidden_size: int) -> None:
+        """Called behind the input norms: parameters keep the order that the states of optimizers are stored in."""
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config, hidden_size)
 
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """What is left of the layer behind its attention, all [B, Q, D]."""
+        hidden = residual + attended
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class DecoderLayer(DraftLayer):
+    """A pre-norm decoder layer, as Llama's unless another attention is given."""
+
+    def __init__(self, config: PreTrainedConfig, hidden_size: int, attention: DraftAttention | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.add_blocks(config, attention or DraftAttention(config, hidden_size, hidden_size), hidden_size)
+
     def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`DraftAttention.project` of the normed states [B, Q, D]."""
         return self.self_attn.project(self.input_layernorm(hidden), positions)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What is left of the layer behind its attention, both [B, Q, D]."""
-        hidden = hidden + attended
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))

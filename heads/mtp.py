@@ -42,14 +42,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.base import DraftHeads, DraftStep
+from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
 from heads.decoder_config import DecoderConfig
 from heads.layers import DraftCache
 from heads.mtp_block import MTPBlock, Rows
 from inference.drafter import DraftLogits
 from inference.target import Target
 
-EXTEND_CHUNK = 512
 FLOAT32_BUFFERS = {"e_score_correction_bias"}  # of DeepSeek's routers, in any dtype
 
 
@@ -196,7 +195,7 @@ class MTPHeads(DraftHeads):
 
     def score(self, block: MTPBlock, state: Tensor) -> Tensor:
         """The target's logits of what `block` hands on: [..., D] -> [..., V]."""
-        return self.target.compute_logits(block.scored(state).to(self.target.dtype))
+        return self.score_as_target(block.scored(state))
 
     def embed_at(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         embedded = self.embed(token_ids)
@@ -225,15 +224,15 @@ class MTPHeads(DraftHeads):
     # Decoding.
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MTPState:
-        options: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
         caches = [
-            block.layer.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch, **options)
+            block.layer.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
             for block in self.each_block
         ]
         rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
+        shape = (batch_size, rows, len(caches), self.config.hidden_size)
         return MTPState(
             caches,
-            states=torch.zeros(batch_size, rows, len(caches), self.config.hidden_size, **options),
+            states=torch.zeros(shape, device=self.device, dtype=self.dtype),
             ancestors=torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device),
             levels=torch.zeros(num_scratch, dtype=torch.long, device=self.device),
             base=zero,
