@@ -113,6 +113,10 @@ class ParallelHeads(Eagle3Heads):
         self.layers = nn.ModuleList(DecoderLayer(config, size) for _ in range(config.num_layers - 1))
 
     @property
+    def further_layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], list(self.layers))
+
+    @property
     def max_depth(self) -> int:
         return int(self.config.num_depths)
 
@@ -128,11 +132,11 @@ class ParallelHeads(Eagle3Heads):
             embedded, hidden: [B, W + M, D]; positions: [B, W + M].
             attend: layer number, its attention, q, k and v -> [B, W + M, D].
         """
-        first, further = self.midlayer, cast(list[DecoderLayer], list(self.layers))
+        first = self.midlayer
         residual, inputs = self.prepare(embedded, hidden)
         attended = attend(0, first.self_attn, *first.self_attn.project(inputs, positions))
         hidden = first.finish(residual, attended)
-        for number, layer in enumerate(further, start=1):
+        for number, layer in enumerate(self.further_layers, start=1):
             attended = attend(number, layer.self_attn, *layer.project(hidden, positions))
             hidden = layer.finish(hidden, attended)
         return hidden
@@ -202,8 +206,7 @@ class ParallelHeads(Eagle3Heads):
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> ParallelState:  # type: ignore[override]
         self.require_vocabulary()
         sizes = {"num_slots": max_length, "num_scratch": self.max_depth - 1}
-        layers = [self.midlayer, *cast(list[DecoderLayer], list(self.layers))]
-        caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in layers]
+        caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in (self.midlayer, *self.further_layers)]
         hidden = torch.zeros(batch_size, self.max_depth, self.config.hidden_size, device=self.device, dtype=self.dtype)
         return ParallelState(caches, hidden)
 
