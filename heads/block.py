@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from heads.anchors import draw_slots
 from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
+from heads.block_layer import BlockLayer, MarkovBias
 from heads.decoder_config import DecoderConfig
-from heads.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm, rotate
+from heads.layers import DraftCache, RMSNorm
 from heads.vocab import mean_embedding
 from inference.drafter import DraftLogits
 from inference.target import Target
@@ -119,52 +120,6 @@ class BlockConfig(DecoderConfig):
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
         return super().from_target(target, **{"feature_layers": spaced_feature_layers(target.num_layers), **overrides})
-
-
-class BlockAttention(DraftAttention):
-    """Queries of a block, over keys and values of the fused features and of the block itself; queries and keys are
-    normed per head."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.hidden_size, config.hidden_size)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, Q, D], positions [B, Q] -> q [B, H, Q, d], k and v [B, G, Q, d], rotated."""
-        turn = self.rope(positions)
-        q = self.q_norm(self._split(self.q_proj(x)))
-        return rotate(q, *turn), self._project_keys(x, turn), self._split(self.v_proj(x))
-
-    def project_context(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of `project`."""
-        return self._project_keys(x, self.rope(positions)), self._split(self.v_proj(x))
-
-    def _project_keys(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(self.k_norm(self._split(self.k_proj(x))), *turn)
-
-    def _split(self, x: Tensor) -> Tensor:
-        """[B, Q, heads * d] -> [B, heads, Q, d]."""
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-
-class BlockLayer(DecoderLayer):
-    """Its queries come from the block; the fused features enter its keys and values as they are, without its norm."""
-
-    self_attn: BlockAttention
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.hidden_size, BlockAttention(config))
-
-
-class MarkovBias(nn.Module):
-    """W2 W1[x]: what the token before adds to the logits of the next one (DSpark). W2 starts at zero."""
-
-    def __init__(self, vocab_size: int, rank: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, rank)
-        self.lm_head = nn.Linear(rank, vocab_size, bias=False)
-        nn.init.zeros_(self.lm_head.weight)
 
 
 @dataclass
