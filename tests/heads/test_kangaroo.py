@@ -20,7 +20,7 @@ from inference import Decoder, DynamicTree, Target, chain, generate
 from inference.drafter import CacheSharingDrafter, DraftSampling
 from inference.step import DecodeStep
 from inference.tree import TokenTree
-from tests.heads.test_eagle3 import norm, turn
+from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
 
