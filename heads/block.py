@@ -70,7 +70,13 @@ class BlockConfig(DecoderConfig):
     predicts_at_anchor: the anchor's row predicts the token behind it, as every row does its own (DSpark).
     markov_rank: R, of the bias W2 W1[x_{k-1}] that the token before adds to the logits (DSpark: 256); 0 = none. In
         trees every node has its own (PCTree).
-    has_confidence: train a head for the chance that each depth's token is accepted (DSpark).
+    has_confidence: train a head for the chance that each depth's token is accepted, given that those before it are
+        (DSpark). In a tree every node has its own; it weighs these heads in a `MergedDrafter`, and see the next option.
+    confidence_threshold: with that head, nodes below the root's children are left out whose chance of being reached and
+        accepted, the product of the confidences along the path, is smaller than this: how many drafted tokens are
+        verified then follows the text (DSpark). None = off, the default: trees have fixed shapes, in which a node left
+        out saves no time, though in a dynamic tree others take its place. May be changed between texts:
+        `from_pretrained(path, confidence_threshold=0.1)`, or in `heads.config`.
     is_causal: a block's rows see only those before them (JetSpec).
     **kwargs: those of `DecoderConfig`.
     """
@@ -88,6 +94,7 @@ class BlockConfig(DecoderConfig):
         predicts_at_anchor: bool = False,
         markov_rank: int = 0,
         has_confidence: bool = False,
+        confidence_threshold: float | None = None,
         is_causal: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -108,10 +115,23 @@ class BlockConfig(DecoderConfig):
         self.predicts_at_anchor = predicts_at_anchor
         self.markov_rank = markov_rank
         self.has_confidence = has_confidence
+        self.confidence_threshold = confidence_threshold
         self.is_causal = is_causal
         super().__init__(**kwargs)
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; block drafters read at least one layer (DFlash: five)")
+        self.check_settings()
+
+    def check_settings(self) -> None:
+        """Those that may have been changed since; a ValueError says which one cannot be used."""
+        threshold = self.confidence_threshold
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null to leave nothing out")
+        if threshold is not None and not self.has_confidence:
+            raise ValueError(
+                f"confidence_threshold is {threshold}, but these heads have no confidence head: leave it out, or train "
+                "heads with has_confidence"
+            )
 
     @property
     def num_depths(self) -> int:
@@ -125,9 +145,15 @@ class BlockConfig(DecoderConfig):
 @dataclass
 class BlockState:
     """caches: of each draft layer, the keys and values of the fused features, with N scratch rows for the block.
-    logits: [B, K, V] of all depths behind the last certain slot, without the Markov bias."""
+    chances: [B, room for a frontier] float32; the first W entries are those that a child of each node of the last
+    frontier is reached and accepted. threshold: as in the config, of which compiled graphs would not see a change.
+    hidden: [B, K, D] normed states of all depths behind the last certain slot; logits: [B, K, V] of them, without the
+    Markov bias."""
 
     caches: list[DraftCache]
+    chances: Tensor
+    threshold: float | None
+    hidden: Tensor | None = None
     logits: Tensor | None = None
 
 
@@ -187,8 +213,16 @@ class BlockHeads(DraftHeads):
         seen = torch.ones(self.config.block_size, self.config.block_size, dtype=torch.bool, device=self.device)
         return seen.tril() if self.config.is_causal else seen
 
+    def join(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Normed states [B, A or 1, D], with W1 of the tokens before [B, A] behind them if there is a Markov bias:
+        [B, A, D + R]."""
+        if self.markov is None:
+            return hidden
+        bias = self.markov.embedding(before)
+        return torch.cat([hidden.expand(-1, bias.shape[1], -1), bias], dim=-1)
+
     def score(self, state: Tensor) -> Tensor:
-        """[..., V] of normed states [..., D], or of [..., D + R] with W1 of the tokens before behind them."""
+        """[..., V] of what `join` returns."""
         if self.markov is None:
             return self.score_as_target(state)
         hidden, before = state.split([self.config.hidden_size, self.config.markov_rank], dim=-1)
@@ -222,10 +256,7 @@ class BlockHeads(DraftHeads):
         hidden = self.norm(hidden).unflatten(1, (-1, size))[:, :, size - self.max_depth :]
         steps = []
         for k in range(self.max_depth):
-            state = hidden[:, :, k]
-            if self.markov is not None:
-                before = self.markov.embedding(_gather_clamped(input_ids, real + 1 + k))
-                state = torch.cat([state, before], dim=-1)
+            state = self.join(hidden[:, :, k], _gather_clamped(input_ids, real + 1 + k))
             confidence = None if self.confidence is None else self.confidence(state)[..., 0]
             steps.append(DraftStep(2 + k, state, self.score, slots=slots, confidence=confidence))
         return steps
@@ -233,8 +264,11 @@ class BlockHeads(DraftHeads):
     # Decoding.
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> BlockState:
+        self.config.check_settings()
         sizes = {"num_slots": max_length, "num_scratch": self.config.block_size}
-        return BlockState([layer.self_attn.new_cache(batch_size, **sizes) for layer in self.each_layer])
+        caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in self.each_layer]
+        chances = torch.ones(batch_size, max(1, num_scratch), device=self.device)
+        return BlockState(caches, chances, self.config.confidence_threshold)
 
     def extend(
         self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -256,7 +290,8 @@ class BlockHeads(DraftHeads):
             q, keys, values = layer.project(hidden, positions)
             view = cache.append_scratch(keys, values, mask)
             hidden = layer.finish(hidden, layer.self_attn.attend(q, *view))
-        state.logits = self.score_as_target(self.norm(hidden[:, size - self.max_depth :]))
+        state.hidden = self.norm(hidden[:, size - self.max_depth :])
+        state.logits = self.score_as_target(state.hidden)
         return self.expand(state, anchors, torch.zeros_like(anchors), 0)
 
     def expand(self, state: BlockState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
@@ -264,7 +299,17 @@ class BlockHeads(DraftHeads):
         logits = state.logits[:, depth : depth + 1]
         if self.markov is not None:
             logits = logits + self.markov.lm_head(self.markov.embedding(token_ids))
-        return DraftLogits(logits)
+        if self.confidence is None:
+            return DraftLogits(logits)
+        assert state.hidden is not None
+        confidence = self.confidence(self.join(state.hidden[:, depth : depth + 1], token_ids))[..., 0]
+        confidence = confidence.float().sigmoid()  # [B, W]; without a Markov bias [B, 1], as the logits
+        chances = confidence if depth == 0 else confidence * state.chances.gather(1, parents)
+        state.chances.narrow(1, 0, token_ids.shape[1]).copy_(chances)
+        if depth and state.threshold is not None:
+            is_doubtful = chances[:, : logits.shape[1]] < state.threshold
+            logits = logits.masked_fill(is_doubtful[..., None], float("-inf"))
+        return DraftLogits(logits, confidence=confidence)
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:
