@@ -106,7 +106,7 @@ def test_chains_are_accepted_as_the_unroll_says(
         pytest.param({"block_size": 6}, "cross_entropy", id="dflash"),
         pytest.param({"block_size": 6, "is_causal": True}, "distillation", id="jetspec"),
         pytest.param(
-            {"block_size": 5, "predicts_at_anchor": True, "markov_rank": 8, "has_confidence": True, "num_anchors": 16},
+            {"block_size": 5, "predicts_at_anchor": True, "markov_rank": 8, "has_confidence": True},
             "total_variation",
             id="dspark",
         ),
@@ -119,4 +119,4 @@ def test_a_block_that_is_known_by_heart_is_accepted_whole(
     heads = create_heads("block", target, **overrides)
     learn(heads, text, num_steps=150, loss_type=loss_type)
     assert heads.max_depth == 5
-    assert draft_text(heads, text, 5).acceptance_length > 0.95 * 6
+    assert draft_text(heads, text, 5).acceptance_length > 0.9 * 6
