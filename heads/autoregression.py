@@ -11,83 +11,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHeads, DraftStep
-from heads.config import DraftHeadsConfig
-from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings
+from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
+from heads.decoder_config import DecoderConfig
+from heads.layers import DraftCache, DraftLayer
 from inference.drafter import DraftLogits
-from inference.target import Target
-
-EXTEND_CHUNK = 512
 
 
-class AutoregressionConfig(DraftHeadsConfig):
+class AutoregressionConfig(DecoderConfig):
     """Args:
     ttt_steps: steps of the unroll in training, each on the outputs of the one before.
-    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
-    max_position_embeddings: the draft layer's shape; the target's unless overridden.
+    **kwargs: those of `DecoderConfig`.
     """
 
-    def __init__(
-        self,
-        *,
-        ttt_steps: int = 1,
-        num_attention_heads: int = 1,
-        num_key_value_heads: int = 1,
-        head_dim: int = 64,
-        intermediate_size: int = 256,
-        hidden_act: str = "silu",
-        rms_norm_eps: float = 1e-6,
-        rope_parameters: dict[str, Any] | None = None,
-        max_position_embeddings: int = 2048,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, ttt_steps: int = 1, **kwargs: Any) -> None:
         if ttt_steps < 1:
             raise ValueError(f"ttt_steps is {ttt_steps}; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)")
-        if num_attention_heads % num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
-                "the first must be a multiple of the second"
-            )
-        if head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
         self.ttt_steps = ttt_steps
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
-        self.max_position_embeddings = max_position_embeddings
         super().__init__(**kwargs)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.target_hidden_size
-
-    @classmethod
-    def from_target(cls, target: Target, **overrides: Any) -> Self:
-        return super().from_target(target, **{**decoder_settings(target.text_config), **overrides})
-
-
-class DraftLayer(nn.Module):
-    """A decoder layer whose attention may read more than its residual."""
-
-    def add_blocks(self, config: AutoregressionConfig, input_size: int) -> None:
-        """Called behind a kind's input norms: parameters keep the order that the states of optimizers are stored in."""
-        size = config.hidden_size
-        self.self_attn = DraftAttention(config, input_size, size)
-        self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, size)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = residual + attended
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
 @dataclass
@@ -171,14 +116,7 @@ class AutoregressionHeads(DraftHeads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> AutoregressionState:
         self.require_vocabulary()
-        attention = self.layer.self_attn
-        cache = DraftCache(
-            (batch_size, attention.num_groups, attention.head_dim),
-            num_slots=max_length,
-            num_scratch=num_scratch,
-            device=self.device,
-            dtype=self.dtype,
-        )
+        cache = self.layer.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
         rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
         hidden = torch.zeros(batch_size, rows, self.config.hidden_size, device=self.device, dtype=self.dtype)
         ancestors = torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device)

@@ -23,6 +23,8 @@ from heads.config import DraftHeadsConfig, name_of_target
 from inference.drafter import DraftLogits
 from inference.target import Target
 
+EXTEND_CHUNK = 512  # slots of a prompt that `extend` takes in at a time
+
 
 @dataclass(frozen=True)
 class DraftStep:

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from heads.anchors import draw_slots
-from heads.base import DraftHeads, DraftStep
-from heads.config import DraftHeadsConfig
-from heads.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm, decoder_settings, rotate
+from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
+from heads.block_layer import BlockLayer, MarkovBias
+from heads.decoder_config import DecoderConfig
+from heads.layers import DraftCache, RMSNorm
 from heads.vocab import mean_embedding
 from inference.drafter import DraftLogits
 from inference.target import Target
 
-EXTEND_CHUNK = 512
 # Loss weights fall to 1/e over this many rows (DFlash: 7, 5 and 4 for blocks of 16, 10 and 8).
 DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -59,7 +59,7 @@ def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
     return [low] if count == 1 else [low + (2 * i * (high - low) + count - 1) // (2 * count - 2) for i in range(count)]
 
 
-class BlockConfig(DraftHeadsConfig):
+class BlockConfig(DecoderConfig):
     """Args:
     block_size: N, tokens of a block, its anchor included (DFlash: 16, 10 or 8; small targets: 6 to 8).
     num_layers: draft layers (DFlash: 5; a small target does with 2).
@@ -70,10 +70,15 @@ class BlockConfig(DraftHeadsConfig):
     predicts_at_anchor: the anchor's row predicts the token behind it, as every row does its own (DSpark).
     markov_rank: R, of the bias W2 W1[x_{k-1}] that the token before adds to the logits (DSpark: 256); 0 = none. In
         trees every node has its own (PCTree).
-    has_confidence: train a head for the chance that each depth's token is accepted (DSpark).
+    has_confidence: train a head for the chance that each depth's token is accepted, given that those before it are
+        (DSpark). In a tree every node has its own; it weighs these heads in a `MergedDrafter`, and see the next option.
+    confidence_threshold: with that head, nodes below the root's children are left out whose chance of being reached and
+        accepted, the product of the confidences along the path, is smaller than this: how many drafted tokens are
+        verified then follows the text (DSpark). None = off, the default: trees have fixed shapes, in which a node left
+        out saves no time, though in a dynamic tree others take its place. May be changed between texts:
+        `from_pretrained(path, confidence_threshold=0.1)`, or in `heads.config`.
     is_causal: a block's rows see only those before them (JetSpec).
-    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
-    max_position_embeddings: the draft layers' shape; the target's unless overridden.
+    **kwargs: those of `DecoderConfig`.
     """
 
     model_type = "draftsmith_block"
@@ -89,15 +94,8 @@ class BlockConfig(DraftHeadsConfig):
         predicts_at_anchor: bool = False,
         markov_rank: int = 0,
         has_confidence: bool = False,
+        confidence_threshold: float | None = None,
         is_causal: bool = False,
-        num_attention_heads: int = 1,
-        num_key_value_heads: int = 1,
-        head_dim: int = 64,
-        intermediate_size: int = 256,
-        hidden_act: str = "silu",
-        rms_norm_eps: float = 1e-6,
-        rope_parameters: dict[str, Any] | None = None,
-        max_position_embeddings: int = 2048,
         **kwargs: Any,
     ) -> None:
         for name, value, least in (
@@ -110,13 +108,6 @@ class BlockConfig(DraftHeadsConfig):
                 raise ValueError(f"{name} is {value}; allowed is {least} or more")
         if loss_decay is not None and loss_decay <= 0:
             raise ValueError(f"loss_decay is {loss_decay}; allowed is a number above 0, or null for the paper's")
-        if num_attention_heads % num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
-                "the first must be a multiple of the second"
-            )
-        if head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
         self.block_size = block_size
         self.num_layers = num_layers
         self.num_anchors = num_anchors
@@ -124,22 +115,23 @@ class BlockConfig(DraftHeadsConfig):
         self.predicts_at_anchor = predicts_at_anchor
         self.markov_rank = markov_rank
         self.has_confidence = has_confidence
+        self.confidence_threshold = confidence_threshold
         self.is_causal = is_causal
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
-        self.max_position_embeddings = max_position_embeddings
         super().__init__(**kwargs)
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; block drafters read at least one layer (DFlash: five)")
+        self.check_settings()
 
-    @property
-    def hidden_size(self) -> int:
-        return self.target_hidden_size
+    def check_settings(self) -> None:
+        """Those that may have been changed since; a ValueError says which one cannot be used."""
+        threshold = self.confidence_threshold
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null to leave nothing out")
+        if threshold is not None and not self.has_confidence:
+            raise ValueError(
+                f"confidence_threshold is {threshold}, but these heads have no confidence head: leave it out, or train "
+                "heads with has_confidence"
+            )
 
     @property
     def num_depths(self) -> int:
@@ -147,64 +139,21 @@ class BlockConfig(DraftHeadsConfig):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        inherited = decoder_settings(target.text_config)
-        if "feature_layers" not in overrides:
-            inherited["feature_layers"] = spaced_feature_layers(target.num_layers)
-        return super().from_target(target, **{**inherited, **overrides})
-
-
-class BlockAttention(DraftAttention):
-    """Queries of a block, over keys and values of the fused features and of the block itself; queries and keys are
-    normed per head."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.hidden_size, config.hidden_size)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, Q, D], positions [B, Q] -> q [B, H, Q, d], k and v [B, G, Q, d], rotated."""
-        turn = self.rope(positions)
-        q = self.q_norm(self._split(self.q_proj(x)))
-        return rotate(q, *turn), self._project_keys(x, turn), self._split(self.v_proj(x))
-
-    def project_context(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of `project`."""
-        return self._project_keys(x, self.rope(positions)), self._split(self.v_proj(x))
-
-    def _project_keys(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(self.k_norm(self._split(self.k_proj(x))), *turn)
-
-    def _split(self, x: Tensor) -> Tensor:
-        """[B, Q, heads * d] -> [B, heads, Q, d]."""
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-
-class BlockLayer(DecoderLayer):
-    """Its queries come from the block; the fused features enter its keys and values as they are, without its norm."""
-
-    self_attn: BlockAttention
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.hidden_size, BlockAttention(config))
-
-
-class MarkovBias(nn.Module):
-    """W2 W1[x]: what the token before adds to the logits of the next one (DSpark). W2 starts at zero."""
-
-    def __init__(self, vocab_size: int, rank: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, rank)
-        self.lm_head = nn.Linear(rank, vocab_size, bias=False)
-        nn.init.zeros_(self.lm_head.weight)
+        return super().from_target(target, **{"feature_layers": spaced_feature_layers(target.num_layers), **overrides})
 
 
 @dataclass
 class BlockState:
     """caches: of each draft layer, the keys and values of the fused features, with N scratch rows for the block.
-    logits: [B, K, V] of all depths behind the last certain slot, without the Markov bias."""
+    chances: [B, room for a frontier] float32; the first W entries are those that a child of each node of the last
+    frontier is reached and accepted. threshold: as in the config, of which compiled graphs would not see a change.
+    hidden: [B, K, D] normed states of all depths behind the last certain slot; logits: [B, K, V] of them, without the
+    Markov bias."""
 
     caches: list[DraftCache]
+    chances: Tensor
+    threshold: float | None
+    hidden: Tensor | None = None
     logits: Tensor | None = None
 
 
@@ -264,8 +213,16 @@ class BlockHeads(DraftHeads):
         seen = torch.ones(self.config.block_size, self.config.block_size, dtype=torch.bool, device=self.device)
         return seen.tril() if self.config.is_causal else seen
 
+    def join(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Normed states [B, A or 1, D], with W1 of the tokens before [B, A] behind them if there is a Markov bias:
+        [B, A, D + R]."""
+        if self.markov is None:
+            return hidden
+        bias = self.markov.embedding(before)
+        return torch.cat([hidden.expand(-1, bias.shape[1], -1), bias], dim=-1)
+
     def score(self, state: Tensor) -> Tensor:
-        """[..., V] of normed states [..., D], or of [..., D + R] with W1 of the tokens before behind them."""
+        """[..., V] of what `join` returns."""
         if self.markov is None:
             return self.score_as_target(state)
         hidden, before = state.split([self.config.hidden_size, self.config.markov_rank], dim=-1)
@@ -299,10 +256,7 @@ class BlockHeads(DraftHeads):
         hidden = self.norm(hidden).unflatten(1, (-1, size))[:, :, size - self.max_depth :]
         steps = []
         for k in range(self.max_depth):
-            state = hidden[:, :, k]
-            if self.markov is not None:
-                before = self.markov.embedding(_gather_clamped(input_ids, real + 1 + k))
-                state = torch.cat([state, before], dim=-1)
+            state = self.join(hidden[:, :, k], _gather_clamped(input_ids, real + 1 + k))
             confidence = None if self.confidence is None else self.confidence(state)[..., 0]
             steps.append(DraftStep(2 + k, state, self.score, slots=slots, confidence=confidence))
         return steps
@@ -310,19 +264,11 @@ class BlockHeads(DraftHeads):
     # Decoding.
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> BlockState:
-        attention = self.each_layer[0].self_attn
-        return BlockState(
-            [
-                DraftCache(
-                    (batch_size, attention.num_groups, attention.head_dim),
-                    num_slots=max_length,
-                    num_scratch=self.config.block_size,
-                    device=self.device,
-                    dtype=self.dtype,
-                )
-                for _ in self.each_layer
-            ]
-        )
+        self.config.check_settings()
+        sizes = {"num_slots": max_length, "num_scratch": self.config.block_size}
+        caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in self.each_layer]
+        chances = torch.ones(batch_size, max(1, num_scratch), device=self.device)
+        return BlockState(caches, chances, self.config.confidence_threshold)
 
     def extend(
         self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -344,7 +290,8 @@ class BlockHeads(DraftHeads):
             q, keys, values = layer.project(hidden, positions)
             view = cache.append_scratch(keys, values, mask)
             hidden = layer.finish(hidden, layer.self_attn.attend(q, *view))
-        state.logits = self.score_as_target(self.norm(hidden[:, size - self.max_depth :]))
+        state.hidden = self.norm(hidden[:, size - self.max_depth :])
+        state.logits = self.score_as_target(state.hidden)
         return self.expand(state, anchors, torch.zeros_like(anchors), 0)
 
     def expand(self, state: BlockState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
@@ -352,7 +299,17 @@ class BlockHeads(DraftHeads):
         logits = state.logits[:, depth : depth + 1]
         if self.markov is not None:
             logits = logits + self.markov.lm_head(self.markov.embedding(token_ids))
-        return DraftLogits(logits)
+        if self.confidence is None:
+            return DraftLogits(logits)
+        assert state.hidden is not None
+        confidence = self.confidence(self.join(state.hidden[:, depth : depth + 1], token_ids))[..., 0]
+        confidence = confidence.float().sigmoid()  # [B, W]; without a Markov bias [B, 1], as the logits
+        chances = confidence if depth == 0 else confidence * state.chances.gather(1, parents)
+        state.chances.narrow(1, 0, token_ids.shape[1]).copy_(chances)
+        if depth and state.threshold is not None:
+            is_doubtful = chances[:, : logits.shape[1]] < state.threshold
+            logits = logits.masked_fill(is_doubtful[..., None], float("-inf"))
+        return DraftLogits(logits, confidence=confidence)
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.autoregression import AutoregressionConfig, AutoregressionHeads, DraftLayer
+from heads.autoregression import AutoregressionConfig, AutoregressionHeads
 from heads.base import DraftStep
+from heads.layers import DraftAttention, DraftLayer
 from inference.target import Target
 
 NOISE_LENGTH = 512  # sequences of so many tokens get noise of the width the config says
@@ -79,7 +80,8 @@ class EagleLayer(DraftLayer):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        self.add_blocks(config, config.hidden_size)
+        size = config.hidden_size
+        self.add_blocks(config, DraftAttention(config, size, size), size)
 
 
 class EagleHeads(AutoregressionHeads):
@@ -112,7 +114,7 @@ class EagleHeads(AutoregressionHeads):
         return z, z
 
     def score(self, hidden: Tensor) -> Tensor:
-        return self.target.compute_logits(hidden.to(self.target.dtype))
+        return self.score_as_target(hidden)
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         """As in `AutoregressionHeads`; in training mode with noise on the target's states, so that the layer learns to

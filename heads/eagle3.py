@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.autoregression import AutoregressionConfig, AutoregressionHeads, DraftLayer
-from heads.layers import RMSNorm
+from heads.autoregression import AutoregressionConfig, AutoregressionHeads
+from heads.layers import DraftAttention, DraftLayer, RMSNorm
 from heads.vocab import map_tensors, most_frequent_tokens
 from inference.target import Target
 
@@ -89,7 +89,7 @@ class Eagle3Layer(DraftLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.add_blocks(config, 2 * size)
+        self.add_blocks(config, DraftAttention(config, 2 * size, size), size)
 
 
 class Eagle3Heads(AutoregressionHeads):

@@ -22,14 +22,13 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHeads, DraftStep
+from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
-from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings
+from heads.decoder_config import DEFAULT_ROPE, check_attention_shape, decoder_settings
+from heads.layers import DecoderLayer, DraftCache, RMSNorm
 from heads.medusa import ResidualBlock
 from inference.drafter import DraftLogits
 from inference.target import Target
-
-EXTEND_CHUNK = 512
 
 
 class HydraConfig(DraftHeadsConfig):
@@ -92,13 +91,7 @@ class HydraConfig(DraftHeadsConfig):
         # Without the layer the config has no such keys: transformers would fill in RoPE settings of None.
         shape = {**_SMALL_SHAPE, **{name: shape[name] for name in given}} if use_prefix_attention else {}
         if shape:
-            if shape["num_attention_heads"] % shape["num_key_value_heads"]:
-                raise ValueError(
-                    f"num_attention_heads is {shape['num_attention_heads']} and num_key_value_heads "
-                    f"{shape['num_key_value_heads']}; the first must be a multiple of the second"
-                )
-            if shape["head_dim"] % 2:
-                raise ValueError(f"head_dim is {shape['head_dim']}; rotary positions need an even number")
+            check_attention_shape(shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.tie_lm_head = tie_lm_head
@@ -127,22 +120,17 @@ _SMALL_SHAPE: dict[str, Any] = {
     "head_dim": 64,
     "intermediate_size": 256,
     "hidden_act": "silu",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "rope_parameters": dict(DEFAULT_ROPE),
     "max_position_embeddings": 2048,
 }
 
 
-class PrefixLayer(nn.Module):
+class PrefixLayer(DecoderLayer):
     """Hydra++'s prefix attention: one decoder layer over the states h_0..h_t, RoPE position t for h_t. What it adds is
     zero at the start and no norm follows, so that untrained it hands h_t through."""
 
     def __init__(self, config: HydraConfig) -> None:
-        super().__init__()
-        size, eps = config.target_hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = DraftAttention(config, size, size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(config, size)
+        super().__init__(config, config.target_hidden_size)
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
@@ -150,8 +138,8 @@ class PrefixLayer(nn.Module):
         """states [B, T, D] of whole sequences -> [B, T, D]."""
         batch, length, _ = states.shape
         positions = torch.arange(length, device=states.device).expand(batch, -1)
-        q, keys, values = self.self_attn.project(self.input_layernorm(states), positions)
-        return self._finish(states, self.self_attn.attend_unrolled(q, [keys], [values]))
+        q, keys, values = self.project(states, positions)
+        return self.finish(states, self.self_attn.attend_unrolled(q, [keys], [values]))
 
     def read_last(self, states: Tensor, last: Tensor, counts: Tensor, cache: DraftCache, max_slots: int) -> Tensor:
         """Takes the states [B, S, D] of new slots into the cache, the first counts[b] of each row for good.
@@ -163,16 +151,12 @@ class PrefixLayer(nn.Module):
             [B, 1, D] the layer's output there. No other is computed: later slots read keys and values alone.
         """
         positions = cache.lengths[:, None] + torch.arange(states.shape[1], device=states.device)
-        q, keys, values = self.self_attn.project(self.input_layernorm(states), positions)
+        q, keys, values = self.project(states, positions)
         keys, values, mask = cache.append(keys, values, counts, max_slots)
         place = last[:, None, :, None]
         q = q.gather(2, place.expand(-1, q.shape[1], -1, q.shape[3]))
         mask = mask.gather(2, place.expand(-1, -1, -1, mask.shape[3]))
-        return self._finish(_pick(states, last), self.self_attn.attend(q, keys, values, mask))
-
-    def _finish(self, states: Tensor, attended: Tensor) -> Tensor:
-        hidden = states + attended
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+        return self.finish(_pick(states, last), self.self_attn.attend(q, keys, values, mask))
 
 
 class ConcatBlock(nn.Module):
@@ -264,14 +248,8 @@ class HydraHeads(DraftHeads):
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> HydraState:
         cache = None
         if self.prefix is not None:
-            attention = self.prefix.self_attn
-            cache = DraftCache(
-                (batch_size, attention.num_groups, attention.head_dim),
-                num_slots=max_length,
-                num_scratch=0,  # drafted tokens enter the heads, not this layer
-                device=self.device,
-                dtype=self.dtype,
-            )
+            # No scratch rows: drafted tokens enter the heads, not this layer.
+            cache = self.prefix.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=0)
         hidden = torch.zeros(batch_size, 1, self.config.target_hidden_size, device=self.device, dtype=self.dtype)
         paths = torch.zeros(batch_size, max(1, num_scratch), self.max_depth, dtype=torch.long, device=self.device)
         return HydraState(hidden, paths, cache)

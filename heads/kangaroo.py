@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads.base import DraftHeads, DraftStep
-from heads.config import DraftHeadsConfig
-from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, decoder_settings
+from heads.decoder_config import DecoderConfig
+from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
 from inference.draft_rows import DraftRows
 from inference.drafter import DraftLogits
 from inference.kv_cache import TreeCache
@@ -43,7 +43,7 @@ def default_exit_layer(num_layers: int) -> int:
     return -(-num_layers // 16)
 
 
-class KangarooConfig(DraftHeadsConfig):
+class KangarooConfig(DecoderConfig):
     """Args:
     exit_layer: the target's layers that drafting runs, 1 to one less than it has (from_target: `default_exit_layer`).
     confidence_threshold: the second exit (section 3.2): nothing is drafted behind a token that was drawn from a
@@ -53,8 +53,7 @@ class KangarooConfig(DraftHeadsConfig):
         `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config`.
     use_mlp: a gated MLP with a norm of its own behind the attention; the paper's adapter has none (section 3.1: one
         multi-head attention and two norms).
-    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
-    max_position_embeddings: the adapter's shape; the target's unless overridden.
+    **kwargs: those of `DecoderConfig`.
     """
 
     model_type = "draftsmith_kangaroo"
@@ -66,35 +65,12 @@ class KangarooConfig(DraftHeadsConfig):
         exit_layer: int = 1,
         confidence_threshold: float | None = None,
         use_mlp: bool = False,
-        num_attention_heads: int = 1,
-        num_key_value_heads: int = 1,
-        head_dim: int = 64,
-        intermediate_size: int = 256,
-        hidden_act: str = "silu",
-        rms_norm_eps: float = 1e-6,
-        rope_parameters: dict[str, Any] | None = None,
-        max_position_embeddings: int = 2048,
         feature_layers: tuple[int, ...] | list[int] = (),
         **kwargs: Any,
     ) -> None:
-        if num_attention_heads % num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
-                "the first must be a multiple of the second"
-            )
-        if head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
         self.exit_layer = exit_layer
         self.confidence_threshold = confidence_threshold
         self.use_mlp = use_mlp
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
-        self.max_position_embeddings = max_position_embeddings
         num_layers = kwargs.get("target_num_layers", 0)
         if num_layers == 1:
             raise ValueError("a target of 1 layer has none to exit from before the last; Kangaroo needs 2 or more")
@@ -118,8 +94,7 @@ class KangarooConfig(DraftHeadsConfig):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        inherited = {**decoder_settings(target.text_config), "exit_layer": default_exit_layer(target.num_layers)}
-        return super().from_target(target, **{**inherited, **overrides})
+        return super().from_target(target, **{"exit_layer": default_exit_layer(target.num_layers), **overrides})
 
 
 class KangarooAdapter(nn.Module):
@@ -193,7 +168,7 @@ class KangarooHeads(DraftHeads):
 
     def score(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V], by the target's LM head."""
-        return self.target.compute_logits(self.norm(hidden).to(self.target.dtype))
+        return self.score_as_target(self.norm(hidden))
 
     # Training.
 
@@ -210,14 +185,8 @@ class KangarooHeads(DraftHeads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> KangarooState:
         self.config.check_settings()
-        attention, num_rows = self.adapter.self_attn, 1 + num_scratch
-        cache = DraftCache(
-            (batch_size, attention.num_groups, attention.head_dim),
-            num_slots=max_length,
-            num_scratch=num_rows,
-            device=self.device,
-            dtype=self.dtype,
-        )
+        num_rows = 1 + num_scratch
+        cache = self.adapter.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_rows)
         ancestors = torch.zeros(batch_size, num_rows, num_rows, dtype=torch.bool, device=self.device)
         confidence = torch.ones(batch_size, num_rows, device=self.device)
         base = torch.zeros(1, dtype=torch.long, device=self.device)

@@ -21,39 +21,6 @@ from inference.attention import attend_masked
 QUERY_CHUNK = 256
 
 
-def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """The shape a draft decoder layer inherits from a target's (text) config: heads, head size, MLP width, activation,
-    RoPE and norm settings, each under the name the heads' config uses."""
-    num_heads = int(config.num_attention_heads)
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    if per_layer_type := [value for value in rope.values() if isinstance(value, dict)]:  # Gemma 3
-        rope = rope.get("full_attention", per_layer_type[0])
-    # The draft layer turns whole heads, whatever share of them the target turns.
-    rope = {key: value for key, value in rope.items() if value is not None and key != "partial_rotary_factor"}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        # Both scale by the length of the whole pass, which slots drafted one by one do not have.
-        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"
-    norm_eps = next(
-        (
-            value
-            for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-            if (value := getattr(config, key, None))
-        ),
-        1e-6,
-    )
-    return {
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or num_heads),
-        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
-        "intermediate_size": int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
-        "hidden_act": activation,
-        "rms_norm_eps": float(norm_eps),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
-        "max_position_embeddings": int(getattr(config, "max_position_embeddings", None) or 2048),
-    }
-
-
 class RotaryEmbedding:
     """cos and sin tables for the config's `rope_parameters`. Not a module: a non-persistent buffer comes back as
     garbage from `from_pretrained`, so the frequencies are computed at first use on each device."""
@@ -226,6 +193,12 @@ class DraftAttention(nn.Module):
         cos, sin = self.rope(positions)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
+    def new_cache(self, batch_size: int, *, num_slots: int, num_scratch: int) -> DraftCache:
+        """An empty cache for this attention's keys and values."""
+        weight = self.k_proj.weight
+        shape = (batch_size, self.num_groups, self.head_dim)
+        return DraftCache(shape, num_slots=num_slots, num_scratch=num_scratch, device=weight.device, dtype=weight.dtype)
+
     def output(self, attended: Tensor) -> Tensor:
         """[B, H, Q, d] -> [B, Q, D]."""
         return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
@@ -316,21 +289,29 @@ class GatedMLP(nn.Module):
         return cast(Tensor, self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer around a given attention."""
+class DraftLayer(nn.Module):
+    """A decoder layer from its attention on; what stands before that, and what the attention reads, a kind decides."""
 
-    def __init__(self, config: PreTrainedConfig, hidden_size: int, attention: DraftAttention) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+    def add_blocks(self, config: PreTrainedConfig, attention: DraftAttention, hidden_size: int) -> None:
+        """Called behind the input norms: parameters keep the order that the states of optimizers are stored in."""
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config, hidden_size)
 
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """What is left of the layer behind its attention, all [B, Q, D]."""
+        hidden = residual + attended
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class DecoderLayer(DraftLayer):
+    """A pre-norm decoder layer, as Llama's unless another attention is given."""
+
+    def __init__(self, config: PreTrainedConfig, hidden_size: int, attention: DraftAttention | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.add_blocks(config, attention or DraftAttention(config, hidden_size, hidden_size), hidden_size)
+
     def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`DraftAttention.project` of the normed states [B, Q, D]."""
         return self.self_attn.project(self.input_layernorm(hidden), positions)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What is left of the layer behind its attention, both [B, Q, D]."""
-        hidden = hidden + attended
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))

@@ -42,18 +42,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.base import DraftHeads, DraftStep
-from heads.config import DraftHeadsConfig
-from heads.layers import DraftCache, decoder_settings
+from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
+from heads.decoder_config import DecoderConfig
+from heads.layers import DraftCache
 from heads.mtp_block import MTPBlock, Rows
 from inference.drafter import DraftLogits
 from inference.target import Target
 
-EXTEND_CHUNK = 512
 FLOAT32_BUFFERS = {"e_score_correction_bias"}  # of DeepSeek's routers, in any dtype
 
 
-class MTPConfig(DraftHeadsConfig):
+class MTPConfig(DecoderConfig):
     """Args:
     num_steps: K, the drafted tokens that are trained (FastMTP trains 3, DeepSeek-V3 trains 1).
     share_block: one block for every depth, which decoding may apply more often than training did (FastMTP, section
@@ -66,8 +65,7 @@ class MTPConfig(DraftHeadsConfig):
     reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
     stock_layer: the `to_dict()` of a config whose family's own decoder layer stands in the blocks (`heads.mtp_native`);
         None = a layer as Llama's.
-    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
-    max_position_embeddings: the blocks' shape; the target's unless overridden.
+    **kwargs: those of `DecoderConfig`.
     """
 
     model_type = "draftsmith_mtp"
@@ -83,25 +81,10 @@ class MTPConfig(DraftHeadsConfig):
         zero_first_embedding: bool = False,
         reads_before_final_norm: bool = False,
         stock_layer: dict[str, Any] | None = None,
-        num_attention_heads: int = 1,
-        num_key_value_heads: int = 1,
-        head_dim: int = 64,
-        intermediate_size: int = 256,
-        hidden_act: str = "silu",
-        rms_norm_eps: float = 1e-6,
-        rope_parameters: dict[str, Any] | None = None,
-        max_position_embeddings: int = 2048,
         **kwargs: Any,
     ) -> None:
         if num_steps < 1:
             raise ValueError(f"num_steps is {num_steps}; allowed is 1 or more drafted tokens (FastMTP trains 3)")
-        if num_attention_heads % num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
-                "the first must be a multiple of the second"
-            )
-        if head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
         self.num_steps = num_steps
         self.share_block = share_block
         self.norm_output = norm_output
@@ -109,28 +92,15 @@ class MTPConfig(DraftHeadsConfig):
         self.zero_first_embedding = zero_first_embedding
         self.reads_before_final_norm = reads_before_final_norm
         self.stock_layer = stock_layer
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
-        self.max_position_embeddings = max_position_embeddings
         super().__init__(**kwargs)
         if self.target_num_layers and len(self.feature_layers) != 1:
             raise ValueError(
                 f"feature_layers is {self.feature_layers}; MTP reads one state (the target's last, in the paper)"
             )
 
-    @property
-    def hidden_size(self) -> int:
-        return self.target_hidden_size
-
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        inherited = {"feature_layers": [target.num_layers], **decoder_settings(target.text_config)}
-        return super().from_target(target, **{**inherited, **overrides})
+        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
 
 
 @dataclass
@@ -225,7 +195,7 @@ class MTPHeads(DraftHeads):
 
     def score(self, block: MTPBlock, state: Tensor) -> Tensor:
         """The target's logits of what `block` hands on: [..., D] -> [..., V]."""
-        return self.target.compute_logits(block.scored(state).to(self.target.dtype))
+        return self.score_as_target(block.scored(state))
 
     def embed_at(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         embedded = self.embed(token_ids)
@@ -254,15 +224,15 @@ class MTPHeads(DraftHeads):
     # Decoding.
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MTPState:
-        options: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
         caches = [
-            block.layer.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch, **options)
+            block.layer.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
             for block in self.each_block
         ]
         rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
+        shape = (batch_size, rows, len(caches), self.config.hidden_size)
         return MTPState(
             caches,
-            states=torch.zeros(batch_size, rows, len(caches), self.config.hidden_size, **options),
+            states=torch.zeros(shape, device=self.device, dtype=self.dtype),
             ancestors=torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device),
             levels=torch.zeros(num_scratch, dtype=torch.long, device=self.device),
             base=zero,

@@ -7,13 +7,13 @@ size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
+from heads.layers import DecoderLayer, DraftCache, RMSNorm
 from heads.stock_layer import StockLayer
 
 
@@ -34,24 +34,19 @@ class Rows:
         return self.cache.write(self.columns, keys, values)
 
 
-class MTPLayer(nn.Module):
+class MTPLayer(DecoderLayer):
     """A decoder layer as Llama's."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = DraftAttention(config, size, size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(config, size)
+        super().__init__(config, config.hidden_size)
 
-    def new_cache(self, batch_size: int, **options: Any) -> DraftCache:
-        return DraftCache((batch_size, self.self_attn.num_groups, self.self_attn.head_dim), **options)
+    def new_cache(self, batch_size: int, **sizes: int) -> DraftCache:
+        return self.self_attn.new_cache(batch_size, **sizes)
 
     def decode(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """x [B, Q, D] at positions [B, Q] -> [B, Q, D]."""
-        q, keys, values = self.self_attn.project(self.input_layernorm(x), positions)
-        return self._finish(x, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
+        q, keys, values = self.project(x, positions)
+        return self.finish(x, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
 
     def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Whole sequences x [B, T, D] -> [B, T, D]; a slot sees the earlier ones of depth 0, its own of later depths.
@@ -59,13 +54,9 @@ class MTPLayer(nn.Module):
         Args:
             past: keys and values of the depths before this one, whose own are added.
         """
-        q, keys, values = self.self_attn.project(self.input_layernorm(x), positions)
+        q, keys, values = self.project(x, positions)
         past.append((keys, values))
-        return self._finish(x, self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past]))
-
-    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        hidden = x + attended
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+        return self.finish(x, self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past]))
 
 
 class MTPBlock(nn.Module):

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.anchors import draw_slots
-from heads.autoregression import EXTEND_CHUNK
-from heads.base import DraftStep
+from heads.base import EXTEND_CHUNK, DraftStep
 from heads.eagle3 import Eagle3Config, Eagle3Heads
 from heads.layers import DecoderLayer, DraftAttention, DraftCache
 from heads.vocab import mean_embedding
@@ -111,9 +110,11 @@ class ParallelHeads(Eagle3Heads):
         size = config.hidden_size
         self.mask_embedding = nn.Parameter(torch.zeros(size))
         self.mask_hidden = nn.Parameter(torch.full((size,), 0.02))  # zeros have no direction, and norms none either
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, size, DraftAttention(config, size, size)) for _ in range(config.num_layers - 1)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config, size) for _ in range(config.num_layers - 1))
+
+    @property
+    def further_layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], list(self.layers))
 
     @property
     def max_depth(self) -> int:
@@ -131,11 +132,11 @@ class ParallelHeads(Eagle3Heads):
             embedded, hidden: [B, W + M, D]; positions: [B, W + M].
             attend: layer number, its attention, q, k and v -> [B, W + M, D].
         """
-        first, further = self.midlayer, cast(list[DecoderLayer], list(self.layers))
+        first = self.midlayer
         residual, inputs = self.prepare(embedded, hidden)
         attended = attend(0, first.self_attn, *first.self_attn.project(inputs, positions))
         hidden = first.finish(residual, attended)
-        for number, layer in enumerate(further, start=1):
+        for number, layer in enumerate(self.further_layers, start=1):
             attended = attend(number, layer.self_attn, *layer.project(hidden, positions))
             hidden = layer.finish(hidden, attended)
         return hidden
@@ -204,13 +205,8 @@ class ParallelHeads(Eagle3Heads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> ParallelState:  # type: ignore[override]
         self.require_vocabulary()
-        attention = self.midlayer.self_attn
-        shape = (batch_size, attention.num_groups, attention.head_dim)
-        num_masks = self.max_depth - 1
-        caches = [
-            DraftCache(shape, num_slots=max_length, num_scratch=num_masks, device=self.device, dtype=self.dtype)
-            for _ in range(self.config.num_layers)
-        ]
+        sizes = {"num_slots": max_length, "num_scratch": self.max_depth - 1}
+        caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in (self.midlayer, *self.further_layers)]
         hidden = torch.zeros(batch_size, self.max_depth, self.config.hidden_size, device=self.device, dtype=self.dtype)
         return ParallelState(caches, hidden)
 

@@ -91,9 +91,11 @@ class StockLayer(nn.Module):
         # Not a registered module: its buffers are no part of a checkpoint, and come back from one as garbage.
         self._rotary: dict[torch.device, nn.Module] = {}
 
-    def new_cache(self, batch_size: int, *, device: torch.device, dtype: torch.dtype, **options: Any) -> DraftCache:
+    def new_cache(self, batch_size: int, **sizes: int) -> DraftCache:
         """Keys and values may differ in width (latent attention): one row through the layer tells."""
         past: list[tuple[Tensor, Tensor]] = []
+        weight = next(self.layer.parameters())
+        device, dtype = weight.device, weight.dtype
         with torch.no_grad():
             row = torch.zeros(1, 1, self.family.config.hidden_size, device=device, dtype=dtype)
             self.unroll(row, torch.zeros(1, 1, dtype=torch.long, device=device), past)
@@ -103,7 +105,7 @@ class StockLayer(nn.Module):
             value_shape=(values.shape[1], values.shape[3]),
             device=device,
             dtype=dtype,
-            **options,
+            **sizes,
         )
 
     def decode(self, x: Tensor, positions: Tensor, rows: RowsInView) -> Tensor:

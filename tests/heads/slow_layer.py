@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean() + eps).sqrt() * weight
+    """RMSNorm of x [..., D], weight [D]."""
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def turn(x: Tensor, position: int, theta: float) -> Tensor:

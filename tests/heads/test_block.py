@@ -6,6 +6,7 @@ Legend: B batch, T sequence length, N block size, K depths, D hidden size.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heads import create_heads
+from heads import DraftHeads, create_heads
 from heads import layers as layers_module
 from heads.block import BlockHeads, default_loss_decay, spaced_feature_layers
-from inference import Target
+from inference import Target, chain, generate
+from inference.drafter import DraftSampling
+from inference.merged import MergedDrafter
+from inference.ngram import NgramDrafter
+from inference.tree import TokenTree
+from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 from training.losses import compute_teacher, draft_loss
@@ -85,20 +91,6 @@ class TestTransformers:
                 state, features[:, : slot + 1], input_ids[:, 1 : slot + 2], torch.tensor([slot + 1]), max_slots=slot + 1
             )
             torch.testing.assert_close(draft.logits, target.lm_head(found[:, 1:2]), rtol=1e-4, atol=1e-4)
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def turn(x: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE of heads x [H, d] at one position."""
-    half = x.shape[-1] // 2
-    angles = torch.tensor([position * theta ** (-i / half) for i in range(half)])
-    first, second = x[:, :half], x[:, half:]
-    return torch.cat(
-        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
-    )
 
 
 def draft_slowly(heads: BlockHeads, features: Tensor, token_ids: list[int], slot: int) -> tuple[list[Tensor], Tensor]:
@@ -220,6 +212,100 @@ class TestDepths:
             assert changed == {3, 4, 5}, "slot 2's anchor is x_3, whose features are not known yet"
 
 
+class TestTheConfidenceHead:
+    """What decoding does with it."""
+
+    SWITCHES = pytest.mark.parametrize("overrides", [{"markov_rank": 5}, {}, {"predicts_at_anchor": True}], ids=str)
+
+    def draft(self, heads: BlockHeads, prompt: Tensor, features: Tensor, depth: int) -> TokenTree:
+        """A chain behind the prompt."""
+        state = heads.start(1, 32, 8)
+        count = prompt.shape[1] - 1
+        with torch.no_grad():
+            draft = heads.extend(state, features, prompt[:, 1:], torch.tensor([count]), max_slots=count)
+            return chain(depth).grow(heads, state, prompt[:, -1], draft, DraftSampling())
+
+    @SWITCHES
+    def test_leaves_out_what_is_hardly_reached(self, target: Target, overrides: dict[str, Any]) -> None:
+        heads = block(target, block_size=5, has_confidence=True, **overrides)
+        prompt, features = random_prompt(7), torch.randn(1, 6, 96)
+        tree = self.draft(heads, prompt, features, 4)
+        path = [*prompt[0].tolist(), *tree.token_ids[0, 1:].tolist()]
+        with torch.no_grad():
+            confidences = draft_slowly(heads, features[0], path, 5)[1][:4].sigmoid()
+        chances = confidences.cumprod(0).tolist()
+        for threshold in (0.0, *(chance + 1e-4 for chance in chances), 1.0):
+            heads.config.confidence_threshold = threshold
+            cut = self.draft(heads, prompt, features, 4)
+            kept = next((d for d in range(1, 4) if chances[d] < threshold), 4)
+            assert int((cut.parents >= 0).sum()) == kept
+            assert torch.equal(cut.token_ids[0, : kept + 1], tree.token_ids[0, : kept + 1])
+
+    @torch.no_grad()
+    def test_each_path_of_a_tree_has_its_own_chance(self, target: Target) -> None:
+        heads = block(target, block_size=5, has_confidence=True, markov_rank=5)
+        prompt, features = [11, 12, 13, 14], torch.randn(1, 3, 96)
+        levels = ([[7], [9], [7]], [0, 0, 0]), ([[9, 4], [7, 5], [7, 6]], [1, 0, 2])
+        for threshold in (None, 0.2):
+            heads.config.confidence_threshold = threshold
+            state = heads.start(1, 16, 8)
+            heads.extend(state, features, torch.tensor([prompt[1:]]), torch.tensor([3]), max_slots=3)
+            for depth, (paths, parents) in enumerate(levels, start=1):
+                tokens = torch.tensor([[path[-1] for path in paths]])
+                draft = heads.expand(state, tokens, torch.tensor([parents]), depth)
+                assert draft.confidence is not None
+                for node, path in enumerate(paths):
+                    read = [*prompt, *path, 0, 0, 0]  # padded: deeper steps than this one are not looked at
+                    logits, scores = draft_slowly(heads, features[0], read, 2)
+                    confidences = scores.sigmoid()
+                    torch.testing.assert_close(draft.confidence[0, node], confidences[depth], rtol=1e-4, atol=1e-4)
+                    if threshold is not None and confidences[: depth + 1].prod() < threshold:
+                        assert draft.logits[0, node].isneginf().all()
+                    else:
+                        torch.testing.assert_close(draft.logits[0, node], logits[depth], rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"do_sample": False}, {"do_sample": True, "top_p": 0.9, "seed": 1}],
+        ids=str,
+    )
+    @pytest.mark.parametrize("threshold", [None, 0.0, 0.3, 1.0])
+    def test_changes_no_text(self, target: Target, options: dict[str, Any], threshold: float | None) -> None:
+        heads = block(target, block_size=4, markov_rank=5, has_confidence=True, confidence_threshold=threshold)
+        expected = generate(target, None, random_prompt(9), max_new_tokens=40, **options).sequences
+        for tree in ("dynamic", "chain", [[0], [1], [0, 0], [1, 0], [0, 0, 0]]):
+            drafter = MergedDrafter(heads, NgramDrafter()) if tree == "dynamic" else heads
+            output = generate(target, drafter, random_prompt(9), tree=tree, max_new_tokens=40, **options)
+            assert torch.equal(output.sequences, expected)
+            if threshold == 1.0 and drafter is heads:
+                assert not any(output.stats.accepted_histogram[2:]), "only the root's children are left"
+
+    def test_levels_are_traced_whole(self, target: Target) -> None:
+        heads = block(target, block_size=4, markov_rank=5, has_confidence=True, confidence_threshold=0.1)
+        features, next_ids = torch.randn(2, 5, 96), random_prompt(5, batch_size=2)
+        tokens, parents = random_prompt(3, batch_size=2), torch.tensor([[0, 2, 1], [1, 1, 0]])
+
+        def draft(extend: Any, expand: Any) -> list[Tensor]:
+            state = heads.start(2, 64, 12)
+            scores = [extend(state, features, next_ids, torch.tensor([5, 3]), max_slots=20).logits]
+            scores.append(expand(state, tokens, torch.zeros_like(parents), 1).logits)
+            return [*scores, expand(state, tokens, parents, 2).logits]
+
+        with torch.no_grad():
+            expected = draft(heads.extend, heads.expand)
+            traced = draft(*(torch.compile(x, backend="eager", fullgraph=True) for x in (heads.extend, heads.expand)))
+        torch.testing.assert_close(traced, expected)
+
+    def test_is_set_when_heads_are_loaded(self, target: Target, tmp_path: Path) -> None:
+        block(target, block_size=4, has_confidence=True).save_pretrained(tmp_path)
+        assert DraftHeads.from_pretrained(tmp_path).config.confidence_threshold is None
+        heads = DraftHeads.from_pretrained(tmp_path, confidence_threshold=0.3)
+        assert heads.config.confidence_threshold == 0.3
+        heads.bind(target).config.confidence_threshold = 3
+        with pytest.raises(ValueError, match="confidence_threshold is 3; allowed is 0 to 1"):
+            generate(target, heads, random_prompt(4), max_new_tokens=2)
+
+
 class TestLossWeights:
     @pytest.mark.parametrize(("block_size", "gamma"), [(16, 7), (10, 5), (8, 4), (6, 3)])
     def test_fall_with_the_distance(self, target: Target, block_size: int, gamma: float) -> None:
@@ -280,6 +366,8 @@ class TestSettings:
             ({"num_anchors": 0}, "num_anchors is 0; allowed is 1 or more"),
             ({"markov_rank": -1}, "markov_rank is -1; allowed is 0 or more"),
             ({"loss_decay": 0.0}, "loss_decay is 0.0; allowed is a number above 0"),
+            ({"confidence_threshold": 0.3}, "these heads have no confidence head"),
+            ({"has_confidence": True, "confidence_threshold": -1}, "confidence_threshold is -1; allowed is 0 to 1"),
             ({"head_dim": 7}, "head_dim is 7; rotary positions need an even number"),
             ({"num_key_value_heads": 3}, "the first must be a multiple of the second"),
             ({"feature_layers": []}, "feature_layers is empty; block drafters read at least one layer"),

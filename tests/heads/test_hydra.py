@@ -6,7 +6,6 @@ Legend: B batch, T sequence length, K heads, D hidden size.
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -19,6 +18,8 @@ from heads import hydra as hydra_module
 from heads import layers as layers_module
 from heads.hydra import HydraConfig, HydraHeads
 from inference import Target
+from tests.heads import slow_layer
+from tests.heads.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 from training.losses import compute_teacher, draft_loss
@@ -39,39 +40,14 @@ def target() -> Target:
     return Target(tiny_target("llama"))
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean() + eps).sqrt() * weight
-
-
-def turn(x: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE of heads x [H, d] at one position."""
-    half = x.shape[-1] // 2
-    angles = torch.tensor([position * theta ** (-i / half) for i in range(half)])
-    first, second = x[:, :half], x[:, half:]
-    return torch.cat(
-        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
-    )
-
-
 def attend_slowly(heads: HydraHeads, features: Tensor) -> list[Tensor]:
     """The prefix layer's outputs for the states [T, D] of one sequence, one query after the other."""
-    config, weights = heads.config, heads.state_dict()
-    size, eps, theta = config.head_dim, config.rms_norm_eps, config.rope_parameters["rope_theta"]
-    repeats = config.num_attention_heads // config.num_key_value_heads
-    keys, values, outputs = [], [], []
-    for t, h in enumerate(features):
-        x = norm(h, weights["prefix.input_layernorm.weight"], eps)
-        q, key, value = ((weights[f"prefix.self_attn.{name}_proj.weight"] @ x).view(-1, size) for name in "qkv")
-        keys.append(turn(key, t, theta).repeat_interleave(repeats, 0))
-        values.append(value.repeat_interleave(repeats, 0))
-        q = turn(q, t, theta)
-        scores = torch.stack([(q * k).sum(-1) / math.sqrt(size) for k in keys])  # [t + 1, H]
-        attended = (scores.softmax(0)[..., None] * torch.stack(values)).sum(0)
-        hidden = h + weights["prefix.self_attn.o_proj.weight"] @ attended.flatten()
-        x = norm(hidden, weights["prefix.post_attention_layernorm.weight"], eps)
-        gate, up = (weights[f"prefix.mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
-        outputs.append(hidden + weights["prefix.mlp.down_proj.weight"] @ (F.silu(gate) * up))
-    return outputs
+    config, layer = heads.config, slow_layer.layer_weights(heads.state_dict(), "prefix.")
+    inputs = [norm(h, layer["input_layernorm.weight"], config.rms_norm_eps) for h in features]
+    return [
+        slow_layer.finish(layer, config, h + slow_layer.attend(layer, config, inputs[: t + 1], list(range(t + 1))))
+        for t, h in enumerate(features)
+    ]
 
 
 def score_slowly(heads: HydraHeads, hidden: Tensor, token_ids: list[int]) -> Tensor:

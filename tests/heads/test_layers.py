@@ -15,8 +15,9 @@ from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig
 
 from heads import create_heads
 from heads import layers as layers_module
+from heads.decoder_config import decoder_settings
 from heads.eagle3 import Eagle3Config
-from heads.layers import DraftAttention, DraftCache, RMSNorm, RotaryEmbedding, decoder_settings, rotate
+from heads.layers import DraftAttention, DraftCache, RMSNorm, RotaryEmbedding, rotate
 from inference import Target
 from tests.tiny_targets import tiny_target
 

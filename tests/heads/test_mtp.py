@@ -18,6 +18,7 @@ from heads import create_heads
 from heads import layers as layers_module
 from heads.mtp import MTPHeads
 from inference import Decoder, DynamicTree, Target, generate
+from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -31,20 +32,6 @@ def mtp(target: Target, **overrides: Any) -> MTPHeads:
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target(tiny_target("llama"))
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean() + eps).sqrt() * weight
-
-
-def turn(x: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE of heads x [H, d] at one position."""
-    half = x.shape[-1] // 2
-    angles = torch.tensor([position * theta ** (-i / half) for i in range(half)])
-    first, second = x[:, :half], x[:, half:]
-    return torch.cat(
-        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
-    )
 
 
 def unroll_slowly(heads: MTPHeads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:

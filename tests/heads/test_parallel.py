@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from heads import create_heads
 from heads.parallel import ParallelHeads
 from inference import Target, generate
+from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -29,20 +30,6 @@ def parallel(target: Target, **overrides: Any) -> ParallelHeads:
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target(tiny_target("llama"))
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean() + eps).sqrt() * weight
-
-
-def turn(x: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE of heads x [H, d] at one position."""
-    half = x.shape[-1] // 2
-    angles = torch.tensor([position * theta ** (-i / half) for i in range(half)])
-    first, second = x[:, :half], x[:, half:]
-    return torch.cat(
-        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
-    )
 
 
 def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], slot: int) -> list[Tensor]:

@@ -1,0 +1,122 @@
+"""Training teaches what decoding uses: heads that know a text by heart draft it, as far as their unroll over it says.
+
+Legend: T text length, K depths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import DraftHeads, create_heads
+from inference import Target, chain, generate
+from inference.stats import GenerationStats
+from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS
+from tests.tiny_targets import random_prompt, tiny_target
+from training.losses import compute_teacher, draft_loss
+
+PROMPT_LENGTH, NUM_NEW = 8, 40
+DEPTH_OF_ANY = 3  # of kinds that draft as deep as they are asked to; what their unroll reaches
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama"))
+
+
+@pytest.fixture(scope="module")
+def text(target: Target) -> Tensor:
+    """A prompt and its reply [1, T], longer than what is decoded: the last steps draft beyond that."""
+    return generate(target, None, random_prompt(PROMPT_LENGTH), max_new_tokens=NUM_NEW + 8, do_sample=False).sequences
+
+
+def learn(heads: DraftHeads, text: Tensor, *, num_steps: int, loss_type: str) -> None:
+    """Trains on the reply, as the trainer does."""
+    loss_mask = torch.ones_like(text)
+    loss_mask[:, :PROMPT_LENGTH] = 0
+    if heads.wants_token_counts:
+        heads.fit_vocabulary(text[0].bincount(minlength=heads.target.vocab_size))
+    encoded = heads.target.encode(text, torch.ones_like(text), feature_layers=heads.feature_layers)
+    teacher = compute_teacher(
+        heads.target, encoded.last_hidden, text, loss_mask, heads.draft_token_ids, loss_type=loss_type
+    )
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2)
+    for _ in range(num_steps):
+        steps = heads.train().unroll_where(encoded.features, text, loss_mask)
+        decay = heads.default_step_decay
+        loss = draft_loss(steps, teacher, loss_mask, loss_type=loss_type, step_decay=decay).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    heads.eval()
+
+
+@torch.no_grad()
+def predict_histogram(heads: DraftHeads, text: Tensor, depth: int) -> list[int]:
+    """`GenerationStats.accepted_histogram` of chains behind the prompt, by one unroll over the whole text alone."""
+    features = heads.target.encode(text, torch.ones_like(text), feature_layers=heads.feature_layers).features
+    guesses = []
+    for step in heads.unroll(features, text):
+        best = step.head(step.hidden).argmax(-1)
+        guesses.append((best if heads.draft_token_ids is None else heads.draft_token_ids[best])[0].tolist())
+    stats = GenerationStats()
+    root = PROMPT_LENGTH  # the first new token comes with the prompt's pass
+    while root + 1 < PROMPT_LENGTH + NUM_NEW:
+        accepted = 0
+        while accepted < depth:
+            # One step for all depths: it predicts behind drafted tokens as behind certain ones.
+            slot, step = (root - 1 + accepted, 0) if heads.runs_target_layers else (root - 1, accepted)
+            if guesses[step][slot] != text[0, root + 1 + accepted]:
+                break
+            accepted += 1
+        stats.count_step(accepted)
+        root += accepted + 1
+    return stats.accepted_histogram
+
+
+def draft_text(heads: DraftHeads, text: Tensor, depth: int) -> GenerationStats:
+    options: dict[str, Any] = {"max_new_tokens": NUM_NEW, "do_sample": False}
+    output = generate(heads.target, heads, text[:, :PROMPT_LENGTH], tree=chain(depth), **options)
+    assert torch.equal(output.sequences, text[:, : PROMPT_LENGTH + NUM_NEW])
+    return output.stats
+
+
+@pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
+def test_chains_are_accepted_as_the_unroll_says(
+    target: Target, text: Tensor, head_type: str, overrides: dict[str, Any]
+) -> None:
+    """Half-trained heads are right now here, now there: chains of every length are accepted."""
+    torch.manual_seed(0)
+    heads = create_heads(head_type, target, **overrides)
+    learn(heads, text, num_steps=30, loss_type=heads.default_loss)
+    if "num_anchors" in overrides:
+        heads.config.num_anchors = text.shape[1]  # the unroll is to say something of every slot
+    depth = heads.max_depth or getattr(heads.config, "ttt_steps", None) or DEPTH_OF_ANY
+    stats = draft_text(heads, text, depth)
+    assert stats.accepted_histogram == predict_histogram(heads, text, depth)
+    assert stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "loss_type"),
+    [
+        pytest.param({"block_size": 6}, "cross_entropy", id="dflash"),
+        pytest.param({"block_size": 6, "is_causal": True}, "distillation", id="jetspec"),
+        pytest.param(
+            {"block_size": 5, "predicts_at_anchor": True, "markov_rank": 8, "has_confidence": True},
+            "total_variation",
+            id="dspark",
+        ),
+    ],
+)
+def test_a_block_that_is_known_by_heart_is_accepted_whole(
+    target: Target, text: Tensor, overrides: dict[str, Any], loss_type: str
+) -> None:
+    torch.manual_seed(0)
+    heads = create_heads("block", target, **overrides)
+    learn(heads, text, num_steps=150, loss_type=loss_type)
+    assert heads.max_depth == 5
+    assert draft_text(heads, text, 5).acceptance_length > 0.9 * 6
