@@ -162,7 +162,9 @@ class Portions:
         ]
         for name in outdated:
             self.dropped.append(f"{name}, T = {environment['temperature']:g} on {path}: these heads have changed")
-        kept = {name: info for name, info in drafters.items() if name not in outdated}
+        # A training record may have come, or a folder moved, since.
+        known = {name: asdict(info) for name, info in self.drafters.items()}
+        kept = {name: known.get(name, info) for name, info in drafters.items() if name not in outdated}
         if not kept:
             return None
         gone = [row for row in report["rows"] if base_name(row["name"]) in outdated]

@@ -161,7 +161,7 @@ def _describe_training(info: dict[str, Any]) -> list[str]:
     return [
         f"{parameters / 1e6:.2f} M" if parameters else "none",
         f"{tokens / 1e6:.2f} M" if tokens else NONE,
-        f"{seconds / 60:.0f} min, {threads} threads" if seconds else NONE,
+        f"{seconds / 60:.0f} min, {threads} thread{'s' if threads != 1 else ''}" if seconds else NONE,
     ]
 
 
@@ -204,14 +204,17 @@ def _spread(median: float | None, quartiles: tuple[float, float] | None) -> str:
 
 
 def _depth_grid(results: Results) -> Grid:
-    shares = {name: results.count_accepted(name).acceptance_by_depth for name in results.drafters}
-    deepest = max(map(len, shares.values()), default=0)
-    cells = [[name, *(f"{share:.2f}" for share in own), *[NONE] * (deepest - len(own))] for name, own in shares.items()]
+    counted = {name: results.count_accepted(name) for name in results.drafters}
+    deepest = max((len(stats.acceptance_by_depth) for stats in counted.values()), default=0)
+    cells = []
+    for name, stats in counted.items():
+        shares = [f"{share:.2f}" for share in stats.acceptance_by_depth]
+        cells.append([name, str(sum(stats.accepted_histogram)), *shares, *[NONE] * (deepest - len(shares))])
     note = (
         "Of the verify steps that accepted depth d - 1, the share that accepted depth d; all prompt files together. A "
         "tree may hold no node there, so this is the drafter with its tree."
     )
-    columns = ["accepted at depth", *(str(depth + 1) for depth in range(deepest))]
+    columns = ["accepted at depth", "verify steps", *(str(depth + 1) for depth in range(deepest))]
     return Grid(f"Acceptance by depth, T={results.lowest_temperature:g}", columns, cells, [note])
 
 
@@ -269,7 +272,9 @@ def draw_depths(path: Path, results: Results) -> None:
             if where in results.cells[name]:
                 shares = results.cells[name][where].row.acceptance_by_depth
                 deepest = max(deepest, len(shares))
-                axis.plot(range(1, len(shares) + 1), shares, marker="o", color=colours(place % 20), label=name)
+                axis.plot(
+                    range(1, len(shares) + 1), shares, marker="o", color=colours(place % 20), label=name, clip_on=False
+                )
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("depth")
         axis.set_ylim(0, 1)

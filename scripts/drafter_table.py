@@ -138,6 +138,7 @@ def run(args: TableArguments, console: Console) -> Results:
         portions.reports.append(make_report(environment, measured.rows, measured.contenders))
         write_json(path, portions.reports)
         console.print(f"measured: {', '.join(names)}; T = {temperature:g} on {prompts}", markup=False, highlight=False)
+    write_json(path, portions.reports)  # without what is out of date
     results = Results(portions.reports)
     for grid in make_grids(results):
         if grid.cells:
