@@ -208,6 +208,6 @@ def test_options(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"examples/heads/eagle3", "examples/heads/medusa"} <= set(args.heads)
     monkeypatch.chdir(prompts.parent)
     with pytest.raises(ValueError, match="no heads below examples/heads"):
-        parser.parse_args_into_dataclasses(["--prompts", str(prompts)])
+        TableArguments(prompts=[str(prompts)])
     with pytest.raises(ValueError, match="got --repeats 0: give at least 1"):
         parser.parse_args_into_dataclasses(["--repeats", "0", "--prompts", str(prompts)])
