@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo test test-fast lossless check format bench clean
+.PHONY: help install demo test test-fast lossless check format bench table clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -44,6 +44,11 @@ bench: $(STAMP) ## benchmark the committed heads on the embedded target
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py --target examples/chat-13m \
 		--heads examples/heads/medusa examples/heads/eagle3 --tree dynamic chain \
 		--prompts examples/prompts.jsonl --json outputs/benchmark.json --plot outputs/benchmark.png $(ARGS)
+
+TABLE ?= outputs/drafters
+table: $(STAMP) ## one table of all drafters with heads in examples/heads; goes on where it was interrupted
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/drafter_table.py \
+		--json $(TABLE).json --markdown $(TABLE).md --plot $(TABLE).png $(ARGS)
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) $(VENV)-* .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmark_matrix import load_subject, measure_combination
+from benchmark_matrix import check_matrix, load_subject, measure_combination
 from benchmark_measure import Settings
 from benchmark_plot import draw_plot
 from benchmark_render import make_grids
@@ -85,25 +85,14 @@ class BenchmarkArguments:
     markdown: str | None = field(default=None, metadata={"help": "Write the tables to this Markdown file."})
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "repeats", "num_prompts", "threads"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"got --{name} {value}: give at least 1")
-        for name in ("target", "prompts", "temperature"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"got --{name} {' '.join(map(str, values))}: give one or more, each once")
-        for temperature in self.temperature:
-            if temperature < 0:
-                raise ValueError(f"got --temperature {temperature}: give 0 for greedy decoding, or a positive number")
+        counts = ("max_new_tokens", "repeats", "num_prompts", "threads")
+        check_matrix(self, counts=counts, lists=("target", "prompts", "temperature"))
         for dtype in self.plain_dtype:
             if dtype not in DTYPES or dtype in ("auto", self.dtype) or self.plain_dtype.count(dtype) > 1:
                 raise ValueError(
                     f"got --plain_dtype {' '.join(self.plain_dtype)} beside --dtype {self.dtype}: give others of "
                     f"{', '.join(DTYPES[1:])}, each once"
                 )
-        for path in self.prompts:
-            if not Path(path).is_file():
-                raise ValueError(f"--prompts {path} does not exist: give a file of JSON lines")
 
     def settings(self, temperature: float) -> Settings:
         return Settings(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from benchmark_measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, read_clock
-from model_loading import parse_tree
+from model_loading import fit_tree, parse_tree
 from roofline import Work, count_round
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
@@ -21,6 +21,7 @@ from inference.auto_tree import AutoTree
 from inference.ngram import NgramDrafter
 from inference.policy import resolve_policy
 
+NGRAMS = "n-gram drafter"
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
 
 
@@ -205,6 +206,7 @@ def make_contenders(
     assistant: PreTrainedModel | None = None,
     plain_targets: Mapping[str, Target] | None = None,
     misfits: Mapping[str, str] | None = None,
+    is_each_once: bool = False,
 ) -> list[Contender]:
     """The baselines, then every drafter with every tree; at temperature > 0 with and without coupled drafting.
 
@@ -216,6 +218,8 @@ def make_contenders(
         assistant: a small causal LM for transformers' assisted generation, one baseline more.
         plain_targets: the target in other dtypes, for plain decoding.
         misfits: heads that do not fit the target and why: each becomes a contender with that `problem`.
+        is_each_once: every drafter of `heads`, and no other, is one contender: in the last of the modes, coupled, with
+            its trees cut to the depth it can draft.
 
     Raises:
         ValueError: for what is no tree at all, and for two trees of one name.
@@ -232,16 +236,21 @@ def make_contenders(
     contenders = _make_baselines(target, plain_modes, assistant)
     for dtype, plain_target in (plain_targets or {}).items():
         contenders += _make_plain(plain_target, plain_modes, f"{PLAIN} in {dtype}")
-    drafters: list[tuple[str, Drafter, Sequence[str]]] = [("n-gram drafter", NgramDrafter(), trees[:1])]
-    drafters += [(name, drafter, trees) for name, drafter in heads.items()]
+    drafters: list[tuple[str, Drafter, Sequence[str]]] = [(name, drafter, trees) for name, drafter in heads.items()]
     couplings = (True, False) if settings.is_sampled else (True,)
+    if is_each_once:
+        modes, couplings = modes[-1:], (True,)
+    else:
+        drafters.insert(0, (NGRAMS, NgramDrafter(), trees[:1]))
     for name, drafter, own_trees in drafters:
         own_modes = modes if name in heads else (False,)  # looking up n-grams is no work for a compiler
         for tree, is_coupled, mode in itertools.product(own_trees, couplings, own_modes):
             full_name = _mark(name if is_coupled else f"{name}, uncoupled", mode)
-            contender = Contender(full_name, names[tree], is_compiled=mode)
+            own_tree = fit_tree(tree, drafter.max_depth) if is_each_once else tree
+            tree_name = names[tree] if own_tree == tree else own_tree
+            contender = Contender(full_name, tree_name, is_compiled=mode)
             try:
-                contender.decode = OurDecoding(target, drafter, tree=tree, is_coupled=is_coupled, is_compiled=mode)
+                contender.decode = OurDecoding(target, drafter, tree=own_tree, is_coupled=is_coupled, is_compiled=mode)
             except ValueError as error:
                 contender.problem = str(error)
             contenders.append(contender)

@@ -21,6 +21,7 @@ import torch
 from benchmark_environment import describe_environment
 from benchmark_plot import load_pyplot, save_figure
 from benchmark_render import Grid
+from benchmark_report import write_text
 from context_cost import ContextCost, build_random_target, check_contexts, measure_context, read_peak_memory
 from model_loading import DTYPES, TREE_HELP, parse_tree
 from rich.console import Console
@@ -163,13 +164,6 @@ def draw_plot(path: Path, rows: Sequence[ContextCost], title: str) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=9, wrap=True)
     save_figure(figure, path)
-
-
-def write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
 
 
 def main() -> None:

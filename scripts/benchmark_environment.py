@@ -24,23 +24,30 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "am
 
 def describe_environment(target: Target, settings: Settings | None, /, **details: Any) -> dict[str, Any]:
     """Everything a reader needs to judge the numbers, or to make them again; settings and details are taken in."""
-    cpu, flags = _read_cpu()
     return {
-        "cpu": cpu,
-        "cpu_flags": flags,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
+        **describe_machine(target.device),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": target.text_config._attn_implementation,
         "batch": 1,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "python": platform.python_version(),
         "commit": _read_commit(),
         "command": shlex.join(["python", *sys.argv]),
         **(asdict(settings) if settings is not None else {}),
         **details,
+    }
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """The hardware, and the versions of what computes on it."""
+    cpu, flags = _read_cpu()
+    return {
+        "cpu": cpu,
+        "cpu_flags": flags,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }
 
 

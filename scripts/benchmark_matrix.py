@@ -116,6 +116,24 @@ def load_subject(
     )
 
 
+def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> None:
+    """Checks a program's options: `counts` are positive or None, `lists` hold each value once, and prompts and
+    temperatures are among them."""
+    for name in counts:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"got --{name} {value}: give at least 1")
+    for name in lists:
+        values = getattr(args, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"got --{name} {' '.join(map(str, values))}: give one or more, each once")
+    for temperature in args.temperature:
+        if temperature < 0:
+            raise ValueError(f"got --temperature {temperature}: give 0 for greedy decoding, or a positive number")
+    for path in args.prompts:
+        if not Path(path).is_file():
+            raise ValueError(f"--prompts {path} does not exist: give a file of JSON lines")
+
+
 def name_heads(paths: Sequence[str]) -> dict[str, str]:
     """Short distinct names for sets of heads: the ends of their paths.
 
@@ -150,12 +168,19 @@ def load_all_heads(paths: Sequence[str], target: Target, *, is_only_target: bool
 
 
 def measure_combination(
-    subject: Subject, path: str, settings: Settings, *, trees: Sequence[str], is_compiled: bool
+    subject: Subject,
+    path: str,
+    settings: Settings,
+    *,
+    trees: Sequence[str],
+    is_compiled: bool,
+    is_each_once: bool = False,
 ) -> Measured:
     """Everybody on one file's prompts at one temperature, interleaved.
 
     Args:
         is_compiled: measure whoever can be compiled a second time, compiled.
+        is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
     """
     if is_compiled:
         torch._dynamo.reset()  # each combination compiles for itself, and none meets the limit of graphs
@@ -169,6 +194,7 @@ def measure_combination(
         assistant=subject.assistant,
         plain_targets=subject.plain_targets,
         misfits=subject.misfits,
+        is_each_once=is_each_once,
     )
     prompts, num_too_long = subject.prompts[path]
     _measure_with_progress(contenders, prompts, settings)

@@ -45,7 +45,7 @@ def make_grids(rows: Sequence[Row], environment: dict[str, Any]) -> list[Grid]:
     return [grid for grid in grids if grid.cells]
 
 
-def _number(value: float | None, form: str = ".2f") -> str:
+def format_number(value: float | None, form: str = ".2f") -> str:
     return "–" if value is None else format(value, form)
 
 
@@ -72,9 +72,9 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
                 row.label,
                 f"{row.warm_up_seconds:.1f}",
                 f"{row.tokens_per_second:.1f} ({low:.1f}–{high:.1f})",
-                _number(row.over_transformers),
-                _number(row.over_plain),
-                _number(row.acceptance_length),
+                format_number(row.over_transformers),
+                format_number(row.over_plain),
+                format_number(row.acceptance_length),
                 "reference" if row.reference == row.name else same,
                 f"{row.repeated_4grams:.0%}",
             ]
@@ -86,10 +86,10 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         f"{environment['repeats']} repeats, batch 1, "
         f"{environment['gpu'] or environment['cpu']}, {environment['threads']} threads"
     )
-    return Grid(title, columns, cells, notes + _text_notes(rows))
+    return Grid(title, columns, cells, notes + text_notes(rows))
 
 
-def _text_notes(rows: Sequence[Row]) -> list[str]:
+def text_notes(rows: Sequence[Row]) -> list[str]:
     """What the differing texts are worth: nobody should take a near-tie for a bug, or a bug for a near-tie."""
     notes = []
     for row in rows:
@@ -109,9 +109,9 @@ def _step_grid(rows: Sequence[Row]) -> Grid:
         [
             row.label,
             *(f"{row.step_milliseconds[part]:.2f}" for part in STEP_PARTS),
-            _number(row.overhead_share, ".0%"),
-            _number(row.host_syncs_per_step),
-            _number(row.nodes_per_step, ".0f"),
+            format_number(row.overhead_share, ".0%"),
+            format_number(row.host_syncs_per_step),
+            format_number(row.nodes_per_step, ".0f"),
             " ".join(f"{share:.2f}" for share in row.acceptance_by_depth) or "–",
         ]
         for row in rows
@@ -129,13 +129,13 @@ def _limits_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
     """Columns that no row has a number for are left out."""
     shown = [row for row in rows if row.ideal_speedup is not None or row.roofline_share is not None]
     columns: dict[str, list[str]] = {
-        "× plain step": [_number(row.step_speedup) for row in shown],
-        "ideal": [_number(row.ideal_speedup) for row in shown],
-        "reached": [_number(row.ideal_share, ".0%") for row in shown],
-        "MB of weights": [_number(_scaled(row.round_weight_bytes, 1e6), ".1f") for row in shown],
-        "GFLOP": [_number(_scaled(row.round_flops, 1e9)) for row in shown],
-        "limit ms": [_number(row.limit_milliseconds) for row in shown],
-        "of the roofline": [_number(row.roofline_share, ".0%") for row in shown],
+        "× plain step": [format_number(row.step_speedup) for row in shown],
+        "ideal": [format_number(row.ideal_speedup) for row in shown],
+        "reached": [format_number(row.ideal_share, ".0%") for row in shown],
+        "MB of weights": [format_number(_scaled(row.round_weight_bytes, 1e6), ".1f") for row in shown],
+        "GFLOP": [format_number(_scaled(row.round_flops, 1e9)) for row in shown],
+        "limit ms": [format_number(row.limit_milliseconds) for row in shown],
+        "of the roofline": [format_number(row.roofline_share, ".0%") for row in shown],
     }
     columns = {name: cells for name, cells in columns.items() if any(cell != "–" for cell in cells)}
     notes = ["ideal: acceptance length × plain decoding's verify time / (verify + draft time), in the same mode"]

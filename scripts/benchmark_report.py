@@ -124,11 +124,12 @@ def _ratio(contender: Contender, reference: Contender | None) -> tuple[float | N
     """Median and quartiles over (prompt, repeat) of the ratio of tokens/s: both ran within seconds of one another."""
     if reference is None:
         return None, None
-    ratios = [
-        _speed([run]) / _speed([other])
-        for runs, others in zip(contender.runs, reference.runs, strict=True)
-        for run, other in zip(runs, others, strict=True)
-    ]
+    return compare_speeds(*([_speed([run]) for runs in one.runs for run in runs] for one in (contender, reference)))
+
+
+def compare_speeds(speeds: Sequence[float], others: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Median and quartiles of the ratios, one for each (prompt, repeat)."""
+    ratios = [speed / other for speed, other in zip(speeds, others, strict=True)]
     if len(ratios) == 1:
         return ratios[0], (ratios[0], ratios[0])
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -209,7 +210,12 @@ def make_report(
 
 def write_json(path: Path, reports: Sequence[dict[str, Any]]) -> None:
     """{"reports": [...]}, never half-written."""
+    write_text(path, json.dumps({"reports": list(reports)}, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Never half-written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(json.dumps({"reports": list(reports)}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)

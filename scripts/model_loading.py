@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,6 +108,25 @@ def parse_tree(text: str | None) -> TreePolicy | str | None:
     sizes = [int(value) for value in values]
     make: Callable[..., TreePolicy] = {"dynamic": DynamicTree, "chain": chain, "gamma": gamma_chain}[name]
     return make(*sizes)
+
+
+def fit_tree(text: str, max_depth: int | None) -> str:
+    """A tree for a drafter that proposes at most `max_depth` levels, cut to that depth. A dynamic tree keeps its number
+    of nodes, and grows wider where they would not fit; tree files are left as they are.
+
+    >>> fit_tree("dynamic:4,4,16", 2), fit_tree("dynamic:4,4,16", 1), fit_tree("chain:7", 4)
+    ('dynamic:2,4,16', 'dynamic:1,8,16', 'chain:4')
+    """
+    if max_depth is None:
+        return text
+    policy = DynamicTree() if text == "dynamic" else parse_tree(text)
+    if isinstance(policy, DynamicTree) and policy.max_depth > max_depth:
+        size = policy.num_nodes
+        widths = (k for k in itertools.count(policy.top_k) if DynamicTree(max_depth, k, size).num_nodes == size)
+        return f"dynamic:{max_depth},{next(widths)},{size}"
+    if isinstance(policy, TreePolicy) and policy.max_depth > max_depth:
+        return f"{text.partition(':')[0]}:{max_depth}"
+    return text
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Tensor:
