@@ -141,7 +141,9 @@ def _main_grid(results: Results) -> Grid:
     cells = []
     for name, info in results.drafters.items():
         ranked = find_ranked(info["kind"])
-        published = f"{ranked.acceptance_length}, {ranked.speedup}× ({ranked.method})" if ranked is not None else NONE
+        published = NONE
+        if ranked is not None:
+            published = f"{ranked.acceptance_length:.2f}, {ranked.speedup:.2f}× ({ranked.method})"
         measured = results.show(name, both)
         cells.append([name, *_describe_training(info), results.trees[name] or NONE, *measured, published])
     cells += [[name, *[NONE] * 4, *results.show(name, both), NONE] for name in results.others]
@@ -241,7 +243,7 @@ def _papers(results: Results) -> Grid:
             one.setting,
             format_number(one.temperature, "g"),
             format_number(one.acceptance_length),
-            f"{one.speedup}×" if one.speedup is not None else NONE,
+            f"{one.speedup:.2f}×" if one.speedup is not None else NONE,
             one.source,
         ]
         for one in shown

@@ -83,6 +83,8 @@ class TableArguments:
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "threads")
         check_matrix(self, counts=counts, lists=("prompts", "temperature"))
+        if not self.heads:
+            raise ValueError(f"no heads below {HEADS_FOLDER}: run this in the repository's root, or give --heads")
 
     def settings(self, temperature: float) -> Settings:
         return Settings(

@@ -118,6 +118,7 @@ def test_portions_are_not_measured_again(
     monkeypatch.setattr(drafter_table, "measure_combination", count)
     folder = tmp_path / "heads"
     shutil.copytree(heads_folder, folder)
+    prompts.write_text(prompts.read_text().splitlines()[0] + "\n")
     measure_table(folder, "medusa", prompts, tmp_path)
     assert measured == [[NGRAMS, "medusa"]]
     results, _ = measure_table(folder, "medusa eagle3", prompts, tmp_path)
@@ -205,5 +206,8 @@ def test_options(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (args,) = parser.parse_args_into_dataclasses(["--no_compile", "--temperature", "1"])
     assert (args.compile, args.temperature) == (False, [1.0])
     assert {"examples/heads/eagle3", "examples/heads/medusa"} <= set(args.heads)
+    monkeypatch.chdir(prompts.parent)
+    with pytest.raises(ValueError, match="no heads below examples/heads"):
+        TableArguments(prompts=[str(prompts)])
     with pytest.raises(ValueError, match="got --repeats 0: give at least 1"):
         parser.parse_args_into_dataclasses(["--repeats", "0", "--prompts", str(prompts)])
