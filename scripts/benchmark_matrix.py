@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,27 +175,33 @@ def measure_combination(
     trees: Sequence[str],
     is_compiled: bool,
     is_each_once: bool = False,
+    earlier: Sequence[Contender] | None = None,
 ) -> Measured:
     """Everybody on one file's prompts at one temperature, interleaved.
 
     Args:
         is_compiled: measure whoever can be compiled a second time, compiled.
         is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
+        earlier: the contenders of an earlier combination of the same subject, which keep what they have compiled; only
+            with `is_each_once`, where temperatures have the same contenders.
     """
-    if is_compiled:
-        torch._dynamo.reset()  # each combination compiles for itself, and none meets the limit of graphs
     target = subject.target
-    contenders = make_contenders(
-        target,
-        subject.drafters,
-        trees,
-        settings,
-        modes=(False, True) if is_compiled else (False,),
-        assistant=subject.assistant,
-        plain_targets=subject.plain_targets,
-        misfits=subject.misfits,
-        is_each_once=is_each_once,
-    )
+    if earlier is not None:
+        contenders = [replace(one, runs=[], profiled=[], work=None, warm_up_seconds=0.0) for one in earlier]
+    else:
+        if is_compiled:
+            torch._dynamo.reset()  # what compiles here compiles for itself, and does not meet the limit of graphs
+        contenders = make_contenders(
+            target,
+            subject.drafters,
+            trees,
+            settings,
+            modes=(False, True) if is_compiled else (False,),
+            assistant=subject.assistant,
+            plain_targets=subject.plain_targets,
+            misfits=subject.misfits,
+            is_each_once=is_each_once,
+        )
     prompts, num_too_long = subject.prompts[path]
     _measure_with_progress(contenders, prompts, settings)
     count_work(contenders, prompts)

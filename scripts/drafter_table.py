@@ -23,7 +23,7 @@ import torch
 from benchmark_contenders import NGRAMS
 from benchmark_environment import describe_machine
 from benchmark_matrix import SMALL_MODEL, Subject, check_matrix, load_subject, measure_combination, name_heads
-from benchmark_measure import Settings
+from benchmark_measure import Contender, Settings
 from benchmark_report import make_report, write_json, write_text
 from drafter_portions import DrafterInfo, Portions, describe_drafter, fingerprint_model, read_reports
 from drafter_render import Results, draw_depths, make_grids, render_page
@@ -123,6 +123,7 @@ def run(args: TableArguments, console: Console) -> Results:
     for note in portions.dropped:
         console.print(f"out of date, measured anew: {note}", markup=False, highlight=False)
     subject: Subject | None = None
+    contenders: dict[tuple[str, ...], list[Contender]] = {}  # by who takes part: compiled once
     for temperature, prompts in itertools.product(args.temperature, args.prompts):
         names = portions.missing(prompts, temperature)
         if not names:
@@ -135,7 +136,9 @@ def run(args: TableArguments, console: Console) -> Results:
             trees=[args.tree],
             is_compiled=args.compile,
             is_each_once=True,
+            earlier=contenders.get(tuple(names)),
         )
+        contenders[tuple(names)] = measured.contenders
         environment = {**measured.environment, **portions.describe(prompts, names)}
         portions.reports.append(make_report(environment, measured.rows, measured.contenders))
         write_json(path, portions.reports)
