@@ -29,7 +29,7 @@ from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
 from heads.block_layer import BlockLayer, MarkovBias
 from heads.decoder_config import DecoderConfig
 from heads.layers import DraftCache, RMSNorm
-from heads.vocab import mean_embedding
+from heads.vocab import mean_embedding, principal_embeddings
 from inference.drafter import DraftLogits
 from inference.target import Target
 
@@ -191,11 +191,16 @@ class BlockHeads(DraftHeads):
         return math.exp(-1 / (self.config.loss_decay or default_loss_decay(self.config.block_size)))
 
     def init_from_target(self, target: Target) -> None:
-        """The LM head's rows expect states of the final norm's scale; MASK starts among the target's embeddings."""
+        """The LM head's rows expect states of the final norm's scale; MASK starts among the target's embeddings, and the
+        Markov bias with what they say of each token: from random numbers it learns far less of few tokens
+        (docs/training.md)."""
         with torch.no_grad():
             if (gain := target.final_norm_gain()) is not None:
                 self.norm.weight.copy_(gain)
             self.mask_embedding.copy_(mean_embedding(target))
+            if self.markov is not None:
+                known = principal_embeddings(target, self.config.markov_rank)
+                self.markov.embedding.weight[:, : known.shape[1]] = known
 
     # What training and decoding share.
 

@@ -44,3 +44,14 @@ def mean_embedding(target: Target, num_tokens: int = 1024) -> Tensor:
     token_ids = torch.arange(min(target.vocab_size, num_tokens), device=target.device)
     embedded: Tensor = target.embed_tokens(token_ids)
     return embedded.float().mean(0)
+
+
+@torch.no_grad()
+def principal_embeddings(target: Target, rank: int) -> Tensor:
+    """[V, min(rank, D)] float32: the target's token embeddings along the directions in which they differ most, each row
+    scaled to a root mean square of 1."""
+    table: Tensor = target.embed_tokens(torch.arange(target.vocab_size, device=target.device))
+    table = table.float() - table.float().mean(0)
+    if rank < table.shape[1]:
+        table = table @ torch.linalg.eigh(table.T @ table).eigenvectors[:, -rank:]
+    return table / table.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)

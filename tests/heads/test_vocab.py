@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
-from heads.vocab import map_tensors, most_frequent_tokens
+from heads.vocab import map_tensors, most_frequent_tokens, principal_embeddings
 
 
 def test_the_worked_example() -> None:
@@ -43,3 +46,17 @@ def test_the_most_frequent_are_chosen(counts: list[int], size: int, expected: li
 def test_impossible_sizes(size: int) -> None:
     with pytest.raises(ValueError, match=f"draft_vocab_size is {size}; allowed is 1 to the target's vocabulary size 4"):
         most_frequent_tokens(torch.ones(4), size)
+
+
+@pytest.mark.parametrize("rank", [3, 8, 20])
+def test_principal_embeddings_keep_what_tells_tokens_apart(rank: int) -> None:
+    table = torch.randn(40, 2) @ torch.randn(2, 8) + 5.0  # all differences lie in a plane
+    target = SimpleNamespace(embed_tokens=nn.Embedding.from_pretrained(table), vocab_size=40, device="cpu")
+    found = principal_embeddings(target, rank)  # type: ignore[arg-type]
+    assert found.shape == (40, min(rank, 8))
+    torch.testing.assert_close(found.square().mean(-1), torch.ones(40))
+    centred = table - table.mean(0)
+    angles = nn.functional.cosine_similarity(centred[:, None], centred[None], dim=-1)
+    torch.testing.assert_close(
+        nn.functional.cosine_similarity(found[:, None], found[None], dim=-1), angles, atol=1e-3, rtol=1e-3
+    )
