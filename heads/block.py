@@ -192,7 +192,8 @@ class BlockHeads(DraftHeads):
 
     def init_from_target(self, target: Target) -> None:
         """The LM head's rows expect states of the final norm's scale; MASK starts among the target's embeddings. So
-        does the Markov bias, with what they say of each token: from random numbers it learns far less (docs/training.md)."""
+        does the Markov bias, with what they say of each token: from random numbers it learns far less of a few
+        million tokens (docs/training.md)."""
         with torch.no_grad():
             if (gain := target.final_norm_gain()) is not None:
                 self.norm.weight.copy_(gain)
