@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate, small_model
+from inference.auto_tree import AutoTree
+from inference.cost_model import CostModel, Plan
 from inference.drafter import Drafter, DraftLogits, DraftSampling
+from inference.gamma import gamma_chain
+from inference.merged import MergedDrafter
+from inference.ngram import NgramDrafter
 from inference.policy import resolve_policy
 from inference.small_model import SmallModelDrafter, compare_tokenizers
+from inference.staged import StagedDrafter
+from inference.tree_planner import TreePlanner
 from tests.inference.plain_passes import calm_target, run_plainly
 from tests.inference.test_host_reads import RefuseHostReads, make_sampler
 from tests.lossless.near_tie import assert_same_text
@@ -179,6 +188,54 @@ def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
     # The root's best child and what follows it is in every tree; trees that end with the text do not count.
     assert len(accepted) > 20
     assert len(short) <= len(accepted) // 3
+
+
+class ScriptedPlanner(TreePlanner):
+    """Drafts in these steps and not in others, always the largest tree."""
+
+    def __init__(self, policy: AutoTree, is_drafting: Sequence[bool]) -> None:
+        super().__init__(policy)
+        self.turns = itertools.cycle(is_drafting)
+        self.turn = next(self.turns)
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.turn
+
+    def choose(self, *_: Any) -> Plan:
+        self.pass_step()
+        return self.largest
+
+    def pass_step(self) -> None:
+        self.turn = next(self.turns)
+
+    def learn(self, *_: Any) -> None: ...
+
+    def learn_plain(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["small", "staged", "merged"])
+def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None:
+    """The longest row ends in the middle of a path, which the drafter has read whole; a plain step later, fewer tokens
+    are in view than that."""
+    model = tiny_target("llama", initializer_range=0.3)
+    small = SmallModelDrafter(model)
+    drafters = {"small": small, "staged": StagedDrafter(small), "merged": MergedDrafter(small, NgramDrafter())}
+    prompts = [random_prompt(length, seed=length) for length in (60, 10)]
+    padded, mask = pad_left(prompts)
+    free = [
+        generate(model, None, one, max_new_tokens=40, do_sample=False).sequences[0, one.shape[1] :] for one in prompts
+    ]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": int(free[0][1]), "pad_token_id": 0}
+    assert options["eos_token_id"] not in [*free[0][:1], *free[1]]
+    policy = gamma_chain(8)
+    decoder = Decoder(model, drafters[kind], tree=policy)
+    decoder._planner = ScriptedPlanner(policy, [True, True, False, True])
+    sizes = (1, *policy.sizes)
+    costs = CostModel((8,), sizes, ((1.0,) * len(sizes),), 0.1, 0.0, (1,), (0.1,), 0.0, 0.0)
+    decoder.costs = lambda *_, **__: costs  # type: ignore[method-assign]
+    rows = decoder.generate(padded, mask, **options).sequences[:, 60:].tolist()
+    assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
 
 
 @pytest.mark.parametrize("small_size", [96, 160])
