@@ -132,7 +132,7 @@ class DraftSampling:
         if self.warp is None and self.noise is None:
             logits = logits / GREEDY_TEMPERATURE
         elif self.warp is not None:
-            logits = self.warp(logits.flatten(0, 1)).view_as(logits)
+            logits = warp_candidates(self.warp, logits)
         if self.noise is not None:
             noise_BV = self.noise[:, depth]
             if draft.token_ids is None:
@@ -144,3 +144,11 @@ class DraftSampling:
             logits = torch.log_softmax(logits, dim=-1) + noise
         # A node without any candidate normalises to NaN.
         return torch.log_softmax(logits, dim=-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+
+
+def warp_candidates(warp: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    """Draft scores [B, W, C] float32, adjusted. Columns of -inf stay so, and nodes that have no others are kept from the
+    processors, some of which fail on them."""
+    is_absent = logits.isneginf()
+    adjusted = warp(logits.masked_fill(is_absent.all(-1, keepdim=True), 0.0).flatten(0, 1)).view_as(logits)
+    return adjusted.masked_fill(is_absent, float("-inf"))

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from inference import generate
 from inference.drafter import Drafter, DraftLogits, DraftSampling
 from inference.ngram import BACKOFF, NgramDrafter
 from inference.policy import DynamicTree
+from tests.tiny_targets import random_prompt, tiny_target
 
 
 def look_up(
@@ -134,6 +136,14 @@ def test_padding_at_the_end_of_the_buffer_does_no_harm() -> None:
     assert state.history[0, :4].tolist() == [1, 2, 1, 2]
     assert draft.token_ids is not None
     assert draft.token_ids.tolist() == [[[1]]]
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_nodes_without_candidates_pass_all_processors(tree: str) -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    options = {"max_new_tokens": 12, "do_sample": True, "seed": 1, "eta_cutoff": 1e-3}
+    expected = generate(model, None, random_prompt(8), **options).sequences
+    assert torch.equal(generate(model, NgramDrafter(), random_prompt(8), tree=tree, **options).sequences, expected)
 
 
 @pytest.mark.parametrize("options", [{"max_ngram": 0}, {"num_candidates": 0}])
