@@ -48,7 +48,8 @@ class StagedDrafter(nn.Module):
         num_guesses: G.
 
     Attributes:
-        num_passes: of the small model, those over certain tokens included; num_saved: levels that needed none.
+        num_passes: of the small model, those over certain tokens included, but for a text's first token; num_saved:
+            levels that needed none.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -127,7 +128,8 @@ class StagedDrafter(nn.Module):
         place = depth - state.first_depth
         if place <= self.num_guesses:
             is_guess = state.guesses[:, place - 1] == token_ids[:, 0]
-            if bool((is_guess | ~state.is_active).all()):
+            # Without any active row, as when costs are measured, nothing is saved: a level costs a pass.
+            if bool((is_guess | ~state.is_active).all() & state.is_active.any()):
                 self.num_saved += 1
                 return self.small.to_draft(state.logits[:, place : place + 1])
         self.num_passes += 1

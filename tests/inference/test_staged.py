@@ -105,6 +105,18 @@ def test_a_batch_of_rows_and_chosen_lengths(monkeypatch: pytest.MonkeyPatch) -> 
             assert torch.equal(decoder.generate(prompts, max_new_tokens=40, do_sample=False).sequences, expected)
 
 
+def test_levels_of_no_row_are_passes() -> None:
+    """Costs are measured with nothing that becomes certain: levels must not look free."""
+    drafter = StagedDrafter(SmallModelDrafter(tiny_target("llama")))
+    state = drafter.start(1, 64, 3)
+    zeros = torch.zeros(1, 4, dtype=torch.long)
+    for _ in range(2):
+        drafter.extend(state, None, zeros, torch.tensor([0]), max_slots=8)
+        for depth in (1, 2, 3):
+            drafter.expand(state, zeros[:, :1], zeros[:, :1], depth)
+    assert (drafter.num_passes, drafter.num_saved) == (8, 0)
+
+
 def test_refusals() -> None:
     model = tiny_target("llama")
     with pytest.raises(ValueError, match="StagedDrafter drafts chains"):
