@@ -147,8 +147,8 @@ class DraftSampling:
 
 
 def warp_candidates(warp: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-    """Draft scores [B, W, C] float32, adjusted. Columns of -inf stay so, and nodes that have no others are kept from the
-    processors, some of which fail on them."""
+    """Draft scores [B, W, C] float32, adjusted. Columns of -inf stay so, and nodes that have no others are kept from
+    the processors, some of which fail on them."""
     is_absent = logits.isneginf()
     adjusted = warp(logits.masked_fill(is_absent.all(-1, keepdim=True), 0.0).flatten(0, 1)).view_as(logits)
     return adjusted.masked_fill(is_absent, float("-inf"))
