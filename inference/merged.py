@@ -80,6 +80,7 @@ class MergedDrafter(nn.Module):
             self.share_cache = partial(self._share_cache, sharing[0])
         depths = [drafter.max_depth for drafter in self.drafters if drafter.max_depth is not None]
         self.max_depth = min(depths, default=None)
+        self.drafts_chains_only = any(getattr(drafter, "drafts_chains_only", False) for drafter in self.drafters)
 
     def bind(self, target: Target | nn.Module) -> Self:
         """Binds whichever of the two can be bound."""

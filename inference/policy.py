@@ -37,6 +37,11 @@ class TreePolicy(ABC):
         """Whether node i is always the child of node i - 1."""
         return False
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether no level has more than one node whose children are drafted."""
+        return self.num_scratch < self.max_depth
+
     @abstractmethod
     def grow(
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling

@@ -54,6 +54,7 @@ class StagedDrafter(nn.Module):
 
     feature_layers: tuple[int, ...] = ()
     max_depth: int | None = None
+    drafts_chains_only = True
 
     def __init__(self, small: SmallModelDrafter, ngrams: NgramDrafter | None = None, *, num_guesses: int = 4) -> None:
         super().__init__()
@@ -119,11 +120,7 @@ class StagedDrafter(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def expand(self, state: StagedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         """Scores of the one node [B, 1]: known, if it was guessed, and else from another pass (Drafter.expand)."""
-        if token_ids.shape[1] != 1:
-            raise ValueError(
-                f"StagedDrafter drafts chains, and was asked for a level of {token_ids.shape[1]} nodes: use a chain "
-                "(tree='chain', 'gamma' or chain(n)), or the SmallModelDrafter alone for trees"
-            )
+        assert token_ids.shape[1] == 1, "a chain"
         own = self.ngrams.expand(state.ngram, token_ids, parents, depth)
         place = depth - state.first_depth
         if place <= self.num_guesses:
