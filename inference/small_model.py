@@ -22,7 +22,7 @@ from inference.scratch_cache import ScratchCache
 from inference.target import Target
 
 EXTEND_CHUNK = 512  # tokens of a prompt per pass
-SHOWN_DIFFERENCES = 3
+SHOWN_CONFLICTS = 3
 
 
 @dataclass
@@ -208,21 +208,28 @@ class SmallModelDrafter(nn.Module):
 
 
 def compare_tokenizers(tokenizer: Any, target_tokenizer: Any) -> None:
-    """Refuses a small model's tokenizer whose ids do not mean what the target's mean.
+    """Refuses a small model's tokenizer whose ids do not mean what the target's mean. Tokens of one side alone, whose
+    ids are no tokens of the other, do no harm.
 
     Raises:
-        ValueError: naming the first tokens that differ.
+        ValueError: naming the first tokens that conflict.
     """
     small, target = tokenizer.get_vocab(), target_tokenizer.get_vocab()
-    differing = sorted(token for token in small.keys() | target.keys() if small.get(token) != target.get(token))
-    if not differing:
+    small_ids, target_ids = set(small.values()), set(target.values())
+    conflicting = sorted(
+        token
+        for token in small.keys() | target.keys()
+        if small.get(token) != target.get(token)
+        and ((token in small and token in target) or small.get(token) in target_ids or target.get(token) in small_ids)
+    )
+    if not conflicting:
         return
     shown = [
         f"{token!r} is {target.get(token, 'missing')} in the target's and {small.get(token, 'missing')} in the small "
         "model's"
-        for token in differing[:SHOWN_DIFFERENCES]
+        for token in conflicting[:SHOWN_CONFLICTS]
     ]
     raise ValueError(
-        f"the tokenizers differ in {len(differing)} tokens ({'; '.join(shown)}): give a small model with the target's "
-        "tokenizer"
+        f"the tokenizers differ in {len(conflicting)} tokens ({'; '.join(shown)}): give a small model with the "
+        "target's tokenizer"
     )

@@ -269,7 +269,13 @@ def test_vocabularies_that_do_not_fit_are_refused() -> None:
     one, other = FakeTokenizer({"a": 0, "b": 1, "c": 2}), FakeTokenizer({"a": 0, "b": 2})
     with pytest.raises(ValueError, match=r"differ in 2 tokens \('b' is 2 in the target's and 1 in the small .*; 'c'"):
         compare_tokenizers(one, other)
-    compare_tokenizers(one, one)
+    for vocab in ({"a": 0, "b": 1}, {"a": 0, "b": 1, "c": 2, "d": 3}, {"a": 0, "b": 1, "d": 3}):
+        compare_tokenizers(one, FakeTokenizer(vocab))  # tokens of one side alone
+        compare_tokenizers(FakeTokenizer(vocab), one)
+    with pytest.raises(ValueError, match="'d' is 2 in the target's and missing in the small model's"):
+        compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 1, "d": 2}))
+    with pytest.raises(ValueError, match="'c' is 3 in the target's and 2 in the small model's"):
+        compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 1, "c": 3}))
     with pytest.raises(ValueError, match="pass both tokenizer and target_tokenizer"):
         SmallModelDrafter(small, tokenizer=one)
 
