@@ -64,6 +64,10 @@ class ScratchCache(TreeCache):
         """
         return (self.lengths[:, None] + steps).clamp(max=self.view - 1)
 
+    def reset(self) -> None:
+        self.lengths = torch.zeros_like(self.lengths)  # the old ones may be of inference mode
+        super().reset()
+
     def keep_certain(self, counts: Tensor) -> None:
         """The first counts[b] of the tokens of the last `open_certain` pass are certain."""
         self.lengths = self.lengths + counts

@@ -11,6 +11,7 @@ vocabulary, Vs the small model's.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -74,6 +75,12 @@ class SmallModelDrafter(nn.Module):
         if self.has_compared:
             compare_tokenizers(tokenizer, target_tokenizer)
         self.num_target_tokens = self.small.vocab_size
+        # The last text's cache, its shape, and the text's state: once nobody holds that, the cache is free.
+        self._kept: tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the cache behind."""
+        return {**self.__dict__, "_kept": None}
 
     @property
     def config(self) -> Any:
@@ -107,12 +114,23 @@ class SmallModelDrafter(nn.Module):
         return self
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:
-        cache = self.small.new_scratch_cache(batch_size, max_tokens=max_length + 1, num_scratch=num_scratch)
+        cache = self._get_cache(batch_size, max_length + 1, num_scratch)
         device = cache.lengths.device
         ancestors = torch.zeros(batch_size, 1 + num_scratch, num_scratch, dtype=torch.bool, device=device)
         depths = torch.zeros(num_scratch, dtype=torch.long, device=device)
         zero = torch.zeros(1, dtype=torch.long, device=device)
-        return SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
+        state = SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
+        self._kept = cache, (batch_size, max_length + 1, num_scratch), weakref.ref(state)
+        return state
+
+    def _get_cache(self, batch_size: int, max_tokens: int, num_scratch: int) -> ScratchCache:
+        """The last text's if it has the same shape and that text has ended, else a new one."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[1] == (batch_size, max_tokens, num_scratch) and kept[2]() is None:
+            kept[0].reset()
+            return kept[0]
+        del kept  # free the old one first
+        return self.small.new_scratch_cache(batch_size, max_tokens=max_tokens, num_scratch=num_scratch)
 
     def read_first(self, state: SmallModelState, token_ids: Tensor) -> None:
         """Take in the texts' first tokens [B], which no slot carries. Left out, texts are read without them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from inference.gamma import gamma_chain
 from inference.merged import MergedDrafter
 from inference.ngram import NgramDrafter
 from inference.policy import resolve_policy
+from inference.scratch_cache import ScratchCache
 from inference.small_model import SmallModelDrafter, compare_tokenizers
 from inference.staged import StagedDrafter
 from inference.tree_planner import TreePlanner
@@ -236,6 +238,50 @@ def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None
     decoder.costs = lambda *_, **__: costs  # type: ignore[method-assign]
     rows = decoder.generate(padded, mask, **options).sequences[:, 60:].tolist()
     assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
+
+
+def test_the_cache_is_kept_but_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    drafter = SmallModelDrafter(model)
+    made: list[ScratchCache] = []
+
+    def make(*args: Any, **kwargs: Any) -> ScratchCache:
+        made.append(plain_make(*args, **kwargs))
+        return made[-1]
+
+    plain_make = drafter.small.new_scratch_cache
+    monkeypatch.setattr(drafter.small, "new_scratch_cache", make)
+    one, other = (Decoder(model, drafter, tree=chain(depth)) for depth in (4, 4))
+    prompts = [random_prompt(length, seed=length) for length in (6, 9)]
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = [generate(model, None, prompt, **options).sequences.tolist() for prompt in prompts]
+    for decoder in (one, one, other):
+        with torch.inference_mode(decoder is one):
+            output = decoder.generate(prompts[0], **options)
+        assert output.sequences.tolist() == expected[0]
+        assert output.stats.accepted_histogram[:4] == [0] * 4, "nothing of the last text is left"
+    assert len(made) == 1
+
+    inner: list[Any] = []
+
+    def generate_within(*_: Any) -> None:
+        if not inner:
+            inner.append(None)
+            inner[0] = other.generate(prompts[1], **options).sequences.tolist()
+
+    outer = one.generate(prompts[0], on_step=generate_within, **options)
+    assert (outer.sequences.tolist(), inner[0]) == (expected[0], expected[1])
+    assert outer.stats.accepted_histogram[:4] == [0] * 4
+    assert len(made) == 2
+    one.generate(torch.cat([prompts[0]] * 2), **options)
+    assert len(made) == 3, "of another shape"
+
+
+def test_copies_leave_the_cache_behind() -> None:
+    drafter = SmallModelDrafter(tiny_target("llama"))
+    cache = drafter.start(1, 16, 2).cache
+    assert copy.deepcopy(drafter).start(1, 16, 2).cache is not cache
+    assert drafter.start(1, 16, 2).cache is cache
 
 
 @pytest.mark.parametrize("small_size", [96, 160])
