@@ -11,6 +11,7 @@ vocabulary, Vs the small model's.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,11 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from inference.drafter import DraftLogits
+from inference.kv_cache import VIEW_MULTIPLE
 from inference.scratch_cache import ScratchCache
 from inference.target import Target
 
 EXTEND_CHUNK = 512  # tokens of a prompt per pass
 SHOWN_CONFLICTS = 3
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,7 +51,8 @@ class SmallModelDrafter(nn.Module):
     """Drafts with a causal LM whose token ids mean what the target's mean.
 
     Its cost is the LM's: a chain of gamma tokens takes gamma passes. Positions beyond the small model's own limit are
-    drafted at the limit: nothing breaks, but less is accepted. Layers with a sliding window read the whole text.
+    drafted at the limit: nothing breaks, but less is accepted, and a warning says so once (not from compiled steps).
+    Layers with a sliding window read the whole text. The cache is kept from text to text.
 
     Args:
         model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device.
@@ -75,6 +80,7 @@ class SmallModelDrafter(nn.Module):
         if self.has_compared:
             compare_tokenizers(tokenizer, target_tokenizer)
         self.num_target_tokens = self.small.vocab_size
+        self._has_warned = False
         # The last text's cache, its shape, and the text's state: once nobody holds that, the cache is free.
         self._kept: tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]] | None = None
 
@@ -146,6 +152,7 @@ class SmallModelDrafter(nn.Module):
         max_slots: int,
     ) -> DraftLogits:
         """Read certain tokens [B, S], counts [B] of them real, and score the root's children (Drafter.extend)."""
+        self.check_length(max_slots)
         last: Tensor | None = None
         for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
             chunk = next_token_ids[:, start : start + EXTEND_CHUNK]
@@ -211,6 +218,21 @@ class SmallModelDrafter(nn.Module):
         state.depth = torch.zeros_like(state.depth)
         state.num_used = 0
         return logits
+
+    def check_length(self, max_slots: int) -> None:
+        """Warns once about texts beyond the small model's positions."""
+        limit = self.small.max_length
+        # The loop rounds `max_slots` up to a view.
+        if torch.compiler.is_compiling() or self._has_warned or limit is None or max_slots < limit + VIEW_MULTIPLE:
+            return
+        self._has_warned = True
+        logger.warning(
+            "the text is longer than the %d positions of the small model that drafts (%s): little of what it drafts "
+            "beyond them will be accepted, at full cost; take one with more positions, or tree='auto' or 'gamma', "
+            "which leave out a drafter that does not pay",
+            limit,
+            self.small.length_limit_reason,
+        )
 
     def to_small_ids(self, token_ids: Tensor) -> Tensor:
         """Ids the small model has no row for stand for padding, and become its last one."""

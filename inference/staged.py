@@ -102,6 +102,7 @@ class StagedDrafter(nn.Module):
         draft = self.ngrams.extend(state.ngram, None, next_token_ids, counts, max_slots=max_slots)
         state.guesses = self._guess(state.ngram, draft, 1)
         state.is_active, state.first_depth = counts > 0, 0
+        self.small.check_length(max_slots)
         num_slots, num_guesses = next_token_ids.shape[1], self.num_guesses
         self.num_passes += -(-num_slots // EXTEND_CHUNK)
         if num_slots > EXTEND_CHUNK:  # a prompt in several passes: nothing is guessed behind it

@@ -339,13 +339,19 @@ def test_more_frontier_nodes_than_announced_are_refused() -> None:
         drafter.expand(state, torch.tensor([[3, 4, 5]]), torch.zeros(1, 3, dtype=torch.long), 1)
 
 
-def test_texts_beyond_the_small_models_positions_stay_right() -> None:
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_texts_beyond_the_small_models_positions_stay_right(is_staged: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_target("llama", initializer_range=0.3)
-    small = tiny_target("llama", initializer_range=0.3, max_position_embeddings=32)
+    small = SmallModelDrafter(tiny_target("llama", initializer_range=0.3, max_position_embeddings=32))
+    decoder = Decoder(model, StagedDrafter(small) if is_staged else small, tree="chain")
     prompt = random_prompt(24)
     expected = generate(model, None, prompt, max_new_tokens=60, do_sample=False).sequences
-    output = generate(model, SmallModelDrafter(small), prompt, max_new_tokens=60, do_sample=False)
-    assert torch.equal(output.sequences, expected)
+    decoder.generate(prompt[:, :4], max_new_tokens=20, do_sample=False)
+    assert not caplog.records
+    for _ in range(2):
+        assert torch.equal(decoder.generate(prompt, max_new_tokens=60, do_sample=False).sequences, expected)
+    (record,) = caplog.records
+    assert "longer than the 32 positions of the small model that drafts (max_position_embeddings=32)" in record.message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
