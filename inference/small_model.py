@@ -80,7 +80,7 @@ class SmallModelDrafter(nn.Module):
         if self.has_compared:
             compare_tokenizers(tokenizer, target_tokenizer)
         self.num_target_tokens = self.small.vocab_size
-        self._has_warned = False
+        self._has_warned = self._is_bound = False
         # The last text's cache, its shape, and the text's state: once nobody holds that, the cache is free.
         self._kept: tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]] | None = None
 
@@ -101,7 +101,8 @@ class SmallModelDrafter(nn.Module):
         """Checks that the small model can draft for this target; `Decoder` calls it.
 
         Raises:
-            ValueError: for vocabularies of different sizes whose tokenizers were not compared, or different devices.
+            ValueError: for vocabularies of different sizes whose tokenizers were not compared, for different devices,
+                and when it drafts for a target with another vocabulary already.
         """
         if not isinstance(target, Target):
             target = Target(target)
@@ -116,7 +117,12 @@ class SmallModelDrafter(nn.Module):
                 f"the target is on {target.device}, the small model on {self.small.device}: move the small model with "
                 f"model.to({str(target.device)!r}) before making its drafter"
             )
-        self.num_target_tokens = target.vocab_size
+        if self._is_bound and self.num_target_tokens != target.vocab_size:
+            raise ValueError(
+                f"this small model drafts for a target with a vocabulary of {self.num_target_tokens} tokens already, "
+                f"and this one has {target.vocab_size}: make another SmallModelDrafter of the same model"
+            )
+        self._is_bound, self.num_target_tokens = True, target.vocab_size
         return self
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:

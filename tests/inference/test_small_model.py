@@ -223,7 +223,7 @@ def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None
     model = tiny_target("llama", initializer_range=0.3)
     small = SmallModelDrafter(model)
     drafters = {"small": small, "staged": StagedDrafter(small), "merged": MergedDrafter(small, NgramDrafter())}
-    prompts = [random_prompt(length, seed=length) for length in (60, 10)]
+    prompts = [random_prompt(length, seed=seed) for seed, length in ((1, 58), (2, 10))]
     padded, mask = pad_left(prompts)
     free = [
         generate(model, None, one, max_new_tokens=40, do_sample=False).sequences[0, one.shape[1] :] for one in prompts
@@ -236,7 +236,7 @@ def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None
     sizes = (1, *policy.sizes)
     costs = CostModel((8,), sizes, ((1.0,) * len(sizes),), 0.1, 0.0, (1,), (0.1,), 0.0, 0.0)
     decoder.costs = lambda *_, **__: costs  # type: ignore[method-assign]
-    rows = decoder.generate(padded, mask, **options).sequences[:, 60:].tolist()
+    rows = decoder.generate(padded, mask, **options).sequences[:, 58:].tolist()
     assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
 
 
@@ -298,6 +298,16 @@ def test_vocabularies_may_differ_by_padding(small_size: int) -> None:
             output = generate(model, drafter, prompt, tree=tree, max_new_tokens=24, **options)
             assert torch.equal(output.sequences, expected)
     assert int(expected.max()) >= 96, "tokens that a vocabulary of 96 does not have"
+
+
+def test_one_small_model_drafts_for_targets_of_one_vocabulary() -> None:
+    small = tiny_target("llama")
+    tokenizer = FakeTokenizer({"a": 0})
+    drafter = SmallModelDrafter(small, tokenizer=tokenizer, target_tokenizer=tokenizer)
+    drafter.bind(tiny_target("llama", vocab_size=96)).bind(tiny_target("llama", vocab_size=96, seed=1))
+    with pytest.raises(ValueError, match="vocabulary of 96 tokens already, and this one has 128: make another"):
+        drafter.bind(small)
+    assert drafter.num_target_tokens == 96
 
 
 class FakeTokenizer:

@@ -125,7 +125,12 @@ def test_refusals() -> None:
         for tree in (None, "auto", DynamicTree(2, 2, 4), [[0], [1], [0, 0], [1, 0]]):
             with pytest.raises(ValueError, match="Drafter drafts chains only: pass tree='chain'"):
                 Decoder(model, one, tree=tree)
-        for tree in ("chain", "gamma", DynamicTree(3, 1, 4), [[0], [1], [0, 0]]):  # of each level, one node has children
+        for tree in (
+            "chain",
+            "gamma",
+            DynamicTree(3, 1, 4),
+            [[0], [1], [0, 0]],
+        ):  # of each level, one node has children
             Decoder(model, one, tree=tree)
     with pytest.raises(ValueError, match="num_guesses is 0"):
         StagedDrafter(SmallModelDrafter(model), num_guesses=0)
