@@ -99,7 +99,8 @@ def test_tokens_are_found_without_comparing_all_columns() -> None:
     chances = torch.rand(1, 3, 20000).round(decimals=1)  # some are 0
     column, is_known = find_columns(columns, chances, wanted)
     for node in range(3):
-        places = {int(token): c for c, token in enumerate(columns[0, node]) if chances[0, node, c] > 0}
+        pairs = zip(columns[0, node].tolist(), chances[0, node].tolist(), strict=True)
+        places = {token: place for place, (token, chance) in enumerate(pairs) if chance > 0}
         assert column[0, node].tolist() == [places.get(token, 0) for token in wanted[0, node].tolist()]
         assert is_known[0, node].tolist() == [token in places for token in wanted[0, node].tolist()]
 
