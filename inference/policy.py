@@ -238,6 +238,10 @@ class DynamicTree(TreePolicy):
         self.num_nodes = min(num_nodes, 1 + self.pool_size)
         self.num_scratch = (depth - 1) * top_k
 
+    @property
+    def is_chain(self) -> bool:
+        return self.root_top_k == 1
+
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         if max_depth is None or self.max_depth <= max_depth:
             return self

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from inference import Decoder, chain, generate
+from inference import Decoder, DynamicTree, chain, generate
+from inference.auto_tree import AutoTree
 from inference.cost_model import NO_TREE, CostModel, Plan
 from inference.drafter import DraftSampling
 from inference.gamma import (
@@ -96,6 +97,9 @@ def test_gamma_from_a_run() -> None:
 
 def test_its_trees_are_chains() -> None:
     policy = gamma_chain(4)
+    assert policy.is_chain
+    assert all(policy.tree_of(plan).is_chain for plan in policy.plans)
+    assert not any(tree.is_chain for tree in (AutoTree(), AutoTree(widths=(1,)), DynamicTree(3, 1, 4)))
     assert [(plan.depth, plan.num_nodes, plan.width) for plan in policy.plans] == [
         (gamma, gamma + 1, 1) for gamma in range(1, 5)
     ]
