@@ -170,7 +170,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """Lends the heads the target's embedding and LM head, and moves them to the target's device.
 
         Raises:
-            ValueError: when the target has another width, vocabulary or number of layers than the heads were made for.
+            ValueError: when the target has another width, vocabulary or number of layers than the heads were made for,
+                or the heads are bound to another model already.
         """
         if not isinstance(target, Target):
             target = Target(target)
@@ -185,6 +186,10 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
                     f"({name_of_target(target) or type(target.model).__name__}) has {theirs}: load the target the "
                     f"heads were trained for ({self.config.target_name_or_path or 'not recorded'}), or train new heads"
                 )
+        if self._bound and self._bound[0].model is not target.model:
+            raise ValueError(
+                "these heads are bound to another model, whose decoders they would change: load them again for this one"
+            )
         self._bound[:] = [target]
         return cast(Self, cast(nn.Module, self).to(target.device))
 

@@ -56,6 +56,10 @@ class AutoTree(TreePolicy):
         self.num_nodes = self.sizes[-1]
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
+    @property
+    def is_chain(self) -> bool:
+        return self.root_factor * self.top_k == 1
+
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         if max_depth is None or self.max_depth <= max_depth:
             return self

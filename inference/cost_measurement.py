@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from inference.policy import DynamicTree
 from inference.step import DecodeStep, NewSlots
 from inference.tree import TokenTree
 
-MEASUREMENT = 7  # to be raised with every change that makes stored costs wrong
+MEASUREMENT = 8  # to be raised with every change that makes stored costs wrong
 CONTEXTS = (64, 512, 960)  # within the smallest cache of compiled decoding, so that its graphs are measured
 
 
@@ -63,7 +64,9 @@ def find_costs(step: DecodeStep, policy: AutoTree, batch_size: int, sampler: Sam
 
 
 def _describe_drafter(drafter: Any) -> list[Any]:
-    """Its name, settings and dtype; then the same of the drafters it is made of."""
+    """Its name, settings and dtype; then the same of the drafters it is made of. What wraps a drafter (`__wrapped__`)
+    is none itself."""
+    drafter = inspect.unwrap(drafter)
     config = getattr(drafter, "config", None)
     return [
         getattr(drafter, "name", type(drafter).__name__),

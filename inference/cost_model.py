@@ -64,6 +64,10 @@ class CostModel:
         rows = [_interpolate(self.sizes, row, num_nodes) for row in self.verify]
         return _interpolate(self.contexts, rows, context)
 
+    def level_seconds(self, width: int) -> float:
+        """A level behind the first, with a beam of this width; interpolated likewise."""
+        return _interpolate(self.widths, self.level, width)
+
     def plain_seconds(self, context: int) -> float:
         """A step without drafting."""
         return self.verify_seconds(1, context) + self.plain_rest
@@ -72,7 +76,7 @@ class CostModel:
         """A step that asked the drafter: with a tree of this size, or with none after all."""
         if plan.depth == 0:
             return self.extend + self.plain_seconds(context)
-        draft = self.extend + self.grow + (plan.depth - 1) * _interpolate(self.widths, self.level, plan.width)
+        draft = self.extend + self.grow + (plan.depth - 1) * self.level_seconds(plan.width)
         return draft + self.verify_seconds(plan.num_nodes, context) + self.rest
 
     def to_table(self) -> str:

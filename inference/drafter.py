@@ -43,7 +43,8 @@ class Drafter(Protocol):
     """What the decode loop asks of a drafter. Trained heads implement it, and so do drafters that are not trained.
 
     The first token of a text is in no slot. A drafter that needs it has a method `read_first(state, token_ids [B])`,
-    which is called once, between `start` and the first `extend`.
+    which is called once, between `start` and the first `extend`. One that expands no more than one node of a level has
+    an attribute `drafts_chains_only`, which is true.
 
     Attributes:
         feature_layers: indices into transformers' `hidden_states` (0 = embeddings, n = after the final norm) that the
@@ -132,7 +133,7 @@ class DraftSampling:
         if self.warp is None and self.noise is None:
             logits = logits / GREEDY_TEMPERATURE
         elif self.warp is not None:
-            logits = self.warp(logits.flatten(0, 1)).view_as(logits)
+            logits = warp_candidates(self.warp, logits)
         if self.noise is not None:
             noise_BV = self.noise[:, depth]
             if draft.token_ids is None:
@@ -144,3 +145,11 @@ class DraftSampling:
             logits = torch.log_softmax(logits, dim=-1) + noise
         # A node without any candidate normalises to NaN.
         return torch.log_softmax(logits, dim=-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+
+
+def warp_candidates(warp: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    """Draft scores [B, W, C] float32, adjusted. Columns of -inf stay so, and nodes that have no others are kept from
+    the processors, some of which fail on them."""
+    is_absent = logits.isneginf()
+    adjusted = warp(logits.masked_fill(is_absent.all(-1, keepdim=True), 0.0).flatten(0, 1)).view_as(logits)
+    return adjusted.masked_fill(is_absent, float("-inf"))

@@ -3,6 +3,11 @@
 The paper (Leviathan et al., arXiv 2211.17192) takes every drafted token to be accepted with the same chance alpha,
 whatever came before, and a verify pass to cost the same whatever gamma. `gamma_chain` (`tree="gamma"`) drops both: it
 is an `AutoTree` that has chains alone to choose from, whose planner measures what each gamma accepts and costs.
+`measured_gamma` is the paper's own choice, from one run of a fixed chain:
+
+    costs = Decoder(target, drafter, tree="gamma").costs()
+    stats = Decoder(target, drafter, tree=chain(4)).generate(**prompt, max_new_tokens=256).stats
+    gamma = measured_gamma(stats, 4, costs)        # then tree=chain(gamma), or no drafter if it is 0
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference.auto_tree import AutoTree
+from inference.cost_model import CostModel
+from inference.stats import GenerationStats
 
 MAX_GAMMA = 8
 
@@ -59,6 +66,28 @@ def estimate_alpha(accepted_histogram: Sequence[int], gamma: int) -> float:
     accepted = sum(number * steps for number, steps in enumerate(accepted_histogram))
     refused = sum(accepted_histogram[:gamma])
     return accepted / (accepted + refused)
+
+
+def cost_ratio_of(costs: CostModel, context: int) -> float:
+    """c at so many tokens in the cache: a level of a chain over a pass of the target over one token."""
+    return costs.level_seconds(1) / costs.verify_seconds(1, context)
+
+
+def measured_gamma(
+    stats: GenerationStats, gamma: int, costs: CostModel, *, context: int = 512, max_gamma: int = MAX_GAMMA
+) -> int:
+    """`optimal_gamma` for what was measured: alpha from a run, c from costs.
+
+    Args:
+        stats: of generations with chains of `gamma` tokens, all of that length.
+        costs: `Decoder.costs` of a decoder with trees of chosen sizes and more than one level, such as tree="gamma".
+        context: tokens in the cache, at which c is taken.
+
+    Raises:
+        ValueError: for the statistics of longer chains, or of no step at all.
+    """
+    alpha = estimate_alpha(stats.accepted_histogram, gamma)
+    return optimal_gamma(alpha, cost_ratio_of(costs, context), max_gamma)
 
 
 def gamma_chain(max_gamma: int = MAX_GAMMA) -> AutoTree:

@@ -88,6 +88,11 @@ class Decoder:
             if (bind := getattr(drafter, "bind", None)) is not None:
                 bind(self.target)
             self.policy = resolve_policy(tree, drafter.max_depth)
+            if getattr(drafter, "drafts_chains_only", False) and not self.policy.is_narrow:
+                raise ValueError(
+                    f"tree is {'dynamic, the default' if tree is None else repr(tree)}, and {type(drafter).__name__} "
+                    "drafts chains only: pass tree='chain', tree='gamma' or tree=chain(n)"
+                )
         elif tree is not None:
             raise ValueError(
                 f"tree is {tree!r} but there is no drafter: pass heads, or leave tree out for plain decoding"

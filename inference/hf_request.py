@@ -42,14 +42,15 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "output_attentions": ((None, False), "a verify step has attention over a tree; leave it out"),
     "output_hidden_states": ((None, False), "hidden states are not collected; leave it out"),
 }
-_REFUSED_ARGUMENTS = (
-    "assistant_model",
-    "past_key_values",
-    "inputs_embeds",
-    "position_ids",
-    "custom_generate",
-    "synced_gpus",
-)
+_LEAVE_OUT = "leave it out"
+_REFUSED_ARGUMENTS = {
+    "assistant_model": "pass an inference.small_model.SmallModelDrafter of it as the drafter instead",
+    "past_key_values": _LEAVE_OUT,
+    "inputs_embeds": _LEAVE_OUT,
+    "position_ids": _LEAVE_OUT,
+    "custom_generate": _LEAVE_OUT,
+    "synced_gpus": _LEAVE_OUT,
+}
 
 
 class Request:
@@ -222,9 +223,9 @@ def run_with_generate(
     Raises:
         ValueError: for options that transformers would take and this loop cannot honour.
     """
-    for name in _REFUSED_ARGUMENTS:
+    for name, cure in _REFUSED_ARGUMENTS.items():
         if generate_kwargs.get(name) is not None:
-            raise ValueError(f"{name} is not supported by this decode loop: leave it out")
+            raise ValueError(f"{name} is not supported by this decode loop: {cure}")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids is empty (shape {tuple(input_ids.shape)}): give each row at least one token")
     if streamer is not None and input_ids.shape[0] > 1:

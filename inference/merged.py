@@ -80,6 +80,7 @@ class MergedDrafter(nn.Module):
             self.share_cache = partial(self._share_cache, sharing[0])
         depths = [drafter.max_depth for drafter in self.drafters if drafter.max_depth is not None]
         self.max_depth = min(depths, default=None)
+        self.drafts_chains_only = any(getattr(drafter, "drafts_chains_only", False) for drafter in self.drafters)
 
     def bind(self, target: Target | nn.Module) -> Self:
         """Binds whichever of the two can be bound."""
@@ -219,11 +220,14 @@ def find_columns(token_ids: Tensor, chances: Tensor, wanted: Tensor) -> tuple[Te
         long (0 where it stands nowhere), and whether it stands anywhere, of the shape of `wanted` or [B, W, D].
     """
     if token_ids.dim() == 1:  # of a reduced vocabulary, each once
-        order = token_ids.argsort()
-        place = torch.searchsorted(token_ids[order], wanted).clamp(max=token_ids.shape[0] - 1)
-        column = order[place]
-        is_known = token_ids[column] == wanted
-        return torch.where(is_known, column, 0), is_known
-    # Columns without a chance carry any token.
-    fits = (token_ids[:, :, None] == wanted[..., None]) & (chances[:, :, None] > 0)  # [B, W, D, C]
-    return fits.float().argmax(-1), fits.any(-1)
+        keys = token_ids
+    else:  # columns without a chance carry any token
+        keys = torch.where(chances > 0, token_ids, -1)
+        wanted = wanted.expand(*keys.shape[:2], -1).contiguous()
+    ordered, order = keys.sort(dim=-1, stable=True)
+    place = torch.searchsorted(ordered, wanted).clamp(max=keys.shape[-1] - 1)
+    if token_ids.dim() == 1:
+        column, is_known = order[place], ordered[place] == wanted
+    else:
+        column, is_known = order.gather(-1, place), ordered.gather(-1, place) == wanted
+    return torch.where(is_known, column, 0), is_known

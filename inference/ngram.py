@@ -1,7 +1,8 @@
 """NgramDrafter: prompt look-up. What followed the present n-gram earlier in the text is drafted again.
 
-Not trained and free of charge, so it is the yardstick for text that repeats itself. The idea is prompt look-up decoding
-(A. Saxena, 2023), here for trees: every node of the tree looks up its own suffix.
+Not trained, and it runs no model, so it is the yardstick for text that repeats itself. The idea is prompt look-up
+decoding (A. Saxena, 2023), here for trees: every node of the tree looks up its own suffix. Each level reads the whole
+text once per candidate and length of suffix, so its cost grows with the text: little beside a model's, but not nothing.
 
 The scores are those of "stupid backoff" (Brants et al., "Large Language Models in Machine Translation", EMNLP 2007,
 section 4) over the text so far, with occurrences that count the more, the later they are.
@@ -109,26 +110,31 @@ class NgramDrafter:
         history = state.history[:, : state.view]  # [B, E]
         suffix, is_token = self._read_suffixes(state)  # [B, W, max_ngram], latest token first
         ends = torch.arange(state.view, device=history.device)  # a continuation candidate at each position
+        weights = (1.0 + RECENCY * ends / state.lengths.clamp(min=1)[:, None])[:, None]  # [B, 1, E] of occurrences
         matched = torch.zeros((*suffix.shape[:2], state.view), dtype=torch.long, device=history.device)
         still = (ends < state.lengths[:, None])[:, None, :].expand_as(matched)
+        totals = []  # weight of all occurrences of the suffix of each length
         for back in range(self.max_ngram):
             earlier = history.roll(back + 1, dims=1)  # earlier[e] = history[e - back - 1]
             fits = (earlier[:, None, :] == suffix[..., back, None]) & is_token[..., back, None] & (ends > back)
             still = still & fits
             matched += still
+            totals.append((still * weights).sum(-1, keepdim=True))
         rank = torch.where(matched > 0, matched * state.view + ends, -1)  # longest match first, then the latest
-        tokens, lengths = [], []
+        tokens, lengths, own = [], [], []
         for _ in range(self.num_candidates):
             best, place = rank.max(-1, keepdim=True)  # [B, W, 1]
             token = history[:, None, :].expand_as(rank).gather(2, place)
+            is_own = history[:, None, :] == token
+            length = torch.where(best >= 0, matched.gather(2, place), 0)
             tokens.append(torch.where(best >= 0, token, 0))
-            lengths.append(torch.where(best >= 0, matched.gather(2, place), 0))
-            rank = rank.masked_fill(history[:, None, :] == token, -1)
+            lengths.append(length)
+            # Of a token's occurrences, none follows a longer suffix than the one it was found by.
+            own.append((is_own & (matched == length)).mul(weights).sum(-1, keepdim=True))
+            rank = rank.masked_fill(is_own, -1)
         token, length = torch.cat(tokens, dim=2), torch.cat(lengths, dim=2)  # [B, W, C]
-        weights = 1.0 + RECENCY * ends / state.lengths.clamp(min=1)[:, None]  # [B, E] of occurrences
-        follows = (matched[:, :, None] >= length[..., None]) * weights[:, None, None]  # [B, W, C, E]
-        is_own = history[:, None, None] == token[..., None]
-        share = (follows * is_own).sum(-1) / follows.sum(-1)
+        total = torch.cat(totals, dim=2).gather(2, (length - 1).clamp(min=0))
+        share = torch.cat(own, dim=2) / total
         longest = length[..., :1]
         logits = torch.where(length > 0, share.log() + math.log(BACKOFF) * (longest - length), -torch.inf)
         confidence = torch.where(longest > 0, BACKOFF ** (self.max_ngram - longest).float(), 0.0)[..., 0]

@@ -37,6 +37,11 @@ class TreePolicy(ABC):
         """Whether node i is always the child of node i - 1."""
         return False
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether no level has more than one node whose children are drafted."""
+        return self.num_scratch < self.max_depth
+
     @abstractmethod
     def grow(
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
@@ -232,6 +237,10 @@ class DynamicTree(TreePolicy):
         self.pool_size = self.root_top_k + (depth - 1) * top_k**2  # nodes drafted
         self.num_nodes = min(num_nodes, 1 + self.pool_size)
         self.num_scratch = (depth - 1) * top_k
+
+    @property
+    def is_chain(self) -> bool:
+        return self.root_top_k == 1
 
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         if max_depth is None or self.max_depth <= max_depth:

@@ -40,23 +40,33 @@ class ScratchCache(TreeCache):
         # One slot more than is ever seen: padding of rows that are full is written there.
         super().__init__(layers, batch_size, max_tokens + num_scratch + 1, device=device, view_multiple=1)
         self.num_scratch = num_scratch
-        self.steps = self._every_slot
         self.tree_slots = self.slots
 
     def open_certain(self, width: int, max_tokens: int) -> None:
         """Open the slots behind each row's certain tokens for a pass over `width` tokens, padding included.
 
         Args:
-            max_tokens: the largest number of certain tokens of any row once its real ones are kept (`advance`).
+            max_tokens: the largest number of certain tokens of any row once its real ones are kept (`keep_certain`).
         """
         self._set_view(max_tokens + self.num_scratch + 1, 0)
-        self.slots = (self.lengths[:, None] + self.steps[:width]).clamp(max=self.view - 1)
+        self.slots = self._slots_behind(self.first_slots(width))
         self.tree_slots = self.slots
 
     def open_level(self, rows: Tensor) -> None:
         """Open the scratch rows `rows` [W] long of every row."""
-        self.slots = self.lengths[:, None] + rows
-        self.tree_slots = self.lengths[:, None] + self.steps[: self.num_scratch]
+        self.slots = self._slots_behind(rows)
+        self.tree_slots = self._slots_behind(self.first_slots(self.num_scratch))
+
+    def _slots_behind(self, steps: Tensor) -> Tensor:
+        """[B, W] long, the slots `steps` [W] behind each row's certain tokens; of the last one in view, which is there
+        for padding, there may be several. Rows whose text has ended may have taken in tokens behind its end, and so be
+        longer than what is in view: nobody reads their scores.
+        """
+        return (self.lengths[:, None] + steps).clamp(max=self.view - 1)
+
+    def reset(self) -> None:
+        self.lengths = torch.zeros_like(self.lengths)  # the old ones may be of inference mode
+        super().reset()
 
     def keep_certain(self, counts: Tensor) -> None:
         """The first counts[b] of the tokens of the last `open_certain` pass are certain."""

@@ -11,6 +11,8 @@ vocabulary, Vs the small model's.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,11 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from inference.drafter import DraftLogits
+from inference.kv_cache import VIEW_MULTIPLE
 from inference.scratch_cache import ScratchCache
 from inference.target import Target
 
 EXTEND_CHUNK = 512  # tokens of a prompt per pass
-SHOWN_DIFFERENCES = 3
+SHOWN_CONFLICTS = 3
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -46,7 +51,8 @@ class SmallModelDrafter(nn.Module):
     """Drafts with a causal LM whose token ids mean what the target's mean.
 
     Its cost is the LM's: a chain of gamma tokens takes gamma passes. Positions beyond the small model's own limit are
-    drafted at the limit: nothing breaks, but less is accepted. Layers with a sliding window read the whole text.
+    drafted at the limit: nothing breaks, but less is accepted, and a warning says so once (not from compiled steps).
+    Layers with a sliding window read the whole text. The cache is kept from text to text.
 
     Args:
         model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device.
@@ -74,6 +80,13 @@ class SmallModelDrafter(nn.Module):
         if self.has_compared:
             compare_tokenizers(tokenizer, target_tokenizer)
         self.num_target_tokens = self.small.vocab_size
+        self._has_warned = self._is_bound = False
+        # The last text's cache, its shape, and the text's state: once nobody holds that, the cache is free.
+        self._kept: tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the cache behind."""
+        return {**self.__dict__, "_kept": None}
 
     @property
     def config(self) -> Any:
@@ -88,7 +101,8 @@ class SmallModelDrafter(nn.Module):
         """Checks that the small model can draft for this target; `Decoder` calls it.
 
         Raises:
-            ValueError: for vocabularies of different sizes whose tokenizers were not compared, or different devices.
+            ValueError: for vocabularies of different sizes whose tokenizers were not compared, for different devices,
+                and when it drafts for a target with another vocabulary already.
         """
         if not isinstance(target, Target):
             target = Target(target)
@@ -103,16 +117,32 @@ class SmallModelDrafter(nn.Module):
                 f"the target is on {target.device}, the small model on {self.small.device}: move the small model with "
                 f"model.to({str(target.device)!r}) before making its drafter"
             )
-        self.num_target_tokens = target.vocab_size
+        if self._is_bound and self.num_target_tokens != target.vocab_size:
+            raise ValueError(
+                f"this small model drafts for a target with a vocabulary of {self.num_target_tokens} tokens already, "
+                f"and this one has {target.vocab_size}: make another SmallModelDrafter of the same model"
+            )
+        self._is_bound, self.num_target_tokens = True, target.vocab_size
         return self
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:
-        cache = self.small.new_scratch_cache(batch_size, max_tokens=max_length + 1, num_scratch=num_scratch)
+        cache = self._get_cache(batch_size, max_length + 1, num_scratch)
         device = cache.lengths.device
         ancestors = torch.zeros(batch_size, 1 + num_scratch, num_scratch, dtype=torch.bool, device=device)
         depths = torch.zeros(num_scratch, dtype=torch.long, device=device)
         zero = torch.zeros(1, dtype=torch.long, device=device)
-        return SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
+        state = SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
+        self._kept = cache, (batch_size, max_length + 1, num_scratch), weakref.ref(state)
+        return state
+
+    def _get_cache(self, batch_size: int, max_tokens: int, num_scratch: int) -> ScratchCache:
+        """The last text's if it has the same shape and that text has ended, else a new one."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[1] == (batch_size, max_tokens, num_scratch) and kept[2]() is None:
+            kept[0].reset()
+            return kept[0]
+        del kept  # free the old one first
+        return self.small.new_scratch_cache(batch_size, max_tokens=max_tokens, num_scratch=num_scratch)
 
     def read_first(self, state: SmallModelState, token_ids: Tensor) -> None:
         """Take in the texts' first tokens [B], which no slot carries. Left out, texts are read without them."""
@@ -128,6 +158,7 @@ class SmallModelDrafter(nn.Module):
         max_slots: int,
     ) -> DraftLogits:
         """Read certain tokens [B, S], counts [B] of them real, and score the root's children (Drafter.extend)."""
+        self.check_length(max_slots)
         last: Tensor | None = None
         for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
             chunk = next_token_ids[:, start : start + EXTEND_CHUNK]
@@ -194,6 +225,21 @@ class SmallModelDrafter(nn.Module):
         state.num_used = 0
         return logits
 
+    def check_length(self, max_slots: int) -> None:
+        """Warns once about texts beyond the small model's positions."""
+        limit = self.small.max_length
+        # The loop rounds `max_slots` up to a view.
+        if torch.compiler.is_compiling() or self._has_warned or limit is None or max_slots < limit + VIEW_MULTIPLE:
+            return
+        self._has_warned = True
+        logger.warning(
+            "the text is longer than the %d positions of the small model that drafts (%s): little of what it drafts "
+            "beyond them will be accepted, at full cost; take one with more positions, or tree='auto' or 'gamma', "
+            "which leave out a drafter that does not pay",
+            limit,
+            self.small.length_limit_reason,
+        )
+
     def to_small_ids(self, token_ids: Tensor) -> Tensor:
         """Ids the small model has no row for stand for padding, and become its last one."""
         if self.num_target_tokens <= self.small.vocab_size:
@@ -208,21 +254,28 @@ class SmallModelDrafter(nn.Module):
 
 
 def compare_tokenizers(tokenizer: Any, target_tokenizer: Any) -> None:
-    """Refuses a small model's tokenizer whose ids do not mean what the target's mean.
+    """Refuses a small model's tokenizer whose ids do not mean what the target's mean. Tokens of one side alone, whose
+    ids are no tokens of the other, do no harm.
 
     Raises:
-        ValueError: naming the first tokens that differ.
+        ValueError: naming the first tokens that conflict.
     """
     small, target = tokenizer.get_vocab(), target_tokenizer.get_vocab()
-    differing = sorted(token for token in small.keys() | target.keys() if small.get(token) != target.get(token))
-    if not differing:
+    small_ids, target_ids = set(small.values()), set(target.values())
+    conflicting = sorted(
+        token
+        for token in small.keys() | target.keys()
+        if small.get(token) != target.get(token)
+        and ((token in small and token in target) or small.get(token) in target_ids or target.get(token) in small_ids)
+    )
+    if not conflicting:
         return
     shown = [
         f"{token!r} is {target.get(token, 'missing')} in the target's and {small.get(token, 'missing')} in the small "
         "model's"
-        for token in differing[:SHOWN_DIFFERENCES]
+        for token in conflicting[:SHOWN_CONFLICTS]
     ]
     raise ValueError(
-        f"the tokenizers differ in {len(differing)} tokens ({'; '.join(shown)}): give a small model with the target's "
-        "tokenizer"
+        f"the tokenizers differ in {len(conflicting)} tokens ({'; '.join(shown)}): give a small model with the "
+        "target's tokenizer"
     )

@@ -48,11 +48,13 @@ class StagedDrafter(nn.Module):
         num_guesses: G.
 
     Attributes:
-        num_passes: of the small model, those over certain tokens included; num_saved: levels that needed none.
+        num_passes: of the small model, those over certain tokens included, but for a text's first token; num_saved:
+            levels that needed none.
     """
 
     feature_layers: tuple[int, ...] = ()
     max_depth: int | None = None
+    drafts_chains_only = True
 
     def __init__(self, small: SmallModelDrafter, ngrams: NgramDrafter | None = None, *, num_guesses: int = 4) -> None:
         super().__init__()
@@ -100,6 +102,7 @@ class StagedDrafter(nn.Module):
         draft = self.ngrams.extend(state.ngram, None, next_token_ids, counts, max_slots=max_slots)
         state.guesses = self._guess(state.ngram, draft, 1)
         state.is_active, state.first_depth = counts > 0, 0
+        self.small.check_length(max_slots)
         num_slots, num_guesses = next_token_ids.shape[1], self.num_guesses
         self.num_passes += -(-num_slots // EXTEND_CHUNK)
         if num_slots > EXTEND_CHUNK:  # a prompt in several passes: nothing is guessed behind it
@@ -118,16 +121,13 @@ class StagedDrafter(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def expand(self, state: StagedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         """Scores of the one node [B, 1]: known, if it was guessed, and else from another pass (Drafter.expand)."""
-        if token_ids.shape[1] != 1:
-            raise ValueError(
-                f"StagedDrafter drafts chains, and was asked for a level of {token_ids.shape[1]} nodes: use a chain "
-                "(tree='chain', 'gamma' or chain(n)), or the SmallModelDrafter alone for trees"
-            )
+        assert token_ids.shape[1] == 1, "a chain"
         own = self.ngrams.expand(state.ngram, token_ids, parents, depth)
         place = depth - state.first_depth
         if place <= self.num_guesses:
             is_guess = state.guesses[:, place - 1] == token_ids[:, 0]
-            if bool((is_guess | ~state.is_active).all()):
+            # Without any active row, as when costs are measured, nothing is saved: a level costs a pass.
+            if bool((is_guess | ~state.is_active).all() & state.is_active.any()):
                 self.num_saved += 1
                 return self.small.to_draft(state.logits[:, place : place + 1])
         self.num_passes += 1

@@ -26,7 +26,7 @@ from inference.draft_draws import DraftDraws
 from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling
 from inference.kv_cache import VIEW_MULTIPLE, TreeCache
 from inference.noise import derive_seeds
-from inference.policy import DynamicTree, TreePolicy
+from inference.policy import DynamicTree, StaticTree, TreePolicy
 from inference.rejection import DRAFT_STREAM
 from inference.stats import GenerationStats
 from inference.target import Target, TargetOutput
@@ -89,6 +89,9 @@ class DecodeStep:
     ) -> None:
         self.target = target
         self.drafter = drafter
+        if compile and isinstance(policy, StaticTree) and policy.is_chain and not rule.draws_drafts:
+            # The same chain, of which one graph serves all levels (see `grow`).
+            policy = DynamicTree(policy.max_depth, 1, policy.num_nodes, root_factor=1)
         self.policy = policy
         self.is_coupled = is_coupled and not rule.draws_drafts
         self.rule = rule

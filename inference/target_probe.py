@@ -195,7 +195,7 @@ def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
         with torch.no_grad():
             found = first(input_ids=token_ids, use_cache=False, return_dict=True).last_hidden_state
             states = decoder(input_ids=token_ids, use_cache=False, output_hidden_states=True, return_dict=True)
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:  # as each family fails
         raise ValueError(f"{name} does not run with its first {num_layers} layers alone: {error}") from error
     wanted = states.hidden_states[num_layers]
     difference = float((found - wanted).float().norm() / wanted.float().norm())

@@ -70,14 +70,12 @@ class TimedDrafter:
     """A drafter that adds up its own time, so that growing the tree can be told from drafting."""
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
-        self.drafter = drafter
+        self.drafter = self.__wrapped__ = drafter  # measured costs are those of what is wrapped
         self.device = device
         self.feature_layers = drafter.feature_layers
         self.max_depth = drafter.max_depth
-        self.config, self.dtype = getattr(drafter, "config", None), getattr(drafter, "dtype", None)
+        self.drafts_chains_only = getattr(drafter, "drafts_chains_only", False)
         self.share_cache = getattr(drafter, "share_cache", None)  # `CacheSharingDrafter`
-        self.name = getattr(drafter, "name", type(drafter).__name__)
-        self.drafters = getattr(drafter, "drafters", ())
         self.seconds = 0.0
         self.is_synchronised = False
 

@@ -220,6 +220,15 @@ class TestBinding:
         assert heads.bind(model) is heads
         assert heads.target.model is model
 
+    def test_one_model_at_a_time(self, target: Target, saved: Path) -> None:
+        heads = create_heads("eagle3", target)
+        assert heads.bind(Target(target.model)).bind(target.model) is heads
+        other = tiny_target("llama", seed=1)
+        with pytest.raises(ValueError, match=r"bound to another model.*: load them again"):
+            heads.bind(other)
+        assert heads.target.model is target.model
+        assert DraftHeads.from_pretrained(saved).bind(other).target.model is other
+
     def test_heads_follow_their_target_to_its_device(self, saved: Path) -> None:
         heads = DraftHeads.from_pretrained(saved).to("meta")
         model = tiny_target("llama")

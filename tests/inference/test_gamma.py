@@ -7,12 +7,21 @@ import random
 import pytest
 import torch
 
-from inference import Decoder, chain, generate
+from inference import Decoder, DynamicTree, chain, generate
+from inference.auto_tree import AutoTree
 from inference.cost_model import NO_TREE, CostModel, Plan
 from inference.drafter import DraftSampling
-from inference.gamma import estimate_alpha, expected_speedup, gamma_chain, optimal_gamma
+from inference.gamma import (
+    cost_ratio_of,
+    estimate_alpha,
+    expected_speedup,
+    gamma_chain,
+    measured_gamma,
+    optimal_gamma,
+)
 from inference.policy import resolve_policy
 from inference.small_model import SmallModelDrafter
+from inference.stats import GenerationStats
 from inference.tree_planner import TreePlanner
 from tests.inference.test_small_model import rough_copy
 from tests.scripted_drafter import ScriptedDrafter
@@ -59,8 +68,38 @@ def test_alpha_is_found_again(alpha: float, gamma: int) -> None:
         estimate_alpha(histogram, gamma - 1)
 
 
+def test_gamma_from_what_was_measured() -> None:
+    """Whatever chain was run, the gamma is that of the alpha and the c behind the numbers."""
+    costs = CostModel((64, 512), (1, 9), ((0.5, 0.6), (1.0, 1.2)), 0.2, 0.0, (1,), (0.1,), 0.0, 0.0)
+    assert cost_ratio_of(costs, 512) == pytest.approx(0.1)
+    assert cost_ratio_of(costs, 64) == pytest.approx(0.2)
+    numbers = random.Random(0)
+    for alpha in (0.05, 0.6, 0.9):
+        for gamma in (2, 5):
+            stats = GenerationStats()
+            for _ in range(20000):
+                stats.count_step(accept(alpha, gamma, numbers))
+            assert measured_gamma(stats, gamma, costs) == optimal_gamma(alpha, 0.1)
+            assert measured_gamma(stats, gamma, costs, context=64, max_gamma=3) == optimal_gamma(alpha, 0.2, 3)
+    with pytest.raises(ValueError, match="no step that accepted more"):
+        measured_gamma(stats, 4, costs)
+    with pytest.raises(ValueError, match="at least one step"):
+        measured_gamma(GenerationStats(), 4, costs)
+
+
+def test_gamma_from_a_run() -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    drafter = SmallModelDrafter(rough_copy(model))
+    costs = Decoder(model, drafter, tree="gamma").costs()
+    stats = Decoder(model, drafter, tree=chain(4)).generate(random_prompt(12), max_new_tokens=60, do_sample=False).stats
+    assert 0 <= measured_gamma(stats, 4, costs) <= 8
+
+
 def test_its_trees_are_chains() -> None:
     policy = gamma_chain(4)
+    assert policy.is_chain
+    assert all(policy.tree_of(plan).is_chain for plan in policy.plans)
+    assert not any(tree.is_chain for tree in (AutoTree(), AutoTree(widths=(1,)), DynamicTree(3, 1, 4)))
     assert [(plan.depth, plan.num_nodes, plan.width) for plan in policy.plans] == [
         (gamma, gamma + 1, 1) for gamma in range(1, 5)
     ]

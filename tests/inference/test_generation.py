@@ -169,7 +169,7 @@ def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
         ({"prompt_lookup_num_tokens": 3}, "NgramDrafter"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-        ({"assistant_model": MODEL}, "assistant_model"),
+        ({"assistant_model": MODEL}, "assistant_model .*: pass an inference.small_model.SmallModelDrafter"),
     ],
 )
 def test_refused_options(options: dict[str, Any], match: str) -> None:

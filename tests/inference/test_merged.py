@@ -14,7 +14,7 @@ from torch import Tensor
 from heads import HEAD_TYPES
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
 from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling
-from inference.merged import MIN_WEIGHT, MergedDrafter, chance_of, merge_drafts, to_chances
+from inference.merged import MIN_WEIGHT, MergedDrafter, chance_of, find_columns, merge_drafts, to_chances
 from inference.ngram import NgramDrafter
 from inference.policy import resolve_policy
 from inference.small_model import SmallModelDrafter
@@ -91,6 +91,18 @@ def test_the_docstrings_example() -> None:
     assert merged.token_ids is not None
     assert merged.token_ids.tolist() == [[[a, b, b, c]]]
     torch.testing.assert_close(merged.logits.exp(), torch.tensor([[[0.3, 0.6, 0.0, 0.1]]]))
+
+
+def test_tokens_are_found_without_comparing_all_columns() -> None:
+    """Two drafters with thousands of columns at each node; the slow comparison would take gigabytes."""
+    columns, wanted = (torch.stack([torch.randperm(40000)[:20000] for _ in range(3)])[None] for _ in range(2))
+    chances = torch.rand(1, 3, 20000).round(decimals=1)  # some are 0
+    column, is_known = find_columns(columns, chances, wanted)
+    for node in range(3):
+        pairs = zip(columns[0, node].tolist(), chances[0, node].tolist(), strict=True)
+        places = {token: place for place, (token, chance) in enumerate(pairs) if chance > 0}
+        assert column[0, node].tolist() == [places.get(token, 0) for token in wanted[0, node].tolist()]
+        assert is_known[0, node].tolist() == [token in places for token in wanted[0, node].tolist()]
 
 
 def test_confidence_scales_chances() -> None:

@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 
+from inference import generate
 from inference.drafter import Drafter, DraftLogits, DraftSampling
+from inference.merged import MergedDrafter
 from inference.ngram import BACKOFF, NgramDrafter
 from inference.policy import DynamicTree
+from tests.tiny_targets import random_prompt, tiny_target
 
 
 def look_up(
@@ -134,6 +137,28 @@ def test_padding_at_the_end_of_the_buffer_does_no_harm() -> None:
     assert state.history[0, :4].tolist() == [1, 2, 1, 2]
     assert draft.token_ids is not None
     assert draft.token_ids.tolist() == [[[1]]]
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_its_state_follows_the_tokens_to_their_device(is_merged: bool) -> None:
+    """The loop does not say where the target is."""
+    drafter = MergedDrafter(NgramDrafter(), NgramDrafter()) if is_merged else NgramDrafter()
+    state = drafter.start(2, 16, 4)
+    tokens = torch.zeros(2, 5, dtype=torch.long, device="meta")
+    for max_slots in (5, 10):
+        draft = drafter.extend(state, None, tokens, tokens[:, 0], max_slots=max_slots)
+        draft = drafter.expand(state, tokens[:, :3], tokens[:, :3], 1)
+        assert draft.logits.is_meta
+    for own in state.states if is_merged else (state,):
+        assert all(values.is_meta for values in (own.history, own.lengths, own.paths))
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_nodes_without_candidates_pass_all_processors(tree: str) -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    options = {"max_new_tokens": 12, "do_sample": True, "seed": 1, "eta_cutoff": 1e-3}
+    expected = generate(model, None, random_prompt(8), **options).sequences
+    assert torch.equal(generate(model, NgramDrafter(), random_prompt(8), tree=tree, **options).sequences, expected)
 
 
 @pytest.mark.parametrize("options", [{"max_ngram": 0}, {"num_candidates": 0}])

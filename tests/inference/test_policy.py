@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inference import DraftLogits, DraftSampling, DynamicTree, StaticTree, TreePolicy, chain
+from inference.acceptance import _COLUMN_FREE, Sampler
 from inference.drafter import GREEDY_TEMPERATURE
 from inference.policy import resolve_policy
 from inference.tree import TokenTree
@@ -176,6 +177,35 @@ def test_greedy_scores_are_sharper() -> None:
 
 def test_a_node_without_candidates_is_padding() -> None:
     assert DraftSampling().score(DraftLogits(torch.full((1, 1, 3), -math.inf)), 0).isneginf().all()
+
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "EpsilonLogitsWarper": (1e-3,),
+    "EtaLogitsWarper": (1e-3,),
+    "InfNanRemoveLogitsProcessor": (),
+    "LogitNormalization": (),
+    "MinPLogitsWarper": (0.1,),
+    "TemperatureLogitsWarper": (0.7,),
+    "TopHLogitsWarper": (0.5,),
+    "TopKLogitsWarper": (2,),
+    "TopPLogitsWarper": (0.9,),
+    "TypicalLogitsWarper": (0.9,),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(_COLUMN_FREE, key=str), ids=lambda kind: kind.__name__)
+def test_processors_never_see_a_node_without_candidates(kind: type) -> None:
+    """Some of them fail on it, and one makes candidates of its empty columns."""
+    processors = [kind(*SETTINGS[kind.__name__])]
+    sampler = Sampler(processors, do_sample=True, row_seeds=torch.zeros(1, dtype=torch.long))
+    sampling = DraftSampling(warp=sampler.warp_draft)
+    logits = torch.tensor([[[1.0, 0.5, -math.inf, 0.0], [-math.inf] * 4, [-math.inf, 2.0, -math.inf, -math.inf]]])
+    scores = sampling.score(DraftLogits(logits), 0)
+    assert not scores.isnan().any()
+    assert scores[logits.isneginf()].isneginf().all()
+    for node in (0, 2):
+        assert torch.equal(scores[:, node : node + 1], sampling.score(DraftLogits(logits[:, node : node + 1]), 0))
+        assert scores[0, node].exp().sum() == pytest.approx(1.0)
 
 
 def test_resolve_policy(tmp_path: Path) -> None:

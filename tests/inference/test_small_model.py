@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate, small_model
+from inference.auto_tree import AutoTree
+from inference.cost_model import CostModel, Plan
 from inference.drafter import Drafter, DraftLogits, DraftSampling
+from inference.gamma import gamma_chain
+from inference.merged import MergedDrafter
+from inference.ngram import NgramDrafter
 from inference.policy import resolve_policy
+from inference.scratch_cache import ScratchCache
 from inference.small_model import SmallModelDrafter, compare_tokenizers
+from inference.staged import StagedDrafter
+from inference.tree_planner import TreePlanner
 from tests.inference.plain_passes import calm_target, run_plainly
 from tests.inference.test_host_reads import RefuseHostReads, make_sampler
 from tests.lossless.near_tie import assert_same_text
@@ -181,6 +192,98 @@ def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
     assert len(short) <= len(accepted) // 3
 
 
+class ScriptedPlanner(TreePlanner):
+    """Drafts in these steps and not in others, always the largest tree."""
+
+    def __init__(self, policy: AutoTree, is_drafting: Sequence[bool]) -> None:
+        super().__init__(policy)
+        self.turns = itertools.cycle(is_drafting)
+        self.turn = next(self.turns)
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.turn
+
+    def choose(self, *_: Any) -> Plan:
+        self.pass_step()
+        return self.largest
+
+    def pass_step(self) -> None:
+        self.turn = next(self.turns)
+
+    def learn(self, *_: Any) -> None: ...
+
+    def learn_plain(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["small", "staged", "merged"])
+def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None:
+    """The longest row ends in the middle of a path, which the drafter has read whole; a plain step later, fewer tokens
+    are in view than that."""
+    model = tiny_target("llama", initializer_range=0.3)
+    small = SmallModelDrafter(model)
+    drafters = {"small": small, "staged": StagedDrafter(small), "merged": MergedDrafter(small, NgramDrafter())}
+    prompts = [random_prompt(length, seed=seed) for seed, length in ((1, 58), (2, 10))]
+    padded, mask = pad_left(prompts)
+    free = [
+        generate(model, None, one, max_new_tokens=40, do_sample=False).sequences[0, one.shape[1] :] for one in prompts
+    ]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": int(free[0][1]), "pad_token_id": 0}
+    assert options["eos_token_id"] not in [*free[0][:1], *free[1]]
+    policy = gamma_chain(8)
+    decoder = Decoder(model, drafters[kind], tree=policy)
+    decoder._planner = ScriptedPlanner(policy, [True, True, False, True])
+    sizes = (1, *policy.sizes)
+    costs = CostModel((8,), sizes, ((1.0,) * len(sizes),), 0.1, 0.0, (1,), (0.1,), 0.0, 0.0)
+    decoder.costs = lambda *_, **__: costs  # type: ignore[method-assign]
+    rows = decoder.generate(padded, mask, **options).sequences[:, 58:].tolist()
+    assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
+
+
+def test_the_cache_is_kept_but_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    drafter = SmallModelDrafter(model)
+    made: list[ScratchCache] = []
+
+    def make(*args: Any, **kwargs: Any) -> ScratchCache:
+        made.append(plain_make(*args, **kwargs))
+        return made[-1]
+
+    plain_make = drafter.small.new_scratch_cache
+    monkeypatch.setattr(drafter.small, "new_scratch_cache", make)
+    one, other = (Decoder(model, drafter, tree=chain(depth)) for depth in (4, 4))
+    prompts = [random_prompt(length, seed=length) for length in (6, 9)]
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = [generate(model, None, prompt, **options).sequences.tolist() for prompt in prompts]
+    for decoder in (one, one, other):
+        with torch.inference_mode(decoder is one):
+            output = decoder.generate(prompts[0], **options)
+        assert output.sequences.tolist() == expected[0]
+        assert output.stats.accepted_histogram[:4] == [0] * 4, "nothing of the last text is left"
+    assert len(made) == 1
+
+    inner: list[Any] = []
+
+    def generate_within(*_: Any) -> None:
+        if not inner:
+            inner.append(None)
+            inner[0] = other.generate(prompts[1], **options).sequences.tolist()
+
+    outer = one.generate(prompts[0], on_step=generate_within, **options)
+    assert (outer.sequences.tolist(), inner[0]) == (expected[0], expected[1])
+    assert outer.stats.accepted_histogram[:4] == [0] * 4
+    assert len(made) == 2
+    one.generate(torch.cat([prompts[0]] * 2), **options)
+    assert len(made) == 3, "of another shape"
+
+
+def test_copies_leave_the_cache_behind() -> None:
+    drafter = SmallModelDrafter(tiny_target("llama"))
+    cache = drafter.start(1, 16, 2).cache
+    assert copy.deepcopy(drafter).start(1, 16, 2).cache is not cache
+    assert drafter.start(1, 16, 2).cache is cache
+
+
 @pytest.mark.parametrize("small_size", [96, 160])
 def test_vocabularies_may_differ_by_padding(small_size: int) -> None:
     """Columns the target does not have are never drafted, and tokens the small model does not know do no harm."""
@@ -195,6 +298,16 @@ def test_vocabularies_may_differ_by_padding(small_size: int) -> None:
             output = generate(model, drafter, prompt, tree=tree, max_new_tokens=24, **options)
             assert torch.equal(output.sequences, expected)
     assert int(expected.max()) >= 96, "tokens that a vocabulary of 96 does not have"
+
+
+def test_one_small_model_drafts_for_targets_of_one_vocabulary() -> None:
+    small = tiny_target("llama")
+    tokenizer = FakeTokenizer({"a": 0})
+    drafter = SmallModelDrafter(small, tokenizer=tokenizer, target_tokenizer=tokenizer)
+    drafter.bind(tiny_target("llama", vocab_size=96)).bind(tiny_target("llama", vocab_size=96, seed=1))
+    with pytest.raises(ValueError, match="vocabulary of 96 tokens already, and this one has 128: make another"):
+        drafter.bind(small)
+    assert drafter.num_target_tokens == 96
 
 
 class FakeTokenizer:
@@ -212,7 +325,13 @@ def test_vocabularies_that_do_not_fit_are_refused() -> None:
     one, other = FakeTokenizer({"a": 0, "b": 1, "c": 2}), FakeTokenizer({"a": 0, "b": 2})
     with pytest.raises(ValueError, match=r"differ in 2 tokens \('b' is 2 in the target's and 1 in the small .*; 'c'"):
         compare_tokenizers(one, other)
-    compare_tokenizers(one, one)
+    for vocab in ({"a": 0, "b": 1}, {"a": 0, "b": 1, "c": 2, "d": 3}, {"a": 0, "b": 1, "d": 3}):
+        compare_tokenizers(one, FakeTokenizer(vocab))  # tokens of one side alone
+        compare_tokenizers(FakeTokenizer(vocab), one)
+    with pytest.raises(ValueError, match="'d' is 2 in the target's and missing in the small model's"):
+        compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 1, "d": 2}))
+    with pytest.raises(ValueError, match="'c' is 3 in the target's and 2 in the small model's"):
+        compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 1, "c": 3}))
     with pytest.raises(ValueError, match="pass both tokenizer and target_tokenizer"):
         SmallModelDrafter(small, tokenizer=one)
 
@@ -230,13 +349,19 @@ def test_more_frontier_nodes_than_announced_are_refused() -> None:
         drafter.expand(state, torch.tensor([[3, 4, 5]]), torch.zeros(1, 3, dtype=torch.long), 1)
 
 
-def test_texts_beyond_the_small_models_positions_stay_right() -> None:
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_texts_beyond_the_small_models_positions_stay_right(is_staged: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_target("llama", initializer_range=0.3)
-    small = tiny_target("llama", initializer_range=0.3, max_position_embeddings=32)
+    small = SmallModelDrafter(tiny_target("llama", initializer_range=0.3, max_position_embeddings=32))
+    decoder = Decoder(model, StagedDrafter(small) if is_staged else small, tree="chain")
     prompt = random_prompt(24)
     expected = generate(model, None, prompt, max_new_tokens=60, do_sample=False).sequences
-    output = generate(model, SmallModelDrafter(small), prompt, max_new_tokens=60, do_sample=False)
-    assert torch.equal(output.sequences, expected)
+    decoder.generate(prompt[:, :4], max_new_tokens=20, do_sample=False)
+    assert not caplog.records
+    for _ in range(2):
+        assert torch.equal(decoder.generate(prompt, max_new_tokens=60, do_sample=False).sequences, expected)
+    (record,) = caplog.records
+    assert "longer than the 32 positions of the small model that drafts (max_position_embeddings=32)" in record.message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

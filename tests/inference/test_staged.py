@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Decoder, chain, generate, staged
+from inference import Decoder, DynamicTree, chain, generate, staged
 from inference.drafter import DraftLogits
+from inference.merged import MergedDrafter
 from inference.ngram import NgramDrafter
 from inference.small_model import SmallModelDrafter, SmallModelState
 from inference.staged import StagedDrafter
@@ -105,10 +106,32 @@ def test_a_batch_of_rows_and_chosen_lengths(monkeypatch: pytest.MonkeyPatch) -> 
             assert torch.equal(decoder.generate(prompts, max_new_tokens=40, do_sample=False).sequences, expected)
 
 
+def test_levels_of_no_row_are_passes() -> None:
+    """Costs are measured with nothing that becomes certain: levels must not look free."""
+    drafter = StagedDrafter(SmallModelDrafter(tiny_target("llama")))
+    state = drafter.start(1, 64, 3)
+    zeros = torch.zeros(1, 4, dtype=torch.long)
+    for _ in range(2):
+        drafter.extend(state, None, zeros, torch.tensor([0]), max_slots=8)
+        for depth in (1, 2, 3):
+            drafter.expand(state, zeros[:, :1], zeros[:, :1], depth)
+    assert (drafter.num_passes, drafter.num_saved) == (8, 0)
+
+
 def test_refusals() -> None:
     model = tiny_target("llama")
-    with pytest.raises(ValueError, match="StagedDrafter drafts chains"):
-        generate(model, StagedDrafter(SmallModelDrafter(model)), random_prompt(4), tree="dynamic", max_new_tokens=8)
+    drafter = StagedDrafter(SmallModelDrafter(model))
+    for one in (drafter, MergedDrafter(drafter, NgramDrafter())):
+        for tree in (None, "auto", DynamicTree(2, 2, 4), [[0], [1], [0, 0], [1, 0]]):
+            with pytest.raises(ValueError, match="Drafter drafts chains only: pass tree='chain'"):
+                Decoder(model, one, tree=tree)
+        for tree in (
+            "chain",
+            "gamma",
+            DynamicTree(3, 1, 4),
+            [[0], [1], [0, 0]],
+        ):  # of each level, one node has children
+            Decoder(model, one, tree=tree)
     with pytest.raises(ValueError, match="num_guesses is 0"):
         StagedDrafter(SmallModelDrafter(model), num_guesses=0)
     with pytest.raises(ValueError, match="vocabulary of 128 tokens, the small model one of 64"):

@@ -175,6 +175,39 @@ def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.Mo
     assert widths == {3}
 
 
+@pytest.mark.parametrize(
+    ("tree", "acceptance", "is_shared"),
+    [(chain(3), "exact", True), (chain(3), "rejection", False), ([[0], [1], [0, 0]], "exact", False)],
+)
+def test_levels_of_a_chain_share_a_graph(
+    target: Target, monkeypatch: pytest.MonkeyPatch, tree: Any, acceptance: str, is_shared: bool
+) -> None:
+    """A graph of the whole draft would hold a packed copy of the weights for each level."""
+    called: list[str] = []
+
+    def fake_compile(function: Any, **_: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    prompt = random_prompt(5)
+    expected = Decoder(target).generate(prompt, max_new_tokens=12, do_sample=False).sequences
+    heads = tiny_heads("eagle3", target)
+    eager, compiled = (
+        Decoder(target, heads, tree=tree, acceptance=acceptance, compile=flag).generate(
+            prompt, max_new_tokens=12, do_sample=False
+        )
+        for flag in (False, True)
+    )
+    assert torch.equal(compiled.sequences, expected)
+    assert eager.stats.accepted_histogram == compiled.stats.accepted_histogram
+    assert ("_draft_eagerly" not in called) == is_shared
+    assert called.count("_expand_eagerly") == (2 * compiled.stats.num_verify_steps if is_shared else 0)
+
+
 def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("torch.compile was called")

@@ -176,3 +176,15 @@ class TestRefusals:
         target.prefill(cache, random_prompt(6), torch.tensor([6]))
         with pytest.raises(ValueError, match="holds 8 slots per row, but 3 new tokens behind up to 6"):
             target.verify(cache, random_tree(1, 3, torch.Generator().manual_seed(0)))
+
+    @pytest.mark.parametrize("error", [KeyError("layer 5"), RuntimeError("shapes"), IndexError("5"), TypeError("none")])
+    def test_layers_that_fail_by_themselves(self, error: Exception) -> None:
+        target = Target(calm_target("llama"))
+
+        def fail(decoder: Any, args: Any) -> None:
+            if len(decoder.layers) < 6:
+                raise error
+
+        target.model.model.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="LlamaForCausalLM does not run with its first 2 layers alone"):
+            target.prepare_first_layers(2)

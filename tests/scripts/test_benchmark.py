@@ -18,7 +18,7 @@ from tests.tiny_targets import random_prompt, tiny_target
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-from benchmark_contenders import make_contenders
+from benchmark_contenders import TimedDrafter, make_contenders
 from benchmark_environment import describe_environment
 from benchmark_matrix import name_heads
 from benchmark_measure import (
@@ -38,6 +38,7 @@ from model_loading import encode_messages, load_assistant
 
 from heads import create_heads
 from inference import GenerationStats, Target
+from inference.cost_measurement import _describe_drafter
 from inference.ngram import NgramDrafter
 
 
@@ -48,6 +49,14 @@ def target(chat_target: PreTrainedModel) -> Target:
 
 def prompt(index: int = 0) -> Prompt:
     return Prompt(f"p{index}", index, torch.tensor([[1, 50 + index, 60]]))
+
+
+def test_costs_of_a_timed_drafter_are_the_drafters() -> None:
+    for drafter in (NgramDrafter(max_ngram=2), NgramDrafter(max_ngram=3)):
+        timed = TimedDrafter(drafter, torch.device("cpu"))
+        timed.seconds, timed.is_synchronised = 0.5, True
+        assert _describe_drafter(timed) == _describe_drafter(drafter)
+    assert _describe_drafter(timed) != _describe_drafter(NgramDrafter(max_ngram=2))
 
 
 def stats_of(accepted: list[int], **seconds: float) -> GenerationStats:
