@@ -72,7 +72,7 @@ class DecodeStep:
 
     Args:
         drafter, policy: None for plain decoding.
-        is_coupled: drafts read the target's own noise (see `Decoder`); never when a rule draws drafts of its own.
+        is_coupled: drafts read the target's own noise (see `Decoder`), if the rule allows it.
         rule: what is kept of a tree.
         compile: compile what can be; processors that read the prefix run eagerly, as do prompts.
     """
@@ -90,7 +90,7 @@ class DecodeStep:
         self.target = target
         self.drafter = drafter
         self.policy = policy
-        self.is_coupled = is_coupled and not rule.draws_drafts
+        self.is_coupled = is_coupled and rule.may_couple
         self.rule = rule
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.stats = GenerationStats()  # of the present call

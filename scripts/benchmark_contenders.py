@@ -113,13 +113,19 @@ class OurDecoding:
         drafter: Drafter | None,
         *,
         tree: str | None = None,
+        acceptance: str = "exact",
         is_coupled: bool = True,
         is_compiled: bool = False,
     ) -> None:
         self.drafter = drafter
         self.timed = TimedDrafter(drafter, target.device) if drafter is not None and not is_compiled else None
         self.decoder = Decoder(
-            target, self.timed or drafter, tree=parse_tree(tree), is_coupled=is_coupled, compile=is_compiled
+            target,
+            self.timed or drafter,
+            tree=parse_tree(tree),
+            acceptance=acceptance,
+            is_coupled=is_coupled,
+            compile=is_compiled,
         )
 
     def __call__(
@@ -202,17 +208,20 @@ def make_contenders(
     settings: Settings,
     *,
     modes: Sequence[bool] = (False,),
+    acceptance: Sequence[str] = ("exact",),
     assistant: PreTrainedModel | None = None,
     plain_targets: Mapping[str, Target] | None = None,
     misfits: Mapping[str, str] | None = None,
 ) -> list[Contender]:
-    """The baselines, then every drafter with every tree; at temperature > 0 with and without coupled drafting.
+    """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule, exact acceptance
+    with and without coupled drafting.
 
-    A tree that is too deep for a drafter makes a contender with a `problem`, not an error.
+    A tree that is too deep for a drafter, or that a rule cannot judge, makes a contender with a `problem`, not an error.
 
     Args:
         modes: False = eager, True = compiled: how heads run. The baselines always run eagerly, and compiled as well
             when eager and compiled heads are compared.
+        acceptance: names of rules; a greedy target has one.
         assistant: a small causal LM for transformers' assisted generation, one baseline more.
         plain_targets: the target in other dtypes, for plain decoding.
         misfits: heads that do not fit the target and why: each becomes a contender with that `problem`.
@@ -234,14 +243,19 @@ def make_contenders(
         contenders += _make_plain(plain_target, plain_modes, f"{PLAIN} in {dtype}")
     drafters: list[tuple[str, Drafter, Sequence[str]]] = [("n-gram drafter", NgramDrafter(), trees[:1])]
     drafters += [(name, drafter, trees) for name, drafter in heads.items()]
-    couplings = (True, False) if settings.is_sampled else (True,)
+    ways = [("", "exact", True)]  # a name's ending, the rule, is_coupled
+    if settings.is_sampled:
+        ways = [(f", {rule}", rule, False) for rule in acceptance if rule != "exact"]
+        if "exact" in acceptance:
+            ways = [("", "exact", True), (", uncoupled", "exact", False), *ways]
     for name, drafter, own_trees in drafters:
         own_modes = modes if name in heads else (False,)  # looking up n-grams is no work for a compiler
-        for tree, is_coupled, mode in itertools.product(own_trees, couplings, own_modes):
-            full_name = _mark(name if is_coupled else f"{name}, uncoupled", mode)
-            contender = Contender(full_name, names[tree], is_compiled=mode)
+        for tree, (ending, rule, is_coupled), mode in itertools.product(own_trees, ways, own_modes):
+            contender = Contender(_mark(name + ending, mode), names[tree], is_compiled=mode, is_exact=rule == "exact")
             try:
-                contender.decode = OurDecoding(target, drafter, tree=tree, is_coupled=is_coupled, is_compiled=mode)
+                contender.decode = OurDecoding(
+                    target, drafter, tree=tree, acceptance=rule, is_coupled=is_coupled, is_compiled=mode
+                )
             except ValueError as error:
                 contender.problem = str(error)
             contenders.append(contender)

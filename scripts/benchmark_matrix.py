@@ -150,7 +150,13 @@ def load_all_heads(paths: Sequence[str], target: Target, *, is_only_target: bool
 
 
 def measure_combination(
-    subject: Subject, path: str, settings: Settings, *, trees: Sequence[str], is_compiled: bool
+    subject: Subject,
+    path: str,
+    settings: Settings,
+    *,
+    trees: Sequence[str],
+    is_compiled: bool,
+    acceptance: Sequence[str] = ("exact",),
 ) -> Measured:
     """Everybody on one file's prompts at one temperature, interleaved.
 
@@ -166,6 +172,7 @@ def measure_combination(
         trees,
         settings,
         modes=(False, True) if is_compiled else (False,),
+        acceptance=acceptance,
         assistant=subject.assistant,
         plain_targets=subject.plain_targets,
         misfits=subject.misfits,
@@ -178,6 +185,7 @@ def measure_combination(
         settings,
         **subject.details,
         trees=list(trees),
+        acceptance=list(acceptance),
         prompts=path,
         num_prompts=len(prompts),
         num_prompts_too_long=num_too_long,
