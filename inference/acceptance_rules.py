@@ -21,8 +21,8 @@ class AcceptanceRule:
 
     Attributes:
         accept: a function of tensors like `accept_exact`.
-        may_couple: drafts may be chosen with the target's own noise. Only for a rule that accepts a draft exactly if it is
-            the token that the target draws: any other would draw with noise that drafts already depend on.
+        may_couple: drafts may be chosen with the target's own noise. Only for a rule that accepts a draft exactly if it
+            is the token that the target draws: any other would draw with noise that drafts already depend on.
         draws_drafts: drafts must be drawn at random from q, with noise that is not the target's: trees of a fixed shape
             alone, since choosing nodes by what was drawn would change their distribution.
         needs_chain: judges chains only.

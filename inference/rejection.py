@@ -109,8 +109,8 @@ def accept_blocks(
         )
     if not sampler.keeps_nothing:
         raise ValueError(
-            f"{', '.join(sampler.reading_names)} may keep a state, and block verification asks about drafts that it may "
-            "not accept: use acceptance='exact' or 'rejection'"
+            f"{', '.join(sampler.reading_names)} may keep a state, and block verification asks about drafts that it "
+            "may not accept: use acceptance='exact' or 'rejection'"
         )
     if noise is None:
         noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])

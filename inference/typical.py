@@ -38,8 +38,8 @@ def accept_typical(
         )
     if not sampler.is_prefix_free:
         raise ValueError(
-            f"{', '.join(sampler.reading_names)} may read the text so far, and typical acceptance judges all drafts at once: use "
-            "acceptance='exact' or 'rejection'"
+            f"{', '.join(sampler.reading_names)} may read the text so far, and typical acceptance judges all drafts at "
+            "once: use acceptance='exact' or 'rejection'"
         )
     if noise is None:
         noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])

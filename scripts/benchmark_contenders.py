@@ -213,10 +213,10 @@ def make_contenders(
     plain_targets: Mapping[str, Target] | None = None,
     misfits: Mapping[str, str] | None = None,
 ) -> list[Contender]:
-    """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule, exact acceptance
+    """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule, the exact one
     with and without coupled drafting.
 
-    A tree that is too deep for a drafter, or that a rule cannot judge, makes a contender with a `problem`, not an error.
+    A tree that is too deep for a drafter, or that a rule cannot judge, makes a contender with a `problem`, no error.
 
     Args:
         modes: False = eager, True = compiled: how heads run. The baselines always run eagerly, and compiled as well

@@ -68,7 +68,8 @@ class AcceptanceArguments:
             raise ValueError("there is nothing that drafts: give --heads, --drafter_model or --ngrams")
         if min(self.temperature) <= 0:
             raise ValueError(
-                f"got --temperature {' '.join(map(str, self.temperature))}: give numbers above 0; a greedy target has one rule"
+                f"got --temperature {' '.join(map(str, self.temperature))}: give numbers above 0; a greedy "
+                "target has one rule"
             )
         if self.max_new_tokens < 2 or self.num_seeds < 1:
             raise ValueError(

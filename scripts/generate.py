@@ -63,8 +63,8 @@ class GenerateArguments:
     acceptance: str = field(
         default="exact",
         metadata={
-            "help": "How sampled drafts are accepted: exact (the text of plain decoding), rejection, block_verification "
-            "(its distribution; trees of a fixed shape), typical (lossy).",
+            "help": "How drafts of sampled text are accepted: exact (the text of plain decoding), rejection or "
+            "block_verification (its distribution; trees of a fixed shape), typical (lossy).",
             "choices": list(RULES),
         },
     )
@@ -102,8 +102,8 @@ class GenerateArguments:
             raise ValueError("--top_k and --top_p change sampled text only: give a --temperature above 0 with them")
         if self.temperature == 0 and self.acceptance != "exact":
             raise ValueError(
-                f"got --acceptance {self.acceptance} for greedy decoding, where all rules are one: give a --temperature "
-                "above 0 with it"
+                f"got --acceptance {self.acceptance} for greedy decoding, where all rules are one: give a "
+                "--temperature above 0 with it"
             )
         if self.raw and self.system is not None:
             raise ValueError("--system is part of the chat template, which --raw leaves out: drop one of the two")

@@ -149,7 +149,13 @@ SETTINGS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", list(SETTINGS))
+# The fast tests keep one setting of each sort: none, of scores alone, and of texts; all together take minutes.
+FAST = ("T=1", "T, top-p", "several")
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SETTINGS]
+)
 @pytest.mark.parametrize(
     ("rule", "paths"),
     [
@@ -179,7 +185,7 @@ def test_a_drafter_that_knows_fewer_tokens(rule: str) -> None:
 
 
 def test_siblings_behind_a_sharp_draft_are_judged_by_what_is_left_of_q() -> None:
-    """Behind the likeliest token, q holds 1e-60 of it: as a float nothing, and yet the second child is drawn from it."""
+    """Behind the likeliest token, q holds 1e-60: no float32, and yet the second child is drawn from it."""
     target, drafter = random_scores(20), MarkovDrafter(random_scores(21))
     drafter.scores[:, 0] += 140
     sampler = make_sampler()
@@ -213,7 +219,7 @@ def test_these_tests_catch_shared_noise() -> None:
     target, drafter = random_scores(1), MarkovDrafter(random_scores(2))
     sampler = make_sampler()
 
-    def shared(sampler: Sampler, tree: TokenTree, logits: Tensor, positions: Tensor) -> Acceptance:
+    def shared(sampler: Sampler, tree: TokenTree, logits: Tensor, positions: Tensor, **_: Any) -> Acceptance:
         noise = sampler.draw_noise(positions, tree.path_width, VOCAB)
         assert noise is not None
         log_q = torch.log_softmax(drafter.scores[tree.token_ids[:, 0]], -1)

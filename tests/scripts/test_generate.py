@@ -224,7 +224,7 @@ def test_each_acceptance_rule_writes_a_text(run_program: Callable[..., str], acc
 
 def test_a_rule_that_cannot_judge_the_tree_says_so(run_program: Callable[..., str]) -> None:
     for tree in (None, "auto", "gamma"):
-        with pytest.raises(ValueError, match="acceptance='rejection' needs a tree whose shape.*use tree='chain'"):
+        with pytest.raises(ValueError, match=r"acceptance='rejection' needs a tree whose shape.*use tree='chain'"):
             run_program(prompt="Hi", ngrams=True, tree=tree, acceptance="rejection", temperature=1.0)
 
 
