@@ -89,13 +89,16 @@ SETTINGS = {
         ],
     ),
 }
-# Everything with every rule; with all of the trees only what depends on nothing but the logits.
-ALL_CASES = [(*case, setting) for case in CASES for setting in ("T=0.7", "T=1.3")] + [
+# The fast tests keep one setting of each sort; all together take minutes.
+FAST = ("T=1.3", "eos", "custom", "several")
+# Everything with every rule; with all of the trees only temperatures.
+EVERY_CASE = [(*case, setting) for case in CASES for setting in ("T=0.7", "T=1.3")] + [
     (rule, tree, setting)
     for rule, tree in (("exact", "static"), ("rejection", "static"), ("block_verification", "chain"))
     for setting in SETTINGS
     if not setting.startswith("T=") and (rule, setting) != ("block_verification", "custom")
 ]
+ALL_CASES = [pytest.param(*case, marks=() if case[2] in FAST else pytest.mark.slow) for case in EVERY_CASE]
 
 
 class FixedDrafter:

@@ -53,6 +53,7 @@ def test_every_drafter_tree_and_temperature_is_a_row(
         "--prompts": [prompts],
         "--tree": ["chain:2", str(tree)],
         "--temperature": ["0.7", "1"],
+        "--num_prompts": ["1"],
         "--num_seeds": ["1"],
         "--max_new_tokens": ["6"],
         "--markdown": [str(markdown)],
