@@ -13,6 +13,7 @@ Legend: B batch, N tree nodes, K depth, V target vocabulary.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers.generation import logits_process
 
 from inference.noise import gumbel_noise
+from inference.target_scores import WalkScores, may_emit, score_walk
 from inference.tree import TokenTree
 
 
@@ -46,6 +48,21 @@ PREFIX_FREE = _find_types(
 )
 # These adjust a distribution whatever its columns mean, so they may shape scores over a reduced draft vocabulary too.
 _COLUMN_FREE = PREFIX_FREE - _find_types("SuppressTokensLogitsProcessor")
+# Of these, some fail on rows without any candidate, or make candidates of columns that are none.
+_NEEDS_CANDIDATES = _find_types("EtaLogitsWarper", "TopHLogitsWarper", "InfNanRemoveLogitsProcessor")
+# Functions of a row's text and scores alone: rows may go through together, and drafts that are never accepted too.
+KEEPS_NOTHING = _find_types(
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+    "SuppressTokensAtBeginLogitsProcessor",
+)
 
 
 @dataclass(frozen=True)
@@ -74,8 +91,13 @@ class Sampler:
     """How the target picks a token: its logits processors, then argmax, with keyed Gumbel noise when sampling.
 
     Processors whose exact type is in PREFIX_FREE look at one row of scores only, so they may run on all rows at once.
-    Any other may read the prefix or keep a state (a grammar), so it runs as in plain decoding: once per emitted token,
-    in order, on each row alone.
+    Those in KEEPS_NOTHING also read the row's text. Any other may keep a state (a grammar), so it runs as in plain
+    decoding: once per emitted token, in order, on each row alone.
+
+    Attributes:
+        is_prefix_free: all processors are in PREFIX_FREE.
+        keeps_nothing: all are in one of the two.
+        reading_names: the types that are not in PREFIX_FREE.
     """
 
     def __init__(
@@ -101,10 +123,15 @@ class Sampler:
         self.eos_token_ids = frozenset(eos_token_ids)
         types = {type(processor) for processor in self.processors}
         self.is_prefix_free = types <= PREFIX_FREE
+        # A repetition penalty may hold a setting per row, as a tensor.
+        has_rows = any(isinstance(getattr(p, "prompt_ignore_length", None), Tensor) for p in self.processors)
+        self.keeps_nothing = types <= PREFIX_FREE | KEEPS_NOTHING and not has_rows
+        self.reading_names = sorted(kind.__name__ for kind in types - PREFIX_FREE)
         self._row_samplers: dict[int, Sampler] = {}
         self._draft_warpers = tuple(
             processor for processor in self.processors if do_sample and type(processor) in _COLUMN_FREE
         )
+        self._needs_candidates = bool({type(warper) for warper in self._draft_warpers} & _NEEDS_CANDIDATES)
 
     def for_row(self, row: int, batch_size: int) -> Sampler:
         """This sampler for one row of a batch: processors that read the prefix are copied, so that what they keep of
@@ -119,6 +146,9 @@ class Sampler:
                     ignored = getattr(own, "prompt_ignore_length", None)  # of RepetitionPenaltyLogitsProcessor
                     if isinstance(ignored, Tensor) and ignored.numel() == batch_size:
                         own.prompt_ignore_length = ignored.reshape(batch_size, -1)[row]
+                    allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
+                    if allowed is not None:
+                        own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, row)
                     processor = own
                 processors.append(processor)
             self._row_samplers[row] = Sampler(processors, eos_token_ids=self.eos_token_ids)
@@ -138,9 +168,15 @@ class Sampler:
     def warp_draft(self, logits: Tensor) -> Tensor:
         """Draft scores [R, C] adjusted as the target's are (arXiv 2211.17192, section 2.2), by the processors that may.
 
-        Which drafts are proposed does not change the text, so processors that need the prefix are left out.
+        Left out are those that read the prefix, which would be asked about every drafted node, and those that name
+        tokens, of which columns know nothing: tokens they forbid may be drafted, and are never accepted. No rule needs
+        q to be processed as p is, only that drafts come from the q it is told.
         """
-        return self._apply(self._draft_warpers, None, logits)
+        if not self._needs_candidates:
+            return self._apply(self._draft_warpers, None, logits)
+        is_absent = logits.isneginf()
+        filled = logits.masked_fill(is_absent.all(-1, keepdim=True), 0.0)
+        return self._apply(self._draft_warpers, None, filled).masked_fill(is_absent, float("-inf"))
 
     def process(self, logits: Tensor, prefix_ids: Tensor | None = None) -> Tensor:
         """All processors in order on scores [R, V] in float32; `prefix_ids` [R, L] for those that read it."""
@@ -155,6 +191,10 @@ class Sampler:
         for processor in processors:
             scores = processor(prefix_ids, scores)
         return scores
+
+
+def _call_for_row(allowed: Callable[[int, Tensor], list[int]], row: int, _: int, text: Tensor) -> list[int]:
+    return allowed(row, text)
 
 
 def accept_exact(
@@ -176,82 +216,38 @@ def accept_exact(
         root_positions: [B] long, absolute position of node 0 (the cache's lengths at the time of the verify step).
         noise: what `sampler.draw_noise` gave for at least `tree.path_width` depths; made here when None.
         prefixes: per row [1, L] long, its tokens up to and including the root. Needed only by processors that are not
-            prefix-free; such a step asks the host once per emitted token.
+            prefix-free.
         max_tokens: per row, how many tokens it may still emit (0: a finished row, whose counts are then 0); only keeps
             those processors from being asked for more.
 
     Returns:
-        Acceptance; for a prefix-free sampler without any host synchronisation.
+        Acceptance; for a prefix-free sampler without any host synchronisation, otherwise with one per depth.
     """
     if sampler.do_sample and noise is None:
         noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
-    if not sampler.is_prefix_free:
-        if prefixes is None:
-            names = sorted({type(p).__name__ for p in sampler.processors if type(p) not in PREFIX_FREE})
-            raise ValueError(f"{', '.join(names)} may read the text so far: give prefixes, one [1, L] tensor per row")
-        return _walk_lazily(sampler, tree, logits, noise, prefixes, max_tokens)
-    return _walk_by_depth(sampler, tree, logits, noise)
+    return _walk(sampler, tree, score_walk(sampler, logits, prefixes), noise, max_tokens)
 
 
-def _walk_by_depth(sampler: Sampler, tree: TokenTree, logits: Tensor, noise: Tensor | None) -> Acceptance:
-    """Draw at one node per row and depth, for every depth of the tree, so that the host is never asked."""
-    rows = torch.arange(logits.shape[0], device=logits.device)
+def _walk(
+    sampler: Sampler, tree: TokenTree, score: WalkScores, noise: Tensor | None, max_tokens: Sequence[int] | None
+) -> Acceptance:
+    """Draw at one node per row and depth, for every depth of the tree, so that the host is never asked where to go."""
     num_nodes = tree.num_nodes
-    nodes = torch.arange(num_nodes, device=logits.device)
-    current = torch.zeros_like(rows)
-    is_walking = torch.ones_like(rows, dtype=torch.bool)
-    path, tokens, walked = [], [], []
+    nodes = torch.arange(num_nodes, device=tree.token_ids.device)
+    current = torch.zeros_like(tree.token_ids[:, 0])
+    is_walking = may_emit(sampler, current, 0, [], max_tokens)
+    path: list[Tensor] = []
+    tokens: list[Tensor] = []
+    walked: list[Tensor] = []
     for depth in range(tree.path_width):
-        scores = sampler.process(logits[rows, current])  # [B, V]
+        scores = score(current, tokens, is_walking)  # [B, V]
         token = (scores if noise is None else scores + noise[:, depth]).argmax(-1)  # [B]
         path.append(current)
         tokens.append(token)
         walked.append(is_walking)
         fits = (tree.parents == current[:, None]) & (tree.token_ids == token[:, None])  # [B, N]
         child = torch.where(fits, nodes, num_nodes).amin(-1)  # the first that fits
-        is_walking = is_walking & (child < num_nodes)
+        is_walking = is_walking & (child < num_nodes) & may_emit(sampler, current, depth + 1, tokens, max_tokens)
         current = child % num_nodes
     is_real = torch.stack(walked, dim=1)  # [B, K+1]
     return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real)
-
-
-def _walk_lazily(
-    sampler: Sampler,
-    tree: TokenTree,
-    logits: Tensor,
-    noise: Tensor | None,
-    prefixes: Sequence[Tensor],
-    max_tokens: Sequence[int] | None,
-) -> Acceptance:
-    """As plain decoding would: all processors, once per emitted token, on the row's own text so far."""
-    batch, width = logits.shape[0], tree.path_width
-    path = torch.zeros((batch, width), dtype=torch.long)
-    tokens = torch.zeros((batch, width), dtype=torch.long)
-    counts = torch.zeros(batch, dtype=torch.long)
-    token_ids, parents = tree.token_ids.tolist(), tree.parents.tolist()
-    for row in range(batch):
-        prefix = prefixes[row]
-        row_sampler = sampler.for_row(row, batch)
-        limit = width if max_tokens is None else min(width, max_tokens[row])
-        node: int | None = 0
-        for depth in range(limit):
-            if node is None:
-                break
-            scores = row_sampler.process(logits[row, node][None], prefix)
-            drawn = (scores if noise is None else scores + noise[row, depth]).argmax(-1, keepdim=True)  # [1, 1]
-            token = int(drawn)
-            path[row, depth], tokens[row, depth] = node, token
-            counts[row] += 1
-            if token in sampler.eos_token_ids:
-                break
-            prefix = torch.cat([prefix, drawn], dim=1)
-            node = _find_child(token_ids[row], parents[row], node, token)
-    return Acceptance(path.to(logits.device), counts.to(logits.device), tokens.to(logits.device))
-
-
-def _find_child(token_ids: list[int], parents: list[int], node: int, token: int) -> int | None:
-    """The first child of `node` that carries `token`, or None."""
-    for child, parent in enumerate(parents):
-        if parent == node and token_ids[child] == token:
-            return child
-    return None

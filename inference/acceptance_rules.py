@@ -21,6 +21,8 @@ class AcceptanceRule:
 
     Attributes:
         accept: a function of tensors like `accept_exact`.
+        may_couple: drafts may be chosen with the target's own noise. Only for a rule that accepts a draft exactly if it
+            is the token that the target draws: any other would draw with noise that drafts already depend on.
         draws_drafts: drafts must be drawn at random from q, with noise that is not the target's: trees of a fixed shape
             alone, since choosing nodes by what was drawn would change their distribution.
         needs_chain: judges chains only.
@@ -29,6 +31,7 @@ class AcceptanceRule:
 
     name: str
     accept: Callable[..., Acceptance]
+    may_couple: bool = False
     draws_drafts: bool = False
     needs_chain: bool = False
     is_lossless: bool = True
@@ -65,7 +68,7 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> AcceptanceRule:
     return AcceptanceRule("typical", accept, is_lossless=False)
 
 
-EXACT = AcceptanceRule("exact", accept_exact)
+EXACT = AcceptanceRule("exact", accept_exact, may_couple=True)
 RULES = {
     "exact": EXACT,
     "rejection": AcceptanceRule("rejection", accept_by_rejection, draws_drafts=True),

@@ -56,8 +56,8 @@ class Decoder:
             "block_verification" (of chains), "typical" (Medusa; lossy), or an `AcceptanceRule`. For a greedy target all
             are the first one. Sampled, "rejection" and "block_verification" keep the target's distribution, but their
             texts depend on what is drafted.
-        is_coupled: at temperature > 0, let the drafter read the target's own Gumbel noise (more is accepted; the text
-            is the same either way).
+        is_coupled: at temperature > 0 and with exact acceptance, let the drafter read the target's own Gumbel noise
+            (more is accepted; the text is the same either way).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits time truly.
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
             then take tens of seconds (`stats.seconds["compile"]`); numbers are rounded differently than in the eager
@@ -213,8 +213,8 @@ class Decoder:
             num_emitted = [row[width] for row in read]
             kept = request.emit([row[:width] for row in read], num_emitted)
             if not is_first:
-                # The read above; processors that read the prefix also make the walk read the tree and each token.
-                stats.num_host_syncs += 1 if sampler.is_prefix_free else 3 + sum(num_emitted)
+                # The read above; with processors that read the prefix also which rows walk on, at each depth.
+                stats.num_host_syncs += 1 if sampler.is_prefix_free else 1 + width
                 for count in num_emitted:
                     if count:
                         stats.count_step(count - 1)

@@ -9,21 +9,18 @@ Legend: B batch, N tree nodes, K depth, P = K + 1, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from inference.acceptance import PREFIX_FREE, Acceptance, Sampler, accept_exact
+from inference.acceptance import Acceptance, Sampler, accept_exact
 from inference.noise import derive_seeds, uniform_noise
+from inference.target_scores import may_emit, score_walk
 from inference.tree import TokenTree
 
 # Streams of `derive_seeds`: of the drafts, and of the draws that accept them.
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2
-
-# Target probabilities [B, V] at the current nodes [B], behind the tokens drawn so far (each [B]), of rows that still
-# walk [B] (of others: anything).
-Probabilities = Callable[[Tensor, list[Tensor], Tensor], Tensor]
 
 
 def accept_by_rejection(
@@ -49,21 +46,23 @@ def accept_by_rejection(
     if noise is None:
         noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
     assert noise is not None
-    target_probabilities = _probabilities(sampler, logits, prefixes)
+    score = score_walk(sampler, logits, prefixes)
     batch, width, num_ranks = logits.shape[0], tree.path_width, tree.drawn.num_ranks
     rows, nodes = torch.arange(batch, device=logits.device), torch.arange(tree.num_nodes, device=logits.device)
     uniforms = _uniforms(sampler, root_positions, width * num_ranks).view(batch, width, num_ranks)
-    current, is_walking = torch.zeros_like(rows), _may_emit(sampler, rows, 0, [], max_tokens)
+    current, is_walking = torch.zeros_like(rows), may_emit(sampler, rows, 0, [], max_tokens)
     path: list[Tensor] = []
     tokens: list[Tensor] = []
     walked: list[Tensor] = []
     for depth in range(width):
-        p = target_probabilities(current, tokens, is_walking)  # [B, V]
-        q = tree.drawn.log_q[rows, tree.drawn.rows[current]].exp()
+        p = torch.softmax(score(current, tokens, is_walking).float(), dim=-1)  # [B, V]
+        log_q = tree.drawn.log_q[rows, tree.drawn.rows[current]]
         is_child = (tree.parents == current[:, None]) & (nodes > 0)
         places = is_child.cumsum(1)  # 1 = the first child
         chosen, is_chosen = torch.zeros_like(rows), torch.zeros_like(is_walking)
         for rank in range(num_ranks):
+            # In logarithms: what is left behind the likeliest tokens of a sharp q may be less than a float can hold.
+            q = _normalise_log(log_q)
             fits = is_child & (places == rank + 1)
             child, exists = fits.int().argmax(1), fits.any(1) & ~is_chosen
             token = tree.token_ids.gather(1, child[:, None])  # [B, 1]
@@ -72,13 +71,13 @@ def accept_by_rejection(
             chosen, is_chosen = torch.where(accepts, child, chosen), is_chosen | accepts
             rejects = (exists & ~accepts)[:, None]
             p = torch.where(rejects, _normalise((p - q).clamp(min=0), p), p)
-            q = torch.where(rejects, _normalise(q.scatter(1, token, 0.0), q), q)
+            log_q = log_q.scatter(1, token, float("-inf"))
         bonus = (p.log() + noise[:, depth]).argmax(-1)
         drafted = tree.token_ids.gather(1, chosen[:, None])[:, 0]
         path.append(current)
         tokens.append(torch.where(is_chosen, drafted, bonus))
         walked.append(is_walking)
-        is_walking = is_walking & is_chosen & _may_emit(sampler, rows, depth + 1, tokens, max_tokens)
+        is_walking = is_walking & is_chosen & may_emit(sampler, rows, depth + 1, tokens, max_tokens)
         current = chosen
     is_real = torch.stack(walked, dim=1)  # [B, P]
     return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real)
@@ -101,24 +100,31 @@ def accept_blocks(
     R_i / (R_i + 1 - w_i), R_i = sum over x of max(0, w_i p(x) - q(x)) at the i-th draft (the last one: w_i); as many
     drafts as the longest prefix that passes has are accepted.
 
-    Arguments and result as in `accept_by_rejection`; processors must not read the prefix.
+    Arguments and result as in `accept_by_rejection`; processors that read the prefix must be in `KEEPS_NOTHING`, since
+    they are asked about all drafts, accepted or not.
     """
     if not sampler.do_sample or tree.drawn is None:
         return accept_exact(
             sampler, tree, logits, root_positions, noise=noise, prefixes=prefixes, max_tokens=max_tokens
         )
-    if not sampler.is_prefix_free:
-        names = sorted({type(p).__name__ for p in sampler.processors if type(p) not in PREFIX_FREE})
+    if not sampler.keeps_nothing:
         raise ValueError(
-            f"{', '.join(names)} may read the text so far, and block verification judges all drafts at once: use "
-            "acceptance='exact' or 'rejection'"
+            f"{', '.join(sampler.reading_names)} may keep a state, and block verification asks about drafts that it "
+            "may not accept: use acceptance='exact' or 'rejection'"
         )
     if noise is None:
         noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
     assert noise is not None
     batch, num_nodes, vocab = logits.shape
     num_drafts = num_nodes - 1
-    p = torch.softmax(sampler.process(logits.flatten(0, 1)).float(), dim=-1).view(batch, num_nodes, vocab)
+    if sampler.is_prefix_free:
+        scores = sampler.process(logits.flatten(0, 1)).view(batch, num_nodes, vocab)
+    else:
+        score, asked = score_walk(sampler, logits, prefixes), may_emit(sampler, root_positions, 0, [], max_tokens)
+        drafted = tree.token_ids[:, 1:].unbind(1)
+        nodes = torch.arange(num_nodes, device=logits.device)[:, None].expand(-1, batch)
+        scores = torch.stack([score(nodes[n], drafted[:n], asked) for n in range(num_nodes)], dim=1)
+    p = torch.softmax(scores.float(), dim=-1)
     q = _extend(tree.drawn.log_q.exp()[:, tree.drawn.rows[:num_drafts]])  # [B, N, V]; nothing behind the last draft
     drafts = tree.token_ids[:, 1:, None]  # [B, N - 1, 1]
     ratio = (p[:, :-1].gather(-1, drafts) / q[:, :-1].gather(-1, drafts).clamp(min=1e-38))[..., 0]
@@ -138,45 +144,9 @@ def accept_blocks(
     left = _normalise((scale[:, None] * last - q[rows, length]).clamp(min=0), last)
     bonus = (left.log() + noise[rows, length]).argmax(-1)
     steps = torch.arange(num_nodes, device=logits.device)
-    is_real = steps <= length[:, None]
+    is_real = (steps <= length[:, None]) & may_emit(sampler, root_positions, 0, [], max_tokens)[:, None]
     tokens = _extend(tree.token_ids[:, 1:, None])[..., 0].scatter(1, length[:, None], bonus[:, None])
-    return Acceptance(steps.expand(batch, -1) * is_real, length + 1, tokens * is_real)
-
-
-def _probabilities(sampler: Sampler, logits: Tensor, prefixes: Sequence[Tensor] | None) -> Probabilities:
-    """The target's processed distribution, asked for along the walk."""
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    if sampler.is_prefix_free:
-        return lambda current, tokens, walks: torch.softmax(sampler.process(logits[rows, current]).float(), dim=-1)
-    if prefixes is None:
-        raise ValueError("a logits processor may read the text so far: give prefixes, one [1, L] tensor per row")
-
-    def process_rows(current: Tensor, tokens: list[Tensor], walks: Tensor) -> Tensor:
-        """As plain decoding would: all processors, once per emitted token, on the row's own text so far."""
-        scores = []
-        for row, prefix in enumerate(prefixes):
-            own = logits[row, current[row]][None]
-            if walks[row]:
-                behind = torch.stack([token[row] for token in tokens])[None] if tokens else prefix[:, :0]
-                own = sampler.for_row(row, len(prefixes)).process(own, torch.cat([prefix, behind], dim=1))
-            scores.append(own.float())
-        return torch.softmax(torch.cat(scores), dim=-1)
-
-    return process_rows
-
-
-def _may_emit(
-    sampler: Sampler, rows: Tensor, count: int, tokens: list[Tensor], max_tokens: Sequence[int] | None
-) -> Tensor:
-    """Which rows processors that read the prefix may still be asked about: [B] bool."""
-    may = torch.ones_like(rows, dtype=torch.bool)
-    if sampler.is_prefix_free:
-        return may
-    if max_tokens is not None:
-        may = may & (torch.tensor(max_tokens, device=rows.device) > count)
-    if tokens and sampler.eos_token_ids:
-        may = may & ~torch.isin(tokens[-1], torch.tensor(sorted(sampler.eos_token_ids), device=rows.device))
-    return may
+    return Acceptance(steps.expand(batch, -1) * is_real, is_real.sum(1), tokens * is_real)
 
 
 def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:
@@ -188,6 +158,11 @@ def _normalise(values: Tensor, otherwise: Tensor) -> Tensor:
     """Rows [B, V] that sum to one; rows of zeros (rounding alone can make them) become those of `otherwise`."""
     total = values.sum(-1, keepdim=True)
     return torch.where(total > 0, values / total.clamp(min=1e-38), otherwise)
+
+
+def _normalise_log(log_values: Tensor) -> Tensor:
+    """Logarithms of any scale [B, V] as probabilities; rows of -inf become zeros."""
+    return torch.softmax(log_values, dim=-1).nan_to_num(nan=0.0)
 
 
 def _extend(values: Tensor) -> Tensor:

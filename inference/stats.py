@@ -23,8 +23,8 @@ class GenerationStats:
     accepted_histogram: entry a = verify steps in which exactly a drafted tokens were accepted.
     num_drafted: drafted nodes verified, nodes a drafter had no token for included; roots are not counted.
     num_host_syncs: times the host waited to read a tensor of a verify step, whatever the batch: once for what was
-        emitted; when processors read the prefix, also twice for the tree and once for each token drawn. The reads of
-        the prefill, those that processors make of themselves, and a `StagedDrafter`'s one per level behind the first
+        emitted; when processors read the prefix, also once for each level of the tree, root included. The reads of the
+        prefill, those that processors make of themselves, and a `StagedDrafter`'s one per level behind the first
         are not counted; uploads are no reads.
     seconds: wall-clock seconds per phase (`profile`: making the drafter's buffers and, for `tree="auto"`, measuring
         costs the first time); `total` also holds what lies between the phases. On an accelerator the phases

@@ -72,7 +72,7 @@ class DecodeStep:
 
     Args:
         drafter, policy: None for plain decoding.
-        is_coupled: drafts read the target's own noise (see `Decoder`); never when a rule draws drafts of its own.
+        is_coupled: drafts read the target's own noise (see `Decoder`), if the rule allows it.
         rule: what is kept of a tree.
         compile: compile what can be; processors that read the prefix run eagerly, as do prompts.
     """
@@ -93,7 +93,7 @@ class DecodeStep:
             # The same chain, of which one graph serves all levels (see `grow`).
             policy = DynamicTree(policy.max_depth, 1, policy.num_nodes, root_factor=1)
         self.policy = policy
-        self.is_coupled = is_coupled and not rule.draws_drafts
+        self.is_coupled = is_coupled and rule.may_couple
         self.rule = rule
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.stats = GenerationStats()  # of the present call

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance import PREFIX_FREE, Acceptance, Sampler, accept_exact
+from inference.acceptance import Acceptance, Sampler, accept_exact
 from inference.tree import TokenTree
 
 
@@ -37,10 +37,9 @@ def accept_typical(
             sampler, tree, logits, root_positions, noise=noise, prefixes=prefixes, max_tokens=max_tokens
         )
     if not sampler.is_prefix_free:
-        names = sorted({type(p).__name__ for p in sampler.processors if type(p) not in PREFIX_FREE})
         raise ValueError(
-            f"{', '.join(names)} may read the text so far, and typical acceptance judges all drafts at once: use "
-            "acceptance='exact'"
+            f"{', '.join(sampler.reading_names)} may read the text so far, and typical acceptance judges all drafts at "
+            "once: use acceptance='exact' or 'rejection'"
         )
     if noise is None:
         noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])

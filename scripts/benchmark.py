@@ -32,6 +32,8 @@ from model_loading import DTYPES, TREE_HELP
 from rich.console import Console
 from transformers import HfArgumentParser
 
+from inference.acceptance_rules import RULES, resolve_rule
+
 
 @dataclass
 class BenchmarkArguments:
@@ -69,6 +71,13 @@ class BenchmarkArguments:
         metadata={"help": "Plain decoding in these dtypes too: the fastest one is what drafting has to beat."},
     )
     tree: list[str] = field(default_factory=lambda: ["dynamic"], metadata={"help": f"Token trees: {TREE_HELP}."})
+    acceptance: list[str] = field(
+        default_factory=lambda: ["exact"],
+        metadata={
+            "help": f"Acceptance rules ({', '.join(RULES)}) at temperatures above 0: each is measured with every tree, "
+            "or has a row that says why it cannot be."
+        },
+    )
     compile: bool = field(
         default=False, metadata={"help": "Measure everybody who can be compiled a second time, compiled."}
     )
@@ -86,7 +95,14 @@ class BenchmarkArguments:
 
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "threads")
-        check_matrix(self, counts=counts, lists=("target", "prompts", "temperature"))
+        check_matrix(self, counts=counts, lists=("target", "prompts", "temperature", "acceptance"))
+        for rule in self.acceptance:
+            resolve_rule(rule)
+        if self.acceptance != ["exact"] and not any(self.temperature):
+            raise ValueError(
+                f"got --acceptance {' '.join(self.acceptance)} for greedy decoding, where all rules are one: give a "
+                "--temperature above 0 with it"
+            )
         for dtype in self.plain_dtype:
             if dtype not in DTYPES or dtype in ("auto", self.dtype) or self.plain_dtype.count(dtype) > 1:
                 raise ValueError(
@@ -124,7 +140,12 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
         )
         for path, temperature in itertools.product(args.prompts, args.temperature):
             measured = measure_combination(
-                subject, path, args.settings(temperature), trees=args.tree, is_compiled=args.compile
+                subject,
+                path,
+                args.settings(temperature),
+                trees=args.tree,
+                acceptance=args.acceptance,
+                is_compiled=args.compile,
             )
             grids = make_grids(measured.rows, measured.environment)
             for grid in grids:

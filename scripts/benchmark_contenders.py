@@ -112,13 +112,19 @@ class OurDecoding:
         drafter: Drafter | None,
         *,
         tree: str | None = None,
+        acceptance: str = "exact",
         is_coupled: bool = True,
         is_compiled: bool = False,
     ) -> None:
         self.drafter = drafter
         self.timed = TimedDrafter(drafter, target.device) if drafter is not None and not is_compiled else None
         self.decoder = Decoder(
-            target, self.timed or drafter, tree=parse_tree(tree), is_coupled=is_coupled, compile=is_compiled
+            target,
+            self.timed or drafter,
+            tree=parse_tree(tree),
+            acceptance=acceptance,
+            is_coupled=is_coupled,
+            compile=is_compiled,
         )
 
     def __call__(
@@ -201,23 +207,26 @@ def make_contenders(
     settings: Settings,
     *,
     modes: Sequence[bool] = (False,),
+    acceptance: Sequence[str] = ("exact",),
     assistant: PreTrainedModel | None = None,
     plain_targets: Mapping[str, Target] | None = None,
     misfits: Mapping[str, str] | None = None,
     is_each_once: bool = False,
 ) -> list[Contender]:
-    """The baselines, then every drafter with every tree; at temperature > 0 with and without coupled drafting.
+    """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule, the exact one
+    with and without coupled drafting.
 
-    A tree that is too deep for a drafter makes a contender with a `problem`, not an error.
+    A tree that is too deep for a drafter, or that a rule cannot judge, makes a contender with a `problem`, no error.
 
     Args:
         modes: False = eager, True = compiled: how heads run. The baselines always run eagerly, and compiled as well
             when eager and compiled heads are compared.
+        acceptance: names of rules; a greedy target has one.
         assistant: a small causal LM for transformers' assisted generation, one baseline more.
         plain_targets: the target in other dtypes, for plain decoding.
         misfits: heads that do not fit the target and why: each becomes a contender with that `problem`.
-        is_each_once: every drafter of `heads`, and no other, is one contender: in the last of the modes, coupled, with
-            its trees cut to the depth it can draft.
+        is_each_once: every drafter of `heads`, and no other, is one contender: in the last of the modes, accepted exactly,
+            drafting coupled, with its trees cut to the depth it can draft.
 
     Raises:
         ValueError: for what is no tree at all, and for two trees of one name.
@@ -235,20 +244,25 @@ def make_contenders(
     for dtype, plain_target in (plain_targets or {}).items():
         contenders += _make_plain(plain_target, plain_modes, f"{PLAIN} in {dtype}")
     drafters: list[tuple[str, Drafter, Sequence[str]]] = [(name, drafter, trees) for name, drafter in heads.items()]
-    couplings = (True, False) if settings.is_sampled else (True,)
+    ways = [("", "exact", True)]  # a name's ending, the rule, is_coupled
     if is_each_once:
-        modes, couplings = modes[-1:], (True,)
+        modes = modes[-1:]
     else:
         drafters.insert(0, (NGRAMS, NgramDrafter(), trees[:1]))
+        if settings.is_sampled:
+            ways = [(f", {rule}", rule, False) for rule in acceptance if rule != "exact"]
+            if "exact" in acceptance:
+                ways = [("", "exact", True), (", uncoupled", "exact", False), *ways]
     for name, drafter, own_trees in drafters:
         own_modes = modes if name in heads else (False,)  # looking up n-grams is no work for a compiler
-        for tree, is_coupled, mode in itertools.product(own_trees, couplings, own_modes):
-            full_name = _mark(name if is_coupled else f"{name}, uncoupled", mode)
+        for tree, (ending, rule, is_coupled), mode in itertools.product(own_trees, ways, own_modes):
             own_tree = fit_tree(tree, drafter.max_depth) if is_each_once else tree
             tree_name = names[tree] if own_tree == tree else own_tree
-            contender = Contender(full_name, tree_name, is_compiled=mode)
+            contender = Contender(_mark(name + ending, mode), tree_name, is_compiled=mode, is_exact=rule == "exact")
             try:
-                contender.decode = OurDecoding(target, drafter, tree=own_tree, is_coupled=is_coupled, is_compiled=mode)
+                contender.decode = OurDecoding(
+                    target, drafter, tree=own_tree, acceptance=rule, is_coupled=is_coupled, is_compiled=mode
+                )
             except ValueError as error:
                 contender.problem = str(error)
             contenders.append(contender)

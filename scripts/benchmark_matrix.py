@@ -174,6 +174,7 @@ def measure_combination(
     *,
     trees: Sequence[str],
     is_compiled: bool,
+    acceptance: Sequence[str] = ("exact",),
     is_each_once: bool = False,
     earlier: Sequence[Contender] | None = None,
 ) -> Measured:
@@ -197,6 +198,7 @@ def measure_combination(
             trees,
             settings,
             modes=(False, True) if is_compiled else (False,),
+            acceptance=acceptance,
             assistant=subject.assistant,
             plain_targets=subject.plain_targets,
             misfits=subject.misfits,
@@ -210,6 +212,7 @@ def measure_combination(
         settings,
         **subject.details,
         trees=list(trees),
+        acceptance=list(acceptance),
         prompts=path,
         num_prompts=len(prompts),
         num_prompts_too_long=num_too_long,

@@ -81,6 +81,7 @@ class Contender:
 
     Attributes:
         problem: why it does not run, "" if it does.
+        is_exact: its text is that of plain decoding with the same seed.
         is_compiled: warms up over all of the prompts' lengths before it is measured.
         warm_up_seconds: what that took, compiling included.
         work: what one of its rounds must read and multiply (see `roofline`); None where that is not known.
@@ -91,6 +92,7 @@ class Contender:
     decode: Callable[..., Run] | None = None
     problem: str = ""
     is_compiled: bool = False
+    is_exact: bool = True
     warm_up_seconds: float = 0.0
     work: Work | None = None
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][prompt]

@@ -4,7 +4,9 @@
         --prompts examples/prompts.jsonl --temperature 0.7 1 --tree chain:4 configs/trees/static12.yaml
 
 "exact" drafts with the target's own noise, "exact, uncoupled" without; "rejection" and "block_verification" draw their
-drafts. Texts are sampled with several seeds; rules draw other texts, so each mean comes with its standard error.
+drafts. Texts are sampled with several seeds; rules draw other texts, so each mean comes with its standard error. A rule
+that cannot judge a tree has no number there. Besides heads, a small model (--drafter_model) and n-grams of the text
+(--ngrams) can be compared.
 """
 
 from __future__ import annotations
@@ -14,20 +16,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import HfArgumentParser
 
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmark_matrix import SMALL_MODEL, load_all_heads
 from benchmark_measure import Prompt, load_prompts
-from model_loading import DTYPES, load_heads, load_target, parse_tree
+from model_loading import DTYPES, load_drafter_model, load_target, parse_tree
 from rich.progress import track
 
-from heads import DraftHeads
-from inference import Decoder, Target
+from inference import Decoder, Drafter, Target
+from inference.acceptance_rules import resolve_rule
+from inference.ngram import NgramDrafter
+from inference.policy import StaticTree, resolve_policy
 
-RULES = {
+RULES: dict[str, dict[str, Any]] = {
     "exact": {"acceptance": "exact"},
     "exact, uncoupled": {"acceptance": "exact", "is_coupled": False},
     "rejection": {"acceptance": "rejection"},
@@ -41,8 +47,12 @@ class AcceptanceArguments:
     """Options of compare_acceptance.py."""
 
     target: str = field(metadata={"help": "The frozen target: a folder or hub id."})
-    heads: list[str] = field(metadata={"help": "Trained heads: folders or hub ids."})
     prompts: str = field(metadata={"help": "Prompts or conversations, as for benchmark.py."})
+    heads: list[str] = field(default_factory=list, metadata={"help": "Trained heads: folders or hub ids."})
+    drafter_model: str | None = field(
+        default=None, metadata={"help": "A small causal LM with the target's tokenizer that drafts."}
+    )
+    ngrams: bool = field(default=False, metadata={"help": "Also n-grams of the text."})
     temperature: list[float] = field(default_factory=lambda: [0.7, 1.0], metadata={"help": "Sampling temperatures."})
     tree: list[str] = field(
         default_factory=lambda: ["chain:4"], metadata={"help": "Trees of a fixed shape, as for benchmark.py."}
@@ -54,9 +64,12 @@ class AcceptanceArguments:
     markdown: str | None = field(default=None, metadata={"help": "A file for the table; it is printed in any case."})
 
     def __post_init__(self) -> None:
+        if not (self.heads or self.drafter_model or self.ngrams):
+            raise ValueError("there is nothing that drafts: give --heads, --drafter_model or --ngrams")
         if min(self.temperature) <= 0:
             raise ValueError(
-                f"got --temperature {self.temperature}: give numbers above 0; a greedy target has one rule"
+                f"got --temperature {' '.join(map(str, self.temperature))}: give numbers above 0; a greedy "
+                "target has one rule"
             )
         if self.max_new_tokens < 2 or self.num_seeds < 1:
             raise ValueError(
@@ -80,53 +93,59 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(args: AcceptanceArguments) -> str:
-    """A Markdown table: a row for each set of heads, tree and temperature, a column for each rule."""
+    """A Markdown table: a row for each drafter, tree and temperature, a column for each rule."""
     target, tokenizer = load_target(args.target, dtype=args.dtype)
     prompts, _ = load_prompts(
         Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
     )
-    lines = [f"| heads | tree | T | {' | '.join(RULES)} |", f"| --- | --- | ---: |{' ---: |' * len(RULES)}"]
-    for name in args.heads:
-        heads = load_heads(name, target)
-        kind = heads.config.head_type
+    for tree in args.tree:
+        if not isinstance(resolve_policy(parse_tree(tree), None), StaticTree):
+            raise ValueError(f"got --tree {tree}: rules are compared on trees of a fixed shape, chain:DEPTH or a file")
+    drafters: dict[str, Drafter] = dict(load_all_heads(args.heads, target, is_only_target=True)[0])
+    if args.drafter_model is not None:
+        drafters[SMALL_MODEL] = load_drafter_model(args.drafter_model, target, tokenizer)
+    if args.ngrams:
+        drafters["n-grams"] = NgramDrafter()
+    lines = [f"| drafter | tree | T | {' | '.join(RULES)} |", f"| --- | --- | ---: |{' ---: |' * len(RULES)}"]
+    for name, drafter in drafters.items():
         for tree in args.tree:
             for temperature in args.temperature:
                 cells = [
-                    describe(measure(target, heads, tree, rule, prompts, temperature, args))
-                    for rule in track(RULES, description=f"{kind}, {tree}, T={temperature:g}", transient=True)
+                    describe(measure(target, drafter, tree, rule, prompts, temperature, args))
+                    for rule in track(RULES, description=f"{name}, {tree}, T={temperature:g}", transient=True)
                 ]
-                lines.append(f"| {kind} | {Path(tree).stem} | {temperature:g} | {' | '.join(cells)} |")
+                lines.append(f"| {name} | {Path(tree).stem} | {temperature:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def measure(
     target: Target,
-    heads: DraftHeads,
+    drafter: Drafter,
     tree: str,
     rule: str,
     prompts: Sequence[Prompt],
     temperature: float,
     args: AcceptanceArguments,
 ) -> list[float]:
-    """Tokens a step of every text; none for a tree the rule cannot judge."""
-    try:
-        decoder = Decoder(target, heads, tree=parse_tree(tree), **RULES[rule])  # type: ignore[arg-type]
-    except ValueError as error:
-        if rule == "block_verification":
-            return []
-        raise ValueError(f"{rule}: {error}") from error
-    return [
+    """Tokens a step of every text that has one; nothing for a tree that is no chain and a rule that needs one."""
+    policy = resolve_policy(parse_tree(tree), drafter.max_depth)
+    if resolve_rule(RULES[rule]["acceptance"]).needs_chain and not policy.is_chain:
+        return []
+    decoder = Decoder(target, drafter, tree=policy, **RULES[rule])
+    every = [
         decoder.generate(
             prompt.input_ids,
             max_new_tokens=args.max_new_tokens,
             do_sample=True,
             temperature=temperature,
             top_k=0,
+            top_p=1.0,
             seed=1000 * seed + prompt.index,
-        ).stats.acceptance_length
+        ).stats
         for seed in range(args.num_seeds)
         for prompt in prompts
     ]
+    return [stats.acceptance_length for stats in every if stats.num_verify_steps]
 
 
 def describe(lengths: Sequence[float]) -> str:

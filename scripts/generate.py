@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import HfArgumentParser
 
 from inference import Decoder, GenerationStats
+from inference.acceptance_rules import RULES
 
 DRAFTED_STYLE = "bold green"
 DRAFTERS = "--heads, --drafter_model or --ngrams"
@@ -59,6 +60,14 @@ class GenerateArguments:
     top_p: float = field(default=1.0, metadata={"help": "Sample from the likeliest tokens of this total probability."})
     seed: int | None = field(default=None, metadata={"help": "Seed of the sampling; none = another text each time."})
     tree: str | None = field(default=None, metadata={"help": f"Token tree: {TREE_HELP}."})
+    acceptance: str = field(
+        default="exact",
+        metadata={
+            "help": "How drafts of sampled text are accepted: exact (the text of plain decoding), rejection or "
+            "block_verification (its distribution; trees of a fixed shape), typical (lossy).",
+            "choices": list(RULES),
+        },
+    )
     dtype: str = field(
         default="auto", metadata={"help": "Weights; auto = as they were saved.", "choices": list(DTYPES)}
     )
@@ -91,10 +100,19 @@ class GenerateArguments:
             )
         if self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0):
             raise ValueError("--top_k and --top_p change sampled text only: give a --temperature above 0 with them")
+        if self.temperature == 0 and self.acceptance != "exact":
+            raise ValueError(
+                f"got --acceptance {self.acceptance} for greedy decoding, where all rules are one: give a "
+                "--temperature above 0 with it"
+            )
         if self.raw and self.system is not None:
             raise ValueError("--system is part of the chat template, which --raw leaves out: drop one of the two")
         if not has_drafter and self.tree is not None:
             raise ValueError(f"got --tree {self.tree} without {DRAFTERS}: nothing is drafted in plain decoding")
+        if not has_drafter and self.acceptance != "exact":
+            raise ValueError(
+                f"got --acceptance {self.acceptance} without {DRAFTERS}: nothing is drafted in plain decoding"
+            )
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `Decoder.generate`."""
@@ -259,7 +277,7 @@ def run(args: GenerateArguments) -> None:
         staged=args.staged,
         ngrams=args.ngrams,
     )
-    decoder = Decoder(target, drafter, tree=tree, compile=args.compile)
+    decoder = Decoder(target, drafter, tree=tree, acceptance=args.acceptance, compile=args.compile)
     if args.profile:
         profiled = decoder if args.tree == "auto" else Decoder(target, drafter, tree="auto", compile=args.compile)
         print(profiled.costs(do_sample=args.temperature > 0).to_table(), file=sys.stderr)

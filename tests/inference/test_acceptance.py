@@ -10,14 +10,18 @@ import torch
 from scipy import stats
 from torch import Tensor
 from transformers.generation.logits_process import (
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
     LogitNormalization,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -314,6 +318,27 @@ class TestSampler:
         assert noise is not None
         assert torch.equal(noise, gumbel_noise(seeds, torch.tensor([[11, 12, 13], [5, 6, 7]]), VOCAB))
         assert Sampler().draw_noise(torch.tensor([10]), 3, VOCAB) is None
+
+    @pytest.mark.parametrize(
+        "warper", [EtaLogitsWarper(0.01), TopHLogitsWarper(0.9), InfNanRemoveLogitsProcessor(), MinPLogitsWarper(0.01)]
+    )
+    def test_columns_without_a_candidate_stay_so(self, warper: Any) -> None:
+        """N-grams of a text have no candidate at some nodes, where some warpers would fail or make one."""
+        logits = torch.tensor([[1.0, 0.5, -torch.inf], [-torch.inf] * 3])
+        sampler = Sampler([warper], do_sample=True, row_seeds=row_seeds(0, 2, "cpu"))
+        warped = sampler.warp_draft(logits)
+        assert warped[0, 0] == 1.0
+        assert warped[0, 2].isneginf()
+        assert warped[1].isneginf().all()
+
+    def test_allowed_tokens_are_those_of_the_row(self) -> None:
+        processor = PrefixConstrainedLogitsProcessor(lambda row, text: [row + 5], num_beams=1)
+        tree = TokenTree.from_root(torch.tensor([1, 2]))
+        prefixes = [torch.tensor([[1]]), torch.tensor([[2]])]
+        accepted = accept_exact(
+            Sampler([processor]), tree, torch.zeros(2, 1, 9), torch.tensor([0, 0]), prefixes=prefixes
+        )
+        assert accepted.next_tokens.tolist() == [[5], [6]]
 
     def test_drafts_are_warped_by_what_ignores_columns_and_prefix(self) -> None:
         processors = [

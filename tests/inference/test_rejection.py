@@ -2,7 +2,8 @@
 
 The target and the drafter are Markov chains over a few tokens, so that the chance of every continuation is known. Each
 test of a distribution draws 200,000 continuations of two tokens, step after step as the decode loop would, and fails a
-correct rule with a chance of 1e-6.
+correct rule with a chance of 1e-6 (cells of fewer than 5 expected draws are pooled); all together, with a chance below
+1e-4. The bound of the total variation follows from that of chi-square and adds nothing to it.
 """
 
 from __future__ import annotations
@@ -16,19 +17,36 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
-from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    ForcedEOSTokenLogitsProcessor,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from inference.acceptance import Acceptance, Sampler, accept_exact
 from inference.acceptance_rules import RULES, resolve_rule, typical
 from inference.draft_draws import DraftDraws
 from inference.drafter import DraftLogits, DraftSampling
+from inference.ngram import NgramDrafter
 from inference.noise import derive_seeds, row_seeds
 from inference.policy import DynamicTree, StaticTree, chain
 from inference.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
+from inference.step import DecodeStep
+from inference.target import Target
 from inference.tree import TokenTree
 from inference.typical import accept_typical
+from tests.tiny_targets import tiny_target
 
 NUM_DRAWS, VOCAB, FALSE_ALARM = 200_000, 6, 1e-6
+TEXT = torch.tensor([2, 3, 0])
 WIDE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 LOSSLESS = {
     "exact": accept_exact,
@@ -81,37 +99,63 @@ def take_step(
 def draw_pairs(
     accept: Callable[..., Acceptance], sampler: Sampler, policy: StaticTree, target: Tensor, drafter: MarkovDrafter
 ) -> tuple[Tensor, float]:
-    """The first two tokens behind token 0, [rows, 2], and the mean number of tokens of the first step."""
-    zeros = torch.zeros(NUM_DRAWS, dtype=torch.long)
-    first = take_step(accept, sampler, policy, target, drafter, zeros, zeros)
-    second = take_step(accept, sampler, policy, target, drafter, first.next_tokens[:, 0], zeros + 1)
+    """The first two tokens behind TEXT, [rows, 2], and the mean number of tokens of the first step."""
+    num_rows = NUM_DRAWS if sampler.row_seeds is None else len(sampler.row_seeds)
+    text, zeros = TEXT.expand(num_rows, -1), torch.zeros(num_rows, dtype=torch.long)
+
+    def step(text: Tensor, positions: Tensor) -> Acceptance:
+        prefixes = None if sampler.is_prefix_free else text.split(1)
+        return take_step(accept, sampler, policy, target, drafter, text[:, -1], positions, prefixes=prefixes)
+
+    first = step(text, zeros)
+    second = step(torch.cat([text, first.next_tokens[:, :1]], 1), zeros + 1)
     behind = torch.where(first.counts > 1, first.next_tokens[:, 1], second.next_tokens[:, 0])
     return torch.stack([first.next_tokens[:, 0], behind], dim=1), first.counts.float().mean().item()
 
 
 def compare(pairs: Tensor, sampler: Sampler, target: Tensor) -> tuple[float, float, float]:
-    """Chi-square over its bound, total variation, and the total variation that chance alone explains."""
-    p = torch.softmax(sampler.process(target), dim=-1)
-    exact = (p[0][:, None] * p).flatten().double()
+    """Chi-square over its bound, total variation, and the bound of that: half the root of chi-square over the draws, by
+    the inequality of Cauchy and Schwarz."""
+    every = torch.arange(VOCAB)[:, None]
+    first = torch.softmax(sampler.process(target[TEXT[-1:]], TEXT[None]).double(), dim=-1)[0]
+    second = sampler.process(target, torch.cat([TEXT.expand(VOCAB, -1), every], 1))
+    exact = (first[:, None] * torch.softmax(second.double(), dim=-1)).flatten()
     seen = torch.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2).double()
-    possible = exact > 0
-    assert seen[~possible].sum() == 0, "tokens that the target never says"
-    expected = exact[possible] * len(pairs)
-    statistic = ((seen[possible] - expected) ** 2 / expected).sum().item()
-    bound = float(chi2.isf(FALSE_ALARM, int(possible.sum()) - 1))
+    assert seen[exact == 0].sum() == 0, "tokens that the target never says"
     variation = (seen / len(pairs) - exact).abs().sum().item() / 2
-    return statistic / bound, variation, math.sqrt(int(possible.sum()) / len(pairs))
+    is_large = exact * len(pairs) >= 5
+    seen, expected = (torch.cat([x[is_large], x[~is_large].sum()[None]]) for x in (seen, exact * len(pairs)))
+    is_possible = expected > 0
+    statistic = ((seen - expected) ** 2 / expected)[is_possible].sum().item()
+    bound = float(chi2.isf(FALSE_ALARM, int(is_possible.sum()) - 1))
+    # What was pooled counts there as one cell, and here as many.
+    chance = math.sqrt(bound / len(pairs)) / 2 + (exact[~is_large].sum().item() + seen[-1].item() / len(pairs)) / 2
+    return statistic / bound, variation, chance
 
 
 SETTINGS: dict[str, list[Any]] = {
     "T=1": [],
     "T=0.7": [TemperatureLogitsWarper(0.7)],
-    "top-k 3": [TopKLogitsWarper(3)],
-    "T=0.7, top-p 0.8": [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)],
+    "top-k": [TopKLogitsWarper(3)],
+    "T, top-p": [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)],
+    "min-p": [MinPLogitsWarper(0.2)],
+    "typical-p": [TypicalLogitsWarper(0.7)],
+    "suppressed": [SuppressTokensLogitsProcessor([4], device="cpu")],
+    "repetition": [RepetitionPenaltyLogitsProcessor(2.0)],
+    "n-grams": [NoRepeatNGramLogitsProcessor(2)],
+    "bad words": [NoBadWordsLogitsProcessor([[4], [1, 5]])],
+    "forced": [ForcedEOSTokenLogitsProcessor(5, 3)],
+    "several": [RepetitionPenaltyLogitsProcessor(1.5), TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)],
 }
 
 
-@pytest.mark.parametrize("setting", list(SETTINGS))
+# The fast tests keep one setting of each sort: none, of scores alone, and of texts; all together take minutes.
+FAST = ("T=1", "T, top-p", "several")
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SETTINGS]
+)
 @pytest.mark.parametrize(
     ("rule", "paths"),
     [
@@ -137,6 +181,15 @@ def test_a_drafter_that_knows_fewer_tokens(rule: str) -> None:
     sampler = make_sampler()
     policy = StaticTree(WIDE) if rule == "rejection" else chain(3)
     pairs, _ = draw_pairs(LOSSLESS[rule], sampler, policy, target, drafter)
+    assert compare(pairs, sampler, target)[0] < 1
+
+
+def test_siblings_behind_a_sharp_draft_are_judged_by_what_is_left_of_q() -> None:
+    """Behind the likeliest token, q holds 1e-60: no float32, and yet the second child is drawn from it."""
+    target, drafter = random_scores(20), MarkovDrafter(random_scores(21))
+    drafter.scores[:, 0] += 140
+    sampler = make_sampler()
+    pairs, _ = draw_pairs(accept_by_rejection, sampler, StaticTree([[0], [1], [2]]), target, drafter)
     assert compare(pairs, sampler, target)[0] < 1
 
 
@@ -166,7 +219,7 @@ def test_these_tests_catch_shared_noise() -> None:
     target, drafter = random_scores(1), MarkovDrafter(random_scores(2))
     sampler = make_sampler()
 
-    def shared(sampler: Sampler, tree: TokenTree, logits: Tensor, positions: Tensor) -> Acceptance:
+    def shared(sampler: Sampler, tree: TokenTree, logits: Tensor, positions: Tensor, **_: Any) -> Acceptance:
         noise = sampler.draw_noise(positions, tree.path_width, VOCAB)
         assert noise is not None
         log_q = torch.log_softmax(drafter.scores[tree.token_ids[:, 0]], -1)
@@ -186,6 +239,66 @@ def test_tokens_per_step_of_token_rejection(gamma: int) -> None:
     _, mean = draw_pairs(accept_by_rejection, make_sampler(), chain(gamma), target, MarkovDrafter(draft))
     expected = (1 - alpha ** (gamma + 1)) / (1 - alpha)
     assert mean == pytest.approx(expected, abs=4 * gamma / math.sqrt(NUM_DRAWS))
+
+
+def test_tokens_per_step_of_block_verification() -> None:
+    """The example of arXiv 2403.10444, section 3: p = (1/3, 2/3) and q = (2/3, 1/3) at every place, two drafts. Of them
+    token rejection accepts 10/9, block verification 11/9."""
+    p, q = torch.full((2, VOCAB, VOCAB), -torch.inf)
+    p[:, :2], q[:, :2] = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
+    for rule, accepted in ((accept_by_rejection, 10 / 9), (accept_blocks, 11 / 9)):
+        _, mean = draw_pairs(rule, make_sampler(), chain(2), p, MarkovDrafter(q))
+        assert mean == pytest.approx(1 + accepted, abs=4 / math.sqrt(NUM_DRAWS))
+
+
+def test_siblings_that_are_all_there_is_are_always_accepted() -> None:
+    """Two tokens, both drafted: the second has all of what is left of p."""
+    p, q = torch.full((2, VOCAB, VOCAB), -torch.inf)
+    p[:, :2], q[:, :2] = torch.tensor([0.9, 0.1]).log(), torch.tensor([0.2, 0.8]).log()
+    _, mean = draw_pairs(accept_by_rejection, make_sampler(), StaticTree([[0], [1]]), p, MarkovDrafter(q))
+    assert mean == pytest.approx(2, abs=1e-4)
+
+
+def test_one_coupled_draft() -> None:
+    """The best of log q with the target's own noise is the target's token with chance
+    sum over x of 1 / (sum over y of max(p(y) / p(x), q(y) / q(x))), at least (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
+    target, drafter = random_scores(18), MarkovDrafter(random_scores(19))
+    p, q = (torch.softmax(scores[0], -1) for scores in (target, drafter.scores))
+    chance = (1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)).sum().item()
+    variation = (p - q).abs().sum().item() / 2
+    assert chance >= (1 - variation) / (1 + variation)
+    sampler, zeros = make_sampler(), torch.zeros(NUM_DRAWS, dtype=torch.long)
+    noise = sampler.draw_noise(zeros, 2, VOCAB)
+    sampling = DraftSampling(warp=sampler.warp_draft, noise=noise)
+    tree = chain(1).grow(drafter, None, zeros, drafter.expand(None, zeros[:, None], zeros, 0), sampling)
+    mean = accept_exact(sampler, tree, target[tree.token_ids], zeros, noise=noise).counts.double().mean().item()
+    assert mean == pytest.approx(1 + chance, abs=4 / math.sqrt(NUM_DRAWS))
+
+
+@pytest.mark.parametrize("processors", [[], [RepetitionPenaltyLogitsProcessor(2.0)], ["Recorder"]], ids=str)
+@pytest.mark.parametrize("rule", list(LOSSLESS))
+def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> None:
+    """Texts of different lengths, together and each alone."""
+    if processors == ["Recorder"]:
+        if rule == "block_verification":
+            pytest.skip("block verification refuses processors that may keep a state")
+        processors = [Recorder()]
+    num_rows = 24
+    target, drafter = random_scores(22), MarkovDrafter(random_scores(23))
+    policy = chain(3) if rule == "block_verification" else StaticTree(WIDE)
+    sampler = make_sampler(processors, num_rows)
+    assert sampler.row_seeds is not None
+    positions = torch.arange(num_rows) % 3 + 1
+    texts = [torch.randint(0, VOCAB, (1, 1 + int(position))) for position in positions]
+    roots = torch.cat([text[:, -1] for text in texts])
+    together = take_step(LOSSLESS[rule], sampler, policy, target, drafter, roots, positions, prefixes=texts)
+    for row in range(num_rows):
+        one = slice(row, row + 1)
+        alone = Sampler(processors, do_sample=True, row_seeds=sampler.row_seeds[one])
+        own = take_step(LOSSLESS[rule], alone, policy, target, drafter, roots[one], positions[one], prefixes=texts[one])
+        assert own.next_tokens[0].tolist() == together.next_tokens[row].tolist()
+        assert own.path[0].tolist() == together.path[row].tolist()
+    assert len(set(together.counts.tolist())) > 1
 
 
 def test_one_draft_accepted_by_matching_alone() -> None:
@@ -238,7 +351,7 @@ class Recorder(LogitsProcessor):
 
 
 def test_processors_that_read_the_prefix() -> None:
-    """Each is asked once per emitted token, about the row's own text; no token follows itself."""
+    """One that may keep a state is asked once per emitted token, about its row's own text."""
     num_rows = 300
     target, drafter = random_scores(14), MarkovDrafter(random_scores(15))
     processor = Recorder()
@@ -266,8 +379,11 @@ def test_processors_that_read_the_prefix() -> None:
         asked = sorted(prefix[1:] for prefix in processor.prefixes if prefix[0] == row)
         assert asked == sorted(text[: 1 + place] for place in range(len(tokens)))
     assert max(map(len, emitted.values())) == 3
-    for rule in (accept_blocks, accept_typical):
-        with pytest.raises(ValueError, match="Recorder may read the text so far"):
+    for rule, words in (
+        (accept_blocks, "Recorder may keep a state"),
+        (accept_typical, "Recorder may read the text so far"),
+    ):
+        with pytest.raises(ValueError, match=words):
             take_step(rule, sampler, chain(2), target, drafter, roots, roots * 0, prefixes=prefixes)
 
 
@@ -325,3 +441,10 @@ def test_rules_are_checked() -> None:
 def test_typical_says_that_it_is_lossy(caplog: pytest.LogCaptureFixture) -> None:
     typical().check(DynamicTree())
     assert "is lossy" in caplog.text
+
+
+def test_only_exact_acceptance_lets_drafts_read_the_targets_noise() -> None:
+    target = Target(tiny_target("llama", num_hidden_layers=1))
+    for name, rule in RULES.items():
+        step = DecodeStep(target, NgramDrafter(), chain(2), is_coupled=True, compile=False, rule=rule)
+        assert step.is_coupled == (name == "exact")

@@ -1,12 +1,32 @@
-"""Chi-square of sampled texts against the target's exact distribution, through generate."""
+"""Chi-square of sampled texts against the target's exact distribution, through generate.
+
+Each test draws 20,000 rows, whose second and third new tokens are compared, and fails a correct rule with a chance of
+1e-6 (cells of fewer than 5 expected rows are pooled); all together, with a chance below 1e-4.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chi2
+from torch import Tensor
+from transformers import (
+    ForcedEOSTokenLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from inference import DraftLogits, DynamicTree, StaticTree, TreePolicy, chain, generate
 from inference.noise import gumbel_noise
@@ -14,6 +34,7 @@ from inference.rejection import accept_by_rejection
 from tests.tiny_targets import tiny_target
 
 VOCAB, NUM_ROWS, FALSE_ALARM = 6, 20_000, 1e-6
+PAD, EOS = 0, 4
 TREES: dict[str, TreePolicy] = {
     "chain": chain(2),
     "static": StaticTree([[0], [1], [0, 0], [1, 0]]),
@@ -28,6 +49,56 @@ CASES = [
     ("block_verification", "chain"),
 ]
 PROMPT = torch.tensor([[2, 5, 3]])
+
+
+class LastButOne(LogitsProcessor):
+    """A user's own processor that reads the prefix: the last token but one is twice as likely to come again."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores.scatter_add(1, input_ids[:, -2:-1], torch.full_like(scores[:, :1], 0.7))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """options: of `generate`; processors: what transformers makes of them."""
+
+    options: dict[str, Any]
+    processors: list[Any] = field(default_factory=list)
+
+
+SETTINGS = {
+    "T=0.7": Setting({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
+    "T=1.3": Setting({"temperature": 1.3}, [TemperatureLogitsWarper(1.3)]),
+    "top-k": Setting({"top_k": 3}, [TopKLogitsWarper(3)]),
+    "top-p": Setting({"temperature": 1.3, "top_p": 0.8}, [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.8)]),
+    "min-p": Setting({"min_p": 0.3}, [MinPLogitsWarper(0.3)]),
+    "typical-p": Setting({"typical_p": 0.7}, [TypicalLogitsWarper(0.7)]),
+    "eos": Setting({"eos_token_id": EOS}),
+    "repetition": Setting({"repetition_penalty": 3.0}, [RepetitionPenaltyLogitsProcessor(3.0)]),
+    "n-grams": Setting({"no_repeat_ngram_size": 2}, [NoRepeatNGramLogitsProcessor(2)]),
+    "bad words": Setting({"bad_words_ids": [[4], [1, 3]]}, [NoBadWordsLogitsProcessor([[4], [1, 3]])]),
+    "forced": Setting({"forced_eos_token_id": 2}, [ForcedEOSTokenLogitsProcessor(6, 2)]),
+    "custom": Setting({"logits_processor": LogitsProcessorList([LastButOne()])}, [LastButOne()]),
+    "several": Setting(
+        {"repetition_penalty": 2.0, "bad_words_ids": [[5, 1]], "temperature": 0.9, "top_k": 4},
+        [
+            RepetitionPenaltyLogitsProcessor(2.0),
+            NoBadWordsLogitsProcessor([[5, 1]]),
+            TemperatureLogitsWarper(0.9),
+            TopKLogitsWarper(4),
+        ],
+    ),
+}
+# The fast tests keep one setting of each sort; all together take minutes.
+FAST = ("T=1.3", "eos", "custom", "several")
+# Everything with every rule; with all of the trees only temperatures.
+EVERY_CASE = [(*case, setting) for case in CASES for setting in ("T=0.7", "T=1.3")] + [
+    (rule, tree, setting)
+    for rule, tree in (("exact", "static"), ("rejection", "static"), ("block_verification", "chain"))
+    for setting in SETTINGS
+    if not setting.startswith("T=") and (rule, setting) != ("block_verification", "custom")
+]
+ALL_CASES = [pytest.param(*case, marks=() if case[2] in FAST else pytest.mark.slow) for case in EVERY_CASE]
 
 
 class FixedDrafter:
@@ -49,9 +120,40 @@ class FixedDrafter:
         return DraftLogits(self.scores.expand(token_ids.shape[0], 1, -1))
 
 
-def measure(acceptance: str, tree: str, **options: Any) -> float:
+def make_target() -> PreTrainedModel:
+    return tiny_target(
+        "llama", vocab_size=VOCAB, initializer_range=0.5, num_hidden_layers=1, pad_token_id=PAD, bos_token_id=1
+    )
+
+
+@torch.no_grad()
+def expect(model: PreTrainedModel, setting: Setting) -> Tensor:
+    """The chance of each pair of second and third new tokens, [V, V] float64, from every text there can be."""
+
+    def probabilities(input_ids: Tensor) -> Tensor:
+        scores = model(input_ids).logits[:, -1]
+        for processor in setting.processors:
+            scores = processor(input_ids, scores)
+        return torch.softmax(scores.double(), -1)
+
+    def behind(num_tokens: int) -> Tensor:
+        new = torch.cartesian_prod(*[torch.arange(VOCAB)] * num_tokens).view(-1, num_tokens)
+        shape = (VOCAB,) * (num_tokens + 1)
+        chances = probabilities(torch.cat([PROMPT.expand(len(new), -1), new], 1)).view(shape)
+        if "eos_token_id" in setting.options:  # behind EOS there is padding
+            has_ended = (new == EOS).any(1).view(shape[:-1])
+            only_pad = torch.nn.functional.one_hot(torch.tensor(PAD), VOCAB).double()
+            chances = torch.where(has_ended[..., None], only_pad, chances)
+        return chances
+
+    first = probabilities(PROMPT)[0]
+    return (first[:, None, None] * behind(1)[:, :, None] * behind(2)).sum(0)
+
+
+def measure(acceptance: str, tree: str, setting: Setting) -> float:
     """Chi-square of the second and third new token together, as a share of its bound."""
-    model = tiny_target("llama", vocab_size=VOCAB, initializer_range=0.3, pad_token_id=0, bos_token_id=1)
+    model = make_target()
+    options: dict[str, Any] = {"top_k": 0, "temperature": 1.0} | setting.options
     output = generate(
         model,
         FixedDrafter(VOCAB),
@@ -61,39 +163,37 @@ def measure(acceptance: str, tree: str, **options: Any) -> float:
         seed=11,
         max_new_tokens=3,
         do_sample=True,
-        top_k=0,
         **options,
     )
     assert sum(output.stats.accepted_histogram[1:]) > NUM_ROWS / 10
     new = output.sequences[:, 3:]
-
-    def probabilities(input_ids: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(model(input_ids).logits[:, -1] / options["temperature"], -1)
-
-    with torch.no_grad():
-        first = probabilities(PROMPT)[0]
-        second = probabilities(torch.cat([PROMPT.expand(VOCAB, -1), torch.arange(VOCAB)[:, None]], 1))
-        pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
-        third = probabilities(torch.cat([PROMPT.expand(VOCAB**2, -1), pairs], 1)).view(VOCAB, VOCAB, VOCAB)
-    expected = (first[:, None, None] * second[:, :, None] * third).sum(0).flatten() * NUM_ROWS
-    observed = torch.bincount(new[:, 1] * VOCAB + new[:, 2], minlength=VOCAB**2).float()
+    expected = expect(model, setting).flatten() * NUM_ROWS
+    observed = torch.bincount(new[:, 1] * VOCAB + new[:, 2], minlength=VOCAB**2).double()
+    assert observed[expected == 0].sum() == 0, "tokens that the target never says"
     is_large = expected >= 5
-    observed = torch.cat([observed[is_large], observed[~is_large].sum()[None]])
-    expected = torch.cat([expected[is_large], expected[~is_large].sum()[None].clamp(min=1e-9)])
-    statistic = float(((observed - expected) ** 2 / expected).sum())
-    return statistic / float(chi2.isf(FALSE_ALARM, df=len(expected) - 1))
+    observed, expected = (torch.cat([x[is_large], x[~is_large].sum()[None]]) for x in (observed, expected))
+    is_possible = expected > 0
+    statistic = float(((observed - expected) ** 2 / expected)[is_possible].sum())
+    return statistic / float(chi2.isf(FALSE_ALARM, df=int(is_possible.sum()) - 1))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-@pytest.mark.parametrize(("acceptance", "tree"), CASES)
-def test_texts_have_the_targets_distribution(acceptance: str, tree: str, temperature: float) -> None:
-    assert measure(acceptance, tree, temperature=temperature) < 1
+@pytest.mark.parametrize(("acceptance", "tree", "setting"), ALL_CASES)
+def test_texts_have_the_targets_distribution(acceptance: str, tree: str, setting: str) -> None:
+    assert measure(acceptance, tree, SETTINGS[setting]) < 1
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_each_setting_changes_the_distribution(setting: str) -> None:
+    """More than chance could hide: a rule that leaves it out fails."""
+    model = make_target()
+    usual, changed = (expect(model, one).flatten() for one in (Setting({}), SETTINGS[setting]))
+    assert NUM_ROWS * ((usual - changed) ** 2 / usual).sum() > 5 * float(chi2.isf(FALSE_ALARM, df=VOCAB**2 - 1))
 
 
 def test_noise_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """15% less noise: a temperature that is too low."""
     monkeypatch.setattr("inference.acceptance.gumbel_noise", lambda *args: 0.85 * gumbel_noise(*args))
-    assert measure("exact", "dynamic", temperature=1.3) > 1
+    assert measure("exact", "dynamic", SETTINGS["T=1.3"]) > 1
 
 
 def test_drafts_that_are_accepted_too_easily_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,4 +203,9 @@ def test_drafts_that_are_accepted_too_easily_are_caught(monkeypatch: pytest.Monk
     usual = rejection._uniforms
     monkeypatch.setattr(rejection, "_uniforms", lambda *args: 0.9 * usual(*args))
     assert accept_by_rejection is rejection.accept_by_rejection
-    assert measure("rejection", "chain", temperature=1.3) > 1
+    assert measure("rejection", "chain", SETTINGS["T=1.3"]) > 1
+
+
+def test_a_processor_that_may_keep_a_state_is_refused_by_block_verification() -> None:
+    with pytest.raises(ValueError, match=r"LastButOne may keep a state.*acceptance='exact' or 'rejection'"):
+        measure("block_verification", "chain", SETTINGS["custom"])

@@ -10,7 +10,7 @@ import torch
 from transformers import TemperatureLogitsWarper
 
 from heads import HEAD_TYPES
-from inference import Decoder, DynamicTree, Target, chain
+from inference import Decoder, DynamicTree, StaticTree, Target, chain
 from inference.auto_tree import AutoTree
 from inference.compilation import StepCompiler, count_graphs
 from inference.ngram import NgramDrafter
@@ -104,6 +104,33 @@ def test_compiled_heads_draft_what_they_draft_eagerly(target: Target, kind: str)
     assert one.sequences.tolist() == other.sequences.tolist()
     assert one.stats.accepted_histogram == other.stats.accepted_histogram
     assert one.stats.seconds["compile"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "tree"),
+    [
+        ("rejection", StaticTree([[0], [1], [0, 0]])),
+        ("block_verification", chain(3)),
+        ("typical", DynamicTree(2, 2, 5)),
+    ],
+    ids=["rejection", "block_verification", "typical"],
+)
+def test_compiled_rules_accept_what_they_accept_eagerly(
+    target: Target, rule: str, tree: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one graph each. Processors that read the prefix make the same decoder run its rule eagerly."""
+    caplog.set_level("INFO", "inference.compilation")
+    heads = tiny_heads("eagle3", target)
+    compiled, eager = (Decoder(target, heads, tree=tree, acceptance=rule, compile=flag) for flag in (True, False))
+    settings = {"max_new_tokens": 40, "do_sample": True, "temperature": 2.0, "top_p": 0.9, "seed": 3}
+    calls = [settings] if rule == "typical" else [settings, settings | {"repetition_penalty": 1.2}]
+    for options in calls:
+        one, other = (decoder.generate(random_prompt(6, batch_size=2), **options) for decoder in (compiled, eager))
+        assert one.sequences.tolist() == other.sequences.tolist()
+        assert one.stats.accepted_histogram == other.stats.accepted_histogram
+        assert sum(one.stats.accepted_histogram[1:]) > 0
+    assert "in pieces" not in caplog.text
 
 
 def test_too_many_settings_run_eagerly() -> None:

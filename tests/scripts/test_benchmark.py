@@ -164,6 +164,21 @@ def test_sampling_adds_uncoupled_drafting(target: Target) -> None:
     assert names[-2:] == ["h", "h, uncoupled"]
 
 
+def test_acceptance_rules_are_an_axis_of_sampled_decoding(target: Target) -> None:
+    def make(temperature: float, *rules: str) -> dict[tuple[str, str], Contender]:
+        settings, drafters = Settings(max_new_tokens=4, temperature=temperature), {"h": NgramDrafter()}
+        every = make_contenders(target, drafters, ["chain:2", "dynamic"], settings, acceptance=rules)
+        return {(one.name, one.tree): one for one in every if one.name.startswith("h")}
+
+    made = make(1.0, "exact", "rejection", "typical")
+    assert {name for name, _ in made} == {"h", "h, uncoupled", "h, rejection", "h, typical"}
+    assert {key: one.problem for key, one in made.items() if one.problem}.keys() == {("h, rejection", "dynamic")}
+    assert "shape does not depend on what was drafted" in made["h, rejection", "dynamic"].problem
+    assert {name for name, tree in made if made[name, tree].is_exact} == {"h", "h, uncoupled"}
+    assert {name for name, _ in make(1.0, "rejection")} == {"h, rejection"}
+    assert {name for name, _ in make(0.0, "exact", "rejection")} == {"h"}
+
+
 def test_prompts_of_both_formats_and_too_long_ones(target: Target, chat_tokenizer: Any, tmp_path: Path) -> None:
     rows = [
         {"id": "first", "turns": ["Hi there", "not this one"]},

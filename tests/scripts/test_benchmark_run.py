@@ -120,6 +120,28 @@ def test_other_drafters_are_measured_beside_heads(heads_path: Path, prompts: Pat
     assert report["environment"]["drafter_model"] == str(CHAT_TARGET)
 
 
+def test_acceptance_rules_are_measured_beside_one_another(heads_path: Path, prompts: Path) -> None:
+    """Texts of rules that draw other ones are not compared."""
+    (report,), printed = decode_all(
+        target=[str(CHAT_TARGET)],
+        prompts=[str(prompts)],
+        heads=[str(heads_path)],
+        max_new_tokens=6,
+        temperature=[0.9],
+        tree=["dynamic:2,2,4", "chain:2"],
+        acceptance=["exact", "block_verification"],
+        repeats=1,
+    )
+    rows = {(row["name"], row["tree"]): row for row in report["rows"]}
+    assert rows["untrained", "chain:2"]["num_identical"] == 2
+    blocks = rows["untrained, block_verification", "chain:2"]
+    assert (blocks["num_identical"], blocks["num_compared"]) == (None, 0)
+    assert blocks["acceptance_length"] >= 1
+    assert "shape does not depend" in rows["untrained, block_verification", "dynamic:2,2,4"]["problem"]
+    assert "untrained, block_verification, dynamic:2,2,4 did not run" in " ".join(printed.split())
+    assert report["environment"]["acceptance"] == ["exact", "block_verification"]
+
+
 def test_a_matrix_is_one_report_for_each_combination(
     heads_path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +210,8 @@ def test_both_spellings_of_an_option(spelling: str, prompts: Path) -> None:
         (["--repeats", "0"], "got --repeats 0: give at least 1"),
         (["--temperature", "0", "-1"], "got --temperature -1.0: give 0 for greedy decoding"),
         (["--temperature", "1", "1.0"], "got --temperature 1.0 1.0: give one or more, each once"),
+        (["--acceptance", "rejection"], "got --acceptance rejection for greedy decoding"),
+        (["--acceptance", "exakt", "--temperature", "1"], "acceptance is 'exakt'; allowed are exact, rejection"),
         (["--target", "a", "a"], "got --target a a: give one or more, each once"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl does not exist"),
     ],

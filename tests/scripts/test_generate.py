@@ -23,6 +23,7 @@ from generate import Conversation, GenerateArguments, IncrementalDetokenizer, Sp
 from model_loading import encode_messages, parse_tree
 
 from inference import Decoder, StaticTree
+from inference.acceptance_rules import RULES
 from inference.auto_tree import AutoTree
 from inference.ngram import NgramDrafter
 
@@ -129,6 +130,8 @@ def test_a_chat_keeps_its_turns_and_raw_text_does_not(chat_tokenizer: Any) -> No
         ({"top_k": 5}, "--temperature above 0"),
         ({"raw": True, "system": "x"}, "--raw"),
         ({"tree": "chain"}, "--heads, --drafter_model or --ngrams"),
+        ({"acceptance": "rejection", "temperature": 1.0}, "--acceptance rejection without --heads, --drafter_model"),
+        ({"acceptance": "typical", "ngrams": True}, "--acceptance typical for greedy decoding"),
         ({"staged": True, "tree": "chain"}, "--staged without --drafter_model"),
         ({"staged": True, "drafter_model": "m"}, "--staged with --tree None"),
         ({"staged": True, "drafter_model": "m", "tree": "dynamic"}, "--staged with --tree dynamic"),
@@ -208,6 +211,21 @@ def test_raw_text_is_continued_as_it_is(run_program: Callable[..., str]) -> None
 def test_a_seed_repeats_a_sampled_text(run_program: Callable[..., str]) -> None:
     options = {"prompt": "Tell me a story", "temperature": 1.0, "top_k": 50, "top_p": 0.9, "max_new_tokens": 8}
     assert run_program(seed=3, **options) == run_program(seed=3, **options)
+
+
+@pytest.mark.parametrize("acceptance", list(RULES))
+def test_each_acceptance_rule_writes_a_text(run_program: Callable[..., str], acceptance: str) -> None:
+    options = {"prompt": REPEATING, "temperature": 0.8, "seed": 3, "max_new_tokens": 12}
+    text = run_program(ngrams=True, tree="chain:3", acceptance=acceptance, **options)
+    assert text.strip()
+    if acceptance == "exact":
+        assert text == run_program(**options)
+
+
+def test_a_rule_that_cannot_judge_the_tree_says_so(run_program: Callable[..., str]) -> None:
+    for tree in (None, "auto", "gamma"):
+        with pytest.raises(ValueError, match=r"acceptance='rejection' needs a tree whose shape.*use tree='chain'"):
+            run_program(prompt="Hi", ngrams=True, tree=tree, acceptance="rejection", temperature=1.0)
 
 
 def test_a_mistake_ends_the_program_with_one_line() -> None:
