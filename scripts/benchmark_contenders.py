@@ -225,8 +225,8 @@ def make_contenders(
         assistant: a small causal LM for transformers' assisted generation, one baseline more.
         plain_targets: the target in other dtypes, for plain decoding.
         misfits: heads that do not fit the target and why: each becomes a contender with that `problem`.
-        is_each_once: every drafter of `heads`, and no other, is one contender: in the last of the modes, accepted exactly,
-            drafting coupled, with its trees cut to the depth it can draft.
+        is_each_once: every drafter of `heads`, and no other, is one contender: in the last of the modes, by exact
+            acceptance, drafting coupled, with its trees cut to the depth it can draft.
 
     Raises:
         ValueError: for what is no tree at all, and for two trees of one name.
