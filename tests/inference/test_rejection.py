@@ -275,7 +275,9 @@ def test_one_coupled_draft() -> None:
     assert mean == pytest.approx(1 + chance, abs=4 / math.sqrt(NUM_DRAWS))
 
 
-@pytest.mark.parametrize("processors", [[], [RepetitionPenaltyLogitsProcessor(2.0)], ["Recorder"]], ids=str)
+@pytest.mark.parametrize(
+    "processors", [[], [RepetitionPenaltyLogitsProcessor(2.0)], ["Recorder"]], ids=["none", "stock", "own"]
+)
 @pytest.mark.parametrize("rule", list(LOSSLESS))
 def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> None:
     """Texts of different lengths, together and each alone."""
