@@ -138,7 +138,7 @@ class StaticTree(TreePolicy):
             token_ids.append(ids[:, which, level.child_ranks])
         drawn = None
         if drawn_from:
-            drawn = DrawnFrom(torch.cat(drawn_from, dim=1), plan.draft_rows, self.topology.num_ranks)
+            drawn = DrawnFrom(torch.cat(drawn_from, dim=1), plan.draft_rows, plan.num_ranks)
         return mask_absent(
             TokenTree(
                 torch.cat(token_ids, dim=1),
@@ -169,12 +169,13 @@ class _Level:
 @dataclass(frozen=True)
 class _StaticPlan:
     """A topology as index tensors on one device. parents, depths: [1, N]; draft_rows: [N], which of all frontier nodes
-    a node is (0 for those without children)."""
+    a node is (0 for those without children); num_ranks: as in `Topology`, which the compiler cannot ask."""
 
     levels: list[_Level]
     parents: Tensor
     depths: Tensor
     draft_rows: Tensor
+    num_ranks: int
 
     @classmethod
     def build(cls, topology: Topology, device: torch.device) -> _StaticPlan:
@@ -198,7 +199,8 @@ class _StaticPlan:
                 )
             )
             before = frontier
-        return cls(levels, tensor(topology.parents)[None], tensor(topology.depths)[None], tensor(draft_rows))
+        parents, depths = tensor(topology.parents)[None], tensor(topology.depths)[None]
+        return cls(levels, parents, depths, tensor(draft_rows), topology.num_ranks)
 
 
 def chain(depth: int) -> StaticTree:

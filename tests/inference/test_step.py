@@ -110,27 +110,26 @@ def test_compiled_heads_draft_what_they_draft_eagerly(target: Target, kind: str)
 @pytest.mark.parametrize(
     ("rule", "tree"),
     [
-        ("rejection", StaticTree([[0], [1], [0, 0]])),
-        ("block_verification", chain(3)),
+        ("rejection", StaticTree([[0], [1]])),
+        ("block_verification", chain(2)),
         ("typical", DynamicTree(2, 2, 5)),
     ],
     ids=["rejection", "block_verification", "typical"],
 )
-def test_compiled_rules_accept_what_they_accept_eagerly(
-    target: Target, rule: str, tree: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_compiled_rules_accept_what_they_accept_eagerly(rule: str, tree: Any, caplog: pytest.LogCaptureFixture) -> None:
     """In one graph each. Processors that read the prefix make the same decoder run its rule eagerly."""
     caplog.set_level("INFO", "inference.compilation")
-    heads = tiny_heads("eagle3", target)
+    target = Target(tiny_target("llama", num_hidden_layers=2))
+    heads = tiny_heads("medusa", target)
     compiled, eager = (Decoder(target, heads, tree=tree, acceptance=rule, compile=flag) for flag in (True, False))
-    settings = {"max_new_tokens": 40, "do_sample": True, "temperature": 2.0, "top_p": 0.9, "seed": 3}
+    settings = {"max_new_tokens": 24, "do_sample": True, "temperature": 2.0, "top_p": 0.9, "seed": 3}
     calls = [settings] if rule == "typical" else [settings, settings | {"repetition_penalty": 1.2}]
     for options in calls:
         one, other = (decoder.generate(random_prompt(6, batch_size=2), **options) for decoder in (compiled, eager))
         assert one.sequences.tolist() == other.sequences.tolist()
         assert one.stats.accepted_histogram == other.stats.accepted_histogram
         assert sum(one.stats.accepted_histogram[1:]) > 0
-    assert "in pieces" not in caplog.text
+    assert "in pieces" not in "".join(caplog.messages)
 
 
 def test_too_many_settings_run_eagerly() -> None:
