@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.drafter import DraftLogits
+from inference.drafter import DraftLogits, warp_candidates
 from inference.noise import derive_seeds, gumbel_noise
 
 
@@ -49,7 +49,7 @@ class DraftDraws:
         batch, _, columns = draft.logits.shape
         logits = draft.logits.float().expand(batch, width, columns)
         if self.warp is not None:
-            logits = self.warp(logits.reshape(batch * width, columns)).view(batch, width, columns)
+            logits = warp_candidates(self.warp, logits)
         log_q = torch.log_softmax(logits, dim=-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
         nodes = torch.arange(width, device=log_q.device)
         seeds = derive_seeds(self.seeds[:, None].expand(batch, width), depth, nodes)  # [B, W]

@@ -70,9 +70,16 @@ def train_quickly(kind: str, target: Target, texts: Tensor, *, num_steps: int = 
     return heads.eval()
 
 
+@cache
+def expected_text(target: Target, prompt: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> Tensor:
+    """Of transformers, the same for all kinds and policies."""
+    sequences: Tensor = target.model.generate(torch.tensor([prompt]), do_sample=False, **dict(options))
+    return sequences
+
+
 def check_greedy(target: Target, decoder: Decoder, prompt: Tensor, **options: Any) -> float:
     model: PreTrainedModel = target.model
-    expected = model.generate(prompt, do_sample=False, **options)
+    expected = expected_text(target, tuple(prompt[0].tolist()), tuple(options.items()))
     output = decoder.generate(prompt, do_sample=False, **options)
     assert_same_text(model, expected, output.sequences)
     return output.stats.acceptance_length
@@ -98,12 +105,17 @@ def test_chat_greedy_200_tokens(kind: str, policy: str) -> None:
         check_greedy(target, decoder, prompt, max_new_tokens=200, **NO_EOS)
 
 
+@cache
+def plain_text(target: Target, prompt: int, options: tuple[tuple[str, Any], ...]) -> Tensor:
+    """Sampled without a drafter."""
+    return Decoder(target, None).generate(chat_prompts()[prompt], **dict(options)).sequences
+
+
 @pytest.mark.parametrize("is_coupled", [True, False], ids=["coupled", "uncoupled"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", HEAD_TYPES)
 def test_chat_sampled(kind: str, policy: str, is_coupled: bool) -> None:
     target = chat_target(torch.float32)
-    plain = Decoder(target, None)
     decoder = Decoder(target, chat_heads(kind, target), tree=POLICIES[policy], is_coupled=is_coupled)
     settings = (
         {"temperature": 0.7},
@@ -112,7 +124,7 @@ def test_chat_sampled(kind: str, policy: str, is_coupled: bool) -> None:
     )
     for seed, options in enumerate(settings):
         options = {"max_new_tokens": 40, "do_sample": True, "seed": seed, **options}
-        expected = plain.generate(chat_prompts()[seed], **options).sequences
+        expected = plain_text(target, seed, tuple(options.items()))
         assert torch.equal(decoder.generate(chat_prompts()[seed], **options).sequences, expected), options
 
 
