@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,6 +38,20 @@ def pytest_unconfigure() -> None:
 def _same_random_numbers_in_any_order() -> None:
     """Seeds Python, NumPy and torch before each test, so that a test does not depend on the ones before it."""
     set_seed(0)
+
+
+@pytest.fixture
+def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compile=True` makes its graphs, and torch runs them as they are: a break, a read on the host or a stale number
+    shows in seconds. Inductor's code takes minutes for each decoder; the tests marked slow in test_step.py run it."""
+    compile_with = torch.compile
+
+    def trace(function: Any, *, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+        kept = {key: value for key, value in (options or {}).items() if key == "guard_filter_fn"}
+        return compile_with(function, backend="eager", options=kept, **settings)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", trace)
 
 
 @pytest.fixture(scope="session")

@@ -97,6 +97,8 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
                     option = word.partition("=")[0]
                     assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{program} has no option {option}"
             check_paths(rest)
+        case ["pytest", *rest]:
+            check_paths(rest)
         case _:
             pytest.fail(f"{document} has a command that no test knows: {shlex.join(words)}")
 

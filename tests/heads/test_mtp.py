@@ -261,7 +261,7 @@ def test_training_lowers_the_loss(target: Target) -> None:
         assert losses[-1] < 0.2 * losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiled_blocks_of_their_own_draft_what_they_draft_eagerly(target: Target) -> None:
     """Each level runs other blocks: a graph of its own, none in pieces."""

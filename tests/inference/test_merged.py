@@ -306,7 +306,7 @@ def test_measured_costs_tell_merged_drafters_apart() -> None:
     assert one == same != other
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "tree"), [("eagle3", DynamicTree(3, 3, 10)), ("small", chain(2))], ids=["eagle3", "small"]

@@ -95,8 +95,20 @@ def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HEAD_TYPES)
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_compiled_heads_draft_what_they_draft_eagerly(target: Target, kind: str) -> None:
+    check_compiled_heads(target, kind)
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_heads_of_every_kind_are_traced_whole(target: Target, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "inference.compilation")
+    check_compiled_heads(target, kind)
+    assert "in pieces" not in "".join(caplog.messages)
+
+
+def check_compiled_heads(target: Target, kind: str) -> None:
     heads = tiny_heads(kind, target)
     prompt = random_prompt(6)
     compiled, eager = (Decoder(target, heads, tree=DynamicTree(3, 4, 12), compile=flag) for flag in (True, False))
@@ -106,11 +118,11 @@ def test_compiled_heads_draft_what_they_draft_eagerly(target: Target, kind: str)
     assert one.stats.seconds["compile"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize(
     ("rule", "tree"),
     [
-        ("rejection", StaticTree([[0], [1]])),
+        ("rejection", StaticTree([[0], [1], [0, 0]])),
         ("block_verification", chain(2)),
         ("typical", DynamicTree(2, 2, 5)),
     ],
