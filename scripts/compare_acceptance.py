@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import HfArgumentParser
-
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,6 +25,7 @@ from benchmark_matrix import SMALL_MODEL, load_all_heads
 from benchmark_measure import Prompt, load_prompts
 from model_loading import DTYPES, load_drafter_model, load_target, parse_tree
 from rich.progress import track
+from table_program import run_table_program
 
 from inference import Decoder, Drafter, Target
 from inference.acceptance_rules import resolve_rule
@@ -78,18 +77,7 @@ class AcceptanceArguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = HfArgumentParser(AcceptanceArguments, description=__doc__.partition("\n\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses(argv)
-        table = compare(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"compare_acceptance.py: {error}")
-    print(table)
-    if args.markdown is not None:
-        path = Path(args.markdown)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(table + "\n", encoding="utf-8")
-    return 0
+    return run_table_program(AcceptanceArguments, compare, __file__, argv)
 
 
 def compare(args: AcceptanceArguments) -> str:

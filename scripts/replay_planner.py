@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser
 
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmark_measure import Prompt, load_prompts
 from model_loading import DTYPES, load_heads, load_target
 from rich.progress import track
+from table_program import run_table_program
 
 from inference import Decoder, Target
 from inference.auto_tree import AutoTree
@@ -71,18 +71,7 @@ Text = list[Record | None]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = HfArgumentParser(ReplayArguments, description=__doc__.partition("\n\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses(argv)
-        table = compare(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"replay_planner.py: {error}")
-    print(table)
-    if args.markdown is not None:
-        path = Path(args.markdown)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(table + "\n", encoding="utf-8")
-    return 0
+    return run_table_program(ReplayArguments, compare, __file__, argv)
 
 
 def compare(args: ReplayArguments) -> str:

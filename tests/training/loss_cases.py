@@ -1,0 +1,121 @@
+"""What the losses are tested on, and the slow reference they are compared with.
+
+Legend: B batch, T sequence length, C draft vocabulary, V target vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heads import DraftStep
+from inference import Target
+from tests.tiny_targets import random_prompt, tiny_target
+from training.losses import LOSS_TYPES, LossOutput, Teacher, compute_teacher, draft_loss
+
+BATCH, LENGTH, HIDDEN, VOCAB = 3, 12, 32, 128
+every_loss = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+
+
+class Case:
+    """Random states and heads of three steps, as `draft_loss` gets them.
+
+    Args:
+        draft_size: size of the draft vocabulary; None = all of the target's tokens.
+        **weights: of the steps.
+    """
+
+    def __init__(
+        self, draft_size: int | None = None, seed: int = 0, shifts: tuple[int, ...] = (2, 3, 4), **weights: float
+    ) -> None:
+        torch.manual_seed(seed)
+        self.target = Target(tiny_target("llama"))
+        self.input_ids = random_prompt(LENGTH, seed=seed, batch_size=BATCH)
+        self.last_hidden = torch.randn(BATCH, LENGTH, HIDDEN)
+        self.draft_token_ids = None if draft_size is None else torch.randperm(VOCAB)[:draft_size].sort().values
+        self.columns = draft_size or VOCAB
+        self.loss_mask = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+        self.loss_mask[0, 3:7] = 1
+        self.loss_mask[0, 9:] = 1
+        self.loss_mask[1, 5:10] = 1
+        self.loss_mask[2, 2:] = 1
+        self.hidden = [torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True) for _ in shifts]
+        self.heads = [nn.Linear(HIDDEN, self.columns, bias=False) for _ in shifts]
+        with torch.no_grad():  # so that scores are far apart, and a head often agrees with the target
+            rows = torch.arange(VOCAB) if self.draft_token_ids is None else self.draft_token_ids
+            for shift, hidden, head in zip(shifts, self.hidden, self.heads, strict=True):
+                head.weight.copy_(self.target.lm_head.weight[rows])
+                ahead = torch.roll(self.last_hidden, 1 - shift, dims=1)
+                hidden.copy_(ahead + 0.7 * torch.randn_like(ahead))
+        self.steps = [DraftStep(*step, **weights) for step in zip(shifts, self.hidden, self.heads, strict=True)]
+
+    def teacher(self, loss_type: str) -> Teacher:
+        return compute_teacher(
+            self.target, self.last_hidden, self.input_ids, self.loss_mask, self.draft_token_ids, loss_type=loss_type
+        )
+
+    def run(self, loss_type: str, step_decay: float = 0.8) -> LossOutput:
+        return draft_loss(
+            self.steps, self.teacher(loss_type), self.loss_mask, loss_type=loss_type, step_decay=step_decay
+        )
+
+    def gradients(self) -> list[Tensor]:
+        tensors = [*self.hidden, *(head.weight for head in self.heads)]
+        found = [tensor.grad for tensor in tensors]
+        assert all(gradient is not None for gradient in found)
+        for tensor in tensors:
+            tensor.grad = None
+        return [gradient for gradient in found if gradient is not None]
+
+
+class Reference:
+    """The same by loops over rows, slots and steps."""
+
+    def __init__(self, case: Case, loss_type: str, step_decay: float = 0.8) -> None:
+        ids = list(range(VOCAB)) if case.draft_token_ids is None else case.draft_token_ids.tolist()
+        self.loss = torch.zeros(())
+        self.loss_counts, self.top1, self.top5, self.positions = [], [], [], []
+        for k, step in enumerate(case.steps):
+            losses, top1, top5, positions = [], 0, 0, 0
+            for row in range(BATCH):
+                for slot in range(LENGTH - step.shift):
+                    if not case.loss_mask[row, slot + step.shift]:
+                        continue
+                    positions += 1
+                    scores = step.head(step.hidden[row, slot])
+                    target_logits = case.target.lm_head(case.last_hidden[row, slot + step.shift - 1]).detach()
+                    best, label = int(target_logits.argmax()), int(case.input_ids[row, slot + step.shift])
+                    if best in ids:
+                        ranking = scores.argsort(descending=True).tolist()
+                        top1 += ranking[0] == ids.index(best)
+                        top5 += ids.index(best) in ranking[:5]
+                    if (label if loss_type == "cross_entropy" else best) not in ids:
+                        continue
+                    log_q = scores.log_softmax(-1)
+                    if loss_type == "cross_entropy":
+                        loss = -log_q[ids.index(label)] * step.token_weight
+                    elif loss_type == "total_variation":
+                        p = target_logits[ids].softmax(-1)
+                        loss = 0.9 * (p - log_q.exp()).abs().sum() * step.token_weight
+                        if label in ids:
+                            loss = loss - 0.1 * log_q[ids.index(label)] * step.token_weight
+                    else:
+                        p = target_logits[ids].softmax(-1)
+                        loss = -(p * log_q).sum() * step.token_weight
+                    if loss_type == "topk_distillation":
+                        for i in sorted(range(len(ids)), key=lambda i: -p[i].item())[:10]:
+                            loss = loss - p[i] * log_q[i]
+                    for mine, wanted in zip(
+                        step.hidden[row, slot], case.last_hidden[row, slot + step.shift - 1], strict=True
+                    ):
+                        gap = (mine - wanted).abs()
+                        distance = gap**2 / 2 if gap < 1 else gap - 0.5
+                        loss = loss + step.feature_weight * distance / HIDDEN
+                    losses.append(loss)
+            if losses:
+                self.loss = self.loss + step_decay**k * torch.stack(losses).mean()
+            self.loss_counts.append(len(losses))
+            self.top1.append(top1)
+            self.top5.append(top5)
+            self.positions.append(positions)
