@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from drafter_portions import read_reports
+from drafter_render import NONE, Cell, Results
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: begin (scripts/readme_results.py) -->", "<!-- results: end -->"
 BASELINES = ("transformers generate", "plain decoding")
 SPEED = "cpu-validation-t0"
+DRAFTERS = "drafters"
 # Benchmark file -> its column of acceptance lengths.
 COLUMNS = {
     "cpu-validation-t0-fp32": "validation, T=0",
@@ -53,6 +61,33 @@ def acceptance_table(reports: dict[str, Report]) -> list[str]:
     return lines + [_line(name, *own) for name, own in cells.items()]
 
 
+def drafters_table(results: Results) -> list[str]:
+    """Acceptance length and speed beside `generate` of all drafters: of each file of prompts at the lowest temperature,
+    and the means of all files at the other ones."""
+    low = results.lowest_temperature
+    single = [where for where in results.titles if where[1] == low]
+    higher = sorted({temperature for _, temperature in results.titles} - {low})
+    groups = [[where] for where in single] + [[(where[0], t) for where in single] for t in higher]
+    titles = [results.titles[where] for where in single] + [f"all of them, T={t:g}" for t in higher]
+    lines = [_line("drafter", "parameters", "trained on", *titles), _line("---", *["---:"] * (len(titles) + 2))]
+    for name, info in results.drafters.items():
+        tokens = info["training"].get("tokens")
+        parameters = f"{info['num_parameters'] / 1e6:.2f} M" if info["num_parameters"] else "none"
+        cells = results.cells[name]
+        means = [_mean([cells.get(where) for where in group]) for group in groups]
+        lines.append(_line(name, parameters, f"{tokens / 1e6:.1f} M tokens" if tokens else NONE, *means))
+    return lines
+
+
+def _mean(cells: list[Cell | None]) -> str:
+    """Of acceptance lengths, and of speeds beside `generate`, each the median of a file."""
+    rows = [cell.row for cell in cells if cell is not None and not cell.row.problem]
+    if len(rows) < len(cells):
+        return NONE
+    speeds = [row.over_transformers for row in rows if row.over_transformers is not None]
+    return f"{statistics.fmean(row.acceptance_length for row in rows):.2f}, {statistics.fmean(speeds):.2f}×"
+
+
 def speed_table(report: Report) -> list[str]:
     """Everybody's speed beside `generate`, and beside the fastest plain decoding of the run."""
     rows = [row for row in report["rows"] if not row["problem"]]
@@ -84,7 +119,21 @@ def render() -> str:
         f"{machine['repeats']} interleaved rounds:"
     )
     reports = {title: load_report(stem) for stem, title in COLUMNS.items()}
-    return "\n".join([BEGIN, *acceptance_table(reports), "", description, "", *speed_table(speed), END])
+    drafters = Results(read_reports(ROOT / "docs" / "benchmarks" / f"{DRAFTERS}.json"))
+    parts = [drafters_table(drafters), _describe_drafters(drafters), acceptance_table(reports)]
+    parts += [[description], speed_table(speed)]
+    return "\n".join([BEGIN, "\n\n".join("\n".join(lines) for lines in parts), END])
+
+
+def _describe_drafters(results: Results) -> list[str]:
+    one = results.reports[0]["environment"]
+    mode = "compiled" if one["conditions"]["compile"] else "eager"
+    return [
+        f"Above: {one['cpu']}, {one['threads']} thread(s), {one['dtype']}, batch 1, drafters {mode}, tree "
+        f"{one['trees'][0]}, {one['num_prompts']} prompts of each file, up to {one['max_new_tokens']} tokens each, "
+        f"{one['repeats']} interleaved rounds; acceptance length, median speed beside transformers' eager `generate`. "
+        "Below: trees of 32 nodes, texts equal to the reference in brackets."
+    ]
 
 
 def _line(*cells: str) -> str:
