@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import DraftHeads, create_heads
 from heads import layers as layers_module
@@ -20,7 +19,7 @@ from heads.eagle3 import Eagle3Heads, default_feature_layers
 from inference import Target, generate
 from tests.heads import slow_layer
 from tests.heads.slow_layer import norm
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import changed_slots, target_with_gains, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -149,30 +148,15 @@ class TestEagle31:
 class TestAlignment:
     """By hand, T = 6: slot 2 of step 0 pairs the feature of position 2 with the token x_3 and predicts x_4."""
 
-    @torch.no_grad()
-    def changed_slots(self, heads: Eagle3Heads, position: int, *, token: bool) -> list[set[int]]:
-        """Per step, the slots whose output changes with the token (or else the feature) at `position`."""
-        input_ids, features = random_prompt(6, seed=1), torch.randn(1, 6, 96)
-        other_ids, other_features = input_ids.clone(), features.clone()
-        if token:
-            other_ids[0, position] = (input_ids[0, position] + 1) % 128
-        else:
-            other_features[0, position] += 1
-        before, after = heads.unroll(features, input_ids), heads.unroll(other_features, other_ids)
-        return [
-            {t for t in range(6) if not torch.equal(one.hidden[0, t], other.hidden[0, t])}
-            for one, other in zip(before, after, strict=True)
-        ]
-
     def test_of_features(self, target: Target) -> None:
         heads = eagle3(target, ttt_steps=3)
-        assert self.changed_slots(heads, 2, token=False) == [{2, 3, 4, 5}] * 3
+        assert changed_slots(heads, 2, token=False) == [{2, 3, 4, 5}] * 3
 
     def test_of_tokens(self, target: Target) -> None:
         heads = eagle3(target, ttt_steps=3)
         # x_3 enters at slot 2 first; step k of a slot t has read x_{t+k+1} as well.
-        assert self.changed_slots(heads, 3, token=True) == [{2, 3, 4, 5}, {1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}]
-        assert self.changed_slots(heads, 0, token=True) == [set()] * 3, "x_0 is in the features already"
+        assert changed_slots(heads, 3, token=True) == [{2, 3, 4, 5}, {1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}]
+        assert changed_slots(heads, 0, token=True) == [set()] * 3, "x_0 is in the features already"
 
 
 class TestGradients:
@@ -219,15 +203,7 @@ class TestVocabulary:
     @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
     def test_scores_of_the_targets_last_state_are_the_targets_own(self, family: str) -> None:
         """LM head and norm start together: rows alone, below a norm of another scale, would score something else."""
-        if family == "gpt2":  # a LayerNorm: only its gain can be taken over
-            config = GPT2Config(vocab_size=64, n_embd=32, n_layer=6, n_head=4, n_positions=64)
-            model: Any = GPT2LMHeadModel(config).eval()
-            final_norm = model.transformer.ln_f
-        else:
-            model = tiny_target(family)
-            final_norm = model.model.norm
-        with torch.no_grad():
-            final_norm.weight.uniform_(0.5, 2.0)
+        model, final_norm = target_with_gains(family)
         heads = create_heads("eagle3", Target(model))
         hidden = torch.randn(2, 3, 32)
         hidden = hidden - hidden.mean(-1, keepdim=True)

@@ -20,7 +20,7 @@ from heads.hydra import HydraConfig, HydraHeads
 from inference import Target
 from tests.heads import slow_layer
 from tests.heads.slow_layer import norm
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import changed_slots, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 from training.losses import compute_teacher, draft_loss
 
@@ -155,32 +155,17 @@ def test_levels_are_traced_whole_and_take_their_own_head(target: Target, overrid
 class TestAlignment:
     """By hand, T = 7: at slot 2 head 1 reads h_2, x_3 and x_4, and predicts x_5."""
 
-    @torch.no_grad()
-    def changed_slots(self, heads: HydraHeads, position: int, *, token: bool) -> list[set[int]]:
-        """Per head, the slots whose output changes with the token (or else the feature) at `position`."""
-        input_ids, features = random_prompt(7, seed=1), torch.randn(1, 7, 32)
-        other_ids, other_features = input_ids.clone(), features.clone()
-        if token:
-            other_ids[0, position] = (input_ids[0, position] + 1) % 128
-        else:
-            other_features[0, position] += 1
-        before, after = heads.unroll(features, input_ids), heads.unroll(other_features, other_ids)
-        return [
-            {t for t in range(7) if not torch.equal(one.hidden[0, t], other.hidden[0, t])}
-            for one, other in zip(before, after, strict=True)
-        ]
-
     def test_of_tokens(self, target: Target) -> None:
         for overrides in (PLAIN, PLUS):
             heads = hydra(target, num_heads=3, **overrides)
-            assert self.changed_slots(heads, 4, token=True) == [{3}, {2, 3}, {1, 2, 3}]
-            assert self.changed_slots(heads, 0, token=True) == [set()] * 3, "x_0 is in the states already"
+            assert changed_slots(heads, 4, token=True, length=7) == [{3}, {2, 3}, {1, 2, 3}]
+            assert changed_slots(heads, 0, token=True, length=7) == [set()] * 3, "x_0 is in the states already"
 
     def test_of_states(self, target: Target) -> None:
         heads = hydra(target, num_heads=3, **PLAIN)
-        assert self.changed_slots(heads, 4, token=False) == [{4}] * 3
+        assert changed_slots(heads, 4, token=False, length=7) == [{4}] * 3
         plus = hydra(target, num_heads=3, **PLUS)
-        assert self.changed_slots(plus, 4, token=False) == [{4, 5, 6}] * 3
+        assert changed_slots(plus, 4, token=False, length=7) == [{4, 5, 6}] * 3
 
 
 @both

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import create_heads
 from heads import layers as layers_module
 from heads.mtp import MTPHeads
 from inference import Decoder, DynamicTree, Target, generate
 from tests.heads.slow_layer import norm, turn
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import changed_slots, target_with_gains, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -106,32 +105,17 @@ def test_unroll_equals_the_slow_reference(
 class TestAlignment:
     """By hand, T = 6: slot 2 of depth 0 pairs the state of position 2 with the token x_3 and predicts x_4."""
 
-    @torch.no_grad()
-    def changed_slots(self, heads: MTPHeads, position: int, *, token: bool) -> list[set[int]]:
-        """Per depth, the slots whose output changes with the token (or else the feature) at `position`."""
-        input_ids, features = random_prompt(6, seed=1), torch.randn(1, 6, 32)
-        other_ids, other_features = input_ids.clone(), features.clone()
-        if token:
-            other_ids[0, position] = (input_ids[0, position] + 1) % 128
-        else:
-            other_features[0, position] += torch.randn(32)
-        before, after = heads.unroll(features, input_ids), heads.unroll(other_features, other_ids)
-        return [
-            {t for t in range(6) if not torch.equal(one.hidden[0, t], other.hidden[0, t])}
-            for one, other in zip(before, after, strict=True)
-        ]
-
     @pytest.mark.parametrize("share_block", [True, False])
     def test_of_features(self, target: Target, share_block: bool) -> None:
         heads = mtp(target, num_steps=3, share_block=share_block)
-        assert self.changed_slots(heads, 2, token=False) == [{2, 3, 4, 5}] * 3
+        assert changed_slots(heads, 2, token=False) == [{2, 3, 4, 5}] * 3
 
     @pytest.mark.parametrize("share_block", [True, False])
     def test_of_tokens(self, target: Target, share_block: bool) -> None:
         heads = mtp(target, num_steps=3, share_block=share_block)
         # x_3 enters at slot 2 first; depth d of a slot t has read x_{t+d+1} as well.
-        assert self.changed_slots(heads, 3, token=True) == [{2, 3, 4, 5}, {1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}]
-        assert self.changed_slots(heads, 0, token=True) == [set()] * 3, "x_0 is in the features already"
+        assert changed_slots(heads, 3, token=True) == [{2, 3, 4, 5}, {1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}]
+        assert changed_slots(heads, 0, token=True) == [set()] * 3, "x_0 is in the features already"
 
     @torch.no_grad()
     def test_the_worked_example_of_the_module(self, target: Target) -> None:
@@ -167,15 +151,7 @@ class TestTheTargetsParts:
 
     @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
     def test_the_final_norm_starts_as_the_targets(self, family: str) -> None:
-        if family == "gpt2":  # a LayerNorm: only its gain can be taken over
-            config = GPT2Config(vocab_size=64, n_embd=32, n_layer=6, n_head=4, n_positions=64)
-            model: Any = GPT2LMHeadModel(config).eval()
-            final_norm = model.transformer.ln_f
-        else:
-            model = tiny_target(family)
-            final_norm = model.model.norm
-        with torch.no_grad():
-            final_norm.weight.uniform_(0.5, 2.0)
+        model, final_norm = target_with_gains(family)
         heads = create_heads("mtp", Target(model), share_block=False, num_steps=2)
         hidden = torch.randn(2, 3, 32)
         hidden = hidden - hidden.mean(-1, keepdim=True)

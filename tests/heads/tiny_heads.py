@@ -1,13 +1,17 @@
-"""Random heads of every kind, far from how training starts: zero blocks and copied LM heads would hide mistakes."""
+"""Random heads of every kind, far from how training starts: zero blocks and copied LM heads would hide mistakes. And
+what tests of several kinds ask of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
+from tests.tiny_targets import random_prompt, tiny_target
 
 # Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -59,3 +63,34 @@ def tiny_heads(head_type: str, target: Target, seed: int = 0, **overrides: Any) 
             else:
                 parameter.add_(0.2 * noise)
     return heads.eval()
+
+
+@torch.no_grad()
+def changed_slots(heads: DraftHeads, position: int, *, token: bool, length: int = 6) -> list[set[int]]:
+    """Per step of `unroll`, the slots whose output changes with the token (or else the feature) at `position`."""
+    width = len(heads.feature_layers) * heads.config.target_hidden_size
+    input_ids, features = random_prompt(length, seed=1), torch.randn(1, length, width)
+    other_ids, other_features = input_ids.clone(), features.clone()
+    if token:
+        other_ids[0, position] = (input_ids[0, position] + 1) % heads.config.target_vocab_size
+    else:
+        other_features[0, position] += torch.randn(width)
+    before, after = heads.unroll(features, input_ids), heads.unroll(other_features, other_ids)
+    return [
+        {t for t in range(length) if not torch.equal(one.hidden[0, t], other.hidden[0, t])}
+        for one, other in zip(before, after, strict=True)
+    ]
+
+
+def target_with_gains(family: str) -> tuple[Any, nn.Module]:
+    """A small model whose final norm has random gains, and that norm. "gpt2" has a LayerNorm: its gain alone can be
+    taken over."""
+    if family == "gpt2":
+        model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=6, n_head=4, n_positions=64)).eval()
+        final_norm = model.transformer.ln_f
+    else:
+        model = tiny_target(family)
+        final_norm = model.model.norm
+    with torch.no_grad():
+        final_norm.weight.uniform_(0.5, 2.0)
+    return model, final_norm

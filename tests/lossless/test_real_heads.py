@@ -170,4 +170,5 @@ def test_stories_greedy(kind: str, stories: Target) -> None:
         lengths = [check_greedy(stories, decoder, start[None], max_new_tokens=200, **NO_EOS) for start in starts]
         means[name] = sum(lengths) / len(lengths)
     # Whatever so short a training gave: drafts were accepted with every policy, so the loop took more than plain steps.
-    assert min(means.values()) > 1 and max(means.values()) > 1.1, means
+    assert min(means.values()) > 1, means
+    assert max(means.values()) > 1.1, means
