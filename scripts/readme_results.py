@@ -70,10 +70,10 @@ def drafters_table(results: Results) -> list[str]:
     groups = [[where] for where in single] + [[(where[0], t) for where in single] for t in higher]
     titles = [results.titles[where] for where in single] + [f"all of them, T={t:g}" for t in higher]
     lines = [_line("drafter", "parameters", "trained on", *titles), _line("---", *["---:"] * (len(titles) + 2))]
-    for name, info in results.drafters.items():
+    for name, cells in [(name, results.cells[name]) for name in (*results.drafters, *results.others)]:
+        info = results.drafters.get(name, {"num_parameters": 0, "training": {}})
         tokens = info["training"].get("tokens")
-        parameters = f"{info['num_parameters'] / 1e6:.2f} M" if info["num_parameters"] else "none"
-        cells = results.cells[name]
+        parameters = f"{info['num_parameters'] / 1e6:.2f} M" if info["num_parameters"] else NONE
         means = [_mean([cells.get(where) for where in group]) for group in groups]
         lines.append(_line(name, parameters, f"{tokens / 1e6:.1f} M tokens" if tokens else NONE, *means))
     return lines
@@ -131,8 +131,10 @@ def _describe_drafters(results: Results) -> list[str]:
     return [
         f"Above: {one['cpu']}, {one['threads']} thread(s), {one['dtype']}, batch 1, drafters {mode}, tree "
         f"{one['trees'][0]}, {one['num_prompts']} prompts of each file, up to {one['max_new_tokens']} tokens each, "
-        f"{one['repeats']} interleaved rounds; acceptance length, median speed beside transformers' eager `generate`. "
-        "Below: trees of 32 nodes, texts equal to the reference in brackets."
+        f"{one['repeats']} interleaved rounds; acceptance length, median speed beside transformers' eager `generate`.",
+        "",
+        "EAGLE-2's dynamic trees of 32 nodes, acceptance length alone; in brackets how many texts equal transformers' "
+        "own (T=0) or plain decoding's with the same seed (T=1):",
     ]
 
 
