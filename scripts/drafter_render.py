@@ -227,12 +227,12 @@ def _text_grid(results: Results) -> Grid:
     cells = [[name, *results.show(name, same)] for name in (*results.drafters, *results.others)]
     notes = ["T=0: equal to transformers' generate; above: to our plain decoding with the same seeds."]
     rows = [cell.row for own in results.cells.values() for cell in own.values()]
-    gaps = [(abs(d.gap) / d.resolution, abs(d.gap)) for row in rows for d in row.differences if d.gap and d.resolution]
+    gaps = [(abs(d.gap), abs(d.gap) / d.resolution) for row in rows for d in row.differences if d.gap and d.resolution]
     if gaps:
-        steps, gap = max(gaps)
         notes.append(
-            f"Where texts leave transformers' at T=0, the target's two logits are at most {gap:.2g} apart, {steps:.0f} "
-            "step(s) of its dtype at that size."
+            "Where texts leave transformers' at T=0, the target's two logits are at most "
+            f"{max(gaps)[0]:.3g} apart, and at most {max(steps for _, steps in gaps):.3g} steps of its dtype at that "
+            "size. Above T=0 gaps are not measured."
         )
     return Grid("Identical texts", ["", *results.titles.values()], cells, notes)
 

@@ -169,6 +169,6 @@ def test_stories_greedy(kind: str, stories: Target) -> None:
         decoder = Decoder(stories, heads, tree=policy)
         lengths = [check_greedy(stories, decoder, start[None], max_new_tokens=200, **NO_EOS) for start in starts]
         means[name] = sum(lengths) / len(lengths)
-    # Whatever so short a training gave: drafts were accepted with every policy, so the loop took more than plain steps.
-    assert min(means.values()) > 1, means
-    assert max(means.values()) > 1.1, means
+    # A block drafter learns little from so few steps: its chain emits 1.01 to 1.07 tokens a step, by seed and machine.
+    bounds = dict.fromkeys(POLICIES, 1.1) | ({"chain": 1.0, "static": 1.02} if kind == "block" else {})
+    assert all(means[name] > bound for name, bound in bounds.items()), means
