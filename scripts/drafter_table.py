@@ -26,7 +26,8 @@ from benchmark_matrix import SMALL_MODEL, Subject, check_matrix, load_subject, m
 from benchmark_measure import Contender, Settings
 from benchmark_report import make_report, write_json, write_text
 from drafter_portions import DrafterInfo, Portions, describe_drafter, fingerprint_model, read_reports
-from drafter_render import Results, draw_depths, make_grids, render_page
+from drafter_render import draw_depths, make_grids, render_page
+from drafter_results import Results
 from model_loading import DTYPES, TREE_HELP
 from rich.console import Console
 from transformers import HfArgumentParser

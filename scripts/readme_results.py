@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from drafter_portions import read_reports
-from drafter_render import NONE, Cell, Results
+from drafter_results import NONE, Results
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: begin (scripts/readme_results.py) -->", "<!-- results: end -->"
@@ -70,22 +69,13 @@ def drafters_table(results: Results) -> list[str]:
     groups = [[where] for where in single] + [[(where[0], t) for where in single] for t in higher]
     titles = [results.titles[where] for where in single] + [f"all of them, T={t:g}" for t in higher]
     lines = [_line("drafter", "parameters", "trained on", *titles), _line("---", *["---:"] * (len(titles) + 2))]
-    for name, cells in [(name, results.cells[name]) for name in (*results.drafters, *results.others)]:
+    for name in (*results.drafters, *results.others):
         info = results.drafters.get(name, {"num_parameters": 0, "training": {}})
         tokens = info["training"].get("tokens")
         parameters = f"{info['num_parameters'] / 1e6:.2f} M" if info["num_parameters"] else NONE
-        means = [_mean([cells.get(where) for where in group]) for group in groups]
+        means = [results.show_mean(name, group) for group in groups]
         lines.append(_line(name, parameters, f"{tokens / 1e6:.1f} M tokens" if tokens else NONE, *means))
     return lines
-
-
-def _mean(cells: list[Cell | None]) -> str:
-    """Of acceptance lengths, and of speeds beside `generate`, each the median of a file."""
-    rows = [cell.row for cell in cells if cell is not None and not cell.row.problem]
-    if len(rows) < len(cells):
-        return NONE
-    speeds = [row.over_transformers for row in rows if row.over_transformers is not None]
-    return f"{statistics.fmean(row.acceptance_length for row in rows):.2f}, {statistics.fmean(speeds):.2f}×"
 
 
 def speed_table(report: Report) -> list[str]:

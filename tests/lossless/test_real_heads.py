@@ -27,6 +27,10 @@ POLICIES: dict[str, TreePolicy] = {
 PROMPT_LINES = (REPOSITORY / "examples" / "prompts.jsonl").read_text().splitlines()
 # `make lossless` runs 20 prompts per kind and policy; continuous integration has time for fewer.
 NUM_LONG = int(os.environ.get("LOSSLESS_PROMPTS", "3"))
+# DFlash as it is learns too little in so few steps: of what it drafts behind the first token it does not know the path.
+QUICK_SETTINGS: dict[str, dict[str, Any]] = {
+    "block": {"block_size": 5, "num_anchors": 64, "predicts_at_anchor": True, "markov_rank": 64}
+}
 NO_EOS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
 
 
@@ -56,7 +60,7 @@ def chat_prompts() -> list[Tensor]:
 
 def train_quickly(kind: str, target: Target, texts: Tensor, *, num_steps: int = 100) -> DraftHeads:
     """Heads good enough to accept now and then, from the target's own texts [B, T]."""
-    heads = create_heads(kind, target)
+    heads = create_heads(kind, target, **QUICK_SETTINGS.get(kind, {}))
     mask = torch.ones_like(texts)
     encoded = target.encode(texts, mask, feature_layers=heads.feature_layers)
     teacher = compute_teacher(target, encoded.last_hidden, texts, mask, heads.draft_token_ids, loss_type="distillation")
@@ -164,11 +168,7 @@ def test_stories_greedy(kind: str, stories: Target) -> None:
         eos_token_id=None,
         pad_token_id=0,
     )
-    means = {}
-    for name, policy in POLICIES.items():
+    for policy in POLICIES.values():
         decoder = Decoder(stories, heads, tree=policy)
         lengths = [check_greedy(stories, decoder, start[None], max_new_tokens=200, **NO_EOS) for start in starts]
-        means[name] = sum(lengths) / len(lengths)
-    # A block drafter learns little from so few steps: its chain emits 1.01 to 1.07 tokens a step, by seed and machine.
-    bounds = dict.fromkeys(POLICIES, 1.1) | ({"chain": 1.0, "static": 1.02} if kind == "block" else {})
-    assert all(means[name] > bound for name, bound in bounds.items()), means
+        assert sum(lengths) / len(lengths) > 1.1

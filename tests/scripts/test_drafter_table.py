@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import benchmark_matrix
 import drafter_table
 from benchmark_contenders import NGRAMS
+from benchmark_report import Row
 from drafter_portions import DrafterInfo, Portions, describe_drafter, fingerprint_files, read_reports
 from drafter_published import PUBLISHED
-from drafter_render import Results
+from drafter_render import mean_grid
+from drafter_results import Results
 from drafter_table import TableArguments
 from model_loading import fit_tree, parse_tree
+from readme_results import drafters_table
 from roofline import Hardware
 
 from heads import HEAD_TYPES, create_heads
@@ -211,3 +215,49 @@ def test_options(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         TableArguments(prompts=[str(prompts)])
     with pytest.raises(ValueError, match="got --repeats 0: give at least 1"):
         parser.parse_args_into_dataclasses(["--repeats", "0", "--prompts", str(prompts)])
+
+
+def hand_made_results(*, is_whole: bool) -> Results:
+    """One drafter and plain decoding on two files at T = 0 and 1; without the last portion if not whole."""
+    info = {"kind": "mtp", "path": "p", "fingerprint": "f", "num_parameters": 870_000, "training": TRAINING}
+    reports = []
+    for temperature, file, length, speed in (
+        (0, "a", 4.0, 3.0),
+        (0, "b", 3.0, 2.0),
+        (1, "a", 2.5, 2.0),
+        (1, "b", 1.5, 1),
+    ):
+        times = {"draft": length, "verify": 4.0, "step": length + 5}
+        rows = [
+            Row("mtp, compiled", acceptance_length=length, over_transformers=speed, step_milliseconds=times),
+            Row("transformers generate", over_transformers=1.0),
+        ]
+        environment = {"prompts_fingerprint": file, "prompts": f"{file}.jsonl", "temperature": float(temperature)}
+        reports.append(
+            {
+                "environment": {**environment, "drafters": {"mtp": info}},
+                "rows": [asdict(row) for row in rows],
+                "runs": {},
+            }
+        )
+    return Results(reports if is_whole else reports[:-1])
+
+
+def test_means_of_all_files() -> None:
+    grid = mean_grid(hand_made_results(is_whole=True))
+    assert grid.columns == ["", "T=0", "T=1", "draft, ms", "verify, ms", "step, ms"]
+    assert grid.cells == [
+        ["mtp", "3.50, 2.50×", "2.00, 1.50×", "3.5", "4.0", "8.5"],
+        ["transformers generate", "1.00, 1.00×", "1.00, 1.00×", "–", "–", "–"],
+    ]
+
+
+def test_the_readme_shows_each_greedy_file_and_the_mean_of_the_sampled_ones() -> None:
+    assert drafters_table(hand_made_results(is_whole=True)) == [
+        "| drafter | parameters | trained on | a, T=0 | b, T=0 | all of them, T=1 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| mtp | 0.87 M | 3.0 M tokens | 4.00, 3.00× | 3.00, 2.00× | 2.00, 1.50× |",
+        "| transformers generate | – | – | 1.00, 1.00× | 1.00, 1.00× | 1.00, 1.00× |",
+    ]
+    partial = drafters_table(hand_made_results(is_whole=False))
+    assert partial[2].endswith("| 4.00, 3.00× | 3.00, 2.00× | – |"), "a mean of some files is no mean of all"
