@@ -80,11 +80,25 @@ class Acceptance:
         path: [B, K+1] long, accepted nodes, root first; entries from counts[b] on are 0 (padding).
         counts: [B] long, nodes on the path, root included (>= 1). It is also the number of tokens emitted.
         next_tokens: [B, K+1] long, accepted drafted tokens, then the bonus token; entries from counts[b] on are 0.
+            `NO_TOKEN` where none could be picked.
+        scores: [B, K+1, V] float32, the target's processed scores that gave the tokens (from counts[b] on:
+            anything), if the sampler keeps them.
     """
 
     path: Tensor
     counts: Tensor
     next_tokens: Tensor
+    scores: Tensor | None = None
+
+
+NO_TOKEN = -1  # emitted where the scores are NaN, or -inf for every token
+
+
+def pick_token(scores: Tensor, noise: Tensor | None = None) -> Tensor:
+    """The token with the largest score [..., V] (plus noise), or `NO_TOKEN`: [...] long."""
+    # torch takes NaN for the largest of all values.
+    best, token = (scores if noise is None else scores + noise).max(-1)
+    return torch.where(best > float("-inf"), token, NO_TOKEN)
 
 
 class Sampler:
@@ -98,6 +112,7 @@ class Sampler:
         is_prefix_free: all processors are in PREFIX_FREE.
         keeps_nothing: all are in one of the two.
         reading_names: the types that are not in PREFIX_FREE.
+        rows: for a sampler of some rows of a batch, which of its rows they are (`select`); None = all.
     """
 
     def __init__(
@@ -107,6 +122,7 @@ class Sampler:
         do_sample: bool = False,
         row_seeds: Tensor | None = None,
         eos_token_ids: Iterable[int] = (),
+        keeps_scores: bool = False,
     ) -> None:
         """
         Args:
@@ -114,6 +130,7 @@ class Sampler:
             do_sample: sample from the processed distribution; otherwise take its argmax.
             row_seeds: [B] long from `noise.row_seeds`; required to sample.
             eos_token_ids: tokens that end a row: processors that are not prefix-free are not asked beyond them.
+            keeps_scores: rules hand over the scores (`Acceptance.scores`).
         """
         if do_sample and row_seeds is None:
             raise ValueError("sampling needs row_seeds: noise.row_seeds(seed, batch_size, device)")
@@ -121,6 +138,8 @@ class Sampler:
         self.do_sample = do_sample
         self.row_seeds = row_seeds
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.keeps_scores = keeps_scores
+        self.rows: tuple[int, ...] | None = None
         types = {type(processor) for processor in self.processors}
         self.is_prefix_free = types <= PREFIX_FREE
         # A repetition penalty may hold a setting per row, as a tensor.
@@ -133,26 +152,35 @@ class Sampler:
         )
         self._needs_candidates = bool({type(warper) for warper in self._draft_warpers} & _NEEDS_CANDIDATES)
 
+    def select(self, rows: Sequence[int]) -> Sampler:
+        """This sampler for the rows `rows` of those it has now, with whatever its processors remember of them."""
+        chosen = copy.copy(self)
+        chosen.rows = tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows)
+        if self.row_seeds is not None:
+            chosen.row_seeds = self.row_seeds[list(rows)]
+        return chosen
+
     def for_row(self, row: int, batch_size: int) -> Sampler:
         """This sampler for one row of a batch: processors that read the prefix are copied, so that what they keep of
         a row stays with it, and settings they hold per row are cut to it."""
-        if batch_size == 1:
+        if batch_size == 1 and self.rows is None:
             return self
-        if row not in self._row_samplers:
+        number = row if self.rows is None else self.rows[row]  # in the batch as it was given
+        if number not in self._row_samplers:
             processors = []
             for processor in self.processors:
                 if type(processor) not in PREFIX_FREE:
                     own: Any = copy.copy(processor)
                     ignored = getattr(own, "prompt_ignore_length", None)  # of RepetitionPenaltyLogitsProcessor
-                    if isinstance(ignored, Tensor) and ignored.numel() == batch_size:
-                        own.prompt_ignore_length = ignored.reshape(batch_size, -1)[row]
+                    if isinstance(ignored, Tensor) and ignored.numel() > 1:
+                        own.prompt_ignore_length = ignored.reshape(ignored.numel(), -1)[number]
                     allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
                     if allowed is not None:
-                        own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, row)
+                        own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, number)
                     processor = own
                 processors.append(processor)
-            self._row_samplers[row] = Sampler(processors, eos_token_ids=self.eos_token_ids)
-        return self._row_samplers[row]
+            self._row_samplers[number] = Sampler(processors, eos_token_ids=self.eos_token_ids)
+        return self._row_samplers[number]
 
     def draw_noise(self, root_positions: Tensor, num_depths: int, vocab_size: int) -> Tensor | None:
         """Noise of a step's draws: [B, num_depths, V] float32, or None when greedy.
@@ -239,9 +267,12 @@ def _walk(
     path: list[Tensor] = []
     tokens: list[Tensor] = []
     walked: list[Tensor] = []
+    kept: list[Tensor] = []
     for depth in range(tree.path_width):
-        scores = score(current, tokens, is_walking)  # [B, V]
-        token = (scores if noise is None else scores + noise[:, depth]).argmax(-1)  # [B]
+        row_scores = score(current, tokens, is_walking)  # [B, V]
+        token = pick_token(row_scores, None if noise is None else noise[:, depth])  # [B]
+        if sampler.keeps_scores:
+            kept.append(row_scores.float())
         path.append(current)
         tokens.append(token)
         walked.append(is_walking)
@@ -250,4 +281,5 @@ def _walk(
         is_walking = is_walking & (child < num_nodes) & may_emit(sampler, current, depth + 1, tokens, max_tokens)
         current = child % num_nodes
     is_real = torch.stack(walked, dim=1)  # [B, K+1]
-    return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real)
+    scores = torch.stack(kept, dim=1) if kept else None
+    return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real, scores)

@@ -30,9 +30,13 @@ class Drafting(Protocol):
 
     Attributes:
         state: the drafter's.
+        has_taken_all: since the last `draft`, the drafter has every slot that was certain then.
     """
 
     state: Any
+
+    @property
+    def has_taken_all(self) -> bool: ...
 
     def take(self, slots: NewSlots, counted: Tensor | None = None) -> None:
         """What became certain; and, after a step with a chosen tree, `AutoTree.count_accepted` of its path."""
@@ -52,15 +56,17 @@ class Drafting(Protocol):
     def retire(self, active: Tensor) -> None:
         """Rows whose `active` [B] is 0 have finished."""
 
+    def keep_rows(self, places: Sequence[int], state: Any) -> None:
+        """Between `take` and `open`: the batch consists of these of its rows only, and `state` is theirs."""
+
 
 class FixedDrafting:
     """One policy's trees, or none at all."""
 
-    def __init__(self, step: DecodeStep, cache: TreeCache) -> None:
+    def __init__(self, step: DecodeStep, state: Any) -> None:
         self.step = step
-        self.state: Any = None
-        if step.drafter is not None and step.policy is not None:
-            self.state = step.start_drafter(cache)
+        self.state = state
+        self.has_taken_all = step.drafter is not None
 
     def take(self, slots: NewSlots, counted: Tensor | None = None) -> None:
         self.slots = slots
@@ -70,6 +76,9 @@ class FixedDrafting:
 
     def retire(self, active: Tensor) -> None:
         self.slots.counts = self.slots.counts * active
+
+    def keep_rows(self, places: Sequence[int], state: Any) -> None:
+        self.slots, self.state = self.slots.select(places), state
 
     def draft(
         self, cache: TreeCache, sampler: Sampler, columns: Sequence[Sequence[int]], counts: Sequence[int]
@@ -87,11 +96,11 @@ class AdaptiveDrafting:
         policy: AutoTree,
         planner: TreePlanner,
         costs: CostModel,
-        cache: TreeCache,
+        state: Any,
     ) -> None:
         assert step.drafter is not None
         self.step, self.policy, self.planner, self.costs = step, policy, planner, costs
-        self.state = step.start_drafter(cache)
+        self.state = state
         planner.begin_text(costs)
         self._waiting: list[NewSlots] = []
         self._active: Tensor | None = None  # [B], 0 for rows that have finished
@@ -122,6 +131,16 @@ class AdaptiveDrafting:
     def retire(self, active: Tensor) -> None:
         self._active = active
         self._waiting[-1:] = [replace(slots, counts=slots.counts * active) for slots in self._waiting[-1:]]
+
+    @property
+    def has_taken_all(self) -> bool:
+        return self._opened is not None
+
+    def keep_rows(self, places: Sequence[int], state: Any) -> None:
+        self._waiting = [slots.select(places) for slots in self._waiting]
+        self._counted = None if self._counted is None else self._counted[places]
+        self._confidences = [self._confidences[place] for place in places] if self._confidences else []
+        self._active, self.state = None, state
 
     def draft(
         self, cache: TreeCache, sampler: Sampler, columns: Sequence[Sequence[int]], counts: Sequence[int]

@@ -1,7 +1,8 @@
 """One call of transformers' `generate`, as the decode loop sees it: prompts in, tokens out, when to stop.
 
-`run_with_generate` goes through the model's own `generate(custom_generate=...)`, which merges generation configs,
-builds logits processors and stopping criteria and expands `num_return_sequences`; what that hook drops is handled here.
+`make_request` goes through the model's own `generate(custom_generate=...)`, which merges generation configs, builds
+logits processors and stopping criteria and expands `num_return_sequences`; what that hook drops is handled here. The
+request is handed out before anything is decoded, so that the loop may run step by step.
 
 Legend: B batch, L padded prompt length as given, T longest prompt without padding.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -37,8 +38,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "assistant_early_exit": ((None,), "pass heads as the drafter instead"),
     "use_mtp": ((None, False), "pass heads as the drafter instead"),
     "use_cache": ((None, True), "the loop needs its cache; leave it out"),
-    "output_scores": ((None, False), "scores of the emitted tokens are not collected; leave it out"),
-    "output_logits": ((None, False), "logits of the emitted tokens are not collected; leave it out"),
     "output_attentions": ((None, False), "a verify step has attention over a tree; leave it out"),
     "output_hidden_states": ((None, False), "hidden states are not collected; leave it out"),
 }
@@ -59,9 +58,11 @@ class Request:
     Attributes:
         prompt_ids: [B, T] int64, right-padded; prompt_counts: [B] int64 real tokens.
         last_prompt_ids: [B] the last real token of each prompt.
+        prompts: the real tokens of each row.
         processors: transformers' logits processors, in order.
         max_length: tokens a row may reach at most, prompt without padding included.
         unfinished: rows still decoding.
+        keeps_scores, keeps_logits: whether the caller asked for them (and for a dictionary to hold them).
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Request:
             )
         self.input_ids = input_ids.to(target.device)
         mask = torch.ones_like(self.input_ids) if attention_mask is None else attention_mask.to(target.device)
+        mask = (mask != 0).long()
         counts: list[int] = mask.sum(1).tolist()
         if min(counts) < 1:
             raise ValueError(
@@ -87,9 +89,18 @@ class Request:
             )
         self.prompt_counts = torch.tensor(counts, device=target.device)
         # A stable sort moves the real tokens to the front in their order, whichever side the padding is on.
-        order = mask.to(torch.long).argsort(dim=1, descending=True, stable=True)
-        self.prompt_ids = self.input_ids.gather(1, order)[:, : max(counts)]
+        order = mask.argsort(dim=1, descending=True, stable=True)
+        self.prompt_ids = (self.input_ids * mask).gather(1, order)[:, : max(counts)]
         self.last_prompt_ids = self.prompt_ids.gather(1, (self.prompt_counts - 1)[:, None])[:, 0]
+        self.prompts: list[list[int]] = [
+            row[:count] for row, count in zip(self.prompt_ids.tolist(), counts, strict=True)
+        ]
+        _check_token_ids(self.prompts, target.num_embeddings)
+        keeps = bool(config.return_dict_in_generate)
+        self.keeps_scores, self.keeps_logits = (
+            keeps and bool(config.output_scores),
+            keeps and bool(config.output_logits),
+        )
 
         self.processors = processors
         self.do_sample = bool(config.do_sample)
@@ -143,37 +154,35 @@ class Request:
     def num_new_tokens(self) -> int:
         return sum(map(len, self._new))
 
-    @property
-    def max_committed(self) -> int:
-        """Largest number of tokens of any row in the cache: all but the newest, which is the next tree's root."""
-        return max(n + len(new) - 1 for n, new in zip(self._prompt_lengths, self._new, strict=True))
+    def num_committed(self, row: int) -> int:
+        """A row's tokens in the cache: all but the newest, which is the next tree's root."""
+        return self._prompt_lengths[row] + len(self._new[row]) - 1
 
-    @property
-    def min_committed(self) -> int:
-        """The smallest such number of the rows still decoding."""
-        return min(self._prompt_lengths[row] + len(self._new[row]) - 1 for row in self.unfinished)
+    def text(self, row: int) -> list[int]:
+        """The row so far, prompt without padding included."""
+        return self.prompts[row] + self._new[row]
 
-    def active_mask(self) -> Tensor:
-        """[B] int64, 1 for rows still decoding."""
-        mask = torch.zeros(self.batch_size, dtype=torch.long)
-        mask[self.unfinished] = 1
-        return mask.to(self.input_ids.device)
+    def prefixes(self, rows: Sequence[int]) -> list[Tensor]:
+        """These rows as transformers shows them to a processor: the prompt as given, then the new tokens; each
+        [1, L + new]."""
+        return [self._shown(row) for row in rows]
 
-    def prefixes(self) -> list[Tensor]:
-        """Each row as transformers shows it to a processor: the prompt as given, then the new tokens; [1, L + new]."""
-        return [
-            torch.cat([self.input_ids[row], torch.tensor(new, dtype=torch.long, device=self.input_ids.device)])[None]
-            for row, new in enumerate(self._new)
-        ]
+    def _shown(self, row: int) -> Tensor:
+        new = torch.tensor(self._new[row], dtype=torch.long, device=self.input_ids.device)
+        return torch.cat([self.input_ids[row], new])[None]
 
-    def emit(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Takes what each row emitted (the first counts[b] of tokens[b]), cuts it where the row ends, and returns what
-        was kept. Finished rows have a count of 0."""
-        kept: list[list[int]] = [[] for _ in counts]
-        for row in list(self.unfinished):
-            for token in tokens[row][: counts[row]]:
+    def open_budgets(self, rows: Sequence[int]) -> list[int]:
+        """How many tokens each of these rows may still emit."""
+        return [self.budgets[row] if row in self.unfinished else 0 for row in rows]
+
+    def emit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Takes what each of these rows emitted, cuts it where the row ends, and returns what was kept. Finished rows
+        emit nothing."""
+        kept: list[list[int]] = [[] for _ in rows]
+        for place, row in enumerate(rows):
+            for token in tokens[place]:
                 self._new[row].append(token)
-                kept[row].append(token)
+                kept[place].append(token)
                 self.budgets[row] -= 1
                 if self.streamer is not None:
                     self.streamer.put(torch.tensor([token]))
@@ -187,8 +196,7 @@ class Request:
     def _meets_criteria(self, row: int) -> bool:
         if not self.criteria:
             return False
-        new = torch.tensor(self._new[row], dtype=torch.long, device=self.input_ids.device)
-        text = torch.cat([self.input_ids[row], new])[None]
+        text = self._shown(row)
         return any(bool(torch.as_tensor(criterion(text, None)).all()) for criterion in self.criteria)
 
     def sequences(self) -> Tensor:
@@ -207,18 +215,27 @@ def _pad_token_id(config: GenerationConfig) -> int:
     return int(pad) if pad is not None else 0
 
 
-def run_with_generate(
+def _check_token_ids(prompts: Sequence[Sequence[int]], num_embeddings: int) -> None:
+    for row, prompt in enumerate(prompts):
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < num_embeddings:
+                raise ValueError(
+                    f"token {prompt.index(token)} of row {row} is {token}; this target has the ids 0 to "
+                    f"{num_embeddings - 1}: was the prompt written with another tokenizer, or is padding not masked?"
+                )
+
+
+def make_request(
     target: Target,
-    decode: Callable[[Request], Tensor],
     input_ids: Tensor,
     attention_mask: Tensor | None,
     *,
-    streamer: Any,
-    tokenizer: Any,
-    stop_strings: str | list[str] | None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    stop_strings: str | list[str] | None = None,
     generate_kwargs: dict[str, Any],
-) -> Tensor:
-    """Calls `model.generate` with `decode` as its decoding method.
+) -> Request:
+    """Calls `model.generate`, whose decoding method is here one that decodes nothing.
 
     Raises:
         ValueError: for options that transformers would take and this loop cannot honour.
@@ -251,16 +268,13 @@ def run_with_generate(
         stopping_criteria: Sequence[Any],
         generation_config: GenerationConfig,
         **model_kwargs: Any,
-    ) -> Tensor:
-        for name, (fine, cure) in _REFUSED.items():
-            if (value := getattr(generation_config, name, None)) not in fine:
-                raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
+    ) -> Request:
         mask = model_kwargs.get("attention_mask")
-        return decode(
-            Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
+        return request_of_hook(
+            target, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer=streamer
         )
 
-    sequences = model.generate(
+    request = model.generate(
         input_ids,
         attention_mask=attention_mask,
         stopping_criteria=StoppingCriteriaList(criteria),
@@ -268,4 +282,25 @@ def run_with_generate(
         streamer=streamer,
         **kwargs,
     )
-    return cast(Tensor, sequences)
+    return cast(Request, request)
+
+
+def request_of_hook(
+    target: Target,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    processors: LogitsProcessorList,
+    criteria: Sequence[Any],
+    config: GenerationConfig,
+    *,
+    streamer: Any = None,
+) -> Request:
+    """From what transformers hands to a `custom_generate`.
+
+    Raises:
+        ValueError: for options that transformers would take and this loop cannot honour.
+    """
+    for name, (fine, cure) in _REFUSED.items():
+        if (value := getattr(config, name, None)) not in fine:
+            raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
+    return Request(input_ids, attention_mask, processors, criteria, config, target, streamer)

@@ -109,16 +109,30 @@ class TreeCache(Cache):
             }
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device or self.layer_specs[0].keys.device)
             self._every_slot = torch.arange(capacity, device=self.lengths.device)
-        self._buffers = list(buffers.values())  # each [planes, B, H, C, width]
-        planes = [buffers[plane][index] for plane, index in places]
-        self._keys, self._values = planes[0::2], planes[1::2]  # per layer [B, H, C, width]
+        self._all_lengths = self.lengths
+        self._all_buffers = buffers  # each [planes, B, H, C, width]
+        self._places = places
         self._windows = tuple(spec.window for spec in self.layer_specs)
+        self._show_rows(batch_size)
         self.slots = self.lengths[:, None]
         self._set_view(0, 0)
+
+    def _show_rows(self, num_rows: int) -> None:
+        """Everything works on the first `num_rows` rows from now on."""
+        shown = {plane: buffer[:, :num_rows] for plane, buffer in self._all_buffers.items()}
+        self._buffers = list(shown.values())
+        planes = [shown[plane][index] for plane, index in self._places]
+        self._keys, self._values = planes[0::2], planes[1::2]  # per layer [B, H, C, width]
+        self.lengths = self._all_lengths[:num_rows]
 
     @property
     def batch_size(self) -> int:
         return self.lengths.shape[0]
+
+    @property
+    def max_batch_size(self) -> int:
+        """Rows there is room for."""
+        return self._all_lengths.shape[0]
 
     @property
     def view(self) -> int:
@@ -228,9 +242,35 @@ class TreeCache(Cache):
         """No row has grown by more than `max_count` tokens."""
         self.length_bound = min(self.length_bound + max_count, self.capacity)
 
-    def reset(self) -> None:
-        """Forget every token; the buffers are kept and need no zeroing, since what they hold is finite."""
-        self.lengths.zero_()
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Row i becomes row rows[i] >= i of the present ones; the others are forgotten, until `reset`.
+
+        Worked example, rows 1 and 2 of 4 have ended: keep_rows([0, 3]) copies row 3 to row 1.
+        """
+        for place, row in enumerate(rows):
+            assert row >= place, "an earlier row would have been written over"
+            if row > place:
+                self._copy_row(row, slice(place, place + 1))
+        self._show_rows(len(rows))
+
+    def spread_row(self, num_rows: int) -> None:
+        """What row 0 holds becomes the beginning of `num_rows` rows."""
+        self._show_rows(num_rows)
+        self._copy_row(0, slice(1, num_rows))
+
+    def _copy_row(self, row: int, places: slice) -> None:
+        for buffer in self._buffers:
+            buffer[:, places, :, : self.length_bound] = buffer[:, row : row + 1, :, : self.length_bound]
+        self.lengths[places] = self.lengths[row : row + 1]
+
+    def reset(self, num_rows: int | None = None) -> None:
+        """Forget every token; the buffers are kept and need no zeroing, since what they hold is finite.
+
+        Args:
+            num_rows: work on so many rows; None = on all.
+        """
+        self._show_rows(self._all_lengths.shape[0] if num_rows is None else num_rows)
+        self._all_lengths.zero_()
         self.length_bound = 0
         self.length_floor = 0
         self._set_view(0, 0)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance import Acceptance, Sampler, accept_exact
+from inference.acceptance import Acceptance, Sampler, accept_exact, pick_token
 from inference.noise import derive_seeds, uniform_noise
 from inference.target_scores import may_emit, score_walk
 from inference.tree import TokenTree
@@ -54,8 +54,12 @@ def accept_by_rejection(
     path: list[Tensor] = []
     tokens: list[Tensor] = []
     walked: list[Tensor] = []
+    kept: list[Tensor] = []
     for depth in range(width):
-        p = torch.softmax(score(current, tokens, is_walking).float(), dim=-1)  # [B, V]
+        row_scores = score(current, tokens, is_walking).float()  # [B, V]
+        if sampler.keeps_scores:
+            kept.append(row_scores)
+        p = torch.softmax(row_scores, dim=-1)
         log_q = tree.drawn.log_q[rows, tree.drawn.rows[current]]
         is_child = (tree.parents == current[:, None]) & (nodes > 0)
         places = is_child.cumsum(1)  # 1 = the first child
@@ -72,7 +76,7 @@ def accept_by_rejection(
             rejects = (exists & ~accepts)[:, None]
             p = torch.where(rejects, _normalise((p - q).clamp(min=0), p), p)
             log_q = log_q.scatter(1, token, float("-inf"))
-        bonus = (p.log() + noise[:, depth]).argmax(-1)
+        bonus = pick_token(p.log(), noise[:, depth])
         drafted = tree.token_ids.gather(1, chosen[:, None])[:, 0]
         path.append(current)
         tokens.append(torch.where(is_chosen, drafted, bonus))
@@ -80,7 +84,8 @@ def accept_by_rejection(
         is_walking = is_walking & is_chosen & may_emit(sampler, rows, depth + 1, tokens, max_tokens)
         current = chosen
     is_real = torch.stack(walked, dim=1)  # [B, P]
-    return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real)
+    scores = torch.stack(kept, dim=1) if kept else None
+    return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real, scores)
 
 
 def accept_blocks(
@@ -142,11 +147,12 @@ def accept_blocks(
     scale = torch.stack(weights, dim=1)[rows, length]
     last = p[rows, length]
     left = _normalise((scale[:, None] * last - q[rows, length]).clamp(min=0), last)
-    bonus = (left.log() + noise[rows, length]).argmax(-1)
+    bonus = pick_token(left.log(), noise[rows, length])
     steps = torch.arange(num_nodes, device=logits.device)
     is_real = (steps <= length[:, None]) & may_emit(sampler, root_positions, 0, [], max_tokens)[:, None]
     tokens = _extend(tree.token_ids[:, 1:, None])[..., 0].scatter(1, length[:, None], bonus[:, None])
-    return Acceptance(steps.expand(batch, -1) * is_real, is_real.sum(1), tokens * is_real)
+    kept = scores.float() if sampler.keeps_scores else None
+    return Acceptance(steps.expand(batch, -1) * is_real, is_real.sum(1), tokens * is_real, kept)
 
 
 def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:

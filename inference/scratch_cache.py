@@ -64,9 +64,9 @@ class ScratchCache(TreeCache):
         """
         return (self.lengths[:, None] + steps).clamp(max=self.view - 1)
 
-    def reset(self) -> None:
-        self.lengths = torch.zeros_like(self.lengths)  # the old ones may be of inference mode
-        super().reset()
+    def reset(self, num_rows: int | None = None) -> None:
+        super().reset(num_rows)
+        self.lengths = torch.zeros_like(self.lengths)  # `keep_certain` makes new ones, which may be of inference mode
 
     def keep_certain(self, counts: Tensor) -> None:
         """The first counts[b] of the tokens of the last `open_certain` pass are certain."""

@@ -86,17 +86,20 @@ class GenerationStats:
 
 
 class PhaseClock:
-    """Adds wall-clock time to the phases of a `GenerationStats`."""
+    """Adds wall-clock time to the phases of a `GenerationStats`; it runs from the beginning, and can be paused."""
 
     def __init__(self, stats: GenerationStats, device: torch.device, *, is_synchronised: bool = False) -> None:
         self.stats = stats
         self.device = device
         self.is_synchronised = is_synchronised and device.type == "cuda"
-        self.started = self.last = time.perf_counter()
+        self._started: float | None = time.perf_counter()
+        self.last = time.perf_counter()
 
     def start(self) -> None:
-        """The next `stop` counts from here."""
+        """The next `stop` counts from here; so does the total, after a pause."""
         self.last = self._now()
+        if self._started is None:
+            self._started = self.last
 
     def stop(self, phase: str) -> None:
         """Books the time since the last `start` or `stop` under `phase`."""
@@ -104,8 +107,11 @@ class PhaseClock:
         self.stats.seconds[phase] += now - self.last
         self.last = now
 
-    def finish(self) -> None:
-        self.stats.seconds["total"] += time.perf_counter() - self.started
+    def pause(self) -> None:
+        """Books the total; the time until the next `start` belongs to nobody."""
+        if self._started is not None:
+            self.stats.seconds["total"] += time.perf_counter() - self._started
+            self._started = None
 
     def _now(self) -> float:
         if self.is_synchronised:

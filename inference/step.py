@@ -10,6 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,11 @@ class NewSlots:
     def last_ids(self) -> Tensor:
         """Each row's last real token [B]: the root of its next tree."""
         return self.next_ids.gather(1, (self.counts - 1).clamp(min=0)[:, None])[:, 0]
+
+    def select(self, rows: Sequence[int]) -> NewSlots:
+        """Those of these rows."""
+        rows = list(rows)
+        return NewSlots(None if self.features is None else self.features[rows], self.next_ids[rows], self.counts[rows])
 
 
 @dataclass(frozen=True)

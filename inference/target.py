@@ -66,7 +66,7 @@ class Target:
         model: the model as it was given (a PEFT model keeps its adapters).
         text_config: the config of the language model.
         hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
-        device, dtype: of the token embedding.
+        device, dtype, num_embeddings: of the token embedding.
         embed_tokens, lm_head: the model's own modules.
         max_length: positions the target is exact for, or None; `length_limit_reason` says where the limit comes from.
 
@@ -84,6 +84,7 @@ class Target:
         weight: Tensor = self.embed_tokens.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
+        self.num_embeddings: int = weight.shape[0]
         self.hidden_size: int = self.text_config.hidden_size
         self.num_layers: int = self.text_config.num_hidden_layers
         limit = find_length_limit(self.text_config)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance import Acceptance, Sampler, accept_exact
+from inference.acceptance import Acceptance, Sampler, accept_exact, pick_token
 from inference.tree import TokenTree
 
 
@@ -71,7 +71,8 @@ def accept_typical(
     steps = torch.arange(tree.path_width, device=logits.device)
     is_real = steps <= longest[:, None]
     path_BP = torch.stack(path, dim=1).gather(1, (longest[:, None] - steps).clamp(min=0)) * is_real
-    bonus = (scores[rows, best] + noise[rows, longest]).argmax(-1)
+    bonus = pick_token(scores[rows, best], noise[rows, longest])
     drafted = torch.nn.functional.pad(tree.token_ids.gather(1, path_BP)[:, 1:], (0, 1))
     tokens = drafted.scatter(1, longest[:, None], bonus[:, None])
-    return Acceptance(path_BP, longest + 1, tokens * is_real)
+    kept = scores[rows[:, None], path_BP] if sampler.keeps_scores else None
+    return Acceptance(path_BP, longest + 1, tokens * is_real, kept)

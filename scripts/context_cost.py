@@ -20,8 +20,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from inference import Drafter, Target, TreePolicy
 from inference.acceptance import Sampler
-from inference.generation import PREFILL_CHUNK
 from inference.kv_cache import TreeCache
+from inference.prompt_reading import PREFILL_CHUNK
 from inference.step import DecodeStep, NewSlots
 from inference.tree import TokenTree
 

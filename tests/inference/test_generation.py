@@ -148,7 +148,7 @@ def test_plain_decoding_emits_one_token_a_step() -> None:
 
 
 def test_long_prompt_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.generation.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("inference.prompt_reading.PREFILL_CHUNK", 7)
     prompt = random_prompt(40)
     output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
     assert torch.equal(output.sequences, MODEL.generate(prompt, **GREEDY))

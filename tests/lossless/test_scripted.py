@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference import Decoder, DynamicTree, GenerationStats, StaticTree, TreePolicy, chain, generate, generation
+from inference import Decoder, DynamicTree, GenerationStats, StaticTree, TreePolicy, chain, generate, prompt_reading
 from inference.kv_cache import TreeCache
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
@@ -100,7 +100,7 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(policy: str) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_batches_far_beyond_the_window(family: str, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in several chunks; rows end at their own EOS, the longest of them first."""
-    monkeypatch.setattr(generation, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(prompt_reading, "PREFILL_CHUNK", 32)
     starts: list[int] = []
 
     def open_slots(cache: TreeCache, num_nodes: int, **kwargs: int) -> int:

@@ -1,0 +1,84 @@
+"""transformers' text-generation pipeline, decoding with a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import TextGenerationPipeline
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from inference.acceptance_rules import AcceptanceRule
+from inference.decoder import Decoder
+from inference.drafter import Drafter
+from inference.policy import TreePolicy
+from inference.stats import GenerationStats
+
+
+class DraftingPipeline(TextGenerationPipeline):
+    """What transformers' own pipeline returns, in fewer passes of the target.
+
+    >>> pipe = pipeline(                                                                     # doctest: +SKIP
+    ...     "text-generation", model=target, tokenizer=tokenizer, pipeline_class=DraftingPipeline, drafter=heads
+    ... )
+    >>> pipe([{"role": "user", "content": "Hi"}], max_new_tokens=64, do_sample=True, seed=0) # doctest: +SKIP
+
+    Args:
+        drafter, tree, acceptance, is_coupled, compile: as `Decoder` takes them.
+
+    Attributes:
+        decoder: what decodes.
+        stats: of all calls so far, added up.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        drafter: Drafter | None = None,
+        tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
+        acceptance: AcceptanceRule | str = "exact",
+        is_coupled: bool = True,
+        compile: bool = False,  # noqa: A002
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.stats = GenerationStats()
+        self.decoder = Decoder(
+            self.model, drafter, tree=tree, acceptance=acceptance, is_coupled=is_coupled, compile=compile
+        )
+
+    def _forward(self, model_inputs: Any, **generate_kwargs: Any) -> Any:  # type: ignore[override]
+        model = self.model
+        self.model = cast(Any, _DraftingModel(model, self))
+        try:
+            return super()._forward(model_inputs, **generate_kwargs)
+        finally:
+            self.model = model
+
+
+class _DraftingModel:
+    """The model as the pipeline sees it, whose `generate` is the decoder's."""
+
+    def __init__(self, model: Any, pipeline: DraftingPipeline) -> None:
+        self._model = model
+        self._pipeline = pipeline
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        if input_ids is None:  # an empty prompt
+            bos = self._model.generation_config.bos_token_id
+            if bos is None:
+                raise ValueError("the prompt is empty, and the model has no bos_token_id to begin with: give some text")
+            input_ids = torch.tensor([[bos]], device=self._model.device)
+            attention_mask = torch.ones_like(input_ids)  # it may also be the padding token
+        kwargs = {"tokenizer": self._pipeline.tokenizer, **kwargs}  # for stop strings
+        output = self._pipeline.decoder.generate(input_ids, attention_mask, **kwargs)
+        self._pipeline.stats += output.stats
+        if output.scores is None and output.logits is None:
+            return output.sequences
+        make_output = cast(Any, GenerateDecoderOnlyOutput)
+        return make_output(sequences=output.sequences, scores=output.scores, logits=output.logits)

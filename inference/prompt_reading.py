@@ -1,0 +1,202 @@
+"""How prompts come into the target's cache and to the drafter: in chunks, and none of it twice.
+
+What all rows of a batch begin with is read once, by a batch of one, and then copied; what the cache of an earlier call
+still holds of a prompt is not read again (`HeldTexts`).
+
+Legend: B batch, T longest prompt, F feature width, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.drafter import RowCopyingDrafter
+from inference.kv_cache import TreeCache
+from inference.stats import GenerationStats
+from inference.step import DecodeStep
+
+PREFILL_CHUNK = 512  # tokens of a row per forward pass
+MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own
+
+
+@dataclass(frozen=True)
+class HeldTexts:
+    """What a finished or interrupted call has left in the cache.
+
+    Attributes:
+        cache: holds, of every row, the keys and values of the tokens but the newest.
+        state: the drafter's, None without one.
+        texts: per row of the cache, its tokens, as far as they are certain.
+        num_taken: per row, slots the drafter has taken in; None without one.
+    """
+
+    cache: TreeCache
+    state: Any
+    texts: list[list[int]]
+    num_taken: list[int] | None
+
+    def match(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+        """For every prompt the row that holds most of it, and how many of its tokens need not be read again.
+
+        At least one token is always read, since its logits are wanted. With a drafter, slot k - 1 pairs token k with a
+        feature that is gone, so k tokens are kept only if the next one is the same, too.
+        """
+        rows, kept = [], []
+        for prompt in prompts:
+            lengths = [self._count_kept(row, prompt) for row in range(len(self.texts))]
+            kept.append(max(lengths))
+            rows.append(lengths.index(max(lengths)))
+        return rows, kept
+
+    def _count_kept(self, row: int, prompt: Sequence[int]) -> int:
+        text = self.texts[row]
+        kept = min(count_shared([text, prompt]), len(text) - 1, len(prompt) - 1)
+        if self.num_taken is None:
+            return max(kept, 0)
+        return max(min(count_shared([text, prompt]) - 1, kept, self.num_taken[row]), 0)
+
+
+def count_shared(texts: Sequence[Sequence[int]]) -> int:
+    """Tokens that all texts begin with.
+
+    >>> count_shared([[5, 6, 7], [5, 6], [5, 6, 8]])
+    2
+    """
+    shared = min(map(len, texts))
+    first = texts[0]
+    for text in texts[1:]:
+        shared = next((place for place in range(shared) if text[place] != first[place]), shared)
+    return shared
+
+
+@dataclass
+class ReadPrompts:
+    """logits: [B, 1, V] behind each prompt. feature: [B, 1, F] of each prompt's last token, which no slot of the
+    drafter has yet, or None."""
+
+    logits: Tensor
+    feature: Tensor | None
+
+
+class PromptReader:
+    """Reads prompts into a cache and hands them to the drafter, all slots but each row's last.
+
+    Attributes:
+        cache: of the rows of the call.
+        state: the drafter's, or None.
+    """
+
+    def __init__(self, step: DecodeStep, stats: GenerationStats) -> None:
+        self.step = step
+        self.stats = stats
+
+    @property
+    def copies_rows(self) -> bool:
+        return self.step.drafter is None or isinstance(self.step.drafter, RowCopyingDrafter)
+
+    def read(self, cache: TreeCache, prompts: Sequence[Sequence[int]]) -> tuple[ReadPrompts, Any]:
+        """Reads all of the prompts into an empty cache; returns the drafter's state as well."""
+        shared = count_shared(prompts) if len(prompts) > 1 else 0
+        if shared < MIN_SHARED or not self.copies_rows:
+            cache.reset(len(prompts))
+            state = self._start(cache, prompts)
+            return self._read_rest(cache, state, prompts, [0] * len(prompts)), state
+        # Up to the token before the shared beginning's last: the drafter pairs every feature with the next token.
+        shared = min(shared, min(map(len, prompts)) - 1)
+        cache.reset(1)
+        source = self._start(cache, prompts[:1])
+        self._read_rest(cache, source, [prompts[0][:shared]], [0])
+        kept = shared if self.step.drafter is None else shared - 1
+        cache.length_bound = shared
+        cache.spread_row(len(prompts))
+        cache.lengths.fill_(kept)
+        state = self.copy_state(cache, source, [0] * len(prompts), [kept] * len(prompts))
+        return self._read_rest(cache, state, prompts, [kept] * len(prompts)), state
+
+    def read_behind(
+        self, held: HeldTexts, cache: TreeCache, prompts: Sequence[Sequence[int]], rows: list[int], kept: list[int]
+    ) -> tuple[ReadPrompts, Any]:
+        """Reads what `held` does not hold.
+
+        Args:
+            cache: that of `held`, of as many rows, or an empty one.
+            rows, kept: as `HeldTexts.match` gives them; in the cache of `held`, every row must be in its place.
+        """
+        lengths = torch.tensor(kept, device=cache.lengths.device)
+        if cache is held.cache:
+            assert rows == list(range(len(rows)))
+            cache.lengths.copy_(lengths)
+        else:
+            cache.copy_rows(held.cache, torch.tensor(rows, device=lengths.device), lengths, max_length=max(kept))
+        cache.length_bound, cache.length_floor = max(kept), 0
+        state = self.copy_state(cache, held.state, rows, kept)
+        return self._read_rest(cache, state, prompts, kept), state
+
+    def copy_state(self, cache: TreeCache, source: Any, rows: Sequence[int], num_slots: Sequence[int]) -> Any:
+        """A state of the drafter whose row i holds the first num_slots[i] slots of row rows[i] of `source`."""
+        drafter = self.step.drafter
+        if drafter is None:
+            return None
+        assert isinstance(drafter, RowCopyingDrafter)
+        state = self.step.start_drafter(cache)
+        index = torch.tensor(rows, device=cache.lengths.device)
+        slots = torch.tensor(num_slots, device=cache.lengths.device)
+        drafter.copy_rows(state, source, index, slots, max_slots=max(num_slots))
+        return state
+
+    def _start(self, cache: TreeCache, prompts: Sequence[Sequence[int]]) -> Any:
+        if self.step.drafter is None:
+            return None
+        state = self.step.start_drafter(cache)
+        if (read_first := getattr(self.step.drafter, "read_first", None)) is not None:
+            read_first(state, torch.tensor([prompt[0] for prompt in prompts], device=cache.lengths.device))
+        return state
+
+    def _read_rest(
+        self, cache: TreeCache, state: Any, prompts: Sequence[Sequence[int]], kept: Sequence[int]
+    ) -> ReadPrompts:
+        """Reads prompts[b][kept[b]:], at least one token of each row."""
+        target, drafter, device = self.step.target, self.step.drafter, cache.lengths.device
+        rest = [list(prompt[count:]) for prompt, count in zip(prompts, kept, strict=True)]
+        num_left = [len(row) for row in rest]
+        longest = max(num_left)
+        # One column more, so that every token but a row's last has the next one behind it.
+        padded = torch.tensor([row + [0] * (longest + 1 - len(row)) for row in rest], device=device)
+        counts = torch.tensor(num_left, device=device)
+        rows = torch.arange(len(rest), device=device)
+        logits: Tensor | None = None
+        feature: Tensor | None = None
+        start = 0
+        while start < longest:
+            bound = max(count + min(start, left) for count, left in zip(kept, num_left, strict=True))
+            # A short rest behind a long text is padded: it must not run over the end of the cache or of the positions.
+            room = cache.capacity if target.max_length is None else min(cache.capacity, target.max_length)
+            size = min(PREFILL_CHUNK, longest - start, room - bound)
+            end = start + size
+            cache.length_bound = bound
+            cache.length_floor = min(count + start for count, left in zip(kept, num_left, strict=True) if left > start)
+            here = (counts - start).clamp(0, size)
+            output = target.prefill(
+                cache, padded[:, start:end], here, feature_layers=self.step.feature_layers, chunk_size=size
+            )
+            self.stats.num_target_forwards += 1
+            has_tokens = (here > 0)[:, None, None]
+            logits = output.logits if logits is None else torch.where(has_tokens, output.logits, logits)
+            if output.features is not None:
+                last = output.features[rows, (here - 1).clamp(min=0)][:, None]
+                feature = last if feature is None else torch.where(has_tokens, last, feature)
+            cache.length_bound = max(count + min(end, left) for count, left in zip(kept, num_left, strict=True))
+            if drafter is not None and start < longest - 1:
+                slots = (counts - 1 - start).clamp(0, size)
+                next_ids = padded[:, start + 1 : end + 1]
+                view = cache.view_slots(cache.length_bound).shape[0]
+                drafter.extend(state, output.features, next_ids, slots, max_slots=view)
+            start = end
+        cache.length_floor = min(count + left for count, left in zip(kept, num_left, strict=True))
+        assert logits is not None
+        return ReadPrompts(logits, feature)

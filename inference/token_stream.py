@@ -1,0 +1,91 @@
+"""TokenStream: a text that is read while it is written."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from inference.decode_loop import GenerationOutput
+
+
+class TokenStream:
+    """Yields the tokens of each step, a list of one or more, as soon as they are certain.
+
+    It is read with `for` or, from a coroutine, with `async for` (a step then runs in a thread, and the event loop goes
+    on). Nothing is computed ahead of the reader. To stop early, `close()` it, leave its `with` block, or drop it; a
+    cancelled coroutine closes it.
+    """
+
+    def __init__(
+        self, steps: Iterator[list[int]], gather: Callable[[], GenerationOutput], release: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            steps: a generator of the tokens.
+            gather: the output so far.
+            release: called when it is over; may be called more than once.
+        """
+        self._steps: Iterator[list[int]] | None = steps
+        self._gather = gather
+        self._release = release
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def output(self) -> GenerationOutput:
+        """What `generate` would return: of the whole text once it has ended, until then of what there is."""
+        return self._gather()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[int]:
+        tokens = self._advance()
+        if tokens is None:
+            raise StopIteration
+        return tokens
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[int]:
+        step = asyncio.get_running_loop().run_in_executor(None, self._advance)
+        try:
+            tokens = await asyncio.shield(step)
+        except asyncio.CancelledError:
+            step.add_done_callback(self._close_behind)  # a step that has begun cannot be interrupted
+            raise
+        if tokens is None:
+            raise StopAsyncIteration
+        return tokens
+
+    def close(self) -> None:
+        """Ends the text here. The decoder is free again, and may go on from what there is (`reuse_cache`)."""
+        with self._one_at_a_time:
+            steps, self._steps = self._steps, None
+            if steps is not None:
+                steps.close()  # type: ignore[attr-defined]
+        self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _advance(self) -> list[int] | None:
+        with self._one_at_a_time:
+            return None if self._steps is None else next(self._steps, None)
+
+    def _close_behind(self, step: asyncio.Future[list[int] | None]) -> None:
+        if not step.cancelled():
+            step.exception()  # retrieved: nobody is left to be told
+        self.close()

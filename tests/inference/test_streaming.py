@@ -1,0 +1,178 @@
+"""Streams: tokens step by step, with for and async for, stopped, cancelled, from several threads."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Decoder, NgramDrafter, Target, chain, generate, stream
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+
+MODEL = tiny_target("llama", initializer_range=0.3)
+PROMPT = random_prompt(6)
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+TRUTH = MODEL.generate(PROMPT, **GREEDY)
+NEW = TRUTH[0, 6:].tolist()
+
+
+def scripted() -> ScriptedDrafter:
+    return ScriptedDrafter([MODEL.generate(PROMPT, max_new_tokens=40, do_sample=False)[0]], VOCAB_SIZE)
+
+
+def test_tokens_come_step_by_step() -> None:
+    tokens = stream(MODEL, scripted(), PROMPT, tree=chain(3), **GREEDY)
+    steps = list(tokens)
+    assert [token for step in steps for token in step] == NEW
+    assert max(map(len, steps)) > 1
+    assert torch.equal(tokens.output.sequences, TRUTH)
+    assert tokens.output.stats.num_new_tokens == 24
+    assert list(tokens) == []
+
+
+def test_nothing_is_computed_ahead() -> None:
+    tokens = stream(MODEL, None, PROMPT, **GREEDY)
+    assert tokens.output.stats.num_target_forwards == 0
+    next(tokens)
+    assert tokens.output.stats.num_target_forwards == 1
+    assert torch.equal(tokens.output.sequences, TRUTH[:, :7])
+    next(tokens)
+    assert tokens.output.stats.num_target_forwards == 2
+
+
+def test_time_between_steps_is_not_counted() -> None:
+    tokens = stream(MODEL, None, PROMPT, **GREEDY)
+    next(tokens)
+    before = tokens.output.stats.seconds["total"]
+    gc.collect()
+    assert tokens.output.stats.seconds["total"] == before
+
+
+@pytest.mark.parametrize("how", ["close", "with", "drop", "never begun"])
+def test_a_stream_that_is_left_frees_its_decoder(how: str) -> None:
+    decoder = Decoder(MODEL, scripted())
+    tokens = decoder.stream(PROMPT, **GREEDY)
+    if how != "never begun":
+        next(tokens)
+    with pytest.raises(RuntimeError, match=r"close\(\) the stream, or make another Decoder"):
+        decoder.generate(PROMPT, **GREEDY)
+    if how == "with":
+        with tokens:
+            pass
+    elif how == "drop":
+        del tokens
+        gc.collect()
+    else:
+        tokens.close()
+        tokens.close()
+        assert list(tokens) == []
+    assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
+
+
+def test_a_failing_call_frees_its_decoder() -> None:
+    decoder = Decoder(MODEL, None)
+    for call in (decoder.generate, decoder.stream):
+        with pytest.raises(ValueError, match="num_beams"):
+            call(PROMPT, num_beams=2, **GREEDY)
+    assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
+
+
+def test_an_error_within_a_step_leaves_nothing_stale() -> None:
+    decoder = Decoder(MODEL, scripted())
+    calls = 0
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyError("a processor of the caller's")
+        return scores
+
+    with pytest.raises(KeyError, match="caller's"):
+        decoder.generate(PROMPT, logits_processor=[fail], **GREEDY)
+    output = decoder.generate(PROMPT, reuse_cache=True, **GREEDY)
+    assert torch.equal(output.sequences, TRUTH)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "match"),
+    [
+        (random_prompt(4, batch_size=2), {}, "a stream has one row"),
+        (PROMPT, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
+    ],
+    ids=["batch", "num_return_sequences"],
+)
+def test_a_stream_has_one_row(inputs: torch.Tensor, options: dict[str, Any], match: str) -> None:
+    decoder = Decoder(MODEL, None)
+    with pytest.raises(ValueError, match=match):
+        decoder.stream(inputs, **{**GREEDY, **options})
+    decoder.generate(PROMPT, max_new_tokens=1)
+
+
+def test_async_streams_run_side_by_side() -> None:
+    target = Target(MODEL)
+
+    async def read() -> list[int]:
+        return [token async for step in stream(target, scripted(), PROMPT, **GREEDY) for token in step]
+
+    async def read_all() -> list[list[int]]:
+        return await asyncio.gather(*(read() for _ in range(3)))
+
+    assert asyncio.run(read_all()) == [NEW] * 3
+
+
+def test_a_cancelled_coroutine_closes_its_stream() -> None:
+    decoder = Decoder(MODEL, scripted())
+
+    async def cancel() -> None:
+        begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in decoder.stream(PROMPT, **GREEDY):
+                begun.set()
+
+        task = asyncio.create_task(read())
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    gc.collect()
+    assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
+
+
+def test_threads_share_a_target_and_heads() -> None:
+    """Each with a decoder of its own; the model's attention is switched by both."""
+    target, drafter = Target(MODEL), NgramDrafter()
+    prompts = [random_prompt(length, seed=length) for length in (5, 9, 14, 20)]
+    expected = [MODEL.generate(prompt, **GREEDY) for prompt in prompts]
+    found: dict[int, torch.Tensor] = {}
+
+    def decode(number: int) -> None:
+        for _ in range(2):
+            found[number] = generate(target, drafter, prompts[number], **GREEDY).sequences
+
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, text in enumerate(expected):
+        assert torch.equal(found[number], text)
+    assert MODEL.config._attn_implementation == "sdpa"
+
+
+def test_outputs_are_usual_tensors() -> None:
+    """Decoding runs in inference mode; what it returns may be trained on."""
+    output = generate(
+        MODEL, scripted(), PROMPT, return_dict_in_generate=True, output_scores=True, output_logits=True, **GREEDY
+    )
+    assert output.scores is not None
+    assert output.logits is not None
+    assert not any(x.is_inference() for x in (output.sequences, *output.scores, *output.logits))
