@@ -122,6 +122,9 @@ class AutoregressionHeads(DraftHeads):
         ancestors = torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device)
         return AutoregressionState(cache, hidden, ancestors, zero, zero.clone())
 
+    def draft_caches(self, state: AutoregressionState) -> list[DraftCache]:
+        return [state.cache]
+
     def extend(
         self,
         state: AutoregressionState,

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from heads.checkpoint import replace_checkpoint
 from heads.config import DraftHeadsConfig, name_of_target
+from heads.layers import DraftCache
 from inference.drafter import DraftLogits
 from inference.target import Target
 
@@ -68,7 +69,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     """A small trained module that drafts for a frozen target; base class of every kind.
 
     A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
-    and `expand` (decoding: the `inference.drafter.Drafter` protocol). `default_loss` names its usual objective.
+    and `expand` (decoding: the `inference.drafter.Drafter` protocol), and `draft_caches` (for `RowCopyingDrafter`).
+    `default_loss` names its usual objective.
     `runs_target_layers` says that drafted tokens pass through layers of the target (`CacheSharingDrafter`) and have
     features as certain ones do: the one step of `unroll` then serves every depth, and reads features up to t + 1.
 
@@ -117,6 +119,16 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     @abstractmethod
     def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits: ...
+
+    @abstractmethod
+    def draft_caches(self, state: Any) -> list[DraftCache]:
+        """Those of a state, which hold all that later slots read of certain ones; kinds that keep more extend
+        `copy_rows`."""
+
+    def copy_rows(self, state: Any, source: Any, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
+        """`RowCopyingDrafter.copy_rows`."""
+        for cache, other in zip(self.draft_caches(state), self.draft_caches(source), strict=True):
+            cache.copy_rows(other, rows, lengths, max_slots)
 
     # Training.
 

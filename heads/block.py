@@ -275,6 +275,9 @@ class BlockHeads(DraftHeads):
         chances = torch.ones(batch_size, max(1, num_scratch), device=self.device)
         return BlockState(caches, chances, self.config.confidence_threshold)
 
+    def draft_caches(self, state: BlockState) -> list[DraftCache]:
+        return state.caches
+
     def extend(
         self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:

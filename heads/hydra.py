@@ -254,6 +254,9 @@ class HydraHeads(DraftHeads):
         paths = torch.zeros(batch_size, max(1, num_scratch), self.max_depth, dtype=torch.long, device=self.device)
         return HydraState(hidden, paths, cache)
 
+    def draft_caches(self, state: HydraState) -> list[DraftCache]:
+        return [] if state.cache is None else [state.cache]
+
     def extend(
         self, state: HydraState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:

@@ -195,6 +195,9 @@ class KangarooHeads(DraftHeads):
     def share_cache(self, state: KangarooState, cache: TreeCache) -> None:
         state.rows = DraftRows(cache, state.cache.num_scratch)
 
+    def draft_caches(self, state: KangarooState) -> list[DraftCache]:
+        return [state.cache]
+
     def extend(
         self, state: KangarooState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:

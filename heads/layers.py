@@ -157,6 +157,17 @@ class DraftCache:
         mask_BWS = torch.cat([ancestors, certain_BS[:, None].expand(-1, width, -1)], dim=-1)
         return columns, mask_BWS[:, None]
 
+    def copy_rows(self, source: DraftCache, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
+        """Fills this fresh cache: row b with the first lengths[b] slots, at most `max_slots`, of row rows[b] of
+        `source`, whose numbers of rows, slots and scratch rows may be others."""
+        here = rows.to(self.keys.device)
+        width = min(max_slots, len(self.columns) - self.num_scratch, len(source.columns) - source.num_scratch)
+        for plane, other in ((self.keys, source.keys), (self.values, source.values)):
+            plane.narrow(2, self.num_scratch, width).copy_(
+                other.narrow(2, source.num_scratch, width).index_select(0, here)
+            )
+        self.lengths.copy_(lengths)
+
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The second half of both: fills the opened columns; keys and values up to the last column in view."""
         if columns.dim() == 1:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from heads.base import DraftHeads, DraftStep
 from heads.config import DraftHeadsConfig
+from heads.layers import DraftCache
 from inference.drafter import DraftLogits
 from inference.target import Target
 
@@ -105,6 +106,9 @@ class MedusaHeads(DraftHeads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MedusaState:
         return MedusaState()
+
+    def draft_caches(self, state: MedusaState) -> list[DraftCache]:
+        return []
 
     def extend(
         self, state: MedusaState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

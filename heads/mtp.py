@@ -110,11 +110,14 @@ class MTPState:
 
     states: [B, 1 + R, n, D] what each block handed on for the last certain token, and behind it for each scratch row.
     ancestors: [B, 1 + R, R] which scratch rows each of these sees.
+    trail: [B, slots, n - 1, D], of every certain token what the next block reads at the token behind it: a row that is
+    copied may end there. None for a shared block, which reads no such thing.
     levels: [R] the level of each scratch row, the first is 0.
     base: [1], where the last frontier begins in `states`; depth: [1], how many levels there are so far."""
 
     caches: list[DraftCache]
     states: Tensor
+    trail: Tensor | None
     ancestors: Tensor
     levels: Tensor
     base: Tensor
@@ -229,15 +232,32 @@ class MTPHeads(DraftHeads):
             for block in self.each_block
         ]
         rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
-        shape = (batch_size, rows, len(caches), self.config.hidden_size)
+        states, trail = (
+            torch.zeros(batch_size, length, count, self.config.hidden_size, device=self.device, dtype=self.dtype)
+            for length, count in ((rows, len(caches)), (max_length + 1, len(caches) - 1))  # the last is for padding
+        )
         return MTPState(
             caches,
-            states=torch.zeros(shape, device=self.device, dtype=self.dtype),
+            states=states,
+            trail=trail if len(caches) > 1 else None,
             ancestors=torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device),
             levels=torch.zeros(num_scratch, dtype=torch.long, device=self.device),
             base=zero,
             depth=zero.clone(),
         )
+
+    def draft_caches(self, state: MTPState) -> list[DraftCache]:
+        return state.caches
+
+    def copy_rows(self, state: MTPState, source: MTPState, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
+        super().copy_rows(state, source, rows, lengths, max_slots=max_slots)
+        if state.trail is None or source.trail is None:
+            return
+        width = min(max_slots, state.trail.shape[1] - 1, source.trail.shape[1] - 1)
+        here = rows.to(source.trail.device)
+        state.trail[:, :width] = source.trail[:, :width].index_select(0, here)
+        last = (state.caches[0].lengths - 1).clamp(min=0)[:, None, None, None]
+        state.states[:, :1, :-1] = state.trail.gather(1, last.expand(-1, 1, *state.trail.shape[2:]))
 
     def extend(
         self, state: MTPState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -261,6 +281,8 @@ class MTPHeads(DraftHeads):
                 # The next depth reads, at each token, what this one handed on at the token before.
                 previous = torch.cat([last_BnD[:, None, depth], handed_on[-1][:, :-1]], dim=1)
             states = torch.stack(handed_on, dim=2)
+            if state.trail is not None:
+                state.trail[state.caches[0].rows, columns - state.caches[0].num_scratch] = states[:, :, :-1]
             last = (here - 1).clamp(min=0)[:, None, None, None].expand(-1, 1, *states.shape[2:])
             last_BnD = torch.where((here > 0)[:, None, None], states.gather(1, last)[:, 0], last_BnD)
         state.states.narrow(1, 0, 1).copy_(last_BnD[:, None])

@@ -210,6 +210,9 @@ class ParallelHeads(Eagle3Heads):
         hidden = torch.zeros(batch_size, self.max_depth, self.config.hidden_size, device=self.device, dtype=self.dtype)
         return ParallelState(caches, hidden)
 
+    def draft_caches(self, state: ParallelState) -> list[DraftCache]:  # type: ignore[override]
+        return state.caches
+
     def extend(  # type: ignore[override]
         self, state: ParallelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:

@@ -76,8 +76,12 @@ class DraftRows(Cache):
         return own
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """As `TreeCache.slots_seen`: [S] long, and [B, R] long, where all rows stand. Windows are left to the masks."""
-        return self.cache.first_slots(self._view), self.lengths[:, None] + self.rows
+        """As `TreeCache.slots_seen`: [S] long, and [B, R] long, where all rows stand. Windows are left to the masks.
+
+        A row that holds more than `max_slots` tokens, its root among them, stands partly behind the view: nobody reads
+        its draft (`CacheSharingDrafter`)."""
+        slots = self.cache.first_slots(self._view)
+        return slots, (self.lengths[:, None] + self.rows).clamp(max=slots.shape[0] - 1)
 
     @property
     def _view(self) -> int:

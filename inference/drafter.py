@@ -44,7 +44,8 @@ class Drafter(Protocol):
 
     The first token of a text is in no slot. A drafter that needs it has a method `read_first(state, token_ids [B])`,
     which is called once, between `start` and the first `extend`. One that expands no more than one node of a level has
-    an attribute `drafts_chains_only`, which is true.
+    an attribute `drafts_chains_only`, which is true. One whose rows can leave a batch, share what was read of a prompt
+    or be continued is a `RowCopyingDrafter` besides.
 
     Attributes:
         feature_layers: indices into transformers' `hidden_states` (0 = embeddings, n = after the final norm) that the
@@ -101,7 +102,33 @@ class CacheSharingDrafter(Protocol):
 
     def share_cache(self, state: Any, cache: TreeCache) -> None:
         """Called once behind `start`. Whenever `extend` or `expand` is called, `cache` holds the certain tokens, root
-        excluded, and has `num_scratch` + 1 slots behind them in every row, for the draft to write to."""
+        excluded, and has `num_scratch` + 1 slots behind them in every row, for the draft to write to. When prompts are
+        handed over in parts, a row that ends within a part may hold its root already; nobody reads what `extend` then
+        says of it."""
+
+
+@runtime_checkable
+class RowCopyingDrafter(Protocol):
+    """What a `Drafter` has besides when its rows can be carried from state to state: so finished rows leave a batch, a
+    prompt's beginning is read once for many rows, and a text is continued."""
+
+    def copy_rows(self, state: Any, source: Any, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
+        """Fills a fresh state with rows of another one, as if it had been handed their first slots itself.
+
+        What a drafter has learned about a row (`MergedDrafter`'s weights) and a text's first token (`read_first`, which
+        is not called again) go with the row, however few slots are kept. Nothing is shared: either state may be
+        extended, or copied again, without changing the other. What was drafted is not copied, so the next call is an
+        `extend`, whose counts may be 0.
+
+        Args:
+            state: for B' rows, what `start` has just returned, with any `max_length` and `num_scratch`. A
+                `CacheSharingDrafter` is given its cache, filled with the same rows, before the next `extend`.
+            source: any state of this drafter.
+            rows: [B'] int64, the row of `source` that becomes each row; a row may be taken more than once, or not at
+                all.
+            lengths: [B'] int64, how many of its first certain slots are kept: none to all, and no more than fit.
+            max_slots: no entry of `lengths` is larger (a host integer: nothing beyond is copied).
+        """
 
 
 # Greedy targets take their most likely token, which is the drafter's more often than its chance in sampling says. This

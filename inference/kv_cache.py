@@ -275,6 +275,27 @@ class TreeCache(Cache):
         self.length_floor = 0
         self._set_view(0, 0)
 
+    def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
+        """Fills this cache, of the same layers but of any number of rows and capacity, with rows of another: what it
+        held is forgotten, `source` is only read.
+
+        Worked example, rows of 5, 3 and 7 tokens in `source`, two rows here:
+
+            copy_rows(source, [2, 0], [7, 4], max_length=7)     row 2, and the first 4 tokens of row 0
+
+        Args:
+            rows: [B] long, the row of `source` that becomes each row; a row may be taken more than once, or not at all.
+            lengths: [B] long, how many of its first tokens are kept; no more than it has, or than fit in here.
+            max_length: no entry of `lengths` is larger.
+        """
+        width = min(max_length, self.capacity, source.capacity)
+        pairs = zip((*self._keys, *self._values), (*source._keys, *source._values), strict=True)
+        for plane, other in pairs:  # one by one: what is gathered in between is as large as one of them
+            plane[:, :, :width] = other[:, :, :width].index_select(0, rows.to(other.device))
+        self.lengths.copy_(lengths)
+        self.length_bound = width
+        self.length_floor = 0
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length_bound
 

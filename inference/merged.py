@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits
+from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, RowCopyingDrafter
 from inference.kv_cache import TreeCache
 from inference.target import Target
 
@@ -32,12 +32,15 @@ MIN_WEIGHT = 0.02
 
 @dataclass
 class MergedState:
-    """states: of the two drafters. weights: [B, 2] float32, None before the first `extend`. roots: what each said of
-    the last root's children; None before."""
+    """states: of the two drafters. weights: [B, 2] float32. roots: what each said of the last root's children.
+    has_root: [B] bool, whether they have said it of this row. lengths: [B] long, slots so far. All but `states` are
+    None before the first `extend`."""
 
     states: tuple[Any, Any]
     weights: Tensor | None = None
     roots: tuple[DraftLogits, DraftLogits] | None = None
+    has_root: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 class MergedDrafter(nn.Module):
@@ -54,6 +57,7 @@ class MergedDrafter(nn.Module):
         feature_layers: those of both, the first's in front.
         max_depth: the smaller of both.
         share_cache: that of the one which runs layers of the target (`CacheSharingDrafter`); missing if neither does.
+        copy_rows: as in `RowCopyingDrafter`; missing unless both have it.
 
     Raises:
         ValueError: for a bad weight or rate, or two drafters that both write to the target's cache.
@@ -78,6 +82,8 @@ class MergedDrafter(nn.Module):
             )
         if sharing:
             self.share_cache = partial(self._share_cache, sharing[0])
+        if all(isinstance(drafter, RowCopyingDrafter) for drafter in self.drafters):
+            self.copy_rows = self._copy_rows
         depths = [drafter.max_depth for drafter in self.drafters if drafter.max_depth is not None]
         self.max_depth = min(depths, default=None)
         self.drafts_chains_only = any(getattr(drafter, "drafts_chains_only", False) for drafter in self.drafters)
@@ -98,6 +104,21 @@ class MergedDrafter(nn.Module):
     def _share_cache(self, index: int, state: MergedState, cache: TreeCache) -> None:
         self.drafters[index].share_cache(state.states[index], cache)  # type: ignore[attr-defined]
 
+    def _copy_rows(
+        self, state: MergedState, source: MergedState, rows: Tensor, lengths: Tensor, *, max_slots: int
+    ) -> None:
+        """Rows keep their weights; those that keep all their slots also what was said of their last root."""
+        for drafter, own, other in zip(self.drafters, state.states, source.states, strict=True):
+            drafter.copy_rows(own, other, rows, lengths, max_slots=max_slots)  # type: ignore[attr-defined]
+        if source.weights is None or source.roots is None or source.has_root is None or source.lengths is None:
+            return
+        here = rows.to(source.weights.device)
+        state.lengths = lengths.to(here.device, copy=True)
+        state.weights = source.weights.index_select(0, here)
+        state.has_root = source.has_root[here] & (source.lengths[here] == state.lengths)
+        first, second = (_select_rows(root, here) for root in source.roots)
+        state.roots = (first, second)
+
     def read_first(self, state: MergedState, token_ids: Tensor) -> None:
         """Hands the texts' first tokens [B] to whoever reads them."""
         for drafter, own in zip(self.drafters, state.states, strict=True):
@@ -113,7 +134,12 @@ class MergedDrafter(nn.Module):
             drafter.extend(own, self._features_of(drafter, features), next_token_ids, counts, max_slots=max_slots)
             for drafter, own in zip(self.drafters, state.states, strict=True)
         )
-        state.roots = (first, second)
+        is_new = counts > 0
+        if state.roots is None:
+            state.roots = (first, second)
+        else:  # of rows that wait, what was said before: now they were not asked
+            old = state.roots
+            state.roots = (_choose_rows(is_new, first, old[0]), _choose_rows(is_new, second, old[1]))
         return self._merge(state, first, second)
 
     def expand(self, state: MergedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
@@ -135,10 +161,14 @@ class MergedDrafter(nn.Module):
 
     def _credit(self, state: MergedState, next_token_ids: Tensor, counts: Tensor) -> None:
         """The first new token of a row is the one behind its last root."""
-        if state.weights is None:
+        if state.weights is None or state.lengths is None:
             start = torch.tensor([1 - self.weight, self.weight], device=next_token_ids.device)
             state.weights = start.repeat(next_token_ids.shape[0], 1)
-        if state.roots is None or self.rate == 0:
+            state.lengths = torch.zeros_like(counts)
+        had_root, has_slots = state.has_root, counts > 0
+        state.has_root = has_slots if had_root is None else had_root | has_slots
+        state.lengths = state.lengths + counts
+        if state.roots is None or had_root is None or self.rate == 0:
             return
         chances = torch.stack([chance_of(root, next_token_ids[:, 0]) for root in state.roots], dim=1)  # [B, 2]
         spoke = torch.stack([(root.logits > -torch.inf).any(-1)[:, 0] for root in state.roots], dim=1).all(1)
@@ -146,13 +176,37 @@ class MergedDrafter(nn.Module):
         total = shares.sum(1)
         moved = (1 - self.rate) * state.weights + self.rate * shares / total.clamp(min=1e-30)[:, None]
         moved = moved.clamp(MIN_WEIGHT, 1 - MIN_WEIGHT)
-        counted = spoke & (counts > 0) & (total > 0)
+        counted = spoke & had_root & has_slots & (total > 0)
         state.weights = torch.where(counted[:, None], moved, state.weights)
 
     def _merge(self, state: MergedState, first: DraftLogits, second: DraftLogits) -> DraftLogits:
         assert state.weights is not None
         weights = state.weights[:, :, None, None]  # [B, 2, 1, 1]
         return merge_drafts(first, to_chances(first) * weights[:, 0], second, to_chances(second) * weights[:, 1])
+
+
+def _select_rows(draft: DraftLogits, rows: Tensor) -> DraftLogits:
+    """A draft of rows [B'] of a batch."""
+    token_ids, confidence = draft.token_ids, draft.confidence
+    if token_ids is not None and token_ids.dim() == 3:
+        token_ids = token_ids.index_select(0, rows)
+    if confidence is not None:
+        confidence = confidence.index_select(0, rows)
+    return DraftLogits(draft.logits.index_select(0, rows), token_ids, confidence)
+
+
+def _choose_rows(is_new: Tensor, new: DraftLogits, old: DraftLogits) -> DraftLogits:
+    """Two drafts of one form, by `is_new` [B]."""
+
+    def choose(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(is_new.view(-1, *[1] * (one.dim() - 1)), one, other)
+
+    token_ids, confidence = new.token_ids, new.confidence
+    if token_ids is not None and token_ids.dim() == 3 and old.token_ids is not None:
+        token_ids = choose(token_ids, old.token_ids)
+    if confidence is not None and old.confidence is not None:
+        confidence = choose(confidence, old.confidence)
+    return DraftLogits(choose(new.logits, old.logits), token_ids, confidence)
 
 
 def to_chances(draft: DraftLogits) -> Tensor:

@@ -99,6 +99,16 @@ class NgramDrafter:
         state.paths = next_token_ids.new_zeros((batch, 1, 0))
         return self._look_up(state)
 
+    def copy_rows(
+        self, state: NgramState, source: NgramState, rows: Tensor, lengths: Tensor, *, max_slots: int
+    ) -> None:
+        """`RowCopyingDrafter.copy_rows`."""
+        device = source.history.device
+        width = min(max_slots, state.history.shape[1] - 1, source.history.shape[1] - 1)
+        state.history = state.history.to(device)
+        state.history[:, :width] = source.history[:, :width].index_select(0, rows.to(device))
+        state.lengths = torch.zeros_like(state.lengths, device=device).copy_(lengths)
+
     def expand(self, state: NgramState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         """Look up the children of the frontier [B, W] (Drafter.expand)."""
         index = parents[..., None].expand(*parents.shape, state.paths.shape[2])

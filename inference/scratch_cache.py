@@ -68,6 +68,10 @@ class ScratchCache(TreeCache):
         super().reset(num_rows)
         self.lengths = torch.zeros_like(self.lengths)  # `keep_certain` makes new ones, which may be of inference mode
 
+    def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
+        super().copy_rows(source, rows, lengths, max_length=max_length)
+        self.length_bound = 0  # passes are told what is in view, and compiled ones must not see this change
+
     def keep_certain(self, counts: Tensor) -> None:
         """The first counts[b] of the tokens of the last `open_certain` pass are certain."""
         self.lengths = self.lengths + counts

@@ -36,7 +36,8 @@ class SmallModelState:
     ancestors: [B, 1 + R, R] bool, which scratch rows the root (row 0) and each scratch row see; depths: [R] long, the
     level of each scratch row, 0 = the root's children. What tells levels apart are tensors of one shape, so that one
     compiled graph serves every level: base [1], where the last frontier begins in `ancestors`; used, depth [1], scratch
-    rows and levels so far. num_used: `used` on the host, kept where it may be checked."""
+    rows and levels so far. num_used: `used` on the host, kept where it may be checked. num_first: tokens that the cache
+    holds besides those of slots, the texts' first ones, 0 or 1."""
 
     cache: ScratchCache
     ancestors: Tensor
@@ -45,6 +46,7 @@ class SmallModelState:
     used: Tensor
     depth: Tensor
     num_used: int = 0
+    num_first: int = 0
 
 
 class SmallModelDrafter(nn.Module):
@@ -147,6 +149,14 @@ class SmallModelDrafter(nn.Module):
     def read_first(self, state: SmallModelState, token_ids: Tensor) -> None:
         """Take in the texts' first tokens [B], which no slot carries. Left out, texts are read without them."""
         self.read_certain(state, token_ids[:, None], torch.ones_like(token_ids), max_tokens=1)
+        state.num_first = 1
+
+    def copy_rows(
+        self, state: SmallModelState, source: SmallModelState, rows: Tensor, lengths: Tensor, *, max_slots: int
+    ) -> None:
+        """`RowCopyingDrafter.copy_rows`."""
+        num_first = state.num_first = source.num_first
+        state.cache.copy_rows(source.cache, rows, lengths + num_first, max_length=max_slots + num_first)
 
     def extend(
         self,

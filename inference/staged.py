@@ -94,6 +94,13 @@ class StagedDrafter(nn.Module):
         """As `SmallModelDrafter.read_first`."""
         self.small.read_first(state.small, token_ids)
 
+    def copy_rows(
+        self, state: StagedState, source: StagedState, rows: Tensor, lengths: Tensor, *, max_slots: int
+    ) -> None:
+        """`RowCopyingDrafter.copy_rows`."""
+        self.small.copy_rows(state.small, source.small, rows, lengths, max_slots=max_slots)
+        self.ngrams.copy_rows(state.ngram, source.ngram, rows, lengths, max_slots=max_slots)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def extend(
         self, state: StagedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

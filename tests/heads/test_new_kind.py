@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, DraftStep, create_heads
+from heads.layers import DraftCache
 from inference import Target, generate
 from inference.drafter import DraftLogits
 from tests.tiny_targets import random_prompt, tiny_target
@@ -41,6 +42,9 @@ class BigramHeads(DraftHeads):
         return [DraftStep(2, self.down(ahead), self.up)]
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> None: ...
+
+    def draft_caches(self, state: Any) -> list[DraftCache]:
+        return []
 
     def extend(
         self, state: Any, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

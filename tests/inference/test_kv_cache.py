@@ -147,6 +147,38 @@ def test_window_layers_see_the_end_of_the_view() -> None:
     assert cache.length_floor == 0
 
 
+@pytest.mark.parametrize("capacity", [11, 30])
+def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    source = TreeCache(LAYERS, 3, capacity=20, view_multiple=4)
+    source.open_slots(14)
+    written = write_nodes(source, 14, generator)
+    source.advance(torch.tensor([12, 3, 9]), 12)
+    cache = TreeCache(LAYERS, 4, capacity=capacity, view_multiple=4)
+    cache.open_slots(6)
+    write_nodes(cache, 6, generator)
+    cache.advance(torch.full((4,), 6), 6)
+    cache.length_floor = 6
+    rows, kept = [2, 0, 2, 1], [9, 10, 0, 3]
+    lengths = torch.tensor(kept)
+    cache.copy_rows(source, torch.tensor(rows), lengths, max_length=10)
+    assert (cache.length_bound, cache.length_floor) == (10, 0)
+
+    def check(copied: TreeCache, origins: list[int], lengths: list[int]) -> None:
+        assert copied.lengths.tolist() == lengths
+        for layer, (keys, values) in enumerate(written):
+            for row, (origin, length) in enumerate(zip(origins, lengths, strict=True)):
+                assert torch.equal(copied._keys[layer][row, :, :length], keys[origin, :, :length])
+                assert torch.equal(copied._values[layer][row, :, :length], values[origin, :, :length])
+
+    check(cache, rows, kept)
+    cache.open_slots(1)  # behind each row's own length, and in none but its own cache
+    write_nodes(cache, 1, generator)
+    cache.advance(torch.ones(4, dtype=torch.long), 1)
+    assert lengths.tolist() == kept
+    check(source, [0, 1, 2], [12, 3, 9])
+
+
 def test_buffers_are_zeroed_stacked_and_kept() -> None:
     cache = TreeCache(LAYERS, 2, capacity=8)
     assert [tuple(buffer.shape) for buffer in cache._buffers] == [(5, 2, 2, 8, 3), (1, 2, 1, 8, 5)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads import HEAD_TYPES
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
-from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling
+from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling, RowCopyingDrafter
 from inference.merged import MIN_WEIGHT, MergedDrafter, chance_of, find_columns, merge_drafts, to_chances
 from inference.ngram import NgramDrafter
 from inference.policy import resolve_policy
@@ -320,3 +320,33 @@ def test_compiled_it_drafts_what_it_drafts_eagerly(kind: str, tree: TreePolicy) 
         one, other = (decoder.generate(prompt, max_new_tokens=40, **options) for decoder in (compiled, eager))
         assert one.sequences.tolist() == other.sequences.tolist()
         assert one.stats.accepted_histogram == other.stats.accepted_histogram
+
+
+def test_copied_rows_keep_their_weights() -> None:
+    """A row of all slots is credited as if it had stayed; one that was cut short begins with what it had learned."""
+    drafter = MergedDrafter(NgramDrafter(max_ngram=1), NgramDrafter(max_ngram=3), rate=0.3)
+    assert isinstance(drafter, RowCopyingDrafter)
+    assert not isinstance(MergedDrafter(FixedDrafter(torch.zeros(4)), NgramDrafter()), RowCopyingDrafter)
+    tokens = torch.randint(2, 5, (2, 40), generator=torch.Generator().manual_seed(0))
+    source = drafter.start(2, 64, 4)
+    for end in (20, 24, 27):
+        draft = drafter.extend(source, None, tokens[:, end - 4 : end], torch.tensor([4, 3]), max_slots=end)
+    assert source.weights is not None
+    assert draft.token_ids is not None
+    before = source.weights.clone()
+    copied = drafter.start(4, 80, 2)
+    rows, lengths = torch.tensor([1, 0, 1, 0]), torch.tensor([9, 12, 8, 12])
+    drafter.copy_rows(copied, source, rows, lengths, max_slots=12)
+    assert torch.equal(copied.weights, before[rows])
+
+    likely = draft.token_ids[:, 0].gather(1, draft.logits[:, 0].argmax(-1, keepdim=True))
+    following = torch.cat([likely, tokens[:, 30:31]], dim=1)
+    counts = torch.tensor([2, 1, 2, 0])  # the last row waits
+    drafter.extend(copied, None, following[rows], counts, max_slots=14)
+    drafter.extend(source, None, following, torch.tensor([1, 2]), max_slots=14)
+    assert not torch.equal(source.weights, before)
+    expected = torch.stack([source.weights[1], source.weights[0], before[1], before[0]])
+    assert torch.equal(copied.weights, expected)
+    drafter.extend(copied, None, following[rows], torch.tensor([2, 1, 2, 1]), max_slots=16)
+    assert torch.equal(copied.weights[3], source.weights[0])
+    assert not torch.equal(copied.weights[2], before[1])

@@ -1,0 +1,226 @@
+"""Rows carried from one state of a drafter to another, for every kind of heads and every other drafter.
+
+Legend: B batch, S slots handed over, W frontier nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference import Target
+from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, RowCopyingDrafter
+from inference.merged import MergedDrafter
+from inference.ngram import NgramDrafter
+from inference.small_model import SmallModelDrafter
+from inference.staged import StagedDrafter
+from tests.heads.test_mtp_native import CASES, load
+from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.tiny_targets import VOCAB_SIZE, tiny_target
+
+
+@cache
+def target_of(family: str, initializer_range: float = 0.5) -> Target:
+    return Target(tiny_target(family, initializer_range=initializer_range))
+
+
+def make_native(case: str, path: Path) -> tuple[Target, Drafter]:
+    model, _, heads = load(CASES[case], path)
+    return Target(model), heads
+
+
+def make_heads(kind: str, overrides: dict[str, Any]) -> tuple[Target, Drafter]:
+    # Two masks in one pass, for the kind that runs the target's layers.
+    target = target_of("gemma3" if kind == "kangaroo" else "llama")
+    return target, tiny_heads(kind, target, **overrides)
+
+
+def make_other(make: Callable[[Target], Drafter]) -> tuple[Target, Drafter]:
+    target = target_of("llama")
+    return target, make(target)
+
+
+def merge_with_ngrams(kind: str, target: Target) -> MergedDrafter:
+    # Weights follow how a text was handed over, and are tested where merged drafters are.
+    return MergedDrafter(tiny_heads(kind, target), NgramDrafter(max_ngram=2), rate=0)
+
+
+Maker = Callable[[Path], tuple[Target, Drafter]]
+DRAFTERS: dict[str, Maker] = {
+    **{
+        name: lambda _, kind=kind, overrides=overrides: make_heads(kind, overrides)
+        for name, (kind, overrides) in zip(VARIANT_IDS, VARIANTS, strict=True)
+    },
+    "latent-attention": lambda path: make_native("deepseek", path),
+    "two-native-modules": lambda path: make_native("glm, two modules", path),
+    "ngrams": lambda _: make_other(lambda _: NgramDrafter(max_ngram=2)),
+    "small-model": lambda _: make_other(lambda _: SmallModelDrafter(target_of("gemma3", 0.2))),
+    "staged": lambda _: make_other(
+        lambda _: StagedDrafter(SmallModelDrafter(target_of("qwen3", 0.2)), NgramDrafter(max_ngram=2), num_guesses=2)
+    ),
+    "merged": lambda _: make_other(lambda target: merge_with_ngrams("eagle3", target)),
+    "merged-in-the-targets-cache": lambda _: make_other(lambda target: merge_with_ngrams("kangaroo", target)),
+}
+every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+
+
+class Batch:
+    """Rows of known texts that a drafter takes in as a decode loop hands them over, with a cache of the target.
+
+    Args:
+        texts: [B, length] tokens; few different ones, so that n-grams repeat.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, texts: Tensor, *, max_length: int, num_scratch: int, has_first: bool
+    ) -> None:
+        self.target, self.drafter, self.texts = target, drafter, texts
+        self.has_first = has_first
+        mask = torch.ones_like(texts)
+        self.features = target.encode(texts, mask, feature_layers=drafter.feature_layers).features
+        self.ends = [0] * len(texts)
+        self.state = drafter.start(len(texts), max_length, num_scratch)
+        self.cache = target.new_cache(len(texts), max_length + num_scratch + 1)
+        if isinstance(drafter, CacheSharingDrafter):
+            drafter.share_cache(self.state, self.cache)
+
+    def read_first(self) -> Self:
+        if self.has_first and (read_first := getattr(self.drafter, "read_first", None)) is not None:
+            read_first(self.state, self.texts[:, 0])
+        return self
+
+    def extend(self, ends: Sequence[int]) -> DraftLogits:
+        """Every row takes in the slots up to `ends`; what pads shorter hand-overs is garbage."""
+        counts = [end - begin for begin, end in zip(self.ends, ends, strict=True)]
+        width = max(counts) + 1
+        tokens = torch.full((len(counts), width + 1), 3)
+        features = torch.full((len(counts), width, self.features.shape[-1]), 70.0)
+        for row, (begin, end) in enumerate(zip(self.ends, ends, strict=True)):
+            tokens[row, : end - begin + 1] = self.texts[row, begin : end + 1]
+            features[row, : end - begin] = self.features[row, begin:end]
+        self.ends = list(ends)
+        if isinstance(self.drafter, CacheSharingDrafter):
+            self.target.prefill(self.cache, tokens[:, :-1], torch.tensor(counts))
+            self.cache.length_bound = max(ends)
+        has_features = len(self.drafter.feature_layers) > 0
+        return self.drafter.extend(
+            self.state,
+            features if has_features else None,
+            tokens[:, 1:],
+            torch.tensor(counts),
+            max_slots=max(ends),
+        )
+
+    def draft(self, ends: Sequence[int], seed: int) -> list[DraftLogits]:
+        """Extends, and expands two levels."""
+        drafts = [self.extend(ends)]
+        generator = torch.Generator().manual_seed(seed)
+        widths = [1, 1, 1] if getattr(self.drafter, "drafts_chains_only", False) else [1, 2, 3]
+        for depth in range(1, min(self.drafter.max_depth or 3, 3)):
+            shape = (8, widths[depth])  # of more rows than there are, so that all batches draw the same
+            tokens = torch.randint(2, VOCAB_SIZE, shape, generator=generator)[: len(self.texts)]
+            parents = torch.randint(0, widths[depth - 1], shape, generator=generator)[: len(self.texts)]
+            drafts.append(self.drafter.expand(self.state, tokens, parents, depth))
+        return drafts
+
+    def copy(
+        self, rows: list[int], lengths: list[int], texts: Tensor, *, max_length: int, num_scratch: int
+    ) -> tuple[Batch, Batch]:
+        """A batch of copied rows whose texts go on as `texts`, and one of the same texts that has yet to begin."""
+        sizes = {"max_length": max_length, "num_scratch": num_scratch}
+        copied, fresh = (Batch(self.target, self.drafter, texts, has_first=self.has_first, **sizes) for _ in range(2))
+        index, counts = torch.tensor(rows), torch.tensor(lengths)
+        assert isinstance(self.drafter, RowCopyingDrafter)
+        self.drafter.copy_rows(copied.state, self.state, index, counts, max_slots=max(lengths))
+        if isinstance(self.drafter, CacheSharingDrafter):
+            copied.cache.copy_rows(self.cache, index, counts, max_length=max(lengths))
+        copied.ends = list(lengths)
+        index.zero_()  # nobody holds on to what was passed
+        counts.zero_()
+        return copied, fresh.read_first()
+
+
+def assert_same_drafts(found: list[DraftLogits], expected: list[DraftLogits], rows: list[int]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.logits[rows], other.logits[rows], rtol=1e-5, atol=1e-5)
+        if one.token_ids is not None and other.token_ids is not None and one.token_ids.dim() == 3:
+            assert torch.equal(one.token_ids[rows], other.token_ids[rows])
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def draw_texts(batch_size: int, length: int, seed: int) -> Tensor:
+    return torch.randint(2, 9, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+
+@every_drafter
+def test_copied_rows_are_rows_handed_over_from_the_start(make: Maker, tmp_path: Path) -> None:
+    """Rows taken twice, left out, cut short, cut to nothing, in another order, into a larger state; then into a smaller
+    one. The source goes on as one that was never copied."""
+    target, drafter = make(tmp_path)
+    texts = draw_texts(3, 30, seed=0)
+    sizes: dict[str, Any] = {"max_length": 29, "num_scratch": 6, "has_first": True}
+    source, untouched = (Batch(target, drafter, texts, **sizes).read_first() for _ in range(2))
+    # A prompt in parts, of which not every row has one, then one slot of every row.
+    for each in (source, untouched):
+        for ends in ([6, 6, 6], [12, 8, 12], [12, 8, 19], [13, 9, 20]):
+            drafts = each.draft(ends, seed=1)
+    at_once = Batch(target, drafter, texts, **sizes).read_first()
+    assert_same_drafts(at_once.draft([13, 9, 20], seed=1), drafts, [0, 1, 2])
+
+    rows, lengths = [2, 0, 2, 1, 0], [20, 5, 7, 0, 13]
+    continued = draw_texts(5, 48, seed=2)
+    for row, (origin, length) in enumerate(zip(rows, lengths, strict=True)):
+        continued[row, : length + 1] = texts[origin, : length + 1]
+    copied, fresh = source.copy(rows, lengths, continued, max_length=47, num_scratch=9)
+    smaller, small_fresh = copied.copy([4], [11], continued[4:], max_length=20, num_scratch=5)
+
+    ends = [21, 5, 19, 4, 17]
+    found = copied.draft(ends, seed=3)
+    assert_same_drafts(found, fresh.draft(ends, seed=3), [0, 2, 3, 4])
+    ends = [26, 9, 20, 5, 18]  # what the row that waited was handed over
+    assert_same_drafts(copied.draft(ends, seed=4), fresh.draft(ends, seed=4), [0, 1, 2, 3, 4])
+    assert_same_drafts(smaller.draft([13], seed=5), small_fresh.draft([13], seed=5), [0])
+
+    for one, other in zip(source.draft([14, 15, 20], seed=6), untouched.draft([14, 15, 20], seed=6), strict=True):
+        assert torch.equal(one.logits[:2], other.logits[:2])
+    ends = [16, 16, 23]
+    for one, other in zip(source.draft(ends, seed=7), untouched.draft(ends, seed=7), strict=True):
+        assert torch.equal(one.logits, other.logits)
+
+
+@pytest.mark.parametrize("num_scratch", [0, 4])
+def test_a_row_may_end_within_a_part_of_a_prompt(num_scratch: int) -> None:
+    """The target then holds the prompt's last token, whose slot the drafter lacks until the next token is known. What
+    is drafted meanwhile means nothing, and harms nothing."""
+    target, drafter = make_heads("kangaroo", {"exit_layer": 4})
+    assert isinstance(drafter, CacheSharingDrafter)
+    texts, ends = draw_texts(2, 18, seed=0), [9, 16]
+    sizes: dict[str, Any] = {"max_length": 20, "num_scratch": num_scratch, "has_first": True}
+    batch, at_once = (Batch(target, drafter, texts, **sizes) for _ in range(2))
+    for begin, counts, taken in ((0, [8, 8], [8, 8]), (8, [1, 8], [8, 15])):
+        target.prefill(batch.cache, texts[:, begin : begin + 8], torch.tensor(counts))
+        held = [plane.clone() for plane in (*batch.cache._keys, *batch.cache._values)]
+        given = [end - start for start, end in zip(batch.ends, taken, strict=True)]
+        parts = texts[:, begin + 1 : begin + 9], torch.tensor(given)
+        drafter.extend(batch.state, batch.features[:, begin : begin + 8], *parts, max_slots=max(taken))
+        batch.ends = taken
+        for plane, before in zip((*batch.cache._keys, *batch.cache._values), held, strict=True):
+            for row, length in enumerate(batch.cache.lengths.tolist()):
+                assert torch.equal(plane[row, :, :length], before[row, :, :length])
+    assert batch.cache.lengths.tolist() == ends
+    last = torch.tensor([8, 15])[:, None]
+    features = batch.features.gather(1, last[..., None].expand(-1, -1, batch.features.shape[-1]))
+    found = drafter.extend(batch.state, features, texts.gather(1, last + 1), torch.tensor([1, 1]), max_slots=16)
+    torch.testing.assert_close(found.logits, at_once.extend(ends).logits, rtol=1e-5, atol=1e-5)
