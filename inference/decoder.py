@@ -267,8 +267,10 @@ class Decoder:
                 "has no copy_rows (inference.drafter.RowCopyingDrafter): add it, or leave reuse_cache out"
             )
         rows, kept = held.match(prompts) if held is not None and reuse_cache else ([], [])
+        # A first token is read once, and stays with its row.
+        is_held = any(kept) and (min(kept) > 0 or not hasattr(self.drafter, "read_first"))
         capacity = request.max_length + step.num_slots_behind
-        if held is None or not any(kept):
+        if held is None or not is_held:
             cache = self._get_cache(request.batch_size, capacity)
 
             def read_prompts(reader: PromptReader, cache: TreeCache) -> tuple[ReadPrompts, Any]:
