@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ import torch
 
 from inference import Decoder, generate
 from inference.auto_tree import AutoTree
-from inference.cost_model import NO_TREE, CostModel, Plan
+from inference.cost_model import NO_TREE, CostModel
 from inference.ngram import NgramDrafter
-from inference.tree_planner import TreePlanner
 from tests.lossless.near_tie import assert_same_text
+from tests.lossless.restless import RestlessPlanner, make_restless
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
 
@@ -21,39 +20,9 @@ TREE = AutoTree(depths=(1, 2, 4), sizes=(8, 24), widths=(2, 4))
 COSTS = CostModel((8,), (1, 8, 24), ((1.0, 1.1, 1.3),), 0.1, 0.0, (2, 4), (0.1, 0.1), 0.0, 0.0)
 
 
-class RestlessPlanner(TreePlanner):
-    """Takes all plans in turn, and now and then leaves the drafter out for some steps."""
-
-    def __init__(self) -> None:
-        super().__init__(TREE)
-        self.turns = itertools.cycle([*self.plans, NO_TREE, *reversed(self.plans)])
-        self.rests = itertools.cycle([0, 0, 1, 0, 3, 0, 9, 0])
-        self.resting = 0
-        self.taken: set[Plan] = set()
-
-    @property
-    def is_drafting(self) -> bool:
-        return self.resting == 0
-
-    def choose(self, *_: Any) -> Plan:
-        plan = next(self.turns)
-        self.taken.add(plan)
-        return plan
-
-    def learn(self, plan: Plan, *args: Any) -> None:
-        super().learn(plan, *args)
-        self.resting = self.resting or next(self.rests)
-
-    def pass_step(self) -> None:
-        self.resting -= 1
-
-
 def restless(model: Any, drafter: Any, **options: Any) -> tuple[Decoder, RestlessPlanner]:
     decoder = Decoder(model, drafter, tree=TREE, **options)
-    planner = RestlessPlanner()
-    decoder._planner = planner
-    decoder.costs = lambda *_, **__: COSTS  # type: ignore[method-assign]
-    return decoder, planner
+    return decoder, make_restless(decoder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
