@@ -13,7 +13,7 @@ from inference.kv_cache import TreeCache
 from inference.target import Target
 from inference.tree import TokenTree, compute_depths
 from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, random_tree, run_plainly
-from tests.tiny_targets import CORE_FAMILIES, SLIDING_WINDOW, random_prompt
+from tests.tiny_targets import FAMILIES, FAMILIES_AND_ATTENTION, SLIDING_WINDOW, random_prompt
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 BELOW_WINDOW, BEYOND_WINDOW = (1, 3, 4), (9, 14, 21)
@@ -51,8 +51,7 @@ def check_tree(
 
 
 @pytest.mark.parametrize("lengths", [BELOW_WINDOW, BEYOND_WINDOW], ids=["below-window", "beyond-window"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("family", CORE_FAMILIES)
+@pytest.mark.parametrize(("family", "implementation"), FAMILIES_AND_ATTENTION)
 def test_tree_verification_equals_plain_passes_after_branching_commits(
     family: str, implementation: str, lengths: tuple[int, ...]
 ) -> None:
@@ -189,7 +188,7 @@ def test_prefill_continues_with_windows_behind_a_floor(seen_sizes: dict[int | No
         torch.testing.assert_close(logits[row, 0], wanted, atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("family", CORE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_one_row_and_plain_steps_equal_a_plain_pass(family: str) -> None:
     """B = 1 takes its own, cheaper way through the cache; a tree of a root alone is plain decoding."""
     model = calm_target(family)
@@ -235,7 +234,7 @@ def test_prefill_does_not_depend_on_the_chunk_size(chunk_size: int) -> None:
         assert_states_close(output.features[row, :count], wanted.features[row, :count])
 
 
-@pytest.mark.parametrize("family", CORE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_encode_equals_the_models_own_hidden_states(family: str) -> None:
     model = calm_target(family)
     target = Target(model)
