@@ -10,6 +10,7 @@ transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[n] the last 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,8 @@ class Target:
         findings = examine_model(self._causal_lm, self.text_config, self.masks_from_allowed)
         self._layer_specs = findings.layer_specs
         self._scale_logits = findings.scale_logits
+        # Others compare the implementation's name with "sdpa" themselves (Falcon), and would take ours for eager.
+        self._has_attention_interface: bool = getattr(self._causal_lm, "_supports_attention_backend", False)
         self.vocab_size: int = findings.vocab_size
         self._first_layers: dict[int, nn.Module] = {}  # by their number
 
@@ -373,7 +376,7 @@ class Target:
         wanted = (
             sorted(set(layers) - {self.num_layers}) if module is self._causal_lm.base_model else sorted(set(layers))
         )
-        with grouped_attention(self.text_config):
+        with grouped_attention(self.text_config) if self._has_attention_interface else nullcontext():
             return module(
                 input_ids=token_ids,
                 attention_mask=masks,

@@ -22,6 +22,11 @@ from inference.kv_cache import LayerSpec, PlaneSpec
 _ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 
+# Empty slots between the probe's first token and the others: more than any window that a model applies on its own.
+_GAP = 4200
+# As models fail when they are called in a way they do not know; running out of memory is another matter.
+_MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError)
+
 MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
 ScaleLogits = Callable[[Tensor], Tensor]
 
@@ -70,6 +75,13 @@ def unwrap_model(model: nn.Module) -> Any:
         raise ValueError(
             f"attention implementation {implementation!r} cannot take a tree mask: load the model with "
             f"attn_implementation='sdpa' or 'eager'"
+        )
+    if any(
+        "alibi" in attribute and getattr(causal_lm.base_model, attribute) for attribute in dir(causal_lm.base_model)
+    ):
+        raise ValueError(
+            f"{name} has ALiBi, which measures distances in slots of the cache instead of positions, so a node of a "
+            f"tree would be scored by where its siblings lie: use a model with RoPE or learned positions"
         )
     if getattr(text_config, "use_bidirectional_attention", None) not in (None, False):
         raise ValueError(f"{name} attends in both directions (use_bidirectional_attention): it is no causal LM")
@@ -129,7 +141,8 @@ class _CannotRollBackError(ValueError):
 
 
 class _RecordingCache(Cache):
-    """Hands keys and values straight back and remembers their shapes; refuses any other kind of state."""
+    """Hands keys and values back, with empty slots behind the first token's, and remembers their shapes; refuses any
+    other kind of state."""
 
     def __init__(self, name: str) -> None:
         super().__init__(layers=[])
@@ -143,7 +156,7 @@ class _RecordingCache(Cache):
             PlaneSpec(rows.shape[1], rows.shape[3], rows.dtype, rows.device) for rows in (key_states, value_states)
         )
         self.specs[layer_idx] = LayerSpec(keys, values)
-        return key_states, value_states
+        return _insert_gap(key_states, 2), _insert_gap(value_states, 2)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise _CannotRollBackError(
@@ -158,7 +171,14 @@ class _RecordingCache(Cache):
         return 0
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return 4, 0
+        return 4 + _GAP, 0
+
+
+def _insert_gap(rows: Tensor, dim: int) -> Tensor:
+    """Zeros (False) behind the first of the four tokens on this dimension."""
+    first, others = rows.split([1, 3], dim)
+    shape = [*rows.shape[:dim], _GAP, *rows.shape[dim + 1 :]]
+    return torch.cat([first, rows.new_zeros(shape), others], dim)
 
 
 def find_final_norm(causal_lm: Any) -> nn.Module | None:
@@ -195,7 +215,9 @@ def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
         with torch.no_grad():
             found = first(input_ids=token_ids, use_cache=False, return_dict=True).last_hidden_state
             states = decoder(input_ids=token_ids, use_cache=False, output_hidden_states=True, return_dict=True)
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:  # as each family fails
+    except torch.OutOfMemoryError:
+        raise
+    except _MODEL_ERRORS as error:
         raise ValueError(f"{name} does not run with its first {num_layers} layers alone: {error}") from error
     wanted = states.hidden_states[num_layers]
     difference = float((found - wanted).float().norm() / wanted.float().norm())
@@ -213,7 +235,8 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks) -> Findin
 
     The tree is a root, a child, another child and the first child's twin. The twins must come out alike, which fails if
     the model ignores the mask (one would see its siblings) or the position ids (it would stand two further right), and
-    like the same two tokens in a plain pass, which fails if it reads the mask in another way.
+    like the same two tokens in a plain pass, which fails if it reads the mask in another way. The root lies thousands
+    of empty slots before the others, so a model that applies windows or distances of its own to the slots fails too.
     """
     name = type(model).__name__
     embedding: Tensor = model.get_input_embeddings().weight
@@ -226,16 +249,16 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks) -> Findin
     try:
         output = model.base_model(
             input_ids=token_ids,
-            attention_mask=make_masks(allowed, positions, positions),
+            attention_mask=make_masks(_insert_gap(allowed, 2), positions, _insert_gap(positions, 1)),
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             output_hidden_states=[0],
             return_dict=True,
         )
-    except _CannotRollBackError:
+    except (_CannotRollBackError, torch.OutOfMemoryError):
         raise
-    except (TypeError, ValueError) as error:
+    except _MODEL_ERRORS as error:
         raise ValueError(f"{name} does not run with a 4-D mask, position ids and a cache: {error}") from error
     missing = sorted(set(range(num_layers)) - set(cache.specs))
     if missing:
@@ -250,7 +273,7 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks) -> Findin
     plain_hidden = model.base_model(**plain).last_hidden_state
     _check_branches(name, output.last_hidden_state[0], plain_hidden[0])
     logits = model(**plain).logits
-    scale_logits = _find_logit_scaling(text_config, model.get_output_embeddings()(plain_hidden), logits)
+    scale_logits = _find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
     windows = _list_windows(text_config)
     specs = tuple(replace(cache.specs[layer], window=windows[layer]) for layer in range(num_layers))
     return Findings(specs, scale_logits, logits.shape[-1])
@@ -273,11 +296,15 @@ def _check_branches(name: str, tree_hidden: Tensor, plain_hidden: Tensor) -> Non
             )
 
 
-def _find_logit_scaling(config: Any, raw: Tensor, logits: Tensor) -> ScaleLogits | None:
-    """What turns the LM head's output `raw` [1, 2, V] into the model's `logits`; None if nothing does.
+def _find_logit_scaling(config: Any, lm_head: Any, hidden: Tensor, logits: Tensor) -> ScaleLogits | None:
+    """What turns the LM head's output for `hidden` [1, 2, D] into the model's `logits` [1, 2, V]; None if nothing does.
 
     The config's names are not enough: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X.
     """
+    try:
+        raw: Tensor = lm_head(hidden)
+    except RuntimeError:  # another width: the model does more before its head
+        return None
     cap = getattr(config, "final_logit_softcapping", None)
     factors = [1.0]
     for key in ("logit_scale", "lm_head_multiplier", "logits_scaling"):

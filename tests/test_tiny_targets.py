@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from tests.tiny_targets import FAMILIES, SLIDING_WINDOW, random_prompt, tiny_target
+from tests.tiny_targets import (
+    CORE_FAMILIES,
+    FAMILIES,
+    MOE_FAMILIES,
+    SLIDING_WINDOW,
+    attention_implementations,
+    random_prompt,
+    tiny_target,
+)
 
 
+def is_periodic(tokens: Sequence[int], longest: int = 20) -> bool:
+    """Whether the text repeats one passage of at most `longest` tokens."""
+    return any(tokens[period:] == tokens[:-period] for period in range(1, longest + 1))
+
+
+@pytest.mark.parametrize("weights", [0.3, 0.5])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_keeps_changing_and_depends_on_the_prompt(family: str) -> None:
-    target = tiny_target(family)
+def test_greedy_text_keeps_changing_and_depends_on_the_prompt(family: str, weights: float) -> None:
+    target = tiny_target(family, initializer_range=weights)
     prompts = random_prompt(2 * SLIDING_WINDOW, batch_size=2)
     output = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=60, do_sample=False)
     first, second = output[:, prompts.shape[1] :].tolist()
     assert len(set(first)) > 15
+    assert not is_periodic(first[20:])
     assert first != second
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_the_shared_shape_and_its_own_attention(family: str) -> None:
+    assert set(CORE_FAMILIES) | set(MOE_FAMILIES) <= set(FAMILIES)
+    for attention in attention_implementations(family):
+        target = tiny_target(family, attn_implementation=attention, initializer_range=0.1)
+        config = target.config
+        assert config._attn_implementation == attention
+        assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (32, 6, 128)
+        assert config.eos_token_id is None
+        assert target.get_input_embeddings().weight.std().item() == pytest.approx(0.1, rel=0.1)
+        assert not torch.equal(target.get_input_embeddings().weight, target.get_output_embeddings().weight)
 
 
 def test_weights_depend_on_the_seed_alone() -> None:

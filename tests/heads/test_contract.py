@@ -18,11 +18,11 @@ from heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
 from inference import Decoder, Target, generate
 from inference.drafter import CacheSharingDrafter
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
+from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
 from training.losses import LOSS_TYPES, compute_teacher, draft_loss
 
 every_kind = pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", CORE_FAMILIES)
 
 
 def config_of(heads: DraftHeads) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from inference.step import DecodeStep
 from inference.tree import TokenTree
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
+from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
 
 
 def kangaroo(target: Target, **overrides: Any) -> KangarooHeads:
@@ -159,7 +159,7 @@ class TestAlignment:
 
 @torch.no_grad()
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE_FAMILIES)
 def test_drafts_equal_plain_passes_over_each_path(family: str, attn_implementation: str) -> None:
     """Rows of different lengths, longer than the window of 8; four layers hold every kind of attention."""
     target = Target(tiny_target(family, attn_implementation=attn_implementation))

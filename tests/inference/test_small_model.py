@@ -29,7 +29,7 @@ from tests.inference.plain_passes import calm_target, run_plainly
 from tests.inference.test_host_reads import RefuseHostReads, make_sampler
 from tests.lossless.near_tie import assert_same_text
 from tests.lossless.test_auto_tree import restless
-from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
+from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
 
 POLICIES: dict[str, TreePolicy] = {
     "chain": chain(4),
@@ -74,7 +74,7 @@ def check(draft: DraftLogits, model: PreTrainedModel, texts: list[list[int]], pa
 
 
 @pytest.mark.parametrize("has_first", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE_FAMILIES)
 def test_every_level_is_a_recompute_of_its_paths(family: str, has_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged rows, prompts in several passes, arrears, a row that waits, trees of several levels; windows of 8."""
     monkeypatch.setattr(small_model, "EXTEND_CHUNK", 7)
@@ -112,7 +112,7 @@ def test_every_level_is_a_recompute_of_its_paths(family: str, has_first: bool, m
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE_FAMILIES)
 def test_greedy_text_is_transformers_generate(family: str, policy: str) -> None:
     model = tiny_target(family, initializer_range=0.3)
     drafter = SmallModelDrafter(rough_copy(model))

@@ -13,7 +13,7 @@ from inference.kv_cache import TreeCache
 from inference.target import Target
 from inference.tree import TokenTree, compute_depths
 from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, random_tree, run_plainly
-from tests.tiny_targets import FAMILIES, SLIDING_WINDOW, random_prompt
+from tests.tiny_targets import FAMILIES, FAMILIES_AND_ATTENTION, SLIDING_WINDOW, random_prompt
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 BELOW_WINDOW, BEYOND_WINDOW = (1, 3, 4), (9, 14, 21)
@@ -51,8 +51,7 @@ def check_tree(
 
 
 @pytest.mark.parametrize("lengths", [BELOW_WINDOW, BEYOND_WINDOW], ids=["below-window", "beyond-window"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "implementation"), FAMILIES_AND_ATTENTION)
 def test_tree_verification_equals_plain_passes_after_branching_commits(
     family: str, implementation: str, lengths: tuple[int, ...]
 ) -> None:

@@ -10,6 +10,10 @@ from torch import nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -135,18 +139,44 @@ class TestRefusals:
         with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
             Target(InvertedLlama(calm_target("llama").config).eval())
 
-    def test_positions_by_distance_in_slots(self) -> None:
-        """ALiBi counts slots, so a sibling's slot would change a node's scores."""
-        config = MptConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2, initializer_range=0.3)
-        config._attn_implementation = "eager"
-        with pytest.raises(ValueError, match=r"MptForCausalLM does not (compute a tree|run with a 4-D mask)"):
-            Target(MptForCausalLM(config).eval())
+    def test_alibi(self) -> None:
+        """ALiBi counts slots, so a sibling's slot would change a node's scores; weak weights would hide that."""
+        falcon: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        for model in (
+            MptForCausalLM(MptConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2)),
+            BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_head=4, n_layer=2)),
+            FalconForCausalLM(FalconConfig(**falcon, alibi=True)),
+        ):
+            with pytest.raises(ValueError, match=f"{type(model).__name__} has ALiBi"):
+                Target(model.eval())
+        Target(FalconForCausalLM(FalconConfig(**falcon, alibi=False)).eval())
 
-    def test_a_model_that_takes_no_4d_mask(self) -> None:
-        config = BloomConfig(vocab_size=64, hidden_size=32, n_head=4, n_layer=2)
-        config._attn_implementation = "eager"
-        with pytest.raises(ValueError, match="BloomForCausalLM does not run with a 4-D mask"):
-            Target(BloomForCausalLM(config).eval())
+    def test_distances_in_slots_that_nothing_names(self) -> None:
+        class SlopedLlama(LlamaForCausalLM):
+            """Scores fall with the distance in slots, slowly enough that a few of them hardly matter."""
+
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.layers[1].self_attn.register_forward_pre_hook(self.slope, with_kwargs=True)
+
+            @staticmethod
+            def slope(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                mask = kwargs["attention_mask"]
+                if mask is not None:
+                    kwargs["attention_mask"] = mask + torch.arange(mask.shape[-1]) * 1e-3
+                return args, kwargs
+
+        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+            Target(SlopedLlama(calm_target("llama").config).eval())
+
+    def test_a_window_that_the_model_applies_by_itself(self) -> None:
+        """GPT-Neo's local layers mask slots, whatever mask they are given."""
+        config = GPTNeoConfig(
+            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+        )
+        assert config.max_position_embeddings == 2048
+        with pytest.raises(ValueError, match="GPTNeoForCausalLM does not"):
+            Target(GPTNeoForCausalLM(config).eval())
 
     def test_a_state_that_no_config_names(self) -> None:
         class ConvolvedLlama(LlamaForCausalLM):

@@ -14,7 +14,7 @@ from inference.ngram import NgramDrafter
 from tests.lossless.near_tie import assert_same_text
 from tests.lossless.restless import RestlessPlanner, make_restless
 from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_targets import FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import CORE_FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
 
 TREE = AutoTree(depths=(1, 2, 4), sizes=(8, 24), widths=(2, 4))
 COSTS = CostModel((8,), (1, 8, 24), ((1.0, 1.1, 1.3),), 0.1, 0.0, (2, 4), (0.1, 0.1), 0.0, 0.0)
@@ -25,7 +25,7 @@ def restless(model: Any, drafter: Any, **options: Any) -> tuple[Decoder, Restles
     return decoder, make_restless(decoder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CORE_FAMILIES)
 def test_greedy_text_is_transformers_generate(family: str) -> None:
     model = tiny_target(family, initializer_range=0.3)
     prompt = random_prompt(12)
