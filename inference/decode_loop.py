@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.acceptance import NO_TOKEN, Sampler, accept_exact
+from inference.acceptance import Sampler, accept_exact
 from inference.drafter import RowCopyingDrafter
 from inference.drafting import Drafting
 from inference.emitted_scores import EmittedScores
@@ -177,21 +177,11 @@ class DecodeLoop:
 
     def _emit(self, tokens: Sequence[Sequence[int]], emission: _Emission) -> list[list[int]]:
         """Hands tokens of the batch's rows to the request; returns what each row of the call has kept."""
-        for place, row in enumerate(self._rows):
-            if NO_TOKEN in tokens[place]:
-                self._raise_no_token(row)
         kept: list[list[int]] = [[] for _ in range(self.request.batch_size)]
         for row, new in zip(self._rows, self.request.emit(self._rows, tokens), strict=True):
             kept[row] = new
         self.scores.add(self._rows, [len(kept[row]) for row in self._rows], emission.logits, emission.scores)
         return kept
-
-    def _raise_no_token(self, row: int) -> None:
-        raise ValueError(
-            f"no token can follow the {len(self.request.text(row))} tokens of row {row}: the target's logits are NaN "
-            "there, or logits processors forbid every token. Look at target(**inputs).logits (half-precision weights "
-            "that overflow give NaN), and at the processors and their bad words, prefixes or grammar"
-        )
 
     def _mask_finished(self) -> Tensor | None:
         """Tells the cache what the host knows of lengths, and keeps rows that have ended but are still in the batch

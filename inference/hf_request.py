@@ -25,6 +25,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from inference.acceptance import NO_TOKEN
 from inference.target import Target
 
 logger = logging.getLogger(__name__)
@@ -75,10 +76,6 @@ class Request:
         target: Target,
         streamer: Any,
     ) -> None:
-        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise ValueError(
-                f"input_ids has shape {tuple(input_ids.shape)}; expected [batch, length] with at least 1 token"
-            )
         self.input_ids = input_ids.to(target.device)
         mask = torch.ones_like(self.input_ids) if attention_mask is None else attention_mask.to(target.device)
         mask = (mask != 0).long()
@@ -177,10 +174,16 @@ class Request:
 
     def emit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
         """Takes what each of these rows emitted, cuts it where the row ends, and returns what was kept. Finished rows
-        emit nothing."""
+        emit nothing.
+
+        Raises:
+            ValueError: when a row cannot go on, and has not ended before.
+        """
         kept: list[list[int]] = [[] for _ in rows]
         for place, row in enumerate(rows):
             for token in tokens[place]:
+                if token == NO_TOKEN:
+                    self._raise_no_token(row)
                 self._new[row].append(token)
                 kept[place].append(token)
                 self.budgets[row] -= 1
@@ -192,6 +195,13 @@ class Request:
         if self.is_finished and self.streamer is not None:
             self.streamer.end()
         return kept
+
+    def _raise_no_token(self, row: int) -> None:
+        raise ValueError(
+            f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are NaN there, or "
+            "logits processors forbid every token. Look at target(**inputs).logits (half-precision weights that overflow "
+            "give NaN), and at the processors and their bad words, prefixes or grammar"
+        )
 
     def _meets_criteria(self, row: int) -> bool:
         if not self.criteria:
@@ -213,6 +223,22 @@ def _pad_token_id(config: GenerationConfig) -> int:
         eos = config.eos_token_id
         pad = eos[0] if isinstance(eos, list) else eos
     return int(pad) if pad is not None else 0
+
+
+def check_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Refuses what is no prompt at all (ValueError)."""
+    shape = tuple(input_ids.shape)
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids is empty (shape {shape}): give each row at least one token")
+    if len(shape) != 2:
+        raise ValueError(f"input_ids has shape {shape}; expected [batch, length]: a single row is input_ids[None]")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids is of dtype {input_ids.dtype}; token ids are int64: take the tokenizer's")
+    if attention_mask is not None and tuple(attention_mask.shape) != shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids {shape}: give one entry for each id, "
+            "1 for a token and 0 for padding"
+        )
 
 
 def _check_token_ids(prompts: Sequence[Sequence[int]], num_embeddings: int) -> None:
@@ -243,8 +269,7 @@ def make_request(
     for name, cure in _REFUSED_ARGUMENTS.items():
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} is not supported by this decode loop: {cure}")
-    if input_ids.numel() == 0:
-        raise ValueError(f"input_ids is empty (shape {tuple(input_ids.shape)}): give each row at least one token")
+    check_prompt(input_ids, attention_mask)
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
     model = cast(Any, target.model)

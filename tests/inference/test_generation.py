@@ -168,7 +168,7 @@ def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
         ({"use_cache": False}, "use_cache"),
         ({"prompt_lookup_num_tokens": 3}, "NgramDrafter"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass an inference.small_model.SmallModelDrafter"),
     ],
 )

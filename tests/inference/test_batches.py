@@ -1,0 +1,259 @@
+"""Batches: rows that end leave, prompts that begin alike are read once, a decoder goes on with what its cache holds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from heads import HEAD_TYPES, create_heads
+from inference import (
+    Decoder,
+    Drafter,
+    DynamicTree,
+    MergedDrafter,
+    NgramDrafter,
+    SmallModelDrafter,
+    StagedDrafter,
+    Target,
+    chain,
+    generate,
+    prompt_reading,
+)
+from inference.kv_cache import TreeCache
+from tests.lossless.near_tie import assert_same_text
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+
+TREE = DynamicTree(depth=3, top_k=3, num_nodes=10)
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+SAMPLED: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.9}
+
+
+@cache
+def model_of(family: str = "llama") -> PreTrainedModel:
+    return tiny_target(family, initializer_range=0.3)
+
+
+@cache
+def target_of(family: str = "llama") -> Target:
+    return Target(model_of(family))
+
+
+@cache
+def drafter_of(kind: str) -> Drafter | None:
+    target = target_of()
+    small = tiny_target("llama", seed=1, num_hidden_layers=2)
+    makers: dict[str, Any] = {
+        "none": lambda: None,
+        "n-grams": NgramDrafter,
+        "small": lambda: SmallModelDrafter(small),
+        "staged": lambda: StagedDrafter(SmallModelDrafter(small)),
+        "merged": lambda: MergedDrafter(create_heads("medusa", target).bind(target), NgramDrafter()),
+    }
+    return makers[kind]() if kind in makers else create_heads(kind, target).bind(target)
+
+
+DRAFTERS = ("none", "n-grams", "small", "staged", "merged", *HEAD_TYPES)
+
+
+def tree_of(kind: str) -> Any:
+    return None if kind == "none" else chain(3) if kind == "staged" else TREE
+
+
+def pad(rows: list[Tensor], side: str = "left") -> dict[str, Tensor]:
+    longest = max(len(row) for row in rows)
+    missing = [(longest - len(row), 0) if side == "left" else (0, longest - len(row)) for row in rows]
+    ids = torch.stack([nn.functional.pad(row, amount) for row, amount in zip(rows, missing, strict=True)])
+    mask = torch.stack([nn.functional.pad(torch.ones_like(row), m) for row, m in zip(rows, missing, strict=True)])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def watch_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each forward of the target has."""
+    widths: list[int] = []
+    plain = TreeCache.open_slots
+
+    def open_slots(cache: TreeCache, num_nodes: int, **kwargs: int) -> int:
+        widths.append(cache.batch_size)
+        return plain(cache, num_nodes, **kwargs)
+
+    monkeypatch.setattr(TreeCache, "open_slots", open_slots)
+    return widths
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_rows_that_have_ended_cost_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end at their own EOS; each is the text it has alone, and the batch shrinks behind it."""
+    prompts = [random_prompt(length, seed=length)[0] for length in (4, 17, 11, 6, 9)]
+    seeds = [3, 14, 15, 92, 65]
+    drafter, tree = drafter_of(kind), tree_of(kind)
+    eos = [8, 21, 50, 61, 77, 100, 110, 120]
+    options = {**SAMPLED, "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": 0}
+    alone = [
+        generate(target_of(), None, prompt[None], seed=[seed], **options).sequences[0]
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    widths = watch_rows(monkeypatch)
+    inputs = pad(prompts)
+    output = generate(target_of(), drafter, **inputs, seed=seeds, tree=tree, **options).sequences
+    for row, text in enumerate(alone):
+        start = inputs["input_ids"].shape[1] - len(prompts[row])
+        assert torch.equal(output[row, start:][: len(text)], text), f"row {row}"
+        assert not output[row, start + len(text) :].any()
+    assert len({len(text) - len(prompt) for text, prompt in zip(alone, prompts, strict=True)}) > 2
+    assert widths[0] == 5
+    assert sorted(widths, reverse=True) == widths
+    assert len(set(widths)) > 2
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side(side: str) -> None:
+    prompts = [random_prompt(length, seed=length)[0] for length in (3, 12, 7)]
+    expected = [model_of().generate(prompt[None], **GREEDY)[0] for prompt in prompts]
+    inputs = pad(prompts, side)
+    output = generate(target_of(), ScriptedDrafter(expected, VOCAB_SIZE), **inputs, tree=TREE, **GREEDY).sequences
+    for row, text in enumerate(expected):
+        assert torch.equal(output[row, -24:], text[-24:])
+        assert torch.equal(output[row, : inputs["input_ids"].shape[1]], inputs["input_ids"][row])
+
+
+def test_processors_follow_their_rows() -> None:
+    """A processor that keeps a state of its own for every row is asked about that row only, when others have left."""
+
+    class Alternating:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.calls += 1
+            scores = scores.clone()
+            scores[:, self.calls % 2 :: 2] = float("-inf")
+            return scores
+
+    prompts = [random_prompt(length, seed=length)[0] for length in (4, 9, 6)]
+    options = {**GREEDY, "eos_token_id": [10, 31, 52, 70, 87, 90, 111], "pad_token_id": 0}
+    alone = [generate(target_of(), None, p[None], logits_processor=[Alternating()], **options) for p in prompts]
+    inputs = pad(prompts)
+    found = generate(target_of(), drafter_of("n-grams"), **inputs, logits_processor=[Alternating()], **options)
+    for row, output in enumerate(alone):
+        text = output.sequences[0]
+        start = inputs["input_ids"].shape[1] - len(prompts[row])
+        assert torch.equal(found.sequences[row, start:][: len(text)], text)
+
+
+@pytest.mark.parametrize(("kind", "family"), [*((kind, "llama") for kind in DRAFTERS), ("n-grams", "gemma3")])
+def test_what_prompts_share_is_read_once(kind: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_reading, "PREFILL_CHUNK", 16)
+    start = random_prompt(41, seed=5)[0]
+    prompts = [torch.cat([start, random_prompt(length, seed=length)[0]]) for length in (3, 20, 1)]
+    expected = [model_of(family).generate(prompt[None], **GREEDY)[0] for prompt in prompts]
+    widths = watch_rows(monkeypatch)
+    inputs = pad(prompts)
+    output = generate(target_of(family), drafter_of(kind), **inputs, tree=tree_of(kind), **GREEDY).sequences
+    for row, text in enumerate(expected):
+        assert torch.equal(output[row, inputs["input_ids"].shape[1] - len(prompts[row]) :], text)
+    assert widths[:4] == [1, 1, 1, 3]
+
+
+def test_several_sequences_of_a_prompt_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = random_prompt(60)
+    alone = [generate(target_of(), None, prompt, seed=[seed], **SAMPLED).sequences[0] for seed in (4, 5, 6)]
+    widths = watch_rows(monkeypatch)
+    options = {**SAMPLED, "num_return_sequences": 3, "seed": [4, 5, 6]}
+    output = generate(target_of(), drafter_of("eagle3"), prompt, **options).sequences
+    assert torch.equal(output, torch.stack(alone))
+    assert widths[:2] == [1, 3]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_conversation_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only new tokens are read: behind each reply comes the next question."""
+    decoder = Decoder(target_of(), drafter_of(kind), tree=tree_of(kind))
+    plain = TreeCache.advance
+    read: list[int] = []
+
+    def advance(cache: TreeCache, counts: Tensor, max_count: int) -> None:
+        read.append(int(counts.sum()))
+        plain(cache, counts, max_count)
+
+    monkeypatch.setattr(TreeCache, "advance", advance)
+    text = random_prompt(30, seed=1)
+    for turn in range(4):
+        expected = model_of().generate(text, **GREEDY)
+        read.clear()
+        output = decoder.generate(text, reuse_cache=True, **GREEDY).sequences
+        assert_same_text(model_of(), expected, output)
+        if turn:
+            # The question, the last token, and at most a step that the drafter has not seen.
+            assert sum(read) <= 7 + 1 + 4 + 1, read
+        text = torch.cat([output, random_prompt(7, seed=turn)], dim=1)
+    assert text.shape[1] < decoder._cache.capacity  # type: ignore[union-attr]
+
+
+def test_a_reused_cache_may_grow_and_be_cut() -> None:
+    decoder = Decoder(target_of("mistral"), None)
+    model = model_of("mistral")
+    text = random_prompt(90)
+    for length, new in ((90, 20), (40, 60), (101, 120), (10, 5), (60, 3)):
+        options = {"max_new_tokens": new, "do_sample": False}
+        prompt = text[:, :length]
+        expected = model.generate(prompt, **options)
+        output = decoder.generate(prompt, reuse_cache=True, **options).sequences
+        assert_same_text(model, expected, output)
+        text = output if output.shape[1] > text.shape[1] else text
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle3", "small", "n-grams"])
+def test_instructions_are_held_for_other_batches(kind: str) -> None:
+    """One row's beginning serves three rows, which serve two: some of them begin otherwise."""
+    decoder = Decoder(target_of(), drafter_of(kind), tree=tree_of(kind))
+    start = random_prompt(40, seed=9)[0]
+    decoder.generate(start[None], max_new_tokens=1, do_sample=False)
+    for lengths in ((3, 9, 1), (2, 5), (4,)):
+        prompts = [torch.cat([start, random_prompt(length, seed=length)[0]]) for length in lengths]
+        if len(lengths) == 2:
+            prompts[1] = random_prompt(20, seed=77)[0]
+        expected = [model_of().generate(prompt[None], **GREEDY)[0] for prompt in prompts]
+        inputs = pad(prompts)
+        output = decoder.generate(**inputs, reuse_cache=True, **GREEDY)
+        for row, text in enumerate(expected):
+            found = output.sequences[row, inputs["input_ids"].shape[1] - len(prompts[row]) :]
+            assert_same_text(model_of(), text[None], found[None])
+
+
+def test_an_interrupted_stream_is_gone_on_with() -> None:
+    decoder = Decoder(target_of(), drafter_of("eagle3"), tree=TREE)
+    prompt = random_prompt(30)
+    with decoder.stream(prompt, **GREEDY) as tokens:
+        for _ in range(4):
+            next(tokens)
+        begun = tokens.output.sequences
+    options = {**GREEDY, "max_new_tokens": 24 - (begun.shape[1] - 30)}
+    rest = decoder.generate(begun, reuse_cache=True, **options)
+    assert torch.equal(rest.sequences, model_of().generate(prompt, **GREEDY))
+    assert rest.stats.num_target_forwards < 1 + rest.stats.num_new_tokens + 1
+
+
+def test_a_drafter_that_cannot_copy_rows() -> None:
+    """Its batches keep their rows; going on is refused."""
+
+    class Fixed:
+        feature_layers = ()
+        max_depth = None
+
+        def __init__(self) -> None:
+            self.ngrams = NgramDrafter()
+            self.start, self.extend, self.expand = self.ngrams.start, self.ngrams.extend, self.ngrams.expand
+
+    prompts = [random_prompt(length, seed=length)[0] for length in (40, 44)]
+    expected = [model_of().generate(prompt[None], **GREEDY)[0] for prompt in prompts]
+    output = generate(target_of(), Fixed(), **pad(prompts), **GREEDY).sequences
+    assert torch.equal(output[0, 4:], expected[0])
+    assert torch.equal(output[1], expected[1])
+    with pytest.raises(ValueError, match=r"reuse_cache needs a drafter .* Fixed has no copy_rows"):
+        Decoder(target_of(), Fixed()).generate(prompts[0][None], reuse_cache=True, **GREEDY)
