@@ -199,8 +199,8 @@ class Request:
     def _raise_no_token(self, row: int) -> None:
         raise ValueError(
             f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are NaN there, or "
-            "logits processors forbid every token. Look at target(**inputs).logits (half-precision weights that overflow "
-            "give NaN), and at the processors and their bad words, prefixes or grammar"
+            "logits processors forbid every token. Look at target(**inputs).logits (half-precision weights that "
+            "overflow give NaN), and at the processors and their bad words, prefixes or grammar"
         )
 
     def _meets_criteria(self, row: int) -> bool:
@@ -236,8 +236,8 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> None:
         raise ValueError(f"input_ids is of dtype {input_ids.dtype}; token ids are int64: take the tokenizer's")
     if attention_mask is not None and tuple(attention_mask.shape) != shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids {shape}: give one entry for each id, "
-            "1 for a token and 0 for padding"
+            f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids {shape}: give one entry for each "
+            "id, 1 for a token and 0 for padding"
         )
 
 
