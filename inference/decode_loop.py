@@ -83,7 +83,8 @@ class DecodeLoop:
         self.step, self.request, self.sampler, self.cache = step, request, sampler, cache
         self.stats, self.clock, self.on_step = stats, clock, on_step
         self.scores = EmittedScores(request)
-        self._begin_drafting, self._read_prompts = begin_drafting, read_prompts
+        self._begin_drafting = begin_drafting
+        self._read_prompts: ReadPromptsInto | None = read_prompts
         # Compiled steps have one shape, and would be compiled again for every smaller batch.
         self._may_leave = not step.is_compiled and (step.drafter is None or isinstance(step.drafter, RowCopyingDrafter))
         self._reader = PromptReader(step, stats)
@@ -161,7 +162,9 @@ class DecodeLoop:
     def _read_and_draw(self) -> _Emission:
         """Reads the prompts and draws each row's first token."""
         cache, request, sampler = self.cache, self.request, self.sampler
+        assert self._read_prompts is not None
         read, state = self._read_prompts(self._reader, cache)
+        self._read_prompts = None  # it may hold the cache of an earlier call
         self.clock.stop("prefill")
         self._drafting = self._begin_drafting(cache, sampler, state)
         self.clock.stop("profile")

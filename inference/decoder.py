@@ -147,10 +147,11 @@ class Decoder:
                 stop_strings=stop_strings,
                 generate_kwargs=generate_kwargs,
             )
+            if on_step is not None and request.batch_size > 1:
+                raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
             loop = self._begin(request, seed, stats, clock, reuse_cache=reuse_cache, on_step=on_step)
-            with self._holding(loop):
-                steps = loop.steps()
-                while self._advance(steps) is not None:
+            with self._holding(loop), torch.inference_mode(), self._step.active():
+                for _ in loop.steps():
                     pass
             clock.pause()
         return loop.output()
@@ -322,7 +323,7 @@ class Decoder:
         if key not in self._costs:
             seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
             sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
-            with self._step.active():
+            with torch.inference_mode(), self._step.active():
                 self._costs[key] = find_costs(self._step, self.policy, batch_size, sampler)
         return self._costs[key]
 

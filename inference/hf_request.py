@@ -270,8 +270,6 @@ def make_request(
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} is not supported by this decode loop: {cure}")
     check_prompt(input_ids, attention_mask)
-    if streamer is not None and input_ids.shape[0] > 1:
-        raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
     model = cast(Any, target.model)
     kwargs = dict(generate_kwargs)
     # transformers would look for the tokenizer, which the hook never sees: the stop-string criterion is built here.
@@ -328,4 +326,6 @@ def request_of_hook(
     for name, (fine, cure) in _REFUSED.items():
         if (value := getattr(config, name, None)) not in fine:
             raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
     return Request(input_ids, attention_mask, processors, criteria, config, target, streamer)

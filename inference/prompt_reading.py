@@ -40,7 +40,7 @@ class HeldTexts:
     texts: list[list[int]]
     num_taken: list[int] | None
 
-    def match(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    def match(self, prompts: Sequence[list[int]]) -> tuple[list[int], list[int]]:
         """For every prompt the row that holds most of it, and how many of its tokens need not be read again.
 
         At least one token is always read, since its logits are wanted. With a drafter, slot k - 1 pairs token k with a
@@ -53,7 +53,7 @@ class HeldTexts:
             rows.append(lengths.index(max(lengths)))
         return rows, kept
 
-    def _count_kept(self, row: int, prompt: Sequence[int]) -> int:
+    def _count_kept(self, row: int, prompt: list[int]) -> int:
         text = self.texts[row]
         kept = min(count_shared([text, prompt]), len(text) - 1, len(prompt) - 1)
         if self.num_taken is None:
@@ -61,17 +61,15 @@ class HeldTexts:
         return max(min(count_shared([text, prompt]) - 1, kept, self.num_taken[row]), 0)
 
 
-def count_shared(texts: Sequence[Sequence[int]]) -> int:
+def count_shared(texts: Sequence[list[int]]) -> int:
     """Tokens that all texts begin with.
 
     >>> count_shared([[5, 6, 7], [5, 6], [5, 6, 8]])
     2
     """
-    shared = min(map(len, texts))
-    first = texts[0]
-    for text in texts[1:]:
-        shared = next((place for place in range(shared) if text[place] != first[place]), shared)
-    return shared
+    first, last = min(texts), max(texts)  # in the order of a dictionary
+    pairs = enumerate(zip(first, last, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
 
 
 @dataclass
@@ -99,7 +97,7 @@ class PromptReader:
     def copies_rows(self) -> bool:
         return self.step.drafter is None or isinstance(self.step.drafter, RowCopyingDrafter)
 
-    def read(self, cache: TreeCache, prompts: Sequence[Sequence[int]]) -> tuple[ReadPrompts, Any]:
+    def read(self, cache: TreeCache, prompts: Sequence[list[int]]) -> tuple[ReadPrompts, Any]:
         """Reads all of the prompts into an empty cache; returns the drafter's state as well."""
         shared = count_shared(prompts) if len(prompts) > 1 else 0
         if shared < MIN_SHARED or not self.copies_rows:
@@ -119,7 +117,7 @@ class PromptReader:
         return self._read_rest(cache, state, prompts, [kept] * len(prompts)), state
 
     def read_behind(
-        self, held: HeldTexts, cache: TreeCache, prompts: Sequence[Sequence[int]], rows: list[int], kept: list[int]
+        self, held: HeldTexts, cache: TreeCache, prompts: Sequence[list[int]], rows: list[int], kept: list[int]
     ) -> tuple[ReadPrompts, Any]:
         """Reads what `held` does not hold.
 
@@ -149,7 +147,7 @@ class PromptReader:
         drafter.copy_rows(state, source, index, slots, max_slots=max(num_slots))
         return state
 
-    def _start(self, cache: TreeCache, prompts: Sequence[Sequence[int]]) -> Any:
+    def _start(self, cache: TreeCache, prompts: Sequence[list[int]]) -> Any:
         if self.step.drafter is None:
             return None
         state = self.step.start_drafter(cache)
@@ -158,7 +156,7 @@ class PromptReader:
         return state
 
     def _read_rest(
-        self, cache: TreeCache, state: Any, prompts: Sequence[Sequence[int]], kept: Sequence[int]
+        self, cache: TreeCache, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]
     ) -> ReadPrompts:
         """Reads prompts[b][kept[b]:], at least one token of each row."""
         target, drafter, device = self.step.target, self.step.drafter, cache.lengths.device

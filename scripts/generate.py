@@ -245,15 +245,29 @@ class Conversation:
 
 
 def reply_to(
-    turn: str, conversation: Conversation, decoder: Decoder, console: Console, args: GenerateArguments
+    turn: str,
+    conversation: Conversation,
+    decoder: Decoder,
+    console: Console,
+    args: GenerateArguments,
+    *,
+    goes_on: bool = False,
 ) -> None:
-    """Prints the reply as it is decoded and keeps it in the conversation."""
+    """Prints the reply as it is decoded and keeps it in the conversation.
+
+    Args:
+        goes_on: read only what the decoder's cache does not hold of the conversation.
+    """
     input_ids = conversation.ask(turn).to(decoder.target.device)
     printer = SpeculationPrinter(conversation.tokenizer, console)
     stats: GenerationStats | None = None
     try:
         stats = decoder.generate(
-            input_ids, input_ids.new_ones(input_ids.shape), on_step=printer, **args.generate_kwargs()
+            input_ids,
+            input_ids.new_ones(input_ids.shape),
+            on_step=printer,
+            reuse_cache=goes_on,
+            **args.generate_kwargs(),
         ).stats
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
@@ -290,7 +304,7 @@ def run(args: GenerateArguments) -> None:
         if is_chat and turn == "/new":
             continue
         try:
-            reply_to(turn, conversation, decoder, console, args)
+            reply_to(turn, conversation, decoder, console, args, goes_on=is_chat)
         except ValueError as error:  # a conversation that has grown beyond the target's positions, most of all
             if not is_chat:
                 raise
