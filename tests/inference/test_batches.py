@@ -226,6 +226,20 @@ def test_instructions_are_held_for_other_batches(kind: str) -> None:
             assert_same_text(model_of(), text[None], found[None])
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_rows_end_at_the_position_limit(kind: str) -> None:
+    """256 positions: drafts run over the limit, texts do not; the other row goes on to its own end."""
+    prompts = [random_prompt(length, seed=length)[0] for length in (249, 255, 232)]
+    options = {"max_new_tokens": 20, "do_sample": False}
+    inputs = pad(prompts)
+    output = generate(target_of(), drafter_of(kind), **inputs, tree=tree_of(kind), **options).sequences
+    for row, length in enumerate((7, 1, 20)):
+        expected = model_of().generate(prompts[row][None], max_new_tokens=length, do_sample=False)[0]
+        found = output[row, 255 - len(prompts[row]) :]
+        assert torch.equal(found[: len(expected)], expected)
+        assert not found[len(expected) :].any()
+
+
 def test_an_interrupted_stream_is_gone_on_with() -> None:
     decoder = Decoder(target_of(), drafter_of("eagle3"), tree=TREE)
     prompt = random_prompt(30)

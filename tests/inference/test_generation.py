@@ -200,6 +200,10 @@ def test_tree_without_drafter_is_refused() -> None:
         Decoder(MODEL, None, tree="chain")
 
 
-def test_streamer_with_a_batch_is_refused() -> None:
+@pytest.mark.parametrize("option", [{"streamer": Recorder()}, {"on_step": print}], ids=["streamer", "on_step"])
+def test_what_follows_one_text_is_refused_for_more(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="batch of 1"):
-        generate(MODEL, None, random_prompt(4, batch_size=2), streamer=Recorder(), **GREEDY)
+        generate(MODEL, None, random_prompt(4, batch_size=2), **option, **GREEDY)
+    several = {"num_return_sequences": 2, "max_new_tokens": 4, "do_sample": True}
+    with pytest.raises(ValueError, match="batch of 1"):
+        generate(MODEL, None, PROMPT, **option, **several)

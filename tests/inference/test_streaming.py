@@ -170,9 +170,17 @@ def test_threads_share_a_target_and_heads() -> None:
 
 def test_outputs_are_usual_tensors() -> None:
     """Decoding runs in inference mode; what it returns may be trained on."""
+    target, drafter = Target(MODEL), scripted()
+    modes: list[bool] = []
+    hook = MODEL.model.layers[0].register_forward_pre_hook(lambda *_: modes.append(torch.is_inference_mode_enabled()))
+    for _ in stream(target, None, PROMPT, **GREEDY):
+        assert not torch.is_inference_mode_enabled()
     output = generate(
-        MODEL, scripted(), PROMPT, return_dict_in_generate=True, output_scores=True, output_logits=True, **GREEDY
+        target, drafter, PROMPT, return_dict_in_generate=True, output_scores=True, output_logits=True, **GREEDY
     )
+    hook.remove()
+    assert len(modes) == 24 + output.stats.num_target_forwards
+    assert all(modes)
     assert output.scores is not None
     assert output.logits is not None
     assert not any(x.is_inference() for x in (output.sequences, *output.scores, *output.logits))
