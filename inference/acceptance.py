@@ -149,6 +149,7 @@ class Sampler:
                     allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
                     if allowed is not None:
                         own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, row)
+                    _cut_source(own, row, batch_size)
                     processor = own
                 processors.append(processor)
             self._row_samplers[row] = Sampler(processors, eos_token_ids=self.eos_token_ids)
@@ -191,6 +192,16 @@ class Sampler:
         for processor in processors:
             scores = processor(prefix_ids, scores)
         return scores
+
+
+def _cut_source(processor: Any, row: int, batch_size: int) -> None:
+    """Leaves a copied processor that knows all source texts with its row's (`num_return_sequences` rows share one)."""
+    texts = getattr(processor, "encoder_input_ids", None)  # of EncoderRepetitionPenaltyLogitsProcessor
+    if isinstance(texts, Tensor):
+        processor.encoder_input_ids = texts[row * len(texts) // batch_size][None]
+    if isinstance(processor, logits_process.EncoderNoRepeatNGramLogitsProcessor):
+        ngrams = processor.generated_ngrams
+        processor.generated_ngrams, processor.batch_size = [ngrams[row * len(ngrams) // batch_size]], 1
 
 
 def _call_for_row(allowed: Callable[[int, Tensor], list[int]], row: int, _: int, text: Tensor) -> list[int]:

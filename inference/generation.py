@@ -37,7 +37,8 @@ StepCallback = Callable[[list[int], int], None]
 @dataclass
 class GenerationOutput:
     """sequences: [B, L + new] int64, as transformers' generate returns them: the prompts as given, then the new tokens,
-    padded on the right. stats: what it took."""
+    padded on the right; of an encoder-decoder target, what its decoder began with, then the new tokens. stats: what it
+    took."""
 
     sequences: Tensor
     stats: GenerationStats
@@ -47,7 +48,7 @@ class Decoder:
     """Decodes with one target and one drafter; keeps its buffers from call to call.
 
     Args:
-        target: a frozen causal LM of transformers, or a `Target`.
+        target: a frozen causal LM or encoder-decoder model of transformers, or a `Target`.
         drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
         tree: "dynamic" (EAGLE-2, the default), "auto" (EAGLE-2's kind, of the size that pays, chosen at every
             step), "chain", "gamma" (a chain of the length that pays, chosen likewise), a tree file, a list of rank
@@ -122,8 +123,9 @@ class Decoder:
         do there.
 
         Args:
-            input_ids: [B, L] int64.
-            attention_mask: [B, L], 0 on padding; without it transformers takes pad tokens for padding.
+            input_ids: [B, L] int64; for an encoder-decoder target, the sources.
+            attention_mask: [B, L], 0 on padding; without it transformers takes pad tokens for padding, but not in
+                sources.
             seed: one integer (row b uses hash(seed, b)), one per row, or None to draw from torch's global generator.
             streamer: a transformers streamer (batch 1); receives every token as it is emitted.
             on_step: called after every step of a batch of 1 with the tokens kept and how many of them were drafted.
@@ -178,6 +180,8 @@ class Decoder:
 
         clock.start()
         drafting = self._start_drafting(batch, cache, sampler)
+        if request.source is not None:
+            step.read_source(drafting.state, cache, request.source)
         if (read_first := getattr(self.drafter, "read_first", None)) is not None:
             read_first(drafting.state, request.prompt_ids[:, 0])
         clock.stop("profile")

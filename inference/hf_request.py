@@ -24,6 +24,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from inference.encoder_decoder import Source
 from inference.target import Target
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,10 @@ class Request:
         processors: transformers' logits processors, in order.
         max_length: tokens a row may reach at most, prompt without padding included.
         unfinished: rows still decoding.
+        source: what an encoder-decoder target decodes about; then prompts are what its decoder begins with.
     """
+
+    source: Source | None = None
 
     def __init__(
         self,
@@ -230,7 +234,7 @@ def run_with_generate(
         raise ValueError(f"input_ids is empty (shape {tuple(input_ids.shape)}): give each row at least one token")
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
-    model = cast(Any, target.model)
+    model, given_ids = cast(Any, target.model), input_ids
     kwargs = dict(generate_kwargs)
     # transformers would look for the tokenizer, which the hook never sees: the stop-string criterion is built here.
     config = kwargs.get("generation_config") or model.generation_config
@@ -255,10 +259,13 @@ def run_with_generate(
         for name, (fine, cure) in _REFUSED.items():
             if (value := getattr(generation_config, name, None)) not in fine:
                 raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
-        mask = model_kwargs.get("attention_mask")
-        return decode(
-            Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
-        )
+        mask, source = model_kwargs.get("attention_mask"), None
+        if target.is_encoder_decoder:  # the mask is the source's, and the ids are the decoder's
+            source = Source.of_call(given_ids, mask, model_kwargs["encoder_outputs"].last_hidden_state)
+            mask = model_kwargs.get("decoder_attention_mask")
+        request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
+        request.source = source
+        return decode(request)
 
     sequences = model.generate(
         input_ids,

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from inference.encoder_decoder import SourceMemory
+
 VIEW_MULTIPLE = 64  # the view grows in steps of so many slots
 
 
@@ -66,6 +68,7 @@ class TreeCache(Cache):
             compiled graph can take their number from its shape and serve every number.
         window_sizes: for each distinct window, [W] long, of which only the shape counts: layers with this window see
             the last W of the S slots in view.
+        source: what an encoder-decoder target reads besides (`Target.read_source`); None for any other.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class TreeCache(Cache):
         self.view_multiple = view_multiple
         self.length_bound = 0
         self.length_floor = 0
+        self.source: SourceMemory | None = None
         groups: dict[PlaneSpec, int] = {}  # planes of one shape, dtype and device share a stacked buffer
         places: list[tuple[PlaneSpec, int]] = []
         for spec in self.layer_specs:
@@ -233,6 +237,7 @@ class TreeCache(Cache):
         self.lengths.zero_()
         self.length_bound = 0
         self.length_floor = 0
+        self.source = None
         self._set_view(0, 0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -98,6 +98,12 @@ class MergedDrafter(nn.Module):
     def _share_cache(self, index: int, state: MergedState, cache: TreeCache) -> None:
         self.drafters[index].share_cache(state.states[index], cache)  # type: ignore[attr-defined]
 
+    def read_source(self, state: MergedState, token_ids: Tensor, mask: Tensor) -> None:
+        """Hands the source texts [B, E] to whoever reads them."""
+        for drafter, own in zip(self.drafters, state.states, strict=True):
+            if (read_source := getattr(drafter, "read_source", None)) is not None:
+                read_source(own, token_ids, mask)
+
     def read_first(self, state: MergedState, token_ids: Tensor) -> None:
         """Hands the texts' first tokens [B] to whoever reads them."""
         for drafter, own in zip(self.drafters, state.states, strict=True):
