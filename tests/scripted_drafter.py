@@ -50,8 +50,8 @@ class ScriptedDrafter:
     def extend(
         self, state: ScriptedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        assert features is not None
-        assert features.shape[:2] == next_token_ids.shape
+        assert (features is not None) == bool(self.feature_layers)
+        assert features is None or features.shape[:2] == next_token_ids.shape
         for row, text in enumerate(self.texts):
             start, count = int(state.lengths[row]), int(counts[row])
             # The slots handed over must be the true text, one token ahead of their features.
