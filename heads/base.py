@@ -187,6 +187,11 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """
         if not isinstance(target, Target):
             target = Target(target)
+        if target.is_encoder_decoder:
+            raise ValueError(
+                f"{type(target.model).__name__} is an encoder-decoder model, and trained heads draft for decoder-only "
+                "targets: draft with a SmallModelDrafter or an NgramDrafter"
+            )
         for what, mine, theirs in (
             ("hidden size", self.config.target_hidden_size, target.hidden_size),
             ("vocabulary size", self.config.target_vocab_size, target.vocab_size),

@@ -112,7 +112,7 @@ class Sampler:
         is_prefix_free: all processors are in PREFIX_FREE.
         keeps_nothing: all are in one of the two.
         reading_names: the types that are not in PREFIX_FREE.
-        rows: for a sampler of some rows of a batch, which of its rows they are (`select`); None = all.
+        rows: for a sampler of some of a batch's `num_rows`, which of them they are (`select`); None = all.
     """
 
     def __init__(
@@ -140,6 +140,7 @@ class Sampler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.keeps_scores = keeps_scores
         self.rows: tuple[int, ...] | None = None
+        self.num_rows = 0
         types = {type(processor) for processor in self.processors}
         self.is_prefix_free = types <= PREFIX_FREE
         # A repetition penalty may hold a setting per row, as a tensor.
@@ -152,10 +153,14 @@ class Sampler:
         )
         self._needs_candidates = bool({type(warper) for warper in self._draft_warpers} & _NEEDS_CANDIDATES)
 
-    def select(self, rows: Sequence[int]) -> Sampler:
-        """This sampler for the rows `rows` of those it has now, with whatever its processors remember of them."""
+    def select(self, rows: Sequence[int], batch_size: int) -> Sampler:
+        """This sampler for the rows `rows` of the `batch_size` it has now, with whatever its processors remember of
+        them."""
         chosen = copy.copy(self)
-        chosen.rows = tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows)
+        if self.rows is None:
+            chosen.rows, chosen.num_rows = tuple(rows), batch_size
+        else:
+            chosen.rows = tuple(self.rows[row] for row in rows)
         if self.row_seeds is not None:
             chosen.row_seeds = self.row_seeds[list(rows)]
         return chosen
@@ -165,7 +170,8 @@ class Sampler:
         a row stays with it, and settings they hold per row are cut to it."""
         if batch_size == 1 and self.rows is None:
             return self
-        number = row if self.rows is None else self.rows[row]  # in the batch as it was given
+        # In the batch as it was given.
+        number, num_rows = (row, batch_size) if self.rows is None else (self.rows[row], self.num_rows)
         if number not in self._row_samplers:
             processors = []
             for processor in self.processors:
@@ -177,6 +183,7 @@ class Sampler:
                     allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
                     if allowed is not None:
                         own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, number)
+                    _cut_source(own, number, num_rows)
                     processor = own
                 processors.append(processor)
             self._row_samplers[number] = Sampler(processors, eos_token_ids=self.eos_token_ids)
@@ -219,6 +226,16 @@ class Sampler:
         for processor in processors:
             scores = processor(prefix_ids, scores)
         return scores
+
+
+def _cut_source(processor: Any, row: int, batch_size: int) -> None:
+    """Leaves a copied processor that knows all source texts with its row's (`num_return_sequences` rows share one)."""
+    texts = getattr(processor, "encoder_input_ids", None)  # of EncoderRepetitionPenaltyLogitsProcessor
+    if isinstance(texts, Tensor):
+        processor.encoder_input_ids = texts[row * len(texts) // batch_size][None]
+    if isinstance(processor, logits_process.EncoderNoRepeatNGramLogitsProcessor):
+        ngrams = processor.generated_ngrams
+        processor.generated_ngrams, processor.batch_size = [ngrams[row * len(ngrams) // batch_size]], 1
 
 
 def _call_for_row(allowed: Callable[[int, Tensor], list[int]], row: int, _: int, text: Tensor) -> list[int]:

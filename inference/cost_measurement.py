@@ -20,8 +20,10 @@ from inference.cost_model import (
     store_costs,
     time_calls,
 )
+from inference.encoder_decoder import SOURCE_MULTIPLE, Source
 from inference.policy import DynamicTree
 from inference.step import DecodeStep, NewSlots
+from inference.target import Target
 from inference.tree import TokenTree
 
 MEASUREMENT = 8  # to be raised with every change that makes stored costs wrong
@@ -106,6 +108,9 @@ def measure_costs(
     contexts = [context for context in CONTEXTS if limit is None or context <= limit] or [CONTEXTS[0]]
     sizes = (1, *policy.sizes)
     cache = step.new_cache(batch_size, contexts[-1] + step.num_slots_behind)
+    state = step.start_drafter(cache)
+    if target.is_encoder_decoder:
+        step.read_source(state, cache, _blank_source(target, batch_size))
     trees = {size: _flat_tree(size, policy.max_depth, batch_size, device) for size in sizes}
 
     def verifying(size: int, context: int) -> Callable[[], Any]:
@@ -123,7 +128,6 @@ def measure_costs(
     verify = dict(zip(places, seconds, strict=True))
 
     largest = policy.num_nodes
-    state = step.start_drafter(cache)
     width = step.num_depths
     output = verifying(largest, contexts[0])()
     features = None if output.features is None else output.features[:, :1].expand(-1, width, -1).contiguous()
@@ -185,6 +189,13 @@ def measure_costs(
         rest=rest,
         plain_rest=plain_rest,
     )
+
+
+def _blank_source(target: Target, batch_size: int) -> Source:
+    """A source of `SOURCE_MULTIPLE` tokens, for encoder-decoder targets: what a longer one costs is not measured."""
+    length = min(SOURCE_MULTIPLE, target.max_length or SOURCE_MULTIPLE)
+    token_ids = torch.zeros(batch_size, length, dtype=torch.long, device=target.device)
+    return target.encode_source(token_ids, torch.ones_like(token_ids))
 
 
 def _flat_tree(size: int, max_depth: int, batch_size: int, device: torch.device) -> TokenTree:

@@ -34,8 +34,8 @@ class GenerationOutput:
     """What a call returns.
 
     Attributes:
-        sequences: [B, L + new] int64, as transformers' generate returns them: the prompts as given, then the new
-            tokens, padded on the right.
+        sequences: [B, L + new] int64, as transformers' generate returns them: the prompts as given (of an
+            encoder-decoder target: what its decoder began with), then the new tokens, padded on the right.
         stats: what it took.
         scores, logits: with `return_dict_in_generate` and `output_scores` or `output_logits`, one [B, V] float32 per
             new token, as processors left them and as the target gave them (zeros for rows that had ended); else None.
@@ -213,12 +213,12 @@ class DecodeLoop:
         places = [place if self._rows[place] in unfinished else behind.pop() for place in range(num_left)]
         for place in set(range(len(self._rows))) - set(places):
             self._is_damaged[self._rows[place]] = True
+        self.sampler = self.sampler.select(places, len(self._rows))
         self._rows = [self._rows[place] for place in places]
         self.cache.keep_rows(places)
         num_taken = [self._num_taken[row] for row in self._rows]
         state = self._reader.copy_state(self.cache, self._drafting.state, places, num_taken)
         self._drafting.keep_rows(places, state)
-        self.sampler = self.sampler.select(places)
         kept = [None if x is None else x[places] for x in (emission.logits, emission.scores)]
         return _Emission(emission.tokens[places], emission.counts[places], *kept)
 

@@ -40,7 +40,7 @@ class Decoder:
     weights, and may run at the same time.
 
     Args:
-        target: a frozen causal LM of transformers, or a `Target`.
+        target: a frozen causal LM or encoder-decoder model of transformers, or a `Target`.
         drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
         tree: "dynamic" (EAGLE-2, the default), "auto" (EAGLE-2's kind, of the size that pays, chosen at every
             step), "chain", "gamma" (a chain of the length that pays, chosen likewise), a tree file, a list of rank
@@ -118,8 +118,9 @@ class Decoder:
         do there.
 
         Args:
-            input_ids: [B, L] int64.
-            attention_mask: [B, L], 0 on padding, left or right; without it transformers takes pad tokens for padding.
+            input_ids: [B, L] int64; for an encoder-decoder target, the sources.
+            attention_mask: [B, L], 0 on padding, left or right; without it transformers takes pad tokens for padding,
+                but not in sources.
             seed: one integer (row b uses hash(seed, b)), one per row, or None to draw from torch's global generator.
             reuse_cache: do not read again what this decoder's last call has left in its cache of the prompts'
                 beginnings: a conversation goes on, or every row begins with the same instructions. The text is the
@@ -262,6 +263,10 @@ class Decoder:
     ) -> DecodeLoop:
         step, prompts = self._step, request.prompts
         held, self._held = self._held, None
+        if reuse_cache and request.source is not None:
+            raise ValueError(
+                f"reuse_cache is for prompts, and {type(self.target.model).__name__} reads a source anew: leave it out"
+            )
         if reuse_cache and self.drafter is not None and not isinstance(self.drafter, RowCopyingDrafter):
             raise ValueError(
                 f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
@@ -275,7 +280,7 @@ class Decoder:
             cache = self._get_cache(request.batch_size, capacity)
 
             def read_prompts(reader: PromptReader, cache: TreeCache) -> tuple[ReadPrompts, Any]:
-                return reader.read(cache, prompts)
+                return reader.read(cache, prompts, request.source)
 
         else:
             source = held

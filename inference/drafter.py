@@ -43,9 +43,10 @@ class Drafter(Protocol):
     """What the decode loop asks of a drafter. Trained heads implement it, and so do drafters that are not trained.
 
     The first token of a text is in no slot. A drafter that needs it has a method `read_first(state, token_ids [B])`,
-    which is called once, between `start` and the first `extend`. One that expands no more than one node of a level has
-    an attribute `drafts_chains_only`, which is true. One whose rows can leave a batch, share what was read of a prompt
-    or be continued is a `RowCopyingDrafter` besides.
+    which is called once, between `start` and the first `extend`. One that reads the source texts of an encoder-decoder
+    target has a method `read_source(state, token_ids [B, E], mask [B, E])`, called once, before that. One that expands
+    no more than one node of a level has an attribute `drafts_chains_only`, which is true. One whose rows can leave a
+    batch, share what was read of a prompt or be continued is a `RowCopyingDrafter` besides.
 
     Attributes:
         feature_layers: indices into transformers' `hidden_states` (0 = embeddings, n = after the final norm) that the

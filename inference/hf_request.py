@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from inference.acceptance import NO_TOKEN
+from inference.encoder_decoder import Source
 from inference.target import Target
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,11 @@ class Request:
         processors: transformers' logits processors, in order.
         max_length: tokens a row may reach at most, prompt without padding included.
         unfinished: rows still decoding.
+        source: what an encoder-decoder target decodes about; then prompts are what its decoder begins with.
         keeps_scores, keeps_logits: whether the caller asked for them (and for a dictionary to hold them).
     """
+
+    source: Source | None = None
 
     def __init__(
         self,
@@ -270,7 +274,7 @@ def make_request(
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} is not supported by this decode loop: {cure}")
     check_prompt(input_ids, attention_mask)
-    model = cast(Any, target.model)
+    model, given_ids = cast(Any, target.model), input_ids
     kwargs = dict(generate_kwargs)
     # transformers would look for the tokenizer, which the hook never sees: the stop-string criterion is built here.
     config = kwargs.get("generation_config") or model.generation_config
@@ -292,10 +296,18 @@ def make_request(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Request:
-        mask = model_kwargs.get("attention_mask")
-        return request_of_hook(
-            target, input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer=streamer
-        )
+        for name, (fine, cure) in _REFUSED.items():
+            if (value := getattr(generation_config, name, None)) not in fine:
+                raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
+        if streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
+        mask, source = model_kwargs.get("attention_mask"), None
+        if target.is_encoder_decoder:  # the mask is the source's, and the ids are the decoder's
+            source = Source.of_call(given_ids, mask, model_kwargs["encoder_outputs"].last_hidden_state)
+            mask = model_kwargs.get("decoder_attention_mask")
+        request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
+        request.source = source
+        return request
 
     request = model.generate(
         input_ids,
@@ -306,26 +318,3 @@ def make_request(
         **kwargs,
     )
     return cast(Request, request)
-
-
-def request_of_hook(
-    target: Target,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    processors: LogitsProcessorList,
-    criteria: Sequence[Any],
-    config: GenerationConfig,
-    *,
-    streamer: Any = None,
-) -> Request:
-    """From what transformers hands to a `custom_generate`.
-
-    Raises:
-        ValueError: for options that transformers would take and this loop cannot honour.
-    """
-    for name, (fine, cure) in _REFUSED.items():
-        if (value := getattr(config, name, None)) not in fine:
-            raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
-    if streamer is not None and input_ids.shape[0] > 1:
-        raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
-    return Request(input_ids, attention_mask, processors, criteria, config, target, streamer)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from inference.encoder_decoder import SourceMemory
+
 VIEW_MULTIPLE = 64  # the view grows in steps of so many slots
 
 
@@ -66,6 +68,7 @@ class TreeCache(Cache):
             compiled graph can take their number from its shape and serve every number.
         window_sizes: for each distinct window, [W] long, of which only the shape counts: layers with this window see
             the last W of the S slots in view.
+        source: what an encoder-decoder target reads besides (`Target.read_source`); None for any other.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class TreeCache(Cache):
         self.view_multiple = view_multiple
         self.length_bound = 0
         self.length_floor = 0
+        self.source: SourceMemory | None = None
         groups: dict[PlaneSpec, int] = {}  # planes of one shape, dtype and device share a stacked buffer
         places: list[tuple[PlaneSpec, int]] = []
         for spec in self.layer_specs:
@@ -252,6 +256,8 @@ class TreeCache(Cache):
             if row > place:
                 self._copy_row(row, slice(place, place + 1))
         self._show_rows(len(rows))
+        if self.source is not None:
+            self.source.select_rows(torch.tensor(rows, device=self.lengths.device))
 
     def spread_row(self, num_rows: int) -> None:
         """What row 0 holds becomes the beginning of `num_rows` rows."""
@@ -273,6 +279,7 @@ class TreeCache(Cache):
         self._all_lengths.zero_()
         self.length_bound = 0
         self.length_floor = 0
+        self.source = None
         self._set_view(0, 0)
 
     def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
@@ -295,6 +302,7 @@ class TreeCache(Cache):
         self.lengths.copy_(lengths)
         self.length_bound = width
         self.length_floor = 0
+        self.source = None if source.source is None else source.source.copy_of_rows(rows)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length_bound

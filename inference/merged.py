@@ -119,6 +119,12 @@ class MergedDrafter(nn.Module):
         first, second = (_select_rows(root, here) for root in source.roots)
         state.roots = (first, second)
 
+    def read_source(self, state: MergedState, token_ids: Tensor, mask: Tensor) -> None:
+        """Hands the source texts [B, E] to whoever reads them."""
+        for drafter, own in zip(self.drafters, state.states, strict=True):
+            if (read_source := getattr(drafter, "read_source", None)) is not None:
+                read_source(own, token_ids, mask)
+
     def read_first(self, state: MergedState, token_ids: Tensor) -> None:
         """Hands the texts' first tokens [B] to whoever reads them."""
         for drafter, own in zip(self.drafters, state.states, strict=True):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inference.drafter import RowCopyingDrafter
+from inference.encoder_decoder import Source
 from inference.kv_cache import TreeCache
 from inference.stats import GenerationStats
 from inference.step import DecodeStep
@@ -97,23 +98,29 @@ class PromptReader:
     def copies_rows(self) -> bool:
         return self.step.drafter is None or isinstance(self.step.drafter, RowCopyingDrafter)
 
-    def read(self, cache: TreeCache, prompts: Sequence[list[int]]) -> tuple[ReadPrompts, Any]:
-        """Reads all of the prompts into an empty cache; returns the drafter's state as well."""
-        shared = count_shared(prompts) if len(prompts) > 1 else 0
+    def read(
+        self, cache: TreeCache, prompts: Sequence[list[int]], source: Source | None = None
+    ) -> tuple[ReadPrompts, Any]:
+        """Reads all of the prompts into an empty cache; returns the drafter's state as well.
+
+        Args:
+            source: of the rows of an encoder-decoder target.
+        """
+        shared = count_shared(prompts) if len(prompts) > 1 and source is None else 0
         if shared < MIN_SHARED or not self.copies_rows:
             cache.reset(len(prompts))
-            state = self._start(cache, prompts)
+            state = self._start(cache, prompts, source)
             return self._read_rest(cache, state, prompts, [0] * len(prompts)), state
         # Up to the token before the shared beginning's last: the drafter pairs every feature with the next token.
         shared = min(shared, min(map(len, prompts)) - 1)
         cache.reset(1)
-        source = self._start(cache, prompts[:1])
-        self._read_rest(cache, source, [prompts[0][:shared]], [0])
+        first = self._start(cache, prompts[:1])
+        self._read_rest(cache, first, [prompts[0][:shared]], [0])
         kept = shared if self.step.drafter is None else shared - 1
         cache.length_bound = shared
         cache.spread_row(len(prompts))
         cache.lengths.fill_(kept)
-        state = self.copy_state(cache, source, [0] * len(prompts), [kept] * len(prompts))
+        state = self.copy_state(cache, first, [0] * len(prompts), [kept] * len(prompts))
         return self._read_rest(cache, state, prompts, [kept] * len(prompts)), state
 
     def read_behind(
@@ -147,10 +154,10 @@ class PromptReader:
         drafter.copy_rows(state, source, index, slots, max_slots=max(num_slots))
         return state
 
-    def _start(self, cache: TreeCache, prompts: Sequence[list[int]]) -> Any:
-        if self.step.drafter is None:
-            return None
-        state = self.step.start_drafter(cache)
+    def _start(self, cache: TreeCache, prompts: Sequence[list[int]], source: Source | None = None) -> Any:
+        state = None if self.step.drafter is None else self.step.start_drafter(cache)
+        if source is not None:
+            self.step.read_source(state, cache, source)
         if (read_first := getattr(self.step.drafter, "read_first", None)) is not None:
             read_first(state, torch.tensor([prompt[0] for prompt in prompts], device=cache.lengths.device))
         return state

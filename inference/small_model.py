@@ -57,7 +57,8 @@ class SmallModelDrafter(nn.Module):
     Layers with a sliding window read the whole text. The cache is kept from text to text.
 
     Args:
-        model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device.
+        model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device. For an
+            encoder-decoder target, a smaller such model: it encodes the source itself, once per text.
         tokenizer, target_tokenizer: when given (both), they are compared, and the two vocabularies may differ in size
             by padding; without them, they must be of one size.
 
@@ -103,8 +104,9 @@ class SmallModelDrafter(nn.Module):
         """Checks that the small model can draft for this target; `Decoder` calls it.
 
         Raises:
-            ValueError: for vocabularies of different sizes whose tokenizers were not compared, for different devices,
-                and when it drafts for a target with another vocabulary already.
+            ValueError: for vocabularies of different sizes whose tokenizers were not compared, for a decoder-only and
+                an encoder-decoder model together, for different devices, and when it drafts for a target with another
+                vocabulary already.
         """
         if not isinstance(target, Target):
             target = Target(target)
@@ -113,6 +115,12 @@ class SmallModelDrafter(nn.Module):
                 f"the target has a vocabulary of {target.vocab_size} tokens, the small model one of "
                 f"{self.small.vocab_size}: give a small model with the target's tokenizer, or, if they differ by "
                 "padding only, pass tokenizer= and target_tokenizer= so that they can be compared"
+            )
+        if self.small.is_encoder_decoder != target.is_encoder_decoder:
+            kinds = {True: "an encoder-decoder model", False: "a decoder-only model"}
+            raise ValueError(
+                f"the target is {kinds[target.is_encoder_decoder]}, the small model "
+                f"{kinds[self.small.is_encoder_decoder]}: both must be of one kind"
             )
         if self.small.device != target.device:
             raise ValueError(
@@ -145,6 +153,10 @@ class SmallModelDrafter(nn.Module):
             return kept[0]
         del kept  # free the old one first
         return self.small.new_scratch_cache(batch_size, max_tokens=max_tokens, num_scratch=num_scratch)
+
+    def read_source(self, state: SmallModelState, token_ids: Tensor, mask: Tensor) -> None:
+        """Encode source texts [B, E], mask [B, E] true on real tokens, with the small model's own encoder."""
+        self.small.read_source(state.cache, self.small.encode_source(self.to_small_ids(token_ids), mask))
 
     def read_first(self, state: SmallModelState, token_ids: Tensor) -> None:
         """Take in the texts' first tokens [B], which no slot carries. Left out, texts are read without them."""

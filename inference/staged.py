@@ -90,6 +90,10 @@ class StagedDrafter(nn.Module):
         ngram = self.ngrams.start(batch_size, max_length, num_scratch, device)
         return StagedState(small, ngram, guesses[:, 0] > 0, torch.empty(0, device=device), guesses, 0)
 
+    def read_source(self, state: StagedState, token_ids: Tensor, mask: Tensor) -> None:
+        """As `SmallModelDrafter.read_source`."""
+        self.small.read_source(state.small, token_ids, mask)
+
     def read_first(self, state: StagedState, token_ids: Tensor) -> None:
         """As `SmallModelDrafter.read_first`."""
         self.small.read_first(state.small, token_ids)

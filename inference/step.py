@@ -25,6 +25,7 @@ from inference.beam import Children, Pool, choose_best, expand_level, top_candid
 from inference.compilation import Function, StepCompiler
 from inference.draft_draws import DraftDraws
 from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling
+from inference.encoder_decoder import Source
 from inference.kv_cache import VIEW_MULTIPLE, TreeCache
 from inference.noise import derive_seeds
 from inference.policy import DynamicTree, StaticTree, TreePolicy
@@ -151,6 +152,12 @@ class DecodeStep:
         if isinstance(self.drafter, CacheSharingDrafter):
             self.drafter.share_cache(state, cache)
         return state
+
+    def read_source(self, state: Any, cache: TreeCache, source: Source) -> None:
+        """Tells an encoder-decoder target, and a drafter that asks, what the texts in this cache are about."""
+        self.target.read_source(cache, source)
+        if (read_source := getattr(self.drafter, "read_source", None)) is not None:
+            read_source(state, source.token_ids, source.mask)
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A cache of at least so many slots per row."""

@@ -1,6 +1,7 @@
 """Target: a frozen transformers causal LM as the decode loop and the training code see it.
 
-The only file (with `target_probe.py`, which examines a model once) that depends on how transformers models work inside.
+The only file (with `target_probe.py`, which examines a model once, and `encoder_decoder.py`) that depends on how
+transformers models work inside.
 
 Legend: B batch, L prompt length, T tokens of one pass, N tree nodes, D hidden, F = len(feature_layers) * D, V target
 vocabulary, S cache slots in view, W of them that a layer sees (S without a window). Hidden states are numbered as
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 
 from inference.attention import grouped_attention
 from inference.draft_rows import DraftRows
+from inference.encoder_decoder import PlacedDecoder, Source, SourceMemory
 from inference.kv_cache import TreeCache
 from inference.scratch_cache import ScratchCache
 from inference.target_probe import (
+    examine_encoder_decoder,
     examine_model,
     find_final_norm,
     find_layer_windows,
@@ -50,7 +53,9 @@ class EncodeOutput:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One cached forward: last_hidden [B, T, D], features [B, T, F] | None, logits [B, T, V] only in fallback mode."""
+    """One cached forward: last_hidden [B, T, D], features [B, T, F] | None, logits [B, T, V] only in fallback mode.
+
+    Encoder-decoder models give logits alone; their last_hidden is empty."""
 
     last_hidden: Tensor
     features: Tensor | None
@@ -58,7 +63,7 @@ class _Pass:
 
 
 class Target:
-    """A frozen causal LM: features, tree attention masks, positions and cache shapes.
+    """A frozen causal LM, or a frozen encoder-decoder model: features, tree attention masks, positions, cache shapes.
 
     The model is used as it is and never changed. Construction runs three forwards of a few tokens to learn the cache's
     shapes and to prove that the model honours 4-D masks and position ids and does not keep a recurrent state.
@@ -69,11 +74,13 @@ class Target:
         hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
         device, dtype, num_embeddings: of the token embedding.
         embed_tokens, lm_head: the model's own modules.
+        is_encoder_decoder: its caches need a source (`read_source`) before the first token; it hands over no features.
         max_length: positions the target is exact for, or None; `length_limit_reason` says where the limit comes from.
 
     Raises:
         ValueError: for a model whose steps cannot be rolled back or verified as a tree, with the reason:
-            encoder-decoder, recurrent or linear attention layers, attention other than sdpa and eager, training mode.
+            recurrent or linear attention layers, positions that cannot be told, attention other than sdpa and eager,
+            training mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -92,13 +99,34 @@ class Target:
         self.max_length: int | None = limit.max_length
         self.length_limit_reason: str = limit.reason
         self._windows = find_layer_windows(self.text_config)
-        findings = examine_model(self._causal_lm, self.text_config, self.masks_from_allowed)
+        self._placed: PlacedDecoder | None = None
+        if self._causal_lm.config.is_encoder_decoder:
+            self._placed = PlacedDecoder(self._causal_lm)
+            findings = examine_encoder_decoder(self._causal_lm, self._placed, self.masks_from_allowed)
+            self.num_layers = len(findings.layer_specs)  # the config's number may be the encoder's
+        else:
+            findings = examine_model(self._causal_lm, self.text_config, self.masks_from_allowed)
         self._layer_specs = findings.layer_specs
         self._scale_logits = findings.scale_logits
         # Others compare the implementation's name with "sdpa" themselves (Falcon), and would take ours for eager.
         self._has_attention_interface: bool = getattr(self._causal_lm, "_supports_attention_backend", False)
         self.vocab_size: int = findings.vocab_size
         self._first_layers: dict[int, nn.Module] = {}  # by their number
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self._placed is not None
+
+    @torch.no_grad()
+    def encode_source(self, token_ids: Tensor, mask: Tensor) -> Source:
+        """Source texts [B, E] long, mask [B, E] 1 on real tokens, through an encoder-decoder model's encoder."""
+        encoder = self._causal_lm.get_encoder()
+        states = encoder(input_ids=token_ids, attention_mask=mask, return_dict=True).last_hidden_state
+        return Source(token_ids, mask.bool(), states)
+
+    def read_source(self, cache: TreeCache, source: Source) -> None:
+        """What the rows of an encoder-decoder target's cache are about, until the cache is reset."""
+        cache.source = SourceMemory(source)
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A zeroed cache of `capacity` slots per row: the longest sequence plus the largest tree."""
@@ -248,6 +276,7 @@ class Target:
             input_ids: [B, T] long, right-padded.
             attention_mask: [B, T], 1 on real tokens. Positions are 0..T-1.
         """
+        self._refuse_features()
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         output = self._run_backbone(input_ids, positions, attention_mask, None, feature_layers)
         last_hidden: Tensor = output.last_hidden_state
@@ -340,6 +369,11 @@ class Target:
         positions = self._cut_positions(cache.lengths[:, None] + depths)
         tree_positions = positions if tree_depths is None else cache.lengths[:, None] + tree_depths
         masks = self._masks_in_view(cache, positions, tree_positions, ancestors)
+        if self._placed is not None:
+            if feature_layers:
+                self._refuse_features()
+            logits = self._run_placed(self._placed, cache, token_ids, positions, tree_positions, masks)
+            return _Pass(logits[..., :0], None, logits)
         if self._scale_logits is not None:
             output = self._run_backbone(token_ids, positions, masks, cache, feature_layers)
             return _Pass(
@@ -349,6 +383,34 @@ class Target:
         output = self._run(self._causal_lm, token_ids, positions, masks, cache, layers)
         last_hidden = output.hidden_states[self.num_layers]
         return _Pass(last_hidden, self._join_features(output, last_hidden, feature_layers), output.logits)
+
+    def _run_placed(
+        self,
+        placed: PlacedDecoder,
+        cache: TreeCache,
+        token_ids: Tensor,
+        positions: Tensor,
+        tree_positions: Tensor,
+        masks: Any,
+    ) -> Tensor:
+        """Logits [B, N, V] of an encoder-decoder model."""
+        self._refuse_training()
+        if cache.source is None:
+            raise ValueError("an encoder-decoder target has no source to read: call target.read_source(cache, source)")
+        slots_seen, places = cache.slots_seen(None)
+        keys = slots_seen.expand(len(positions), -1).scatter(1, places, tree_positions.expand_as(places))
+        return placed.run(cache.source, cache, token_ids, positions, keys, masks)
+
+    def _refuse_features(self) -> None:
+        if self._placed is not None:
+            raise ValueError(
+                f"{type(self._causal_lm).__name__} is an encoder-decoder model, of which no hidden states are handed "
+                f"over: draft with a SmallModelDrafter or an NgramDrafter; trained heads need a decoder-only target"
+            )
+
+    def _refuse_training(self) -> None:
+        if self.model.training:
+            raise ValueError("the target is in training mode, where dropout makes every pass different: model.eval()")
 
     def _run_backbone(
         self, token_ids: Tensor, positions: Tensor, masks: Any, cache: TreeCache | None, feature_layers: Sequence[int]
@@ -364,8 +426,7 @@ class Target:
         cache: TreeCache | DraftRows | None,
         layers: Sequence[int],
     ) -> Any:
-        if self.model.training:
-            raise ValueError("the target is in training mode, where dropout makes every pass different: model.eval()")
+        self._refuse_training()
         unknown = [layer for layer in layers if not 0 <= layer <= self.num_layers]
         if unknown:
             raise ValueError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from inference.attention import GROUPED, STOCK
+from inference.encoder_decoder import PlacedDecoder, Source, SourceMemory
 from inference.kv_cache import LayerSpec, PlaneSpec
 
 # Layer types whose whole past stays readable in the cache, so that a step can be forgotten.
@@ -25,7 +26,7 @@ _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 # Empty slots between the probe's first token and the others: more than any window that a model applies on its own.
 _GAP = 4200
 # As models fail when they are called in a way they do not know; running out of memory is another matter.
-_MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError)
+_MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
 
 MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
 ScaleLogits = Callable[[Tensor], Tensor]
@@ -56,10 +57,9 @@ def unwrap_model(model: nn.Module) -> Any:
     if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
         raise ValueError("a PEFT model with virtual prompt tokens shifts every position: merge it or use LoRA")
     name, config = type(causal_lm).__name__, causal_lm.config
-    if config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder model: a target is a decoder-only causal LM")
     if causal_lm.get_output_embeddings() is None:
-        raise ValueError(f"{name} has no LM head: load it with AutoModelForCausalLM")
+        loader = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+        raise ValueError(f"{name} has no LM head: load it with {loader}")
     text_config = config.get_text_config()
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     other = ", ".join(sorted(layer_types - set(_ATTENTION_LAYER_TYPES)))
@@ -279,8 +279,42 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks) -> Findin
     return Findings(specs, scale_logits, logits.shape[-1])
 
 
+@torch.inference_mode()
+def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeMasks) -> Findings:
+    """`examine_model` for an encoder-decoder model: the same tree, behind a source of three tokens, by its logits."""
+    name = type(model).__name__
+    embedding: Tensor = model.get_input_embeddings().weight
+    token_ids = torch.tensor([[1, 2, 3, 2]], device=embedding.device) % embedding.shape[0]
+    positions = torch.tensor([[0, 1, 1, 1]], device=embedding.device)
+    allowed = torch.eye(4, dtype=torch.bool, device=embedding.device)[None].clone()
+    allowed[..., 0] = True
+    cache = _RecordingCache(name)
+    try:
+        encoded = model.get_encoder()(input_ids=token_ids[:, :3], return_dict=True)
+        source = Source(token_ids[:, :3], torch.ones_like(token_ids[:, :3]).bool(), encoded.last_hidden_state)
+        key_positions = _insert_gap(positions, 1)
+        masks = make_masks(_insert_gap(allowed, 2), positions, key_positions)
+        tree_logits = placed.run(SourceMemory(source), cache, token_ids, positions, key_positions, masks)
+        plain = {"encoder_outputs": encoded, "decoder_input_ids": token_ids[:, :2], "use_cache": False}
+        logits = model(**plain, return_dict=True).logits
+    except (_CannotRollBackError, torch.OutOfMemoryError):
+        raise
+    except _MODEL_ERRORS as error:
+        raise ValueError(
+            f"{name} does not run as an encoder of token ids and a decoder with a 4-D mask and a cache: {error}"
+        ) from error
+    if not cache.specs or set(cache.specs) != set(range(len(cache.specs))):
+        raise ValueError(
+            f"only the layers {sorted(cache.specs)} of the decoder of {name} write keys and values into the cache, so "
+            f"it cannot be rolled back after a rejected draft"
+        )
+    _check_branches(name, tree_logits[0], logits[0])
+    return Findings(tuple(cache.specs[layer] for layer in range(len(cache.specs))), None, logits.shape[-1])
+
+
 def _check_branches(name: str, tree_hidden: Tensor, plain_hidden: Tensor) -> None:
-    """Rows 0, 1 and 3 of the tree pass [4, D] are rows 0, 1 and 1 of the plain pass [2, D]; see examine_model."""
+    """Rows 0, 1 and 3 of the tree pass [4, D] are rows 0, 1 and 1 of the plain pass [2, D] (see examine_model); rows of
+    hidden states, or of logits."""
     is_single = plain_hidden.dtype in (torch.float32, torch.float64)
     size = plain_hidden[1].float().norm()
     for row, wanted, tolerance in (
@@ -292,7 +326,7 @@ def _check_branches(name: str, tree_hidden: Tensor, plain_hidden: Tensor) -> Non
         if not difference <= tolerance:
             raise ValueError(
                 f"{name} does not compute a tree as separate continuations (twins differ by {difference:.2g}); "
-                f"it reads 4-D masks or position ids in a way of its own"
+                f"it reads 4-D masks or counts positions in a way of its own"
             )
 
 

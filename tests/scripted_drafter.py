@@ -100,8 +100,8 @@ class ScriptedDrafter:
     def extend(
         self, state: ScriptedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        assert features is not None
-        assert features.shape[:2] == next_token_ids.shape
+        assert (features is not None) == bool(self.feature_layers)
+        assert features is None or features.shape[:2] == next_token_ids.shape
         # The slots handed over must be the true text, one token ahead of their features.
         steps = torch.arange(next_token_ids.shape[1])
         places = state.lengths[:, None] + 1 + steps

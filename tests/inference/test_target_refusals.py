@@ -24,8 +24,6 @@ from transformers import (
     Qwen3NextForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from inference.target import Target
@@ -74,11 +72,6 @@ class TestRefusals:
         )
         with pytest.raises(ValueError, match="rolled back"):
             Target(RecurrentGemmaForCausalLM(config).eval())
-
-    def test_encoder_decoder(self) -> None:
-        model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_ff=32, num_layers=1, num_heads=2))
-        with pytest.raises(ValueError, match="encoder-decoder"):
-            Target(model.eval())
 
     @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
     def test_attention_that_takes_no_tree_mask(self, implementation: str) -> None:

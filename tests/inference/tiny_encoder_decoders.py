@@ -1,0 +1,113 @@
+"""Random encoder-decoder models, small enough for a test, whose text keeps changing and depends on its prefix."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MT5Config,
+    MT5ForConditionalGeneration,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
+
+VOCAB_SIZE = 96
+START = 2  # the decoder's first token
+
+# The encoder has more layers than the decoder, so that they cannot be taken for one another.
+_T5_SHAPE = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 24,
+}
+_BART_SHAPE = {
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "forced_eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+# Kind -> (configuration class, model class, its shape).
+_KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "t5": (T5Config, T5ForConditionalGeneration, _T5_SHAPE | {"feed_forward_proj": "relu"}),
+    "t5-v1.1": (
+        T5Config,
+        T5ForConditionalGeneration,
+        _T5_SHAPE | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "mt5": (MT5Config, MT5ForConditionalGeneration, _T5_SHAPE),
+    "umt5": (UMT5Config, UMT5ForConditionalGeneration, _T5_SHAPE),  # a position bias in every layer
+    "bart": (BartConfig, BartForConditionalGeneration, _BART_SHAPE),  # learned positions
+    "marian": (MarianConfig, MarianMTModel, _BART_SHAPE),  # sinusoidal ones
+}
+KINDS = tuple(_KINDS)
+
+
+@functools.cache
+def tiny_encoder_decoder(
+    kind: str, seed: int = 0, *, attn_implementation: str | None = None, noise: float = 0.0, **overrides: Any
+) -> PreTrainedModel:
+    """Builds a random model: an encoder of 3 layers, a decoder of 2, width 32, 96 tokens, no EOS.
+
+    Args:
+        kind: one of `KINDS`.
+        noise: standard deviation of what is added to a weight, relative to its own: a small model that often agrees.
+    """
+    config_class, model_class, shape = _KINDS[kind]
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": START}
+    config = config_class(**({"vocab_size": VOCAB_SIZE, **ids, **shape} | overrides))
+    if attn_implementation is not None:
+        config._attn_implementation = attn_implementation
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = model_class(config)
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and weight.requires_grad:
+                torch.nn.init.normal_(weight, std=_scale(kind, name))
+        torch.manual_seed(seed + 1)
+        for weight in model.parameters():
+            if noise and weight.dim() > 1:
+                weight.data.add_(torch.randn(weight.shape) * noise * weight.data.std())
+    return model.eval()
+
+
+def _scale(kind: str, name: str) -> float:
+    """Standard deviation of a weight: the source says less than the prefix, and a token says little about itself."""
+    if "EncDecAttention.o" in name or "encoder_attn.out_proj" in name:
+        return 0.08
+    if "shared" in name or "embed_tokens" in name:
+        return {"t5": 0.1, "marian": 3.0}.get(kind, 0.3)
+    if "relative_attention_bias" in name:
+        return 2.0
+    if "embed_positions" in name:
+        return 1.0
+    return 0.5 if kind == "t5" or "lm_head" in name else 0.3
+
+
+def source_batch(batch_size: int, *, is_left_padded: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Source ids [B, 11] of 11, 3, 7, 1 and 9 tokens, and their mask."""
+    ids = torch.randint(3, VOCAB_SIZE, (batch_size, 11), generator=torch.Generator().manual_seed(1))
+    counts = torch.tensor([11, 3, 7, 1, 9])[:batch_size]
+    mask = (torch.arange(11) < counts[:, None]).long()
+    if is_left_padded:
+        mask = mask.flip(1)
+    return ids * mask, mask
