@@ -23,6 +23,7 @@ from inference.kv_cache import TreeCache
 from inference.scratch_cache import ScratchCache
 from inference.target_probe import (
     examine_model,
+    find_device,
     find_final_norm,
     find_layer_windows,
     find_length_limit,
@@ -60,14 +61,15 @@ class _Pass:
 class Target:
     """A frozen causal LM: features, tree attention masks, positions and cache shapes.
 
-    The model is used as it is and never changed. Construction runs three forwards of a few tokens to learn the cache's
+    The model is used as it is and never changed. Construction runs four forwards of a few tokens to learn the cache's
     shapes and to prove that the model honours 4-D masks and position ids and does not keep a recurrent state.
 
     Attributes:
         model: the model as it was given (a PEFT model keeps its adapters).
         text_config: the config of the language model.
         hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
-        device, dtype: of the token embedding.
+        device: where token ids and masks go in: that of the token embedding.
+        dtype: of hidden states and logits; weights may be quantised.
         embed_tokens, lm_head: the model's own modules.
         max_length: positions the target is exact for, or None; `length_limit_reason` says where the limit comes from.
 
@@ -83,15 +85,15 @@ class Target:
         self.embed_tokens: nn.Module = self._causal_lm.get_input_embeddings()
         self.lm_head: Any = self._causal_lm.get_output_embeddings()
         weight: Tensor = self.embed_tokens.weight
-        self.device: torch.device = weight.device
-        self.dtype: torch.dtype = weight.dtype
+        self.device: torch.device = find_device(self.embed_tokens)
+        self.dtype: torch.dtype = weight.dtype if weight.dtype.is_floating_point else self._causal_lm.dtype
         self.hidden_size: int = self.text_config.hidden_size
         self.num_layers: int = self.text_config.num_hidden_layers
         limit = find_length_limit(self.text_config)
         self.max_length: int | None = limit.max_length
         self.length_limit_reason: str = limit.reason
         self._windows = find_layer_windows(self.text_config)
-        findings = examine_model(self._causal_lm, self.text_config, self.masks_from_allowed)
+        findings = examine_model(self._causal_lm, self.text_config, self.masks_from_allowed, self.device)
         self._layer_specs = findings.layer_specs
         self._scale_logits = findings.scale_logits
         # Others compare the implementation's name with "sdpa" themselves (Falcon), and would take ours for eager.
@@ -263,7 +265,9 @@ class Target:
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states alone"
             )
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self.lm_head.parameters()):
+        weights = list(self.lm_head.parameters())
+        is_offloaded = any(weight.is_meta for weight in weights)  # accelerate then lends the head copies of them
+        if torch.is_grad_enabled() and not is_offloaded and any(weight.requires_grad for weight in weights):
             frozen = {name: weight.detach() for name, weight in self.lm_head.named_parameters()}
             return self._scale_logits(torch.func.functional_call(self.lm_head, frozen, hidden))
         return self._scale_logits(self.lm_head(hidden))
@@ -278,7 +282,7 @@ class Target:
         if norm is None:
             return None
         weight: Tensor = norm.weight
-        signs = torch.ones_like(weight)
+        signs = torch.ones(weight.shape, dtype=weight.dtype, device=find_device(norm))
         signs[1::2] = -1  # mean 0 and root mean square 1, so that any norm leaves them as they are
         gain: Tensor = (norm(signs) - norm(-signs)) * signs / 2
         return gain
