@@ -68,7 +68,7 @@ class Target:
         model: the model as it was given (a PEFT model keeps its adapters).
         text_config: the config of the language model.
         hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
-        device: where token ids and masks go in: that of the token embedding.
+        device: where everything goes in and comes out: that of the token embedding. Layers may be on others.
         dtype: of hidden states and logits; weights may be quantised.
         embed_tokens, lm_head: the model's own modules.
         max_length: positions the target is exact for, or None; `length_limit_reason` says where the limit comes from.
@@ -210,7 +210,7 @@ class Target:
         hidden: Tensor = self._run(
             self._first_layers[num_layers], token_ids, positions, masks, rows, ()
         ).last_hidden_state
-        return hidden
+        return hidden.to(self.device)
 
     @torch.no_grad()
     def score_opened(
@@ -251,7 +251,7 @@ class Target:
         """
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         output = self._run_backbone(input_ids, positions, attention_mask, None, feature_layers)
-        last_hidden: Tensor = output.last_hidden_state
+        last_hidden: Tensor = output.last_hidden_state.to(self.device)
         features = self._join_features(output, last_hidden, feature_layers)
         return EncodeOutput(last_hidden[..., :0] if features is None else features, last_hidden)
 
@@ -270,7 +270,8 @@ class Target:
         if torch.is_grad_enabled() and not is_offloaded and any(weight.requires_grad for weight in weights):
             frozen = {name: weight.detach() for name, weight in self.lm_head.named_parameters()}
             return self._scale_logits(torch.func.functional_call(self.lm_head, frozen, hidden))
-        return self._scale_logits(self.lm_head(hidden))
+        logits: Tensor = self.lm_head(hidden)
+        return self._scale_logits(logits.to(hidden.device))
 
     @torch.no_grad()
     def final_norm_gain(self) -> Tensor | None:
@@ -345,13 +346,13 @@ class Target:
         masks = self._masks_in_view(cache, positions, tree_positions, ancestors)
         if self._scale_logits is not None:
             output = self._run_backbone(token_ids, positions, masks, cache, feature_layers)
-            return _Pass(
-                output.last_hidden_state, self._join_features(output, output.last_hidden_state, feature_layers), None
-            )
+            last_hidden: Tensor = output.last_hidden_state.to(self.device)
+            return _Pass(last_hidden, self._join_features(output, last_hidden, feature_layers), None)
         layers = [*feature_layers, self.num_layers]
         output = self._run(self._causal_lm, token_ids, positions, masks, cache, layers)
-        last_hidden = output.hidden_states[self.num_layers]
-        return _Pass(last_hidden, self._join_features(output, last_hidden, feature_layers), output.logits)
+        last_hidden = output.hidden_states[self.num_layers].to(self.device)
+        features = self._join_features(output, last_hidden, feature_layers)
+        return _Pass(last_hidden, features, output.logits.to(self.device))
 
     def _run_backbone(
         self, token_ids: Tensor, positions: Tensor, masks: Any, cache: TreeCache | None, feature_layers: Sequence[int]
@@ -391,11 +392,11 @@ class Target:
             )
 
     def _join_features(self, output: Any, last_hidden: Tensor, feature_layers: Sequence[int]) -> Tensor | None:
-        """Concatenate the asked hidden states on the last dimension, on the device of the last one."""
+        """Concatenate the asked hidden states on the last dimension, on the target's device."""
         if not feature_layers:
             return None
         states = [
-            last_hidden if layer == self.num_layers else output.hidden_states[layer].to(last_hidden.device)
+            last_hidden if layer == self.num_layers else output.hidden_states[layer].to(self.device)
             for layer in feature_layers
         ]
         return torch.cat(states, dim=-1)

@@ -234,7 +234,7 @@ def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
         raise
     except _MODEL_ERRORS as error:
         raise ValueError(f"{name} does not run with its first {num_layers} layers alone: {error}") from error
-    wanted = states.hidden_states[num_layers]
+    wanted = states.hidden_states[num_layers].to(found.device)
     difference = float((found - wanted).float().norm() / wanted.float().norm())
     if not difference <= (1e-4 if wanted.dtype in (torch.float32, torch.float64) else 1e-2):
         raise ValueError(
@@ -340,7 +340,7 @@ def _find_logit_scaling(config: Any, lm_head: Any, hidden: Tensor, logits: Tenso
     The config's names are not enough: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X.
     """
     try:
-        raw: Tensor = lm_head(hidden)
+        raw: Tensor = lm_head(hidden).to(logits.device)
     except RuntimeError:  # another width: the model does more before its head
         return None
     cap = getattr(config, "final_logit_softcapping", None)
