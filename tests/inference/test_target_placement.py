@@ -197,7 +197,6 @@ from tests.tiny_targets import random_prompt, tiny_target
 dist.init_process_group("gloo")
 for family, num_heads in (("llama", 1), ("gpt_oss", 2)):  # transformers' plan leaves gpt-oss's attention whole
     model = AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{family}", tp_plan="auto").eval()
-    assert type(model.lm_head.weight).__name__ == "DTensor"
     target = check_greedy_text(model)
     assert target._layer_specs[0].keys.num_heads == num_heads
     options = {"max_new_tokens": 20, "do_sample": True, "seed": 3}
