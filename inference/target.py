@@ -61,7 +61,7 @@ class _Pass:
 class Target:
     """A frozen causal LM: features, tree attention masks, positions and cache shapes.
 
-    The model is used as it is and never changed. Construction runs four forwards of a few tokens to learn the cache's
+    The model is used as it is and never changed. Construction runs some forwards of a few tokens to learn the cache's
     shapes and to prove that the model honours 4-D masks and position ids and does not keep a recurrent state.
 
     Attributes:

@@ -154,6 +154,10 @@ class _CannotRollBackError(ValueError):
     """Raised from inside a model's forward, when it asks the cache for another state than keys and values."""
 
 
+class _WrongNumbersError(ValueError):
+    """The model runs, but what it computes is not what a target must compute."""
+
+
 class _RecordingCache(Cache):
     """Hands keys and values back, with empty slots behind the first token's, and remembers their shapes; refuses any
     other kind of state."""
@@ -224,8 +228,7 @@ def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
             first._modules[key] = child[:num_layers]
         elif child is final_norm:
             first._modules[key] = nn.Identity()
-    embedding = causal_lm.get_input_embeddings()
-    token_ids = torch.tensor([[1, 2, 3, 2]], device=find_device(embedding)) % embedding.weight.shape[0]
+    token_ids = _draw_ids(causal_lm, 1, find_device(causal_lm.get_input_embeddings()))
     try:
         with torch.no_grad():
             found = first(input_ids=token_ids, use_cache=False, return_dict=True).last_hidden_state
@@ -244,9 +247,26 @@ def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
     return first  # type: ignore[no-any-return]
 
 
-@torch.no_grad()  # not inference mode, in which some quantised weights do not run
 def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device) -> Findings:
-    """Four forwards of a few tokens: cache shapes, proof that masks and positions are honoured, the way to the logits.
+    """`_examine_with` a few tokens; with others if that fails, since a router of experts may be at a near-tie."""
+    for first in (1, 4):
+        try:
+            return _examine_with(_draw_ids(model, first, device), model, text_config, make_masks)
+        except _WrongNumbersError as error:
+            logger.info("%s: asking once more, with other tokens", error)
+    return _examine_with(_draw_ids(model, 7, device), model, text_config, make_masks)
+
+
+def _draw_ids(model: Any, first: int, device: torch.device) -> Tensor:
+    """[1, 4] token ids: a root, a child, another child, and the first child's twin."""
+    ids = torch.tensor([[first, first + 1, first + 2, first + 1]], device=device)
+    vocab_size: int = model.get_input_embeddings().weight.shape[0]
+    return ids % vocab_size
+
+
+@torch.no_grad()  # not inference mode, in which some quantised weights do not run
+def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: MakeMasks) -> Findings:
+    """A few forwards of four tokens: cache shapes, proof that masks and positions are honoured, the way to the logits.
 
     The tree is a root, a child, another child and the first child's twin. The twins must come out alike, which fails if
     the model ignores the mask (one would see its siblings) or the position ids (it would stand two further right), and
@@ -254,8 +274,7 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: t
     of empty slots before the others, so a model that applies windows or distances of its own to the slots fails too.
     """
     name = type(model).__name__
-    num_layers = text_config.num_hidden_layers
-    token_ids = torch.tensor([[1, 2, 3, 2]], device=device) % model.get_input_embeddings().weight.shape[0]
+    num_layers, device = text_config.num_hidden_layers, token_ids.device
     positions = torch.tensor([[0, 1, 1, 1]], device=device)
     allowed = torch.eye(4, dtype=torch.bool, device=device)[None].clone()
     allowed[..., 0] = True
@@ -286,6 +305,7 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: t
     plain = {"input_ids": token_ids[:, :2], "use_cache": False, "return_dict": True}
     plain_hidden = model.base_model(**plain).last_hidden_state
     longer_hidden = model.base_model(**plain | {"input_ids": token_ids}).last_hidden_state
+    _check_window(model, text_config, token_ids, make_masks)
     noise = _measure_noise(name, plain_hidden[0], longer_hidden[0, :2])
     _check_branches(name, output.last_hidden_state[0], plain_hidden[0], noise)
     logits = model(**plain).logits
@@ -295,11 +315,39 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: t
     return Findings(specs, scale_logits, logits.shape[-1])
 
 
+def _check_window(model: Any, text_config: Any, token_ids: Tensor, make_masks: MakeMasks) -> None:
+    """Does the model apply the window that its config names? It is asked with a window of two tokens, in a copy.
+
+    The masks of that window come from positions that lie half the true one apart.
+    """
+    window = max((size for size in find_layer_windows(text_config).values() if size is not None), default=0)
+    if window < 2:
+        return
+    decoder = next(part for part in (model.get_decoder(), model.base_model) if isinstance(part, PreTrainedModel))
+    narrow: Any = copy.copy(decoder)  # shares the layers; the decoder's own stays as it is
+    narrow.__dict__.pop("forward", None)  # accelerate's, which would run the decoder itself
+    narrow.config = copy.deepcopy(decoder.config)
+    narrow.config.sliding_window = 2
+    positions = torch.arange(4, device=token_ids.device)[None]
+    seen = make_masks(positions.new_ones(1, 4, 4).tril().bool(), *[positions * -(-window // 2)] * 2)
+    call = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
+    wanted, masked, unbounded = (
+        module(**call | masks).last_hidden_state[0, 2:].float()
+        for module, masks in ((narrow, {}), (decoder, {"attention_mask": seen}), (decoder, {}))
+    )
+    error, effect = (float((found - wanted).norm()) for found in (masked, unbounded))
+    if error > effect / 2:
+        raise _WrongNumbersError(
+            f"{type(model).__name__} does not mask by its config's sliding_window={window} as other models do, so its "
+            f"trees cannot be masked: a target without a window has sliding_window=None"
+        )
+
+
 def _measure_noise(name: str, hidden: Tensor, longer: Tensor) -> float:
     """By how much the states [2, D] of two tokens change, relatively, when a pass holds two more behind them."""
     noise = float((longer - hidden).float().norm() / hidden.float().norm())
-    if not noise <= 0.2:
-        raise ValueError(
+    if not noise <= 0.1:
+        raise _WrongNumbersError(
             f"the hidden states of {name} change by {noise:.2g} when tokens are added behind them: it is no causal LM"
         )
     if noise > (1e-3 if _is_single(hidden) else 0.03):
@@ -324,7 +372,7 @@ def _check_branches(name: str, tree_hidden: Tensor, plain_hidden: Tensor, noise:
     ):
         difference = float((tree_hidden[row] - wanted).float().norm() / size)
         if not difference <= max(tolerance, 3 * noise):
-            raise ValueError(
+            raise _WrongNumbersError(
                 f"{name} does not compute a tree as separate continuations (twins differ by {difference:.2g}); "
                 f"it reads 4-D masks or position ids in a way of its own"
             )
