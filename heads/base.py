@@ -224,7 +224,7 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def score_as_target(self, hidden: Tensor) -> Tensor:
         """The target's own (frozen) logits [..., V] of states [..., D] of its final norm's scale, in the target's
         dtype."""
-        return self.target.compute_logits(hidden.to(self.target.lm_head.weight.dtype))
+        return self.target.compute_logits(hidden.to(self.target.dtype))
 
     # Saving and loading.
 

@@ -26,6 +26,7 @@ from inference.scratch_cache import ScratchCache
 from inference.target_probe import (
     examine_encoder_decoder,
     examine_model,
+    find_device,
     find_final_norm,
     find_layer_windows,
     find_length_limit,
@@ -65,14 +66,16 @@ class _Pass:
 class Target:
     """A frozen causal LM, or a frozen encoder-decoder model: features, tree attention masks, positions, cache shapes.
 
-    The model is used as it is and never changed. Construction runs three forwards of a few tokens to learn the cache's
+    The model is used as it is and never changed. Construction runs some forwards of a few tokens to learn the cache's
     shapes and to prove that the model honours 4-D masks and position ids and does not keep a recurrent state.
 
     Attributes:
         model: the model as it was given (a PEFT model keeps its adapters).
         text_config: the config of the language model.
         hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
-        device, dtype, num_embeddings: of the token embedding.
+        device: where everything goes in and comes out: that of the token embedding. Layers may be on others.
+        dtype: of hidden states and logits; weights may be quantised.
+        num_embeddings: token ids the model knows.
         embed_tokens, lm_head: the model's own modules.
         is_encoder_decoder: its caches need a source (`read_source`) before the first token; it hands over no features.
         max_length: positions the target is exact for, or None; `length_limit_reason` says where the limit comes from.
@@ -90,9 +93,9 @@ class Target:
         self.embed_tokens: nn.Module = self._causal_lm.get_input_embeddings()
         self.lm_head: Any = self._causal_lm.get_output_embeddings()
         weight: Tensor = self.embed_tokens.weight
-        self.device: torch.device = weight.device
-        self.dtype: torch.dtype = weight.dtype
-        self.num_embeddings: int = weight.shape[0]
+        self.device: torch.device = find_device(self.embed_tokens)
+        self.dtype: torch.dtype = weight.dtype if weight.dtype.is_floating_point else self._causal_lm.dtype
+        self.num_embeddings: int = getattr(self.embed_tokens, "num_embeddings", weight.shape[0])
         self.hidden_size: int = self.text_config.hidden_size
         self.num_layers: int = self.text_config.num_hidden_layers
         limit = find_length_limit(self.text_config)
@@ -102,10 +105,10 @@ class Target:
         self._placed: PlacedDecoder | None = None
         if self._causal_lm.config.is_encoder_decoder:
             self._placed = PlacedDecoder(self._causal_lm)
-            findings = examine_encoder_decoder(self._causal_lm, self._placed, self.masks_from_allowed)
+            findings = examine_encoder_decoder(self._causal_lm, self._placed, self.masks_from_allowed, self.device)
             self.num_layers = len(findings.layer_specs)  # the config's number may be the encoder's
         else:
-            findings = examine_model(self._causal_lm, self.text_config, self.masks_from_allowed)
+            findings = examine_model(self._causal_lm, self.text_config, self.masks_from_allowed, self.device)
         self._layer_specs = findings.layer_specs
         self._scale_logits = findings.scale_logits
         # Others compare the implementation's name with "sdpa" themselves (Falcon), and would take ours for eager.
@@ -237,7 +240,7 @@ class Target:
         hidden: Tensor = self._run(
             self._first_layers[num_layers], token_ids, positions, masks, rows, ()
         ).last_hidden_state
-        return hidden
+        return hidden.to(self.device)
 
     @torch.no_grad()
     def score_opened(
@@ -279,7 +282,7 @@ class Target:
         self._refuse_features()
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         output = self._run_backbone(input_ids, positions, attention_mask, None, feature_layers)
-        last_hidden: Tensor = output.last_hidden_state
+        last_hidden: Tensor = output.last_hidden_state.to(self.device)
         features = self._join_features(output, last_hidden, feature_layers)
         return EncodeOutput(last_hidden[..., :0] if features is None else features, last_hidden)
 
@@ -293,10 +296,13 @@ class Target:
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states alone"
             )
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in self.lm_head.parameters()):
+        weights = list(self.lm_head.parameters())
+        is_offloaded = any(weight.is_meta for weight in weights)  # accelerate then lends the head copies of them
+        if torch.is_grad_enabled() and not is_offloaded and any(weight.requires_grad for weight in weights):
             frozen = {name: weight.detach() for name, weight in self.lm_head.named_parameters()}
             return self._scale_logits(torch.func.functional_call(self.lm_head, frozen, hidden))
-        return self._scale_logits(self.lm_head(hidden))
+        logits: Tensor = self.lm_head(hidden)
+        return self._scale_logits(logits.to(hidden.device))
 
     @torch.no_grad()
     def final_norm_gain(self) -> Tensor | None:
@@ -308,7 +314,7 @@ class Target:
         if norm is None:
             return None
         weight: Tensor = norm.weight
-        signs = torch.ones_like(weight)
+        signs = torch.ones(weight.shape, dtype=weight.dtype, device=find_device(norm))
         signs[1::2] = -1  # mean 0 and root mean square 1, so that any norm leaves them as they are
         gain: Tensor = (norm(signs) - norm(-signs)) * signs / 2
         return gain
@@ -376,13 +382,13 @@ class Target:
             return _Pass(logits[..., :0], None, logits)
         if self._scale_logits is not None:
             output = self._run_backbone(token_ids, positions, masks, cache, feature_layers)
-            return _Pass(
-                output.last_hidden_state, self._join_features(output, output.last_hidden_state, feature_layers), None
-            )
+            last_hidden: Tensor = output.last_hidden_state.to(self.device)
+            return _Pass(last_hidden, self._join_features(output, last_hidden, feature_layers), None)
         layers = [*feature_layers, self.num_layers]
         output = self._run(self._causal_lm, token_ids, positions, masks, cache, layers)
-        last_hidden = output.hidden_states[self.num_layers]
-        return _Pass(last_hidden, self._join_features(output, last_hidden, feature_layers), output.logits)
+        last_hidden = output.hidden_states[self.num_layers].to(self.device)
+        features = self._join_features(output, last_hidden, feature_layers)
+        return _Pass(last_hidden, features, output.logits.to(self.device))
 
     def _run_placed(
         self,
@@ -449,11 +455,11 @@ class Target:
             )
 
     def _join_features(self, output: Any, last_hidden: Tensor, feature_layers: Sequence[int]) -> Tensor | None:
-        """Concatenate the asked hidden states on the last dimension, on the device of the last one."""
+        """Concatenate the asked hidden states on the last dimension, on the target's device."""
         if not feature_layers:
             return None
         states = [
-            last_hidden if layer == self.num_layers else output.hidden_states[layer].to(last_hidden.device)
+            last_hidden if layer == self.num_layers else output.hidden_states[layer].to(self.device)
             for layer in feature_layers
         ]
         return torch.cat(states, dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import FalconConfig, FalconForCausalLM
 from inference import DynamicTree, generate
 from inference.ngram import NgramDrafter
 from inference.target import Target
+from tests.conftest import REPOSITORY
 from tests.inference.plain_passes import ATOL, calm_target, run_plainly
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
@@ -19,6 +21,7 @@ from tests.tiny_targets import (
     FAMILIES_AND_ATTENTION,
     ROPE_SWITCH,
     VOCAB_SIZE,
+    attention_implementations,
     random_prompt,
     tiny_target,
 )
@@ -104,3 +107,12 @@ def test_a_model_that_asks_for_sdpa_by_name() -> None:
     encoded = Target(model).encode(tokens, torch.ones_like(tokens))
     wanted = run_plainly(model, tokens[0].tolist()).hidden_states[-1]
     torch.testing.assert_close(encoded.last_hidden, wanted, atol=ATOL, rtol=0)
+
+
+def test_the_table_of_families_is_what_is_tested() -> None:
+    rows = re.findall(r"^\| ([\w-]+) \| ((?:sdpa|eager)[\w, ]*) \|", (REPOSITORY / "docs/targets.md").read_text(), re.M)
+    documented = {family: tuple(kinds.split(", ")) for family, kinds in rows}
+    assert len(documented) == len(rows)
+    for family in FAMILIES:
+        assert documented.pop(family) == attention_implementations(family)
+    assert documented.keys() <= {"olmo2", "cohere2"}, "these, some releases of transformers cannot configure"

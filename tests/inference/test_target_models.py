@@ -19,11 +19,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from inference import Decoder, DynamicTree
 from inference.kv_cache import TreeCache
 from inference.target import Target
 from inference.tree import TokenTree, compute_depths
 from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, run_plainly
-from tests.tiny_targets import random_prompt
+from tests.lossless.near_tie import assert_same_text
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, random_prompt
 
 
 # peft asks transformers by a name that transformers has deprecated.
@@ -48,6 +51,44 @@ def test_peft_models_keep_their_adapters() -> None:
     )
     with pytest.raises(ValueError, match="virtual prompt tokens"):
         Target(prompted.eval())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_peft_texts_follow_the_adapters(family: str) -> None:
+    """One decoder, before and after adapters are switched, turned off and merged: always the model's own text."""
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    settings: dict[str, Any] = {
+        "init_lora_weights": False,
+        "task_type": "CAUSAL_LM",
+        "fan_in_fan_out": family == "gpt2",
+    }
+    layers = ["c_attn", "c_proj"] if family == "gpt2" else ["q_proj", "v_proj", "down_proj"]
+    model = peft.get_peft_model(calm_target(family), peft.LoraConfig(target_modules=layers, **settings), "first").eval()
+    model.add_adapter("second", peft.LoraConfig(target_modules=layers[:1], r=4, lora_alpha=64, **settings))
+    drafter = ScriptedDrafter([torch.zeros(1, dtype=torch.long)], VOCAB_SIZE)
+    decoder = Decoder(Target(model), drafter, tree=DynamicTree(depth=4, top_k=4, num_nodes=24))
+    prompt = random_prompt(6)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+
+    def decode() -> tuple[int, ...]:
+        expected = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        drafter.texts = [expected[0]]
+        output = decoder.generate(prompt, **options)
+        assert_same_text(model, expected, output.sequences)
+        assert output.stats.acceptance_length > 1.5
+        return tuple(output.sequences[0].tolist())
+
+    first = decode()
+    model.set_adapter("second")
+    second = decode()
+    with model.disable_adapter():
+        plain = decode()
+    assert len({first, second, plain}) == 3, "the adapters change nothing, so this test would show nothing"
+    model.set_adapter("first")
+    assert decode() == first
+    model.base_model.set_adapter(["first", "second"])
+    assert decode() not in {first, second, plain}
 
 
 class TestLogits:

@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MptConfig,
     MptForCausalLM,
     Qwen3NextConfig,
@@ -170,6 +172,31 @@ class TestRefusals:
         assert config.max_position_embeddings == 2048
         with pytest.raises(ValueError, match="GPTNeoForCausalLM does not"):
             Target(GPTNeoForCausalLM(config).eval())
+
+    def test_a_window_that_the_model_does_not_apply(self) -> None:
+        class WideMistral(MistralForCausalLM):
+            """Its config names a window, and its layers see everything, as Moshi's do."""
+
+            def __init__(self, config: MistralConfig) -> None:
+                super().__init__(config)
+                self.model.register_forward_pre_hook(self.widen, with_kwargs=True)
+
+            @staticmethod
+            def widen(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                if kwargs.get("attention_mask") is None:
+                    length = kwargs["input_ids"].shape[1]
+                    mask = torch.full((1, 1, length, length), torch.finfo(torch.float32).min).triu(1)
+                    kwargs["attention_mask"] = mask
+                return args, kwargs
+
+        with pytest.raises(ValueError, match="WideMistral does not mask by its config's sliding_window=8"):
+            Target(WideMistral(calm_target("mistral").config).eval())
+
+    def test_a_model_that_looks_ahead(self) -> None:
+        model = calm_target("llama")
+        model.model.norm.register_forward_hook(lambda module, args, states: states + states.mean(1, keepdim=True))
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is no causal LM"):
+            Target(model)
 
     def test_a_state_that_no_config_names(self) -> None:
         class ConvolvedLlama(LlamaForCausalLM):
