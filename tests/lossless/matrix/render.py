@@ -43,8 +43,8 @@ A difference is a bug until it is shown to be a near-tie, with its numbers, by a
 
 - in the logits: both tokens score within 1e-4 of the best one, with processors and noise applied where a text has
   them;
-- in an expert router: an expert that is taken and one that is left score within 1e-5 (relative to scores
-  beyond 1), and the same pass with that one choice made the other way says the other token.
+- in an expert router: an expert that is taken and one that is left score within 2e-5 of the spread of the scores (at
+  least 1), and the same pass with that one choice made the other way says the other token.
 
 Nothing else is excused; one such cell fails the run.
 """
