@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Call:
 
 
 MAX_LOSS = 0.25
+_ADVICE = logging.getLogger("transformers.generation.utils")  # that right padding is unusual
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
     options |= SAMPLING[case.sampling]
     seed = [row.seed for row in call.rows] if do_sample(case.sampling) else None
     started = time.perf_counter()
-    with patch.object(generation, "PREFILL_CHUNK", case.prefill_chunk):
+    with patch.object(generation, "PREFILL_CHUNK", case.prefill_chunk), patch.object(_ADVICE, "disabled", True):
         output = decoder.generate(ids, mask, do_sample=do_sample(case.sampling), seed=seed, on_step=watch, **options)
     outcome.seconds += time.perf_counter() - started
 
