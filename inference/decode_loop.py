@@ -190,10 +190,10 @@ class DecodeLoop:
         """Tells the cache what the host knows of lengths, and keeps rows that have ended but are still in the batch
         from growing. Returns [B], 1 for rows still decoding, or None if all are."""
         cache, request = self.cache, self.request
-        unfinished = [request.num_committed(row) for row in request.unfinished]
         is_active = [row in request.unfinished for row in self._rows]
-        # Tight bounds keep the attention's view tight.
-        cache.length_bound, cache.length_floor = max(unfinished), min(unfinished)
+        # Tight bounds keep the attention's view tight. The drafter still holds what rows that have ended have emitted.
+        cache.length_bound = max(request.num_committed(row) for row in self._rows)
+        cache.length_floor = min(request.num_committed(row) for row in request.unfinished)
         if all(is_active):
             return None
         active = torch.tensor(is_active, dtype=torch.long, device=cache.lengths.device)

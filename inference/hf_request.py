@@ -92,6 +92,7 @@ class Request:
         # A stable sort moves the real tokens to the front in their order, whichever side the padding is on.
         order = mask.argsort(dim=1, descending=True, stable=True)
         self.prompt_ids = (self.input_ids * mask).gather(1, order)[:, : max(counts)]
+        self._left_padded = self.input_ids.gather(1, mask.argsort(dim=1, stable=True))
         self.last_prompt_ids = self.prompt_ids.gather(1, (self.prompt_counts - 1)[:, None])[:, 0]
         self.prompts: list[list[int]] = [
             row[:count] for row, count in zip(self.prompt_ids.tolist(), counts, strict=True)
@@ -164,13 +165,13 @@ class Request:
         return self.prompts[row] + self._new[row]
 
     def prefixes(self, rows: Sequence[int]) -> list[Tensor]:
-        """These rows as transformers shows them to a processor: the prompt as given, then the new tokens; each
-        [1, L + new]."""
+        """These rows as transformers shows them to a processor: the prompt with its padding, in front on whichever side
+        it was given, then the new tokens; each [1, L + new]."""
         return [self._shown(row) for row in rows]
 
     def _shown(self, row: int) -> Tensor:
         new = torch.tensor(self._new[row], dtype=torch.long, device=self.input_ids.device)
-        return torch.cat([self.input_ids[row], new])[None]
+        return torch.cat([self._left_padded[row], new])[None]
 
     def open_budgets(self, rows: Sequence[int]) -> list[int]:
         """How many tokens each of these rows may still emit."""

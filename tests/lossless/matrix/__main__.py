@@ -1,0 +1,104 @@
+"""Runs the matrix and writes docs/lossless.md and docs/lossless.json; exits with 1 if any cell differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.conftest import REPOSITORY
+from tests.lossless.matrix.cells import Cell, greedy_cells, pair_cells, trained_cells
+from tests.lossless.matrix.render import render
+from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell, to_dict, write_text
+
+PARTS = {"greedy": greedy_cells, "pairs": pair_cells, "trained": trained_cells}
+DOCS = REPOSITORY / "docs"
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.lossless.matrix", description=__doc__)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="which parts (default: all)")
+    parser.add_argument(
+        "--match",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="only cells whose names hold all of these, such as gemma3 'batch 32' dynamic",
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the cells and decode nothing")
+    parser.add_argument("--markdown", type=Path, help=f"default: {DOCS / 'lossless.md'}, if all cells are run")
+    parser.add_argument("--json", type=Path, help=f"default: {DOCS / 'lossless.json'}, if all cells are run")
+    return parser.parse_args(arguments)
+
+
+def choose_cells(options: argparse.Namespace) -> list[Cell]:
+    cells = [cell for part in options.part for cell in PARTS[part]()]
+    return [cell for cell in cells if all(text in cell.name for text in options.match)]
+
+
+def run_cells(cells: Sequence[Cell]) -> list[Result]:
+    started, results = time.perf_counter(), []
+    for index, cell in enumerate(cells, start=1):
+        result = run_cell(cell)
+        results.append(result)
+        minutes = (time.perf_counter() - started) / 60
+        print(f"{index}/{len(cells)} {minutes:5.1f} min  {result.status}  {result.name}", flush=True)
+        for line in (*result.ties, *([result.reason] if result.reason else [])):
+            print(f"    {line}", flush=True)
+    return results
+
+
+def describe_environment() -> dict[str, str]:
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "CPU": f"{cpu}, {torch.get_num_threads()} thread",
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()  # right padding is meant
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("inference").setLevel(logging.ERROR)  # so is lossy acceptance
+    cells = choose_cells(options)
+    if options.list:
+        print("\n".join(cell.name for cell in cells))
+        return 0
+    if not cells:
+        print(f"no cell matches {options.match}: see --list", file=sys.stderr)
+        return 2
+    results = run_cells(cells)
+    gaps, environment = find_gaps(results), describe_environment()
+    if not options.match and options.part == list(PARTS):
+        options.markdown = options.markdown or DOCS / "lossless.md"
+        options.json = options.json or DOCS / "lossless.json"
+    if options.json is not None:
+        content = {"environment": environment, "gaps": gaps, "cells": [to_dict(result) for result in results]}
+        write_text(options.json, json.dumps(content, indent=1) + "\n")
+    if options.markdown is not None:
+        write_text(options.markdown, render(results, gaps, environment))
+    wrong = [result.name for result in results if result.status == DIFFERENT]
+    print(f"{sum(result.tokens for result in results):,} tokens in {len(results)} cells; {len(wrong)} cells differ")
+    print("\n".join([*wrong, *gaps]))
+    return 1 if wrong or gaps else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

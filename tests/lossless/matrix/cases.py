@@ -1,0 +1,205 @@
+"""One decoder, one or more calls, and every row compared with what it is alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from inference import Decoder, GenerationStats, TreePolicy, prompt_reading
+from inference.auto_tree import AutoTree
+from tests.lossless.matrix.drafters import Drafting, drafter_of, policy_of
+from tests.lossless.matrix.references import (
+    PAD,
+    SAMPLING,
+    Row,
+    do_sample,
+    prompt_of,
+    reference_of,
+    target_of,
+)
+from tests.lossless.near_tie import assert_same_text, picking_scores
+from tests.lossless.restless import make_restless
+
+
+@dataclass(frozen=True)
+class Call:
+    """A batch. ends: (row, n), the n-th new token that this row would have is an EOS token for all rows; None: EOS is
+    the token that ends most rows and takes no more than `MAX_LOSS` of all tokens."""
+
+    rows: tuple[Row, ...]
+    ends: tuple[tuple[int, int], ...] | None = ()
+    max_new_tokens: int = 40
+
+
+MAX_LOSS = 0.25
+_ADVICE = logging.getLogger("transformers.generation.utils")  # that right padding is unusual
+
+
+@dataclass(frozen=True)
+class Case:
+    """policy: a name of `drafters.POLICIES`, or a tree. acceptance: "exact" (coupled), "exact uncoupled", or a rule.
+    text_length: of the references, at least the longest `max_new_tokens`."""
+
+    family: str
+    calls: tuple[Call, ...]
+    attention: str = "sdpa"
+    drafter: str = "scripted"
+    policy: str | TreePolicy = "dynamic"
+    acceptance: str = "exact"
+    sampling: str = "greedy"
+    padding: str = "left"
+    prefill_chunk: int = 512
+    ranks: tuple[int, ...] | None = None
+    text_length: int = 40
+
+
+@dataclass
+class Outcome:
+    """What a case showed. trimmed: tokens accepted behind the end of a row; by_eos, by_length: rows that ended so;
+    eos_within_step: rows of a batch of 1 (a batch of more does not tell) whose EOS was not its step's last token;
+    num_ends: the largest number of different lengths at which rows of one batch ended."""
+
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    num_tokens: int = 0
+    num_rows: int = 0
+    trimmed: int = 0
+    by_eos: int = 0
+    by_length: int = 0
+    eos_within_step: int = 0
+    num_ends: int = 0
+    offered: set[tuple[int, int]] = field(default_factory=set)
+    ties: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    reference_seconds: float = 0.0
+
+
+def pad_prompts(prompts: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
+    """Prompts [L] as one batch [B, L], and its attention mask."""
+    longest = max(map(len, prompts))
+    where = [(longest - len(prompt), 0) if side == "left" else (0, longest - len(prompt)) for prompt in prompts]
+    rows = [pad(prompt, place, value=PAD) for prompt, place in zip(prompts, where, strict=True)]
+    mask = [pad(torch.ones_like(prompt), place) for prompt, place in zip(prompts, where, strict=True)]
+    return torch.stack(rows), torch.stack(mask)
+
+
+def run_case(case: Case) -> Outcome:
+    """Decodes and compares.
+
+    Raises:
+        AssertionError: for a text that differs without a near-tie, and for anything else that is not as it must be.
+        RefusalError: for heads that cannot be made for the target.
+    """
+    target = target_of(case.family, case.attention)
+    drafting = drafter_of(case.drafter, case.family, case.attention, ranks=case.ranks)
+    tree: TreePolicy | str | None = case.policy
+    if isinstance(tree, str):
+        tree = policy_of(tree, None if drafting.drafter is None else drafting.drafter.max_depth)
+    rule, _, uncoupled = case.acceptance.partition(" ")
+    decoder = Decoder(target, drafting.drafter, tree=tree, acceptance=rule, is_coupled=not uncoupled)
+    if isinstance(decoder.policy, AutoTree):
+        make_restless(decoder)
+    outcome = Outcome()
+    for call in case.calls:
+        _run_call(case, call, decoder, drafting, outcome)
+    if drafting.script is not None:
+        outcome.offered = drafting.script.offered
+    return outcome
+
+
+def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outcome: Outcome) -> None:
+    started = time.perf_counter()
+    prompts = [prompt_of(case.family, row) for row in call.rows]
+    texts = [reference_of(case.family, case.attention, row, case.sampling, case.text_length) for row in call.rows]
+    eos = _choose_eos(call, texts, prompts)
+    expected = [_cut(text, len(prompt), call, eos) for text, prompt in zip(texts, prompts, strict=True)]
+    outcome.reference_seconds += time.perf_counter() - started
+
+    script, within = drafting.script, []
+    if script is not None:
+        script.texts = texts
+        script.strangers.clear()
+
+    def watch(kept: list[int], num_drafted: int) -> None:
+        if kept[-1] in eos and num_drafted == len(kept):  # nothing but drafts: the step's own last token was cut off
+            within.append(kept)
+
+    ids, mask = pad_prompts(prompts, case.padding)
+    options: dict[str, Any] = {"max_new_tokens": call.max_new_tokens, "eos_token_id": eos or None, "pad_token_id": PAD}
+    options |= SAMPLING[case.sampling]
+    seed = [row.seed for row in call.rows] if do_sample(case.sampling) else None
+    on_step = watch if len(prompts) == 1 else None
+    started = time.perf_counter()
+    with patch.object(prompt_reading, "PREFILL_CHUNK", case.prefill_chunk), patch.object(_ADVICE, "disabled", True):
+        output = decoder.generate(ids, mask, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)
+    outcome.seconds += time.perf_counter() - started
+
+    assert torch.equal(output.sequences[:, : ids.shape[1]], ids), "the prompts came back changed"
+    new = output.sequences[:, ids.shape[1] :]
+    num_ties = 0
+    for row, (prompt, text) in enumerate(zip(prompts, expected, strict=True)):
+        own = torch.cat([prompt, new[row]])
+        if not torch.equal(own[: len(text)], text):
+            outcome.ties += _judge(case, call.rows[row], text, own[: len(text)], f"row {row}")
+            num_ties += 1
+        else:
+            assert (own[len(text) :] == PAD).all(), f"row {row} goes on behind its end: {own[len(text) :].tolist()}"
+    lengths = [len(text) - len(prompt) for text, prompt in zip(expected, prompts, strict=True)]
+    if not num_ties:
+        assert new.shape[1] == max(lengths), f"{new.shape[1]} new tokens, the longest row has {max(lengths)}"
+        assert output.stats.num_new_tokens == sum(lengths)
+        assert script is None or not script.strangers, f"the drafter was given other tokens: {script.strangers}"
+    _count(outcome, output.stats, lengths, [int(text[-1]) in eos for text in expected], len(within))
+
+
+def _choose_eos(call: Call, texts: Sequence[Tensor], prompts: Sequence[Tensor]) -> list[int]:
+    if call.ends is not None:
+        return sorted({int(texts[row][len(prompts[row]) + place]) for row, place in call.ends})
+    limit = call.max_new_tokens
+    new = torch.stack([text[len(prompt) :][:limit] for text, prompt in zip(texts, prompts, strict=True)])
+    best: tuple[int, list[int]] = (0, [])
+    for token in new.unique().tolist():
+        lengths = [row.index(token) + 1 if token in row else limit for row in new.tolist()]
+        num_ended = sum(length < limit for length in lengths)
+        if num_ended > best[0] and sum(lengths) > (1 - MAX_LOSS) * limit * len(lengths):
+            best = num_ended, [token]
+    return best[1]
+
+
+def _cut(text: Tensor, num_prompt: int, call: Call, eos: list[int]) -> Tensor:
+    """The text to its end: EOS, or so many new tokens."""
+    for end in range(num_prompt, num_prompt + call.max_new_tokens):
+        if int(text[end]) in eos:
+            return text[: end + 1]
+    return text[: num_prompt + call.max_new_tokens]
+
+
+def _judge(case: Case, row: Row, expected: Tensor, got: Tensor, name: str) -> list[str]:
+    model, scores = target_of(case.family, case.attention).model, None
+    if case.sampling != "greedy":
+        scores = picking_scores(
+            model, row.seed, do_sample=do_sample(case.sampling), max_new_tokens=1, **SAMPLING[case.sampling]
+        )
+    try:
+        return assert_same_text(model, expected[None], got[None], scores=scores)
+    except AssertionError as error:
+        raise AssertionError(f"{name} ({row}): {error}") from error
+
+
+def _count(outcome: Outcome, stats: GenerationStats, lengths: list[int], is_eos: list[bool], within: int) -> None:
+    outcome.stats += stats
+    outcome.num_tokens += sum(lengths)
+    outcome.num_rows += len(lengths)
+    emitted = sum((drafted + 1) * steps for drafted, steps in enumerate(stats.accepted_histogram))
+    outcome.trimmed += len(lengths) + emitted - sum(lengths)
+    outcome.by_eos += sum(is_eos)
+    outcome.by_length += len(is_eos) - sum(is_eos)
+    outcome.eos_within_step += within
+    outcome.num_ends = max(outcome.num_ends, len(set(lengths)))

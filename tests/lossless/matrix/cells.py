@@ -1,0 +1,129 @@
+"""Which combinations the matrix has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.lossless.matrix.cases import Call, Case
+from tests.lossless.matrix.covering import cover
+from tests.lossless.matrix.drafters import DRAFTERS, POLICIES, TRAINED
+from tests.lossless.matrix.references import CHAT, SAMPLING, Row, attentions_of, do_sample
+from tests.tiny_targets import FAMILIES
+
+BATCHES = (1, 2, 7, 32)
+LONG, SHORT = 64, 32  # new tokens of greedy and of sampled texts
+# Prompts of 3 to 40 tokens: below and beyond the windows of 8 that some targets have.
+ROWS = tuple(Row(3 + (11 * index) % 38, index) for index in range(max(BATCHES)))
+WIDE_SAMPLING = ("greedy", "T=0.7")  # batches of 32 have only these: their references take longest
+
+
+@dataclass(frozen=True)
+class Cell:
+    """part: "greedy" (the complete part), "pairs" or "trained"."""
+
+    part: str
+    batch: int
+    case: Case
+
+    @property
+    def name(self) -> str:
+        case = self.case
+        return "/".join(
+            (
+                case.family,
+                case.attention,
+                case.drafter,
+                str(case.policy),
+                case.acceptance,
+                case.sampling,
+                f"batch {self.batch}",
+                case.padding,
+                f"chunk {case.prefill_chunk}",
+            )
+        )
+
+
+def calls_of(batch: int, max_new_tokens: int, rows: tuple[Row, ...] = ROWS) -> tuple[Call, ...]:
+    """A batch whose rows end by EOS, at different places, and by length; for batch 1 three texts in a row."""
+
+    def place(share: float) -> int:
+        return int(share * max_new_tokens)
+
+    if batch == 1:
+        ends = ((), ((0, place(0.6)),), ((0, place(0.9)),))
+        return tuple(Call((row,), end, max_new_tokens) for row, end in zip(rows[:3], ends, strict=True))
+    if batch == 2:
+        return (Call(rows[1:3], ((0, place(0.7)),), max_new_tokens),)
+    return (Call(rows[:batch], None, max_new_tokens),)
+
+
+def greedy_cells() -> list[Cell]:
+    """Complete: every target, policy and batch, with the scripted drafter."""
+    return [
+        Cell("greedy", batch, _case(batch, family=family, attention=attention, policy=policy))
+        for family in FAMILIES
+        for attention in attentions_of(family)
+        for policy in POLICIES
+        for batch in BATCHES
+    ]
+
+
+def _case(batch: int, **values: Any) -> Case:
+    length = LONG if values.get("sampling", "greedy") == "greedy" else SHORT
+    if values["policy"] == "none":
+        values["drafter"] = "none"
+    return Case(calls=calls_of(batch, length), text_length=length, **values)
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "family": FAMILIES,
+    "attention": ("sdpa", "eager"),
+    "drafter": DRAFTERS,
+    "policy": tuple(policy for policy in POLICIES if policy != "none"),
+    "acceptance": ("exact", "exact uncoupled", "rejection", "block_verification", "typical"),
+    "sampling": tuple(SAMPLING),
+    "batch": BATCHES,
+    "padding": ("left", "right"),
+    "prefill_chunk": (512, 16, 5),
+}
+
+
+def makes_sense(values: Mapping[str, Any]) -> bool:
+    """Whether such a cell can be decoded, and its text is that of plain decoding."""
+    acceptance, sampling, policy = values["acceptance"], values["sampling"], values["policy"]
+    if values["attention"] not in attentions_of(values["family"]):
+        return False
+    if values["drafter"] == "staged" and policy not in ("chain", "gamma"):
+        return False
+    if acceptance == "rejection" and policy not in ("chain", "static"):
+        return False
+    if acceptance == "block_verification" and policy != "chain":
+        return False
+    # Sampled, these rules draw from the right distribution, or the lossy one, but not the same text; greedy targets
+    # have no noise to couple with.
+    if do_sample(sampling) != acceptance.startswith("exact") and acceptance != "exact":
+        return False
+    return values["batch"] != max(BATCHES) or sampling in WIDE_SAMPLING
+
+
+def pair_cells() -> list[Cell]:
+    """Every two values of every two factors meet."""
+    return [Cell("pairs", values["batch"], _case(**values)) for values in cover(FACTORS, makes_sense)]
+
+
+def trained_cells() -> list[Cell]:
+    """Committed heads on the embedded target."""
+    rows = tuple(Row(index, index) for index in range(7))
+    return [
+        Cell(
+            "trained",
+            batch,
+            Case(CHAT, calls_of(batch, 48, rows), drafter=kind, policy=policy, sampling=sampling, text_length=48),
+        )
+        for kind in TRAINED
+        for policy in ("chain", "static", "dynamic", "auto")
+        for sampling in ("greedy", "T=0.7")
+        for batch in (1, 7)
+    ]

@@ -1,0 +1,112 @@
+"""The drafters of the matrix by name, and the trees they can draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from heads import HEAD_TYPES
+from inference import Drafter, DynamicTree, StaticTree, Target, TreePolicy, chain
+from inference.auto_tree import AutoTree
+from inference.gamma import gamma_chain
+from inference.merged import MergedDrafter
+from inference.ngram import NgramDrafter
+from inference.small_model import SmallModelDrafter
+from inference.staged import StagedDrafter
+from tests.conftest import REPOSITORY
+from tests.heads.tiny_heads import tiny_heads
+from tests.inference.test_small_model import rough_copy
+from tests.lossless.matrix.references import CHAT, target_of
+from tests.scripted_drafter import ScriptedDrafter
+
+DEPTH = 4
+# Deep enough for DEPTH levels where the kind's default is not.
+HEAD_SETTINGS: dict[str, dict[str, Any]] = {
+    "block": {"block_size": 5, "predicts_at_anchor": True},
+    "eagle": {"ttt_steps": 5},
+    "eagle3": {"ttt_steps": 5, "draft_vocab_size": 60},
+    "hydra": {"num_heads": 4},
+    "medusa": {"num_heads": 4},
+    "parallel": {"num_depths": 4},
+}
+TRAINED = tuple(kind for kind in HEAD_TYPES if (REPOSITORY / "examples" / "heads" / kind).is_dir())
+PLAIN = ("ngram", "small model", "staged", "ngram + small model")
+DRAFTERS = (
+    "scripted",
+    *PLAIN,
+    *HEAD_TYPES,
+    "scripted + ngram",
+    "scripted + small model",
+    *(f"scripted + {kind}" for kind in HEAD_TYPES),
+)
+STATIC_PATHS = ([0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0], [0, 1, 0])
+POLICIES = ("none", "chain", "static", "dynamic", "auto", "gamma")
+
+
+class RefusalError(Exception):
+    """Heads that cannot be made for a target, with their reason."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter, and the scripted one in it, whose texts are set before each call."""
+
+    drafter: Drafter | None
+    script: ScriptedDrafter | None = None
+
+
+def policy_of(name: str, max_depth: int | None = None) -> TreePolicy | None:
+    """Trees of at most DEPTH levels, or as many as the drafter has."""
+    depth = min(DEPTH, max_depth or DEPTH)
+    if name == "none":
+        return None
+    if name == "chain":
+        return chain(depth)
+    if name == "static":
+        return StaticTree([path for path in STATIC_PATHS if len(path) <= depth])
+    if name == "dynamic":
+        return DynamicTree(depth=depth, top_k=4, num_nodes=24)
+    if name == "auto":
+        return AutoTree(depths=sorted({1, 2, depth}), sizes=(8, 24), widths=(2, 4))
+    assert name == "gamma", name
+    return gamma_chain(depth)
+
+
+@cache
+def _small_model(family: str, attention: str) -> Target:
+    return Target(rough_copy(target_of(family, attention).model))
+
+
+def drafter_of(name: str, family: str, attention: str, *, ranks: tuple[int, ...] | None = None) -> Drafting:
+    """A fresh drafter for this target.
+
+    Raises:
+        RefusalError: for heads that cannot be made for it.
+    """
+    target = target_of(family, attention)
+    if name == "none":
+        return Drafting(None)
+    if name == "scripted":
+        options = {} if ranks is None else {"ranks": ranks}
+        layers = (1, min(2, target.num_layers))
+        script = ScriptedDrafter([], target.vocab_size, feature_layers=layers, is_strict=False, **options)
+        return Drafting(script, script)
+    if " + " in name:
+        first, second = (drafter_of(part, family, attention, ranks=ranks) for part in name.split(" + "))
+        assert first.drafter is not None
+        assert second.drafter is not None
+        return Drafting(MergedDrafter(first.drafter, second.drafter), first.script)
+    if name == "ngram":
+        return Drafting(NgramDrafter())
+    if name in ("small model", "staged"):
+        small = SmallModelDrafter(_small_model(family, attention))
+        return Drafting(small if name == "small model" else StagedDrafter(small))
+    if family == CHAT:
+        from tests.lossless.test_real_heads import chat_heads
+
+        return Drafting(chat_heads(name, target))
+    try:
+        return Drafting(tiny_heads(name, target, **HEAD_SETTINGS.get(name, {})))
+    except ValueError as error:
+        raise RefusalError(str(error)) from error

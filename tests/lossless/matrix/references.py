@@ -1,0 +1,100 @@
+"""What texts have to be: transformers' greedy text, or plain decoding's sampled one, of each row alone.
+
+References are made once per process and shared by all cells. They run beyond the longest text a cell asks for, without
+EOS, and are cut: so the scripted drafter knows what would follow a text's end, and steps overshoot it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference import Decoder, Target
+from tests.tiny_targets import random_prompt, tiny_target
+
+CHAT = "chat-13m"
+PAD = 0
+BEYOND = 8  # tokens of a reference behind the longest text
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "T=0.7": {"temperature": 0.7, "top_k": 0},
+    "T=1": {"temperature": 1.0, "top_k": 0},
+    "top-k 5": {"temperature": 1.0, "top_k": 5},
+    "top-p 0.8": {"temperature": 0.9, "top_p": 0.8},
+    "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
+    # Processors see a padded row as transformers shows it, so padding would change what is penalised, were it a token
+    # that can come.
+    "repetition penalty 1.3": {"temperature": 0.8, "repetition_penalty": 1.3, "suppress_tokens": [PAD]},
+    "no repeated bigram": {"temperature": 1.0, "no_repeat_ngram_size": 2, "suppress_tokens": [PAD]},
+    "greedy, repetition penalty 1.3": {"repetition_penalty": 1.3, "suppress_tokens": [PAD]},
+    "greedy, no repeated bigram": {"no_repeat_ngram_size": 2, "suppress_tokens": [PAD]},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A random prompt of `length` tokens, of which the first `num_shared` are those of all rows that share so many; for
+    the chat target, its prompt of this number. The row draws with `seed`."""
+
+    length: int
+    seed: int
+    num_shared: int = 0
+
+
+def do_sample(sampling: str) -> bool:
+    return not sampling.startswith("greedy")
+
+
+@cache
+def target_of(family: str, attention: str) -> Target:
+    """The one target of a family; ValueError where transformers has no such attention for it."""
+    if family == CHAT:
+        from tests.lossless.test_real_heads import chat_target
+
+        return chat_target(torch.float32)
+    return Target(tiny_target(family, attn_implementation=attention, initializer_range=0.3))
+
+
+@cache
+def attentions_of(family: str) -> tuple[str, ...]:
+    found = []
+    for attention in ("sdpa", "eager"):
+        try:
+            target_of(family, attention)
+        except ValueError as error:
+            if "does not support an attention implementation" not in str(error):
+                raise
+        else:
+            found.append(attention)
+    return tuple(found)
+
+
+@cache
+def prompt_of(family: str, row: Row) -> Tensor:
+    """[L]"""
+    if family == CHAT:
+        from tests.lossless.test_real_heads import chat_prompts
+
+        return chat_prompts()[row.length][0]
+    own = random_prompt(row.length, seed=1000 + row.seed)[0]
+    shared = random_prompt(256, seed=999)[0][: min(row.num_shared, row.length - 1)]
+    return torch.cat([shared, own[len(shared) :]])
+
+
+@cache
+def reference_of(family: str, attention: str, row: Row, sampling: str, max_new_tokens: int) -> Tensor:
+    """The row's text [L + max_new_tokens + BEYOND], alone and without EOS."""
+    prompt, target = prompt_of(family, row)[None], target_of(family, attention)
+    options = {"max_new_tokens": max_new_tokens + BEYOND, "eos_token_id": None, "pad_token_id": PAD}
+    options |= SAMPLING[sampling]
+    if do_sample(sampling):
+        return Decoder(target).generate(prompt, do_sample=True, seed=[row.seed], **options).sequences[0]
+    model: PreTrainedModel = target.model
+    mask = torch.ones_like(prompt)
+    text: Tensor = model.generate(prompt, attention_mask=mask, do_sample=False, **options)[0]
+    return text
