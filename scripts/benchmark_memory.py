@@ -49,7 +49,7 @@ class MemoryArguments:
     batch: list[int] = field(default_factory=lambda: [1, 8], metadata={"help": "Rows of a batch."})
     prompt: list[int] = field(default_factory=lambda: [64, 512, 760], metadata={"help": "Tokens of every prompt."})
     new: list[int] = field(
-        default_factory=lambda: [32, 256],
+        default_factory=lambda: [8, 32, 256],
         metadata={"help": "New tokens; all but the first number with the smallest batch of the shortest prompt only."},
     )
     long_prompt: list[int] = field(
