@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
+LONG_PASS = 128  # tokens of a pass from which on a mask for each query head would be the larger cost
 
 
 def attend_grouped(
@@ -48,18 +49,33 @@ def attend_grouped(
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
     """Attention of query [B, H, N, d] over key and value [B, G, S, d] where mask [B, 1, N, S] (bool, or additive)
-    allows: [B, H, N, d of the values]. Each key-value head is read once.
+    allows: [B, H, N, d of the values]. Each key-value head is read once, but for prompts.
 
     Args:
         scale: of the scores; None = d ** -0.5.
     """
     batch, num_heads, num_tokens, size = query.shape
-    per_group = num_heads // key.shape[1]
+    num_groups = key.shape[1]
+    per_group = num_heads // num_groups
+    if per_group > 1 and num_tokens >= LONG_PASS:
+        return _attend_by_member(query, key, value, mask, scale)
     if per_group > 1:
-        query = query.reshape(batch, key.shape[1], per_group * num_tokens, size)
+        query = query.reshape(batch, num_groups, per_group * num_tokens, size)
         mask = mask.repeat(1, 1, per_group, 1)
     attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return attended.reshape(batch, num_heads, num_tokens, value.shape[-1])
+
+
+def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """`attend_masked` for prompts: the first query heads of all groups, then the second ones. So many queries pay for
+    reading the keys again, and the mask, the largest tensor of the pass, is not repeated."""
+    members = query.unflatten(1, (key.shape[1], -1))  # [B, G, H / G, N, d]
+    attended = query.new_empty(*members.shape[:-1], value.shape[-1])
+    for place in range(members.shape[2]):
+        attended[:, :, place] = nn.functional.scaled_dot_product_attention(
+            members[:, :, place], key, value, attn_mask=mask, scale=scale
+        )
+    return attended.flatten(1, 2)
 
 
 AttentionInterface.register(GROUPED, attend_grouped)

@@ -157,6 +157,7 @@ class DecodeLoop:
             features, counted = step.commit(cache, tree, accepted, counts, output.features)
             drafting.take(NewSlots(features, accepted.next_tokens.clamp(min=0), counts), counted)
             is_first, emission = False, _Emission(accepted.next_tokens, counts, logits, accepted.scores)
+            del output, accepted, features, logits, noise  # or they would be alive beside those of the next step
             clock.stop("commit")
 
     def _read_and_draw(self) -> _Emission:
@@ -224,8 +225,7 @@ class DecodeLoop:
 
     def output(self) -> GenerationOutput:
         """What there is so far."""
-        self.stats.num_new_tokens = self.request.num_new_tokens
-        return GenerationOutput(self.request.sequences(), self.stats, self.scores.scores(), self.scores.logits())
+        return gather_output(self.request, self.scores, self.stats)
 
     def held_texts(self) -> HeldTexts | None:
         """What the next call may find in the cache; None when the loop was interrupted within a step."""
@@ -237,3 +237,9 @@ class DecodeLoop:
             [[] if self._is_damaged[row] else self.request.text(row) for row in self._rows],
             None if self.step.drafter is None else [self._num_taken[row] for row in self._rows],
         )
+
+
+def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:
+    """What there is so far. Unlike its method, it holds no loop, so none of the loop's buffers either."""
+    stats.num_new_tokens = request.num_new_tokens
+    return GenerationOutput(request.sequences(), stats, scores.scores(), scores.logits())

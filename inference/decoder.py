@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from inference.acceptance_rules import AcceptanceRule, resolve_rule
 from inference.auto_tree import AutoTree
 from inference.cost_measurement import find_costs
 from inference.cost_model import CostModel
-from inference.decode_loop import DecodeLoop, GenerationOutput, StepCallback
+from inference.decode_loop import DecodeLoop, GenerationOutput, StepCallback, gather_output
 from inference.drafter import Drafter, RowCopyingDrafter
 from inference.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from inference.hf_request import Request, make_request
@@ -214,7 +215,8 @@ class Decoder:
             finally:
                 release()
 
-        return TokenStream(steps(), loop.output, release)
+        # A stream that is over, and is kept for its output, must not keep the loop's buffers.
+        return TokenStream(steps(), partial(gather_output, loop.request, loop.scores, loop.stats), release)
 
     def _new_clock(self, stats: GenerationStats) -> PhaseClock:
         return PhaseClock(stats, self.target.device, is_synchronised=self.is_synchronised)
@@ -277,19 +279,23 @@ class Decoder:
         is_held = any(kept) and (min(kept) > 0 or not hasattr(self.drafter, "read_first"))
         capacity = request.max_length + step.num_slots_behind
         if held is None or not is_held:
+            held = None  # with its cache, which may have to make room for another
             cache = self._get_cache(request.batch_size, capacity)
 
             def read_prompts(reader: PromptReader, cache: TreeCache) -> tuple[ReadPrompts, Any]:
                 return reader.read(cache, prompts, request.source)
 
         else:
-            source = held
-            is_in_place = rows == list(range(source.cache.batch_size)) and source.cache.capacity >= capacity
-            cache = source.cache if is_in_place else self._step.new_cache(request.batch_size, capacity)
+            is_in_place = rows == list(range(held.cache.batch_size)) and held.cache.capacity >= capacity
+            cache = held.cache if is_in_place else self._step.new_cache(request.batch_size, capacity)
             self._cache = cache
 
             def read_prompts(reader: PromptReader, cache: TreeCache) -> tuple[ReadPrompts, Any]:
-                return reader.read_behind(source, cache, prompts, rows, kept)
+                nonlocal held
+                assert held is not None
+                state = reader.take_over(held, cache, rows, kept)
+                held = None  # what it held is in the new cache and state, and is let go
+                return reader.read_rest(cache, state, prompts, kept), state
 
         clock.start()
         sampler = Sampler(

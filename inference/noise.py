@@ -106,7 +106,9 @@ def _to_int64(value: int) -> int:
 
 def _mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit integers (held in int64) in which every input bit moves every output bit."""
-    x = x ^ (x >> 16)  # a new tensor: what follows may write into it
+    high = x >> 16  # a new tensor: what follows may write into it
+    high ^= x
+    x = high
     x *= _MIX_1
     x &= _MASK
     x ^= x >> 15

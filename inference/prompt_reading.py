@@ -110,23 +110,21 @@ class PromptReader:
         if shared < MIN_SHARED or not self.copies_rows:
             cache.reset(len(prompts))
             state = self._start(cache, prompts, source)
-            return self._read_rest(cache, state, prompts, [0] * len(prompts)), state
+            return self.read_rest(cache, state, prompts, [0] * len(prompts)), state
         # Up to the token before the shared beginning's last: the drafter pairs every feature with the next token.
         shared = min(shared, min(map(len, prompts)) - 1)
         cache.reset(1)
         first = self._start(cache, prompts[:1])
-        self._read_rest(cache, first, [prompts[0][:shared]], [0])
+        self.read_rest(cache, first, [prompts[0][:shared]], [0])
         kept = shared if self.step.drafter is None else shared - 1
         cache.length_bound = shared
         cache.spread_row(len(prompts))
         cache.lengths.fill_(kept)
         state = self.copy_state(cache, first, [0] * len(prompts), [kept] * len(prompts))
-        return self._read_rest(cache, state, prompts, [kept] * len(prompts)), state
+        return self.read_rest(cache, state, prompts, [kept] * len(prompts)), state
 
-    def read_behind(
-        self, held: HeldTexts, cache: TreeCache, prompts: Sequence[list[int]], rows: list[int], kept: list[int]
-    ) -> tuple[ReadPrompts, Any]:
-        """Reads what `held` does not hold.
+    def take_over(self, held: HeldTexts, cache: TreeCache, rows: list[int], kept: list[int]) -> Any:
+        """Fills `cache` with what is kept of `held`; returns a state of the drafter that holds as much.
 
         Args:
             cache: that of `held`, of as many rows, or an empty one.
@@ -139,8 +137,7 @@ class PromptReader:
         else:
             cache.copy_rows(held.cache, torch.tensor(rows, device=lengths.device), lengths, max_length=max(kept))
         cache.length_bound, cache.length_floor = max(kept), 0
-        state = self.copy_state(cache, held.state, rows, kept)
-        return self._read_rest(cache, state, prompts, kept), state
+        return self.copy_state(cache, held.state, rows, kept)
 
     def copy_state(self, cache: TreeCache, source: Any, rows: Sequence[int], num_slots: Sequence[int]) -> Any:
         """A state of the drafter whose row i holds the first num_slots[i] slots of row rows[i] of `source`."""
@@ -162,10 +159,8 @@ class PromptReader:
             read_first(state, torch.tensor([prompt[0] for prompt in prompts], device=cache.lengths.device))
         return state
 
-    def _read_rest(
-        self, cache: TreeCache, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]
-    ) -> ReadPrompts:
-        """Reads prompts[b][kept[b]:], at least one token of each row."""
+    def read_rest(self, cache: TreeCache, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]) -> ReadPrompts:
+        """Reads prompts[b][kept[b]:], at least one token of each row, behind what cache and state hold of it."""
         target, drafter, device = self.step.target, self.step.drafter, cache.lengths.device
         rest = [list(prompt[count:]) for prompt, count in zip(prompts, kept, strict=True)]
         num_left = [len(row) for row in rest]
@@ -201,6 +196,7 @@ class PromptReader:
                 next_ids = padded[:, start + 1 : end + 1]
                 view = cache.view_slots(cache.length_bound).shape[0]
                 drafter.extend(state, output.features, next_ids, slots, max_slots=view)
+            del output  # its features would be alive beside those of the next chunk
             start = end
         cache.length_floor = min(count + left for count, left in zip(kept, num_left, strict=True))
         assert logits is not None

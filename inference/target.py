@@ -191,7 +191,8 @@ class Target:
         if last is None:
             raise ValueError("an empty prompt has no next token: give at least one token")
         logits = self.compute_logits(last) if self._scale_logits else last
-        return TargetOutput(logits[:, None], torch.cat(features, dim=1) if features else None)
+        joined = torch.cat(features, dim=1) if len(features) > 1 else features[0] if features else None
+        return TargetOutput(logits[:, None], joined)
 
     @torch.no_grad()
     def verify(self, cache: TreeCache, tree: TokenTree, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
@@ -338,8 +339,8 @@ class Target:
         seen = allowed
         if window is not None:
             seen = allowed & (key_positions[:, None, :] > query_positions[:, :, None] - window)
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[:, None]
+        shut = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=seen.device)
+        return torch.where(seen, torch.zeros_like(shut), shut)[:, None]
 
     def _masks_in_view(
         self, cache: TreeCache | DraftRows, positions: Tensor, node_positions: Tensor, ancestors: Tensor
