@@ -137,6 +137,7 @@ class DecodeLoop:
 
             output = step.verify(cache, tree)
             self.stats.num_target_forwards += 1
+            self.stats.num_verify_passes += 1
             clock.stop("verify")
 
             is_prefix_free = self.sampler.is_prefix_free
