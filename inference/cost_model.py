@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,43 @@ class CostModel:
         parts = {"extend": self.extend, **levels, "grow": self.grow, "rest": self.rest, "plain rest": self.plain_rest}
         lines.append("draft, ms        " + "   ".join(f"{name} {1000 * value:.2f}" for name, value in parts.items()))
         return "\n".join(lines)
+
+
+class BatchCosts:
+    """Costs by batch size. Those between measured sizes are interpolated, each number by itself, since rows leave a
+    batch in the middle of a text, where nothing can be measured.
+
+    Args:
+        measured: by batch size, of one target, drafter and way to run; all have the same contexts, sizes and widths.
+    """
+
+    def __init__(self, measured: Mapping[int, CostModel]) -> None:
+        self.measured = dict(sorted(measured.items()))
+        self._known = dict(measured)
+
+    def at(self, batch_size: int) -> CostModel:
+        """The same object every time."""
+        if batch_size not in self._known:
+            self._known[batch_size] = _mix(list(self.measured.values()), list(self.measured), batch_size)
+        return self._known[batch_size]
+
+
+def _mix(models: Sequence[CostModel], batch_sizes: Sequence[int], batch_size: int) -> CostModel:
+    def mix(*values: float) -> float:
+        return _interpolate(batch_sizes, values, batch_size)
+
+    def mix_each(*rows: Sequence[float]) -> tuple[float, ...]:
+        return tuple(itertools.starmap(mix, zip(*rows, strict=True)))
+
+    return replace(
+        models[0],
+        verify=tuple(itertools.starmap(mix_each, zip(*(model.verify for model in models), strict=True))),
+        extend=mix(*(model.extend for model in models)),
+        grow=mix(*(model.grow for model in models)),
+        level=mix_each(*(model.level for model in models)),
+        rest=mix(*(model.rest for model in models)),
+        plain_rest=mix(*(model.plain_rest for model in models)),
+    )
 
 
 def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:

@@ -58,6 +58,12 @@ class _Emission:
     scores: Tensor | None
 
 
+def rows_may_leave(step: DecodeStep) -> bool:
+    """Whether rows that have ended leave the batch. Compiled steps have one shape, and would be compiled again for
+    every smaller batch."""
+    return not step.is_compiled and (step.drafter is None or isinstance(step.drafter, RowCopyingDrafter))
+
+
 class DecodeLoop:
     """One call's texts, from the prompts to their last tokens. `steps` is to be run under inference mode.
 
@@ -84,8 +90,7 @@ class DecodeLoop:
         self.stats, self.clock, self.on_step = stats, clock, on_step
         self.scores = EmittedScores(request)
         self._begin_drafting, self._read_prompts = begin_drafting, read_prompts
-        # Compiled steps have one shape, and would be compiled again for every smaller batch.
-        self._may_leave = not step.is_compiled and (step.drafter is None or isinstance(step.drafter, RowCopyingDrafter))
+        self._may_leave = rows_may_leave(step)
         self._reader = PromptReader(step, stats)
         self._rows = list(range(request.batch_size))  # which of the call's rows each row of the batch is
         self._num_taken = [0] * request.batch_size  # slots the drafter holds, for each row of the call
