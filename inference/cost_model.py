@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 9
+# Passes of many rows take long and vary little: after so many seconds, so many measured rounds are enough.
+LONG_SECONDS, LEAST_MEASURED_ROUNDS = 5.0, 3
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,14 @@ def time_calls(
     Args:
         is_warm: calls that are made twice in a row, of which the second counts: what is called again and again finds
             its weights in the processor's caches.
-        num_rounds: how often each call is made; up to `WARM_UP_ROUNDS`, nothing is measured and all is 0.
+        num_rounds: how often each call is made, less often if that takes long; up to `WARM_UP_ROUNDS`, nothing is
+            measured and all is 0.
     """
+    began = time.perf_counter()
     seconds: list[list[float]] = [[] for _ in calls]
     for number in range(num_rounds):
+        if number >= WARM_UP_ROUNDS + LEAST_MEASURED_ROUNDS and time.perf_counter() - began > LONG_SECONDS:
+            break
         for own, call, warm in zip(seconds, calls, is_warm or [False] * len(calls), strict=True):
             if warm:
                 call()
