@@ -61,7 +61,7 @@ def draw_batch_plot(path: Path, rows: Mapping[int, Sequence[Row]], title: str) -
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(rows), [str(batch) for batch in rows])
     axis.set_xlabel("batch size")
-    axis.set_ylabel("speed against transformers generate at the same batch size (median)")
+    axis.set_ylabel("speed against transformers generate, same batch size")
     axis.set_ylim(bottom=0)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
