@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 9
+# Passes of many rows take long and vary little: after so many seconds, so many measured rounds are enough.
+LONG_SECONDS, LEAST_MEASURED_ROUNDS = 5.0, 3
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,43 @@ class CostModel:
         return "\n".join(lines)
 
 
+class BatchCosts:
+    """Costs by batch size. Those between measured sizes are interpolated, each number by itself, since rows leave a
+    batch in the middle of a text, where nothing can be measured.
+
+    Args:
+        measured: by batch size, of one target, drafter and way to run; all have the same contexts, sizes and widths.
+    """
+
+    def __init__(self, measured: Mapping[int, CostModel]) -> None:
+        self.measured = dict(sorted(measured.items()))
+        self._known = dict(measured)
+
+    def at(self, batch_size: int) -> CostModel:
+        """The same object every time."""
+        if batch_size not in self._known:
+            self._known[batch_size] = _mix(list(self.measured.values()), list(self.measured), batch_size)
+        return self._known[batch_size]
+
+
+def _mix(models: Sequence[CostModel], batch_sizes: Sequence[int], batch_size: int) -> CostModel:
+    def mix(*values: float) -> float:
+        return _interpolate(batch_sizes, values, batch_size)
+
+    def mix_each(*rows: Sequence[float]) -> tuple[float, ...]:
+        return tuple(itertools.starmap(mix, zip(*rows, strict=True)))
+
+    return replace(
+        models[0],
+        verify=tuple(itertools.starmap(mix_each, zip(*(model.verify for model in models), strict=True))),
+        extend=mix(*(model.extend for model in models)),
+        grow=mix(*(model.grow for model in models)),
+        level=mix_each(*(model.level for model in models)),
+        rest=mix(*(model.rest for model in models)),
+        plain_rest=mix(*(model.plain_rest for model in models)),
+    )
+
+
 def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
     """Piecewise linear; the first value below the first x. Beyond the last x, the slope from the first to the last goes
     on, since noise tells less on it than on the last stretch; never downwards.
@@ -120,10 +160,14 @@ def time_calls(
     Args:
         is_warm: calls that are made twice in a row, of which the second counts: what is called again and again finds
             its weights in the processor's caches.
-        num_rounds: how often each call is made; up to `WARM_UP_ROUNDS`, nothing is measured and all is 0.
+        num_rounds: how often each call is made, less often if that takes long; up to `WARM_UP_ROUNDS`, nothing is
+            measured and all is 0.
     """
+    began = time.perf_counter()
     seconds: list[list[float]] = [[] for _ in calls]
     for number in range(num_rounds):
+        if number >= WARM_UP_ROUNDS + LEAST_MEASURED_ROUNDS and time.perf_counter() - began > LONG_SECONDS:
+            break
         for own, call, warm in zip(seconds, calls, is_warm or [False] * len(calls), strict=True):
             if warm:
                 call()

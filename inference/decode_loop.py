@@ -58,6 +58,12 @@ class _Emission:
     scores: Tensor | None
 
 
+def rows_may_leave(step: DecodeStep) -> bool:
+    """Whether rows that have ended leave the batch. Compiled steps have one shape, and would be compiled again for
+    every smaller batch."""
+    return not step.is_compiled and (step.drafter is None or isinstance(step.drafter, RowCopyingDrafter))
+
+
 class DecodeLoop:
     """One call's texts, from the prompts to their last tokens. `steps` is to be run under inference mode.
 
@@ -85,8 +91,7 @@ class DecodeLoop:
         self.scores = EmittedScores(request)
         self._begin_drafting = begin_drafting
         self._read_prompts: ReadPromptsInto | None = read_prompts
-        # Compiled steps have one shape, and would be compiled again for every smaller batch.
-        self._may_leave = not step.is_compiled and (step.drafter is None or isinstance(step.drafter, RowCopyingDrafter))
+        self._may_leave = rows_may_leave(step)
         self._reader = PromptReader(step, stats)
         self._rows = list(range(request.batch_size))  # which of the call's rows each row of the batch is
         self._num_taken = [0] * request.batch_size  # slots the drafter holds, for each row of the call
@@ -138,6 +143,7 @@ class DecodeLoop:
 
             output = step.verify(cache, tree)
             self.stats.num_target_forwards += 1
+            self.stats.num_verify_passes += 1
             clock.stop("verify")
 
             is_prefix_free = self.sampler.is_prefix_free

@@ -18,8 +18,8 @@ from inference.acceptance import PREFIX_FREE, Sampler
 from inference.acceptance_rules import AcceptanceRule, resolve_rule
 from inference.auto_tree import AutoTree
 from inference.cost_measurement import find_costs
-from inference.cost_model import CostModel
-from inference.decode_loop import DecodeLoop, GenerationOutput, StepCallback, gather_output
+from inference.cost_model import BatchCosts, CostModel
+from inference.decode_loop import DecodeLoop, GenerationOutput, StepCallback, gather_output, rows_may_leave
 from inference.drafter import Drafter, RowCopyingDrafter
 from inference.drafting import AdaptiveDrafting, Drafting, FixedDrafting
 from inference.hf_request import Request, make_request
@@ -341,8 +341,12 @@ class Decoder:
     def _begin_drafting(self, cache: TreeCache, sampler: Sampler, state: Any) -> Drafting:
         if self._planner is None or not isinstance(self.policy, AutoTree):
             return FixedDrafting(self._step, state)
-        costs = self.costs(cache.batch_size, do_sample=sampler.do_sample, processors=sampler.processors)
-        return AdaptiveDrafting(self._step, self.policy, self._planner, costs, state)
+        # Rows that leave leave one row at last; what lies between is interpolated.
+        batch_sizes = {cache.batch_size, 1} if rows_may_leave(self._step) else {cache.batch_size}
+        costs = {
+            size: self.costs(size, do_sample=sampler.do_sample, processors=sampler.processors) for size in batch_sizes
+        }
+        return AdaptiveDrafting(self._step, self.policy, self._planner, BatchCosts(costs), state, cache.batch_size)
 
     def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:
         cache = self._cache

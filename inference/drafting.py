@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference.acceptance import Sampler
 from inference.auto_tree import AutoTree
-from inference.cost_model import NO_TREE, CostModel, Plan
+from inference.cost_model import NO_TREE, BatchCosts, Plan
 from inference.kv_cache import TreeCache
 from inference.step import CHANCE_UNIT, DecodeStep, NewSlots, OpenedDraft
 from inference.tree import TokenTree
@@ -88,20 +88,27 @@ class FixedDrafting:
 
 class AdaptiveDrafting:
     """Trees of the sizes that pay. The drafter scores the root's children before the synchronisation, so that its
-    confidence is known when the size is chosen; while drafting does not pay it is not asked, and catches up later."""
+    confidence is known when the size is chosen; while drafting does not pay it is not asked, and catches up later.
+
+    Args:
+        costs: for the sizes the batch may shrink to.
+        batch_size: rows it begins with.
+    """
 
     def __init__(
         self,
         step: DecodeStep,
         policy: AutoTree,
         planner: TreePlanner,
-        costs: CostModel,
+        costs: BatchCosts,
         state: Any,
+        batch_size: int,
     ) -> None:
         assert step.drafter is not None
-        self.step, self.policy, self.planner, self.costs = step, policy, planner, costs
+        self.step, self.policy, self.planner = step, policy, planner
         self.state = state
-        planner.begin_text(costs)
+        self._costs_by_size, self.costs = costs, costs.at(batch_size)
+        planner.begin_text(self.costs)
         self._waiting: list[NewSlots] = []
         self._active: Tensor | None = None  # [B], 0 for rows that have finished
         self._counted: Tensor | None = None
@@ -141,6 +148,7 @@ class AdaptiveDrafting:
         self._counted = None if self._counted is None else self._counted[places]
         self._confidences = [self._confidences[place] for place in places] if self._confidences else []
         self._active, self.state = None, state
+        self._began = None  # copying rows is part of no step
 
     def draft(
         self, cache: TreeCache, sampler: Sampler, columns: Sequence[Sequence[int]], counts: Sequence[int]
@@ -158,6 +166,9 @@ class AdaptiveDrafting:
         elif seconds is not None:
             self.planner.learn_plain(self.costs, cache.length_bound, seconds)
         self._began = now
+        # What was learned above belongs to the step before, and to the rows it had.
+        self.costs = self._costs_by_size.at(cache.batch_size)
+        self.planner.change_costs(self.costs, cache.length_bound)
         if self._opened is None:
             self.planner.pass_step()
             self._plan = None

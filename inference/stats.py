@@ -18,6 +18,7 @@ PHASES = ("profile", "prefill", "draft", "verify", "accept", "commit")
 class GenerationStats:
     """Attributes:
     num_target_forwards: forward passes of the target, chunks of the prefill included (each serves all rows).
+    num_verify_passes: those of them that verified trees; in a batch a pass is a verify step of several rows.
     num_new_tokens: tokens returned, all rows together, after trimming.
     num_verify_steps: verify steps, each row counted on its own while it is unfinished.
     accepted_histogram: entry a = verify steps in which exactly a drafted tokens were accepted.
@@ -33,6 +34,7 @@ class GenerationStats:
     """
 
     num_target_forwards: int = 0
+    num_verify_passes: int = 0
     num_new_tokens: int = 0
     num_verify_steps: int = 0
     accepted_histogram: list[int] = field(default_factory=list)
@@ -76,6 +78,7 @@ class GenerationStats:
         padded = [x.accepted_histogram + [0] * (longest - len(x.accepted_histogram)) for x in (self, other)]
         return GenerationStats(
             self.num_target_forwards + other.num_target_forwards,
+            self.num_verify_passes + other.num_verify_passes,
             self.num_new_tokens + other.num_new_tokens,
             self.num_verify_steps + other.num_verify_steps,
             [a + b for a, b in zip(*padded, strict=True)],

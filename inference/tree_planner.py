@@ -26,8 +26,8 @@ from inference.plan_estimates import AcceptedTokens, Mean, StepSeconds, group_of
 
 # A planner's first steps are plain ones: what they take is what drafting must beat, and the clock knows it best.
 FIRST_PLAIN_STEPS = 12
-# The largest tree, which tells about all others, is drafted so often first, and then every so many drafted steps, to
-# notice that it would pay.
+# The largest tree, which tells about all others, is drafted first until so many rows have tried it, and then every so
+# many drafted steps, to notice that it would pay.
 FIRST_TRIES, EXPLORE_EVERY = 4, 80
 # What steps brought is worked in at each of the first steps, and then every so many: Python is slow between passes that
 # drive it out of the processor's caches.
@@ -74,7 +74,7 @@ class TreePlanner:
                 f"{list(policy.widths)}: a size must exceed the depth, and be no more than the beam drafts"
             )
         self.plans = [NO_TREE, *policy.plans]
-        self.largest = max(self.plans, key=lambda plan: (plan.num_nodes, plan.depth, plan.width))
+        self.largest = max(self.plans, key=_size)
         # A probe: one step with a small tree.
         self.smallest = min(policy.plans, key=lambda plan: (abs(plan.depth - 2), plan.num_nodes, plan.width))
         self.accepted, self.seconds = AcceptedTokens(self.plans), StepSeconds(self.plans)
@@ -88,17 +88,35 @@ class TreePlanner:
         self._tries = self._num_settled = 0
         self._records: list[_Drafted] = []  # still to be worked in
         self._best: list[int] | None = None  # plan for each confidence
-        self._costs: CostModel | None = None  # of the present text
+        self._first_costs: CostModel | None = None  # the present text's when it began, all rows together
+        self._costs: CostModel | None = None  # now
+        self._plan = self.smallest  # of the last step that was neither trial nor probe
 
     def begin_text(self, costs: CostModel) -> None:
-        """Another text begins: the outcome of a probe that ended the last one was never learned. Other costs (another
-        batch size, another way to draw) make seconds known so far meaningless."""
+        """Another text begins: the outcome of a probe that ended the last one was never learned. Other costs than the
+        last text began with (another batch size, another way to draw) make seconds known so far meaningless."""
         self._awaits_probe, self._best = False, None
-        if self._costs is not None and self._costs is not costs:
+        if self._first_costs is not None and self._first_costs is not costs:
             self._settle()
             self._tokens, self._spent = Mean(0.0, 0.0), Mean(0.0, 0.0)
             self._probes.clear()
-        self._costs = costs
+            self._costs = costs
+        self.change_costs(costs, 0)
+        self._first_costs = costs
+
+    def change_costs(self, costs: CostModel, context: int) -> None:
+        """Rows have left the batch, or are back in the next one: steps made so far count with what they would take
+        now, and drafting that did not pay is probed at once if it should pay now."""
+        old, self._costs = self._costs, costs
+        if old is None or old is costs:
+            return
+        self._settle()
+        self._best = None
+        self._spent.total *= costs.step_seconds(self._plan, context) / old.step_seconds(self._plan, context)
+        ratio = costs.step_seconds(self.smallest, context) / old.step_seconds(self.smallest, context)
+        self._probes = [(tokens, spent * ratio) for tokens, spent in self._probes]
+        if self._asleep > 1 and self._wakes_to_probe and self._best_gain(costs, context) > WAKE_GAIN:
+            self._asleep = 1
 
     @property
     def is_drafting(self) -> bool:
@@ -118,8 +136,8 @@ class TreePlanner:
             return self.smallest
         self._is_trial = self._tries < FIRST_TRIES or self._drafted_steps % EXPLORE_EVERY == 0
         if self._is_trial:
-            self._tries += 1
-            return self.largest
+            self._tries += len(confidences)
+            return self._find_trial(costs, context)
         groups = [group_of(confidence) for confidence in confidences]
         if len(groups) > 1:
             return self.plans[int(self._gains(costs, context)[groups].mean(0).argmax())]
@@ -169,6 +187,7 @@ class TreePlanner:
             elif not record.is_trial:  # trials cost more than they bring, and are few
                 self._tokens.add(tokens)
                 self._spent.add(spent)
+                self._plan = record.plan
         if self._asleep == 0 and self._tokens.weight > JUDGED_STEPS:
             self._judge(records[-1].costs, records[-1].context)
 
@@ -194,14 +213,25 @@ class TreePlanner:
         gain = self._tokens.value / self._spent.value * plain - 1.0
         pays = gain > KEEP_GAIN - GIVE_UP_MARGIN / math.sqrt(self._tokens.weight)
         if not pays:
-            rates = (1.0 + self.accepted.overall()) / self.seconds.of_plans(costs, context)
-            pays = bool(rates[1:].max() * plain - 1.0 > KEEP_GAIN)
+            pays = self._best_gain(costs, context) > KEEP_GAIN
         if not pays:
             self._sleep()
             return
         self._sleep_steps = max(self._sleep_steps // 2, SLEEP_STEPS)
         if self._unchecked >= (CHECK_EVERY if gain < SURE_GAIN else CHECK_EVERY_WHEN_SURE):
             self._asleep, self._wakes_to_probe, self._unchecked = CHECK_STEPS, False, 0
+
+    def _best_gain(self, costs: CostModel, context: int) -> float:
+        """What the best tree would bring beside plain decoding."""
+        rates = (1.0 + self.accepted.overall()) / self.seconds.of_plans(costs, context)
+        return float(rates[1:].max() * self.seconds.of_plain(costs, context) - 1.0)
+
+    def _find_trial(self, costs: CostModel, context: int) -> Plan:
+        """The largest plan that would pay if all its depths were accepted: of many rows, the largest of all would take
+        longer than it could ever bring."""
+        plain, seconds = self.seconds.of_plain(costs, context), self.seconds.of_plans(costs, context)
+        plans = [plan for plan, spent in zip(self.plans, seconds, strict=True) if (plan.depth + 1) * plain > spent]
+        return max(plans or [self.smallest], key=_size)
 
     def _sleep(self) -> None:
         self._asleep, self._wakes_to_probe, self._unchecked = self._sleep_steps, True, 0
@@ -226,3 +256,7 @@ class TreePlanner:
         """Tokens a second and row: the present rate, at least that of plain decoding."""
         plain = 1.0 / self.seconds.of_plain(costs, context)
         return max(plain, self._tokens.value / self._spent.value) if self._tokens.weight else plain
+
+
+def _size(plan: Plan) -> tuple[int, int, int]:
+    return plan.num_nodes, plan.depth, plan.width

@@ -3,7 +3,8 @@
     python scripts/benchmark.py --target examples/chat-13m --heads examples/heads/medusa examples/heads/eagle3 \\
         --prompts examples/prompts.jsonl --tree dynamic chain --max-new-tokens 128 --json outputs/benchmark.json
 
-Several targets, prompt files and temperatures make a matrix: each combination is one report with its own tables.
+Several targets, prompt files, temperatures and batch sizes make a matrix: each combination is one report with its own
+tables; several batch sizes make one table more, which says what tree is the fastest at each of them.
 
 Baselines: transformers' `generate`, its prompt look-up and (--assistant) assisted generation, plain decoding on our
 stack, and a drafter that only looks up n-grams of the text so far (untrained: what it gains, looping text gives to
@@ -15,7 +16,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmark_matrix import check_matrix, load_subject, measure_combination
+from benchmark_batches import make_batch_grid
+from benchmark_matrix import Measured, check_matrix, load_subject, measure_combination
 from benchmark_measure import Settings
-from benchmark_plot import draw_plot
-from benchmark_render import make_grids
+from benchmark_plot import draw_batch_plot, draw_plot
+from benchmark_render import Grid, make_grids
 from benchmark_report import make_report, write_json
 from model_loading import DTYPES, TREE_HELP
 from rich.console import Console
@@ -63,6 +65,13 @@ class BenchmarkArguments:
     temperature: list[float] = field(
         default_factory=lambda: [0.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
     )
+    batch_size: list[int] = field(
+        default_factory=lambda: [1],
+        metadata={
+            "help": "Prompts decoded together, in the file's order and left-padded; the last batch is filled up with "
+            "prompts from the start again."
+        },
+    )
     dtype: str = field(
         default="float32", metadata={"help": "Weights of the target and the heads.", "choices": list(DTYPES)}
     )
@@ -89,13 +98,19 @@ class BenchmarkArguments:
         default=None, metadata={"help": "Write rows, runs and environment of every report to this JSON file."}
     )
     plot: str | None = field(
-        default=None, metadata={"help": "Draw into this PNG file; several reports into FILE-1.png, FILE-2.png, ..."}
+        default=None,
+        metadata={
+            "help": "Draw into this PNG file; several reports into FILE-1.png, FILE-2.png, ..., and the speed-up over "
+            "several batch sizes into FILE-batches.png or FILE-batches-1.png, ..."
+        },
     )
     markdown: str | None = field(default=None, metadata={"help": "Write the tables to this Markdown file."})
 
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "threads")
-        check_matrix(self, counts=counts, lists=("target", "prompts", "temperature", "acceptance"))
+        check_matrix(self, counts=counts, lists=("target", "prompts", "temperature", "acceptance", "batch_size"))
+        if min(self.batch_size) < 1:
+            raise ValueError(f"got --batch_size {' '.join(map(str, self.batch_size))}: give sizes of at least 1")
         for rule in self.acceptance:
             resolve_rule(rule)
         if self.acceptance != ["exact"] and not any(self.temperature):
@@ -110,19 +125,58 @@ class BenchmarkArguments:
                     f"{', '.join(DTYPES[1:])}, each once"
                 )
 
-    def settings(self, temperature: float) -> Settings:
+    def settings(self, temperature: float, batch_size: int = 1) -> Settings:
         return Settings(
-            max_new_tokens=self.max_new_tokens, temperature=temperature, seed=self.seed, repeats=self.repeats
+            max_new_tokens=self.max_new_tokens,
+            temperature=temperature,
+            seed=self.seed,
+            repeats=self.repeats,
+            batch_size=batch_size,
         )
 
 
+class Publication:
+    """What is printed, and the files: written after each report, so that a kill leaves those that are done."""
+
+    def __init__(self, args: BenchmarkArguments, console: Console) -> None:
+        self.args, self.console = args, console
+        self.reports: list[dict[str, Any]] = []
+        self._pages: list[str] = []
+        self._num_groups = 0
+
+    def add(self, measured: Measured) -> None:
+        args = self.args
+        self.reports.append(make_report(measured.environment, measured.rows, measured.contenders))
+        if args.json is not None:
+            write_json(Path(args.json), self.reports)
+        grids = make_grids(measured.rows, measured.environment)
+        if args.plot is not None:
+            draw_plot(name_plot(args, len(self.reports)), measured.rows, grids[0].title)
+        self._show(grids, measured.environment)
+
+    def add_batches(self, group: Sequence[Measured]) -> None:
+        """The same target, prompts and temperature at several batch sizes."""
+        self._num_groups += 1
+        environment = group[0].environment
+        rows = {one.environment["batch"]: one.rows for one in group}
+        grid = make_batch_grid(rows, environment)
+        if self.args.plot is not None:
+            draw_batch_plot(name_plot(self.args, self._num_groups, is_group=True), rows, grid.title)
+        self._show([grid], environment)
+
+    def _show(self, grids: Sequence[Grid], environment: dict[str, Any]) -> None:
+        for grid in grids:
+            grid.print(self.console)
+        self._pages += [grid.to_markdown() for grid in grids]
+        if self.args.markdown is not None:
+            write_markdown(Path(self.args.markdown), [f"```bash\n{environment['command']}\n```\n", *self._pages])
+
+
 def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
-    """Measures every target x prompt file x temperature; files are written after each, so that a kill leaves those
-    that are done."""
+    """Measures every target x prompt file x temperature x batch size."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    reports: list[dict[str, Any]] = []
-    pages: list[str] = []
+    publication = Publication(args, console)
     for name in args.target:
         subject = load_subject(
             name,
@@ -139,35 +193,33 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             is_only_target=len(args.target) == 1,
         )
         for path, temperature in itertools.product(args.prompts, args.temperature):
-            measured = measure_combination(
-                subject,
-                path,
-                args.settings(temperature),
-                trees=args.tree,
-                acceptance=args.acceptance,
-                is_compiled=args.compile,
-            )
-            grids = make_grids(measured.rows, measured.environment)
-            for grid in grids:
-                grid.print(console)
-            reports.append(make_report(measured.environment, measured.rows, measured.contenders))
-            pages += [grid.to_markdown() for grid in grids]
-            if args.json is not None:
-                write_json(Path(args.json), reports)
-            if args.plot is not None:
-                draw_plot(name_plot(args, len(reports)), measured.rows, grids[0].title)
-            if args.markdown is not None:
-                command = measured.environment["command"]
-                write_markdown(Path(args.markdown), [f"```bash\n{command}\n```\n", *pages])
+            group: list[Measured] = []
+            for batch_size in args.batch_size:
+                measured = measure_combination(
+                    subject,
+                    path,
+                    args.settings(temperature, batch_size),
+                    trees=args.tree,
+                    acceptance=args.acceptance,
+                    is_compiled=args.compile,
+                    alone=group[0].alone if group else None,
+                )
+                publication.add(measured)
+                group.append(replace(measured, contenders=[]))  # their buffers are not needed any more
+            if len(group) > 1:
+                publication.add_batches(group)
         del subject, measured  # before the next target needs the memory
-    return reports
+    return publication.reports
 
 
-def name_plot(args: BenchmarkArguments, number: int) -> Path:
-    """Where the picture of a report goes: --plot itself, or with several reports FILE-1.png, FILE-2.png, ..."""
+def name_plot(args: BenchmarkArguments, number: int, *, is_group: bool = False) -> Path:
+    """Where the picture of a report goes: --plot itself, or with several reports FILE-1.png, FILE-2.png, ...; that of a
+    group of batch sizes likewise, to FILE-batches.png or FILE-batches-1.png, ..."""
     path = Path(args.plot or "")
-    is_single = len(args.target) * len(args.prompts) * len(args.temperature) == 1
-    return path if is_single else path.with_name(f"{path.stem}-{number}{path.suffix}")
+    num_groups = len(args.target) * len(args.prompts) * len(args.temperature)
+    is_single = (num_groups if is_group else num_groups * len(args.batch_size)) == 1
+    stem = f"{path.stem}-batches" if is_group else path.stem
+    return path.with_name(f"{stem}{path.suffix}" if is_single else f"{stem}-{number}{path.suffix}")
 
 
 def write_markdown(path: Path, pages: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, read_clock
+from benchmark_measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings, read_clock
 from model_loading import fit_tree, parse_tree
 from roofline import Work, count_round
 from torch import Tensor
@@ -19,6 +19,7 @@ from transformers import CompileConfig, PreTrainedModel
 from inference import Decoder, Drafter, DraftLogits, Target
 from inference.auto_tree import AutoTree
 from inference.ngram import NgramDrafter
+from inference.noise import row_seeds
 from inference.policy import resolve_policy
 
 NGRAMS = "n-gram drafter"
@@ -33,19 +34,30 @@ class TransformersDecoding:
         self.options = options
 
     @torch.no_grad()
-    def __call__(self, prompt: Prompt, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+    def __call__(self, batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
         model, device = self.target.model, self.target.device
-        torch.manual_seed(settings.seed + prompt.index)
+        torch.manual_seed(settings.seed + batch.prompts[0].index)
         with _count_forwards(model) as num_forwards:
             start = read_clock(device)
             sequences = model.generate(
-                prompt.input_ids,
-                attention_mask=torch.ones_like(prompt.input_ids),
+                batch.input_ids,
+                attention_mask=batch.attention_mask,
                 **settings.generate_kwargs(max_new_tokens),
                 **self.options,
             )
             seconds = read_clock(device) - start
-        return Run(sequences[0, prompt.input_ids.shape[1] :].tolist(), seconds, len(num_forwards))
+        texts = _read_texts(sequences, batch, self.target)
+        # In a batch nobody speculates: a pass gives every row that has not ended one token.
+        return Run(texts, seconds, len(num_forwards) if len(texts) == 1 else sum(map(len, texts)))
+
+
+def _read_texts(sequences: Tensor, batch: Batch, target: Target) -> list[list[int]]:
+    """Each row's new tokens up to its EOS; what follows in `sequences` [B, L + new] is padding."""
+    eos = target.model.generation_config.eos_token_id  # type: ignore[union-attr]
+    eos_ids = set(eos if isinstance(eos, list) else [eos])
+    texts: list[list[int]] = sequences[:, batch.input_ids.shape[1] :].tolist()
+    ends = [next((place for place, token in enumerate(text, 1) if token in eos_ids), len(text)) for text in texts]
+    return [text[:end] for text, end in zip(texts, ends, strict=True)]
 
 
 def compiled_options() -> dict[str, Any]:
@@ -76,6 +88,7 @@ class TimedDrafter:
         self.max_depth = drafter.max_depth
         self.drafts_chains_only = getattr(drafter, "drafts_chains_only", False)
         self.share_cache = getattr(drafter, "share_cache", None)  # `CacheSharingDrafter`
+        self.copy_rows = getattr(drafter, "copy_rows", None)  # `RowCopyingDrafter`: its rows leave a batch
         self.seconds = 0.0
         self.is_synchronised = False
 
@@ -129,7 +142,7 @@ class OurDecoding:
 
     def __call__(
         self,
-        prompt: Prompt,
+        batch: Batch,
         settings: Settings,
         *,
         max_new_tokens: int | None = None,
@@ -139,19 +152,21 @@ class OurDecoding:
         self.decoder.is_synchronised = is_synchronised
         if self.timed is not None:
             self.timed.seconds, self.timed.is_synchronised = 0.0, is_synchronised
-        seed = settings.seed + prompt.index if settings.is_sampled else None
+        seeds = None
+        if settings.is_sampled:  # each row draws what it draws alone
+            seeds = [int(row_seeds(settings.seed + prompt.index, 1, "cpu")) for prompt in batch.prompts]
         start = read_clock(device)
         output = self.decoder.generate(
-            prompt.input_ids,
-            torch.ones_like(prompt.input_ids),
-            seed=seed,
+            batch.input_ids,
+            batch.attention_mask,
+            seed=seeds,
             **settings.generate_kwargs(max_new_tokens),
         )
         seconds = read_clock(device) - start
         stats = output.stats
         drafting = stats.seconds["draft"] if self.decoder.drafter is not None else 0.0
         return Run(
-            output.sequences[0, prompt.input_ids.shape[1] :].tolist(),
+            _read_texts(output.sequences, batch, self.decoder.target),
             seconds,
             stats.num_target_forwards,
             stats,
@@ -176,13 +191,13 @@ class AssistedDecoding(TransformersDecoding):
         super().__init__(target, assistant_model=assistant)
         prompt = Prompt("probe", 0, torch.zeros((1, 4), dtype=torch.long, device=target.device))
         try:
-            self(prompt, Settings(), max_new_tokens=4)
+            self(Batch.of(prompt), Settings(), max_new_tokens=4)
         except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:  # as each family fails
             raise ValueError(f"transformers cannot decode with this assistant: {error}") from error
 
 
 def count_work(contenders: Sequence[Contender], prompts: Sequence[Prompt]) -> None:
-    """Fills in what a round of our own contenders does, counted once for those that draft alike."""
+    """Fills in what a round of our own contenders does for one row, counted once for those that draft alike."""
     counted: dict[tuple[str, Drafter | None], Work | None] = {}
     for contender in contenders:
         if contender.problem or not isinstance(contender.decode, OurDecoding):
@@ -240,7 +255,7 @@ def make_contenders(
             "apart, so leave one out or rename a file"
         )
     plain_modes = (False, True) if len(modes) > 1 else (False,)
-    contenders = _make_baselines(target, plain_modes, assistant)
+    contenders = _make_baselines(target, plain_modes, assistant, settings.batch_size)
     for dtype, plain_target in (plain_targets or {}).items():
         contenders += _make_plain(plain_target, plain_modes, f"{PLAIN} in {dtype}")
     drafters: list[tuple[str, Drafter, Sequence[str]]] = [(name, drafter, trees) for name, drafter in heads.items()]
@@ -269,8 +284,11 @@ def make_contenders(
     return contenders + [Contender(name, problem=problem) for name, problem in (misfits or {}).items()]
 
 
-def _make_baselines(target: Target, plain_modes: Sequence[bool], assistant: PreTrainedModel | None) -> list[Contender]:
+def _make_baselines(
+    target: Target, plain_modes: Sequence[bool], assistant: PreTrainedModel | None, batch_size: int
+) -> list[Contender]:
     """Who needs no heads: transformers' own ways, and plain decoding."""
+    one_row = f"transformers speculates for one row at a time, and the batch has {batch_size}" if batch_size > 1 else ""
     contenders = [
         Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
         for mode, options in zip(plain_modes, ({}, compiled_options()), strict=False)
@@ -279,10 +297,11 @@ def _make_baselines(target: Target, plain_modes: Sequence[bool], assistant: PreT
         Contender(
             "transformers prompt look-up",
             decode=TransformersDecoding(target, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
+            problem=one_row,
         )
     )
     if assistant is not None:
-        contender = Contender("transformers assisted")
+        contender = Contender("transformers assisted", problem=one_row)
         try:
             contender.decode = AssistedDecoding(target, assistant)
         except ValueError as error:

@@ -24,16 +24,17 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "am
 
 def describe_environment(target: Target, settings: Settings | None, /, **details: Any) -> dict[str, Any]:
     """Everything a reader needs to judge the numbers, or to make them again; settings and details are taken in."""
+    options = asdict(settings) if settings is not None else {}
     return {
         **describe_machine(target.device),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": target.text_config._attn_implementation,
-        "batch": 1,
+        "batch": options.pop("batch_size", 1),
         "python": platform.python_version(),
         "commit": _read_commit(),
         "command": shlex.join(["python", *sys.argv]),
-        **(asdict(settings) if settings is not None else {}),
+        **options,
         **details,
     }
 

@@ -1,4 +1,4 @@
-"""A matrix of measurements: every target with every file of prompts at every temperature."""
+"""A matrix of measurements: every target with every file of prompts at every temperature and batch size."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_contenders import count_work, make_contenders
+from benchmark_contenders import OurDecoding, TransformersDecoding, count_work, make_contenders
 from benchmark_environment import describe_environment
-from benchmark_measure import Contender, Prompt, Settings, load_prompts, measure
-from benchmark_report import Row, make_rows
+from benchmark_measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
+from benchmark_report import Row, make_rows, texts_alone
 from model_loading import load_assistant, load_drafter_model, load_target
 from rich.console import Console
 from rich.progress import Progress
@@ -52,11 +52,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Measured:
-    """One combination: environment, and a row for each contender."""
+    """One combination: environment, and a row for each contender. alone: as in `measure_combination`."""
 
     environment: dict[str, Any]
     rows: list[Row]
     contenders: list[Contender]
+    alone: list[list[int]] | None
 
 
 def load_subject(
@@ -177,14 +178,17 @@ def measure_combination(
     acceptance: Sequence[str] = ("exact",),
     is_each_once: bool = False,
     earlier: Sequence[Contender] | None = None,
+    alone: list[list[int]] | None = None,
 ) -> Measured:
-    """Everybody on one file's prompts at one temperature, interleaved.
+    """Everybody on one file's prompts at one temperature and batch size, interleaved.
 
     Args:
         is_compiled: measure whoever can be compiled a second time, compiled.
         is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
         earlier: the contenders of an earlier combination of the same subject, which keep what they have compiled; only
             with `is_each_once`, where temperatures have the same contenders.
+        alone: the reference's text of each prompt alone, which rows of batches are compared with; None = those of this
+            combination if its batches are of 1, else they are made.
     """
     target = subject.target
     if earlier is not None:
@@ -207,6 +211,7 @@ def measure_combination(
     prompts, num_too_long = subject.prompts[path]
     _measure_with_progress(contenders, prompts, settings)
     count_work(contenders, prompts)
+    alone = alone or texts_alone(contenders, settings) or _decode_alone(target, prompts, settings)
     environment = describe_environment(
         target,
         settings,
@@ -216,15 +221,22 @@ def measure_combination(
         prompts=path,
         num_prompts=len(prompts),
         num_prompts_too_long=num_too_long,
+        num_prompts_again=-len(prompts) % settings.batch_size,
         **asdict(subject.hardware),
     )
-    return Measured(
-        environment, make_rows(contenders, prompts, settings, target, hardware=subject.hardware), contenders
-    )
+    rows = make_rows(contenders, prompts, settings, target, hardware=subject.hardware, alone=alone)
+    return Measured(environment, rows, contenders, alone)
+
+
+def _decode_alone(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
+    """What the reference writes for each prompt alone."""
+    decode = OurDecoding(target, None) if settings.is_sampled else TransformersDecoding(target)
+    return [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
 
 
 def _measure_with_progress(contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings) -> None:
-    num_runs = settings.repeats * len(prompts) * sum(not contender.problem for contender in contenders)
+    num_batches = len(make_batches(prompts, settings.batch_size))
+    num_runs = settings.repeats * num_batches * sum(not contender.problem for contender in contenders)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("decoding", total=num_runs)
         measure(contenders, prompts, settings, on_run=lambda: progress.advance(task))

@@ -1,8 +1,9 @@
-"""A benchmark's rows as a picture: speed, acceptance length, and where a step's time goes."""
+"""A benchmark's rows as a picture: speed, acceptance length, and where a step's time goes; speed over batch sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,34 @@ def draw_plot(path: Path, rows: Sequence[Row], title: str) -> None:
     _draw_steps(step, shown)
     speed.set_yticks(range(len(shown)), [row.label for row in shown])
     speed.set_ylim(len(shown) - 0.4, -0.6)  # the first row on top
+    figure.suptitle(title, fontsize=9, wrap=True)
+    save_figure(figure, path)
+
+
+def draw_batch_plot(path: Path, rows: Mapping[int, Sequence[Row]], title: str) -> None:
+    """Speed against transformers' `generate` at the same batch size, over the batch size: a line for each contender and
+    tree, one colour for each contender."""
+    plt = load_pyplot()
+    lines: dict[tuple[str, str], dict[int, float]] = {}
+    for batch, row in ((batch, row) for batch, own in rows.items() for row in own):
+        if row.over_transformers is not None:
+            lines.setdefault((row.name, row.tree), {})[batch] = row.over_transformers
+    names = list(dict.fromkeys(name for name, _ in lines))
+    trees = list(dict.fromkeys(tree for _, tree in lines))
+    colours = dict(zip(names, itertools.cycle(plt.get_cmap("tab20").colors), strict=False))
+    marks = dict(zip(trees, itertools.cycle("os^vDPX*<>"), strict=False))
+    figure, axis = plt.subplots(figsize=(11, 2.5 + 0.22 * max(12, len(lines))), layout="constrained")
+    for (name, tree), speeds in lines.items():
+        label = f"{name}, {tree}" if tree else name
+        axis.plot(list(speeds), list(speeds.values()), marker=marks[tree], color=colours[name], label=label)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(rows), [str(batch) for batch in rows])
+    axis.set_xlabel("batch size")
+    axis.set_ylabel("speed against transformers generate, same batch size")
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=9, wrap=True)
     save_figure(figure, path)
 

@@ -41,7 +41,7 @@ class Grid:
 
 def make_grids(rows: Sequence[Row], environment: dict[str, Any]) -> list[Grid]:
     """Speed and text; where a step's time goes; how far that is from what it could be (see docs/benchmarks)."""
-    grids = [_speed_grid(rows, environment), _step_grid(rows), _limits_grid(rows, environment)]
+    grids = [_speed_grid(rows, environment), _step_grid(rows, environment), _limits_grid(rows, environment)]
     return [grid for grid in grids if grid.cells]
 
 
@@ -79,11 +79,15 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
                 f"{row.repeated_4grams:.0%}",
             ]
         )
+    if again := environment.get("num_prompts_again"):
+        notes.append(
+            f"rows of the last batch that are prompts from the start again, and count like all others: {again}"
+        )
     source = f" of {Path(environment['prompts']).name}" if environment.get("prompts") else ""
     title = (
         f"{environment['target']}, {environment['dtype']}, T = {environment['temperature']:g}, "
         f"{environment['num_prompts']} prompts{source} × {environment['max_new_tokens']} tokens, "
-        f"{environment['repeats']} repeats, batch 1, "
+        f"{environment['repeats']} repeats, batch {environment['batch']}, "
         f"{environment['gpu'] or environment['cpu']}, {environment['threads']} threads"
     )
     return Grid(title, columns, cells, notes + text_notes(rows))
@@ -104,7 +108,8 @@ def text_notes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def _step_grid(rows: Sequence[Row]) -> Grid:
+def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
+    is_batch = environment["batch"] > 1
     cells = [
         [
             row.label,
@@ -112,6 +117,7 @@ def _step_grid(rows: Sequence[Row]) -> Grid:
             format_number(row.overhead_share, ".0%"),
             format_number(row.host_syncs_per_step),
             format_number(row.nodes_per_step, ".0f"),
+            *([format_number(row.rows_per_step, ".1f")] if is_batch else []),
             " ".join(f"{share:.2f}" for share in row.acceptance_by_depth) or "–",
         ]
         for row in rows
@@ -121,7 +127,10 @@ def _step_grid(rows: Sequence[Row]) -> Grid:
         "draft: inside the drafter; grow: the tree and the noise; verify: the target's forward; "
         "overhead: all but draft and verify"
     ]
-    columns = ["ms per verify step", *STEP_PARTS, "overhead", "host syncs", "nodes", "accepted at depth 1, 2, ..."]
+    if is_batch:
+        notes.append("times and host syncs are the whole batch's, nodes and acceptance a row's; rows: not yet ended")
+    columns = ["ms per verify step", *STEP_PARTS, "overhead", "host syncs", "nodes", *(["rows"] if is_batch else [])]
+    columns.append("accepted at depth 1, 2, ...")
     return Grid("Where a verify step's time goes", columns, cells, notes)
 
 

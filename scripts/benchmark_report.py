@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark_limits import set_ideals, set_rooflines
-from benchmark_measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings
+from benchmark_measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from benchmark_texts import Difference, find_difference, share_of_repeated_ngrams
 from roofline import Hardware
 
@@ -27,17 +27,21 @@ class Row:
 
     Attributes:
         warm_up_seconds: spent before anything was measured, compiling included.
-        tokens_per_second: new tokens / seconds of the whole calls, all prompts together; the median of the repeats.
-        over_transformers, over_plain: ratio of tokens/s to the reference, taken for each prompt and repeat, then the
-            median; with the quartiles.
-        step_milliseconds: of a verify step, prefill excluded: draft (inside the drafter), grow (the tree and, when
-            sampling, the noise), verify (the target's forward), accept, commit, other (the rest); `step` is their sum.
+        tokens_per_second: new tokens of all rows / seconds of the whole calls, all prompts together; the median of the
+            repeats.
+        over_transformers, over_plain: ratio of tokens/s to the reference at the same batch size, taken for each batch
+            and repeat, then the median; with the quartiles.
+        acceptance_length, acceptance_by_depth, accepted_histogram, nodes_per_step: per row.
+        rows_per_step: rows of the batch that had not ended, in an average verify pass.
+        step_milliseconds: of a verify step of the whole batch, prefill excluded: draft (inside the drafter), grow (the
+            tree and, when sampling, the noise), verify (the target's forward), accept, commit, other (the rest); `step`
+            is their sum.
         overhead_share: the share of a step that is neither the target's forward nor the drafter's.
         host_syncs_per_step: how often the host waited to read a tensor (see `GenerationStats.num_host_syncs`).
         step_speedup, ideal_speedup, ideal_share: beside plain decoding in the same mode (see `benchmark_limits`).
         round_weight_bytes, round_flops: what a draft phase and a verify pass must read and multiply (see `roofline`).
         limit_milliseconds: the shortest time the hardware could do that in; roofline_share: that / the measured step.
-        num_identical: prompts whose text equals the reference's in every repeat.
+        num_identical: rows whose text equals in every repeat what the reference writes for their prompt alone.
         repeated_4grams: the share of 4-grams of the new text that stood there before: looping text flatters drafters.
     """
 
@@ -56,6 +60,7 @@ class Row:
     acceptance_by_depth: list[float] = field(default_factory=list)
     accepted_histogram: list[int] = field(default_factory=list)
     nodes_per_step: float | None = None
+    rows_per_step: float | None = None
     step_milliseconds: dict[str, float] | None = None
     overhead_share: float | None = None
     host_syncs_per_step: float | None = None
@@ -84,14 +89,36 @@ def make_rows(
     target: Target,
     *,
     hardware: Hardware | None = None,
+    alone: Sequence[list[int]] | None = None,
 ) -> list[Row]:
-    """Rows in the contenders' order; with their share of the roofline if the hardware was measured."""
+    """Rows in the contenders' order; with their share of the roofline if the hardware was measured.
+
+    Args:
+        alone: the reference's text of each prompt decoded alone; None = what the runs say (see `texts_alone`).
+    """
     by_name = {contender.name: contender for contender in contenders if contender.runs}
-    rows = [_make_row(contender, by_name, prompts, settings, target) for contender in contenders]
+    alone = alone or texts_alone(contenders, settings)
+    rows = [_make_row(contender, by_name, prompts, settings, target, alone) for contender in contenders]
     set_ideals(rows, contenders)
     if hardware is not None:
         set_rooflines(rows, contenders, hardware)
     return rows
+
+
+def texts_alone(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
+    """The reference's text of each prompt, from runs of single prompts; None when there are none.
+
+    At T = 0 the reference is transformers' `generate`; at T > 0 our plain decoding with the same seed (transformers
+    draws from another generator of random numbers).
+    """
+    reference = next((one for one in contenders if one.name == reference_name(settings) and one.runs), None)
+    if reference is None or settings.batch_size > 1:
+        return None
+    return [run.texts[0] for run in reference.runs[0]]
+
+
+def reference_name(settings: Settings) -> str:
+    return PLAIN if settings.is_sampled else TRANSFORMERS
 
 
 def _make_row(
@@ -100,35 +127,37 @@ def _make_row(
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
+    alone: Sequence[list[int]] | None,
 ) -> Row:
     row = Row(contender.name, contender.tree, contender.problem, contender.warm_up_seconds)
     if contender.problem:
         return row
     speeds = [_speed(runs) for runs in contender.runs]
-    row.num_new_tokens = sum(len(run.token_ids) for run in contender.runs[0])
+    row.num_new_tokens = sum(run.num_tokens for run in contender.runs[0])
     row.tokens_per_second = statistics.median(speeds)
     row.tokens_per_second_range = (min(speeds), max(speeds))
     row.over_transformers, row.over_transformers_quartiles = _ratio(contender, by_name.get(TRANSFORMERS))
     row.over_plain, row.over_plain_quartiles = _ratio(contender, by_name.get(PLAIN))
-    row.repeated_4grams = share_of_repeated_ngrams([run.token_ids for run in contender.runs[0]])
+    row.repeated_4grams = share_of_repeated_ngrams([text for run in contender.runs[0] for text in run.texts])
     _count_steps(row, contender)
-    _compare_texts(row, contender, by_name, prompts, settings, target)
+    if alone is not None:
+        _compare_texts(row, contender, alone, prompts, settings, target)
     return row
 
 
 def _speed(runs: Sequence[Run]) -> float:
-    return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
+    return sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
 
 
 def _ratio(contender: Contender, reference: Contender | None) -> tuple[float | None, tuple[float, float] | None]:
-    """Median and quartiles over (prompt, repeat) of the ratio of tokens/s: both ran within seconds of one another."""
+    """Median and quartiles over (batch, repeat) of the ratio of tokens/s: both ran within seconds of one another."""
     if reference is None:
         return None, None
     return compare_speeds(*([_speed([run]) for runs in one.runs for run in runs] for one in (contender, reference)))
 
 
 def compare_speeds(speeds: Sequence[float], others: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Median and quartiles of the ratios, one for each (prompt, repeat)."""
+    """Median and quartiles of the ratios, one for each (batch, repeat)."""
     ratios = [speed / other for speed, other in zip(speeds, others, strict=True)]
     if len(ratios) == 1:
         return ratios[0], (ratios[0], ratios[0])
@@ -141,7 +170,7 @@ def _count_steps(row: Row, contender: Contender) -> None:
     every = [run for runs in contender.runs for run in runs]
     own = [run.stats for run in every if run.stats is not None]
     if not own:
-        row.acceptance_length = sum(len(run.token_ids) for run in every) / sum(run.num_forwards for run in every)
+        row.acceptance_length = sum(run.num_tokens for run in every) / sum(run.num_forwards for run in every)
         return
     total = sum(own, GenerationStats())
     row.acceptance_length = total.acceptance_length
@@ -150,7 +179,8 @@ def _count_steps(row: Row, contender: Contender) -> None:
     if not total.num_verify_steps:
         return
     row.nodes_per_step = 1 + total.num_drafted / total.num_verify_steps
-    row.host_syncs_per_step = total.num_host_syncs / total.num_verify_steps
+    row.rows_per_step = total.num_verify_steps / total.num_verify_passes
+    row.host_syncs_per_step = total.num_host_syncs / total.num_verify_passes
     stats = sum((run.stats for run in contender.profiled if run.stats is not None), GenerationStats())
     row.step_milliseconds = split_step(stats, sum(run.draft_forward_seconds for run in contender.profiled))
     outside = row.step_milliseconds["step"] - row.step_milliseconds["draft"] - row.step_milliseconds["verify"]
@@ -158,7 +188,7 @@ def _count_steps(row: Row, contender: Contender) -> None:
 
 
 def split_step(stats: GenerationStats, draft_forward_seconds: float) -> dict[str, float]:
-    """Milliseconds of a verify step by what they went to; see `Row.step_milliseconds`."""
+    """Milliseconds of a verify step of the whole batch by what they went to; see `Row.step_milliseconds`."""
     seconds = stats.seconds
     parts = {
         "draft": draft_forward_seconds,
@@ -169,41 +199,43 @@ def split_step(stats: GenerationStats, draft_forward_seconds: float) -> dict[str
     }
     step = seconds["total"] - seconds["prefill"] - seconds["profile"]
     parts = {"step": step, **parts, "other": step - sum(parts.values())}
-    return {name: 1000 * value / stats.num_verify_steps for name, value in parts.items()}
+    return {name: 1000 * value / stats.num_verify_passes for name, value in parts.items()}
 
 
 def _compare_texts(
     row: Row,
     contender: Contender,
-    by_name: dict[str, Contender],
+    alone: Sequence[list[int]],
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
 ) -> None:
-    """At T = 0 everybody against transformers' `generate`; at T > 0 our rows against our plain decoding with the same
-    seed (transformers draws from another generator of random numbers, and rules other than exact acceptance give other
-    texts)."""
+    """Every row of every batch against its prompt's text alone: at T = 0 everybody's, at T > 0 ours (rules other than
+    exact acceptance give other texts)."""
     is_ours = any(run.stats is not None for run in contender.runs[0])
-    name = PLAIN if settings.is_sampled else TRANSFORMERS
-    reference = by_name.get(name)
-    if reference is None or (settings.is_sampled and not (is_ours and contender.is_exact)):
+    if settings.is_sampled and not (is_ours and contender.is_exact):
         return
-    row.reference, row.num_compared = name, len(prompts)
-    for place, prompt in enumerate(prompts):
-        expected = reference.runs[0][place].token_ids
-        found = next((runs[place].token_ids for runs in contender.runs if runs[place].token_ids != expected), None)
-        if found is not None:
-            row.differences.append(find_difference(prompt, expected, found, target, has_gap=not settings.is_sampled))
-    row.num_identical = len(prompts) - len(row.differences)
+    name = reference_name(settings)
+    row.reference = name if settings.batch_size == 1 else f"{name}, batch 1"
+    for place, batch in enumerate(make_batches(prompts, settings.batch_size)):
+        row.num_compared += len(batch.prompts)
+        for number, prompt in enumerate(batch.prompts):
+            expected = alone[prompt.index]
+            texts = [runs[place].texts[number] for runs in contender.runs]
+            found = next((text for text in texts if text != expected), None)
+            if found is not None:
+                difference = find_difference(prompt, expected, found, target, has_gap=not settings.is_sampled)
+                row.differences.append(difference)
+    row.num_identical = row.num_compared - len(row.differences)
 
 
 def make_report(
     environment: dict[str, Any], rows: Sequence[Row], contenders: Sequence[Contender]
 ) -> dict[str, dict[str, Any] | list[Any]]:
-    """One combination of target, prompts and temperature, as JSON holds it: environment, rows and, so that other
-    statistics can be made of them, every run."""
+    """One combination of target, prompts, temperature and batch size, as JSON holds it: environment, rows and, so that
+    other statistics can be made of them, every run."""
     runs = {
-        row.label: [[{"tokens": len(run.token_ids), "seconds": run.seconds} for run in runs] for runs in contender.runs]
+        row.label: [[{"tokens": run.num_tokens, "seconds": run.seconds} for run in runs] for runs in contender.runs]
         for row, contender in zip(rows, contenders, strict=True)
     }
     return {"environment": environment, "rows": [asdict(row) for row in rows], "runs": runs}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from inference import Decoder, cost_measurement
 from inference.auto_tree import AutoTree
@@ -12,6 +15,7 @@ from inference.cost_model import (
     MEASURED_ROUNDS,
     NO_TREE,
     WARM_UP_ROUNDS,
+    BatchCosts,
     CostModel,
     Plan,
     cache_file,
@@ -19,7 +23,7 @@ from inference.cost_model import (
     store_costs,
 )
 from inference.ngram import NgramDrafter
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import random_prompt, tiny_target
 
 COSTS = CostModel((10, 110), (1, 8, 16), ((1.0, 1.7, 2.5), (2.0, 2.7, 3.5)), 0.5, 0.1, (4, 8), (0.25, 0.45), 0.05, 0.02)
 
@@ -89,3 +93,62 @@ def test_a_decoder_measures_its_own_functions() -> None:
 def test_other_trees_have_no_costs() -> None:
     with pytest.raises(ValueError, match="tree='auto'"):
         Decoder(tiny_target("llama"), NgramDrafter()).costs()
+
+
+def test_costs_of_batches_between_measured_ones() -> None:
+    dear = CostModel((10, 110), (1, 8, 16), ((3.0,) * 3, (4.0,) * 3), 2.5, 0.3, (4, 8), (1.25, 1.45), 0.05, 0.04)
+    costs = BatchCosts({5: dear, 1: COSTS})
+    assert costs.at(5) is dear
+    half = costs.at(3)
+    assert half is costs.at(3)
+    assert half.verify_seconds(8, 10) == pytest.approx((1.7 + 3.0) / 2)
+    plan = Plan(3, 8, 8)
+    both = COSTS.step_seconds(plan, 60), dear.step_seconds(plan, 60)
+    assert half.step_seconds(plan, 60) == pytest.approx(sum(both) / 2)
+    assert half.plain_seconds(10) == pytest.approx((COSTS.plain_seconds(10) + dear.plain_seconds(10)) / 2)
+
+
+def test_a_shrinking_batch_is_planned_with_the_costs_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of the rows that are left, from measurements of the whole batch and of one row, made before the text; what
+    a step took is learned with the costs it was chosen with."""
+    decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=AutoTree((1, 3), (4, 8), (2, 3)))
+    measured: list[tuple[int, bool]] = []
+    is_decoding = False
+    measure = cost_measurement.measure_costs
+
+    def record(step: object, policy: object, batch_size: int, *args: object, **kwargs: object) -> CostModel:
+        measured.append((batch_size, is_decoding))
+        return measure(step, policy, batch_size, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cost_measurement, "measure_costs", record)
+    planner = decoder._planner
+    assert planner is not None
+    chosen: list[tuple[int, CostModel]] = []
+    learned: list[CostModel] = []
+    learn = planner.learn
+
+    def choosing(costs: CostModel, context: int, confidences: Sequence[float]) -> Plan:
+        nonlocal is_decoding
+        is_decoding = True
+        chosen.append((len(confidences), costs))
+        return planner.plans[len(chosen) % len(planner.plans)]  # whatever the machine is busy with
+
+    def learning(*args: Any) -> None:
+        learned.append(args[4])
+        learn(*args)
+
+    monkeypatch.setattr(planner, "choose", choosing)
+    monkeypatch.setattr(planner, "learn", learning)
+    planner._asleep = 0
+    monkeypatch.setattr(planner, "_sleep", lambda: None)
+    prompts = torch.cat([random_prompt(5, seed=seed) for seed in range(3)])
+    eos = [8, 21, 50, 61, 77, 100]
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "eos_token_id": eos, "pad_token_id": 0}
+    decoder.generate(prompts, seed=[2, 3, 5], max_new_tokens=60, **options)
+    assert sorted(measured) == [(1, False), (3, False)]
+    ends = {decoder._costs[key]: key[0] for key in decoder._costs}
+    sizes = [ends.get(costs, 2) for _, costs in chosen]
+    assert set(sizes) == {1, 2, 3}
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(num_rows <= size <= num_rows + 1 for size, (num_rows, _) in zip(sizes, chosen, strict=True))
+    assert [id(costs) for costs in learned] == [id(costs) for _, costs in chosen][: len(learned)]

@@ -262,3 +262,36 @@ def test_auto_tree_keeps_to_the_drafters_depth() -> None:
     limited = AutoTree((1, 2, 4, 6)).limit_depth(3)
     assert isinstance(limited, AutoTree)
     assert limited.depths == (1, 2, 3)
+
+
+def test_rows_leave_and_drafting_begins_to_pay() -> None:
+    """Of many rows, nodes are too dear to draft; of the last ones they are nearly free: nobody sleeps on, and no row of
+    the next batch is drafted for at the last ones' prices."""
+    many, few = make_costs(node=1.0, plain=2.0), make_costs(node=0.01)
+    planner = make_planner()
+    planner.begin_text(many)
+    assert all(plan is None or plan.num_nodes < 16 for plan in run(planner, many, 0.8, num_steps=400)), "5 tokens in 17"
+    for _ in range(3):
+        planner.change_costs(many, 8)
+        while planner.is_drafting:
+            run(planner, many, 0.0, num_steps=1)
+        assert planner._asleep > 1
+        planner.change_costs(few, 8)
+        planner.pass_step()
+        assert planner.is_drafting
+        plans = run(planner, few, 0.8, num_steps=60)
+        assert sum(plan is not None and plan.num_nodes > 4 for plan in plans) > 40
+        planner.begin_text(many)
+
+
+def test_steps_made_so_far_count_with_what_they_would_take_now() -> None:
+    planner, many, few = make_planner(), make_costs(plain=8.0, extend=0.8), make_costs(plain=1.0, extend=0.1)
+    planner.begin_text(many)
+    run(planner, many, 0.8, num_steps=100)
+    rate = planner._tokens.value / planner._spent.value
+    planner.change_costs(few, 8)
+    assert planner._tokens.value / planner._spent.value == pytest.approx(8 * rate)
+    planner.begin_text(many)
+    assert planner._tokens.value / planner._spent.value == pytest.approx(rate), (
+        "the next batch begins where this one did"
+    )

@@ -24,6 +24,7 @@ from benchmark_matrix import name_heads
 from benchmark_measure import (
     PLAIN,
     TRANSFORMERS,
+    Batch,
     Contender,
     Prompt,
     Run,
@@ -64,6 +65,7 @@ def stats_of(accepted: list[int], **seconds: float) -> GenerationStats:
     for count in accepted:
         stats.count_step(count)
         stats.num_host_syncs += 1
+        stats.num_verify_passes += 1
     stats.seconds |= seconds
     return stats
 
@@ -79,9 +81,9 @@ def test_contenders_take_turns_in_rotating_order() -> None:
     calls: list[tuple[str, int | None]] = []
 
     def recording(name: str) -> Contender:
-        def decode(prompt: Prompt, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+        def decode(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
             calls.append((name, max_new_tokens))
-            return Run([1], 1.0, 1)
+            return Run([[1]], 1.0, 1)
 
         return Contender(name, decode=decode)
 
@@ -120,7 +122,7 @@ def test_plain_decoding_in_another_dtype_is_a_baseline(target: Target) -> None:
     contenders = make_contenders(target, {}, ["chain"], Settings(max_new_tokens=4), plain_targets={"bfloat16": narrow})
     (other,) = [one for one in contenders if one.name == f"{PLAIN} in bfloat16"]
     ids = torch.ones(1, 3, dtype=torch.long)
-    assert len(other.decode(Prompt("a", 0, ids), Settings(max_new_tokens=4)).token_ids) <= 4
+    assert len(other.decode(Batch.of(Prompt("a", 0, ids)), Settings(max_new_tokens=4)).texts[0]) <= 4
     assert other.decode.decoder.target.dtype == torch.bfloat16  # type: ignore[attr-defined]
 
 
@@ -139,9 +141,9 @@ def test_an_assistant_drafts_for_transformers(tmp_path: Path) -> None:
 
     decode = assisted("same").decode
     assert decode is not None
-    run = decode(one, settings)
+    run = decode(Batch.of(one), settings)
     expected = model.generate(one.input_ids, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
-    assert run.token_ids == expected
+    assert run.texts == [expected]
     assert run.num_forwards < len(expected), "the target drafts for itself: its own tokens are accepted"
     assert "the target has a vocabulary of 128 tokens, the assistant one of 64" in assisted("smaller").problem
 
@@ -204,10 +206,10 @@ def test_rows_by_hand(target: Target) -> None:
     """Two prompts, two repeats: generate takes 1 s for 4 tokens, plain decoding 2 s, the drafter 0.5 s and then 1 s."""
     text = [5, 6, 7, 8]
     seconds = {"prefill": 0.1, "draft": 0.2, "verify": 0.3, "accept": 0.05, "commit": 0.05, "total": 0.8}
-    mine = [Run(text, spent, 2, stats_of([1, 0], **seconds), draft_forward_seconds=0.15) for spent in (0.5, 1.0)]
+    mine = [Run([text], spent, 2, stats_of([1, 0], **seconds), draft_forward_seconds=0.15) for spent in (0.5, 1.0)]
     contenders = [
-        contender(TRANSFORMERS, [[Run(text, 1.0, 4), Run(text, 1.0, 4)] for _ in range(2)]),
-        contender(PLAIN, [[Run(text, 2.0, 4, stats_of([0, 0, 0], **seconds)) for _ in range(2)] for _ in range(2)]),
+        contender(TRANSFORMERS, [[Run([text], 1.0, 4), Run([text], 1.0, 4)] for _ in range(2)]),
+        contender(PLAIN, [[Run([text], 2.0, 4, stats_of([0, 0, 0], **seconds)) for _ in range(2)] for _ in range(2)]),
         contender("mine", [[run, run] for run in mine]),
         Contender("broken", problem="too deep"),
     ]
@@ -250,8 +252,8 @@ def test_another_text_in_any_repeat_is_counted_with_both_logits(target: Target, 
     text = target.model.generate(one.input_ids, max_new_tokens=6, do_sample=False)[0, length:].tolist()
     wrong = [*text[:3], (text[3] + 1) % 4096, *text[4:]]
     contenders = [
-        contender(TRANSFORMERS, [[Run(text, 1.0, 6)], [Run(text, 1.0, 6)]]),
-        contender("mine", [[Run(one_text, 1.0, 6, stats_of([1], total=1.0))] for one_text in (text, wrong)]),
+        contender(TRANSFORMERS, [[Run([text], 1.0, 6)], [Run([text], 1.0, 6)]]),
+        contender("mine", [[Run([one_text], 1.0, 6, stats_of([1], total=1.0))] for one_text in (text, wrong)]),
     ]
     row = make_rows(contenders, [one], replace(Settings(), repeats=2), target)[1]
     assert (row.num_identical, row.num_compared) == (0, 1)
@@ -288,9 +290,9 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "report.json"
-    rows = make_rows([contender(TRANSFORMERS, [[Run([1, 2], 1.0, 2)]])], [prompt()], Settings(), target)
+    rows = make_rows([contender(TRANSFORMERS, [[Run([[1, 2]], 1.0, 2)]])], [prompt()], Settings(), target)
     environment = describe_environment(target, Settings(), target="t", num_prompts=1)
-    contenders = [contender(TRANSFORMERS, [[Run([1, 2], 1.0, 2)]])]
+    contenders = [contender(TRANSFORMERS, [[Run([[1, 2]], 1.0, 2)]])]
     report = make_report(environment, rows, contenders)
     write_json(path, [report])
     before = path.read_text()
@@ -307,8 +309,8 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
 def test_near_ties_and_what_did_not_run_are_told(target: Target) -> None:
     text = [5, 6, 7, 8]
     contenders = [
-        contender(TRANSFORMERS, [[Run(text, 1.0, 4)]]),
-        contender("mine", [[Run([5, 6, 7, 9], 1.0, 4, stats_of([1], verify=0.1, total=0.2))]]),
+        contender(TRANSFORMERS, [[Run([text], 1.0, 4)]]),
+        contender("mine", [[Run([[5, 6, 7, 9]], 1.0, 4, stats_of([1], verify=0.1, total=0.2))]]),
         Contender("other", "chain:9", problem="the tree is 9 levels deep"),
     ]
     rows = make_rows(contenders, [prompt()], Settings(), target)

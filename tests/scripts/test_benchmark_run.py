@@ -213,6 +213,8 @@ def test_both_spellings_of_an_option(spelling: str, prompts: Path) -> None:
         (["--acceptance", "rejection"], "got --acceptance rejection for greedy decoding"),
         (["--acceptance", "exakt", "--temperature", "1"], "acceptance is 'exakt'; allowed are exact, rejection"),
         (["--target", "a", "a"], "got --target a a: give one or more, each once"),
+        (["--batch_size", "0", "2"], "got --batch_size 0 2: give sizes of at least 1"),
+        (["--batch_size", "2", "2"], "got --batch_size 2 2: give one or more, each once"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl does not exist"),
     ],
 )

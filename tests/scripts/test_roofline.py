@@ -158,7 +158,7 @@ def test_columns_without_a_number_are_left_out() -> None:
         "h", step_milliseconds=step(step=20.0, verify=15.0), ideal_speedup=2.0, step_speedup=1.5, ideal_share=0.75
     )
     environment = {"target": "t", "dtype": "float32", "temperature": 0.0, "num_prompts": 1, "max_new_tokens": 8}
-    environment |= {"repeats": 1, "gpu": None, "cpu": "c", "threads": 1}
+    environment |= {"repeats": 1, "batch": 1, "gpu": None, "cpu": "c", "threads": 1}
     limits = make_grids([row], environment)[-1]
     assert limits.columns == ["per verify step", "× plain step", "ideal", "reached"]
     assert limits.cells == [["h", "1.50", "2.00", "75%"]]
