@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.probe_tree import MODEL_ERRORS, draw_ids
+from inference.probe_tree import draw_ids, is_single, refusing
 from inference.target_config import find_device
 
 
@@ -58,17 +58,12 @@ def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
         elif child is final_norm:
             first._modules[key] = nn.Identity()
     token_ids = draw_ids(causal_lm, 1, find_device(causal_lm.get_input_embeddings()))
-    try:
-        with torch.no_grad():
-            found = first(input_ids=token_ids, use_cache=False, return_dict=True).last_hidden_state
-            states = decoder(input_ids=token_ids, use_cache=False, output_hidden_states=True, return_dict=True)
-    except torch.OutOfMemoryError:
-        raise
-    except MODEL_ERRORS as error:
-        raise ValueError(f"{name} does not run with its first {num_layers} layers alone: {error}") from error
+    with refusing(f"{name} does not run with its first {num_layers} layers alone"), torch.no_grad():
+        found = first(input_ids=token_ids, use_cache=False, return_dict=True).last_hidden_state
+        states = decoder(input_ids=token_ids, use_cache=False, output_hidden_states=True, return_dict=True)
     wanted = states.hidden_states[num_layers].to(found.device)
     difference = float((found - wanted).float().norm() / wanted.float().norm())
-    if not difference <= (1e-4 if wanted.dtype in (torch.float32, torch.float64) else 1e-2):
+    if not difference <= (1e-4 if is_single(wanted) else 1e-2):
         raise ValueError(
             f"{name} does not compute its first {num_layers} layers by themselves as within the whole model (they "
             f"differ by {difference:.2g})"

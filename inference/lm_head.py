@@ -1,4 +1,4 @@
-"""From a target's last hidden states to its logits, as the model itself goes.
+"""From a target's last hidden states to its logits, as the model itself goes, and the LM head's weight as numbers.
 
 Legend: D width of the states that the LM head reads, V target vocabulary.
 """
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ScaleLogits = Callable[[Tensor], Tensor]
+_ROWS = 256  # of the identity matrix at a time
 
 
 def run_frozen(lm_head: Any, hidden: Tensor) -> Tensor:
@@ -26,6 +27,29 @@ def run_frozen(lm_head: Any, hidden: Tensor) -> Tensor:
         return computed
     logits: Tensor = lm_head(hidden)
     return logits.to(hidden.device)
+
+
+@torch.no_grad()  # not inference mode, in which some quantised weights do not run
+def read_weight(lm_head: Any, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The LM head's weight, of `shape` [V, D]: its own where it is stored as such, else what the head makes of an
+    identity matrix. So are read weights that are quantised, offloaded, adapted or split over processes.
+
+    Raises:
+        ValueError: the head does not go from D to V.
+    """
+    weight: Tensor = lm_head.weight
+    is_stored = type(lm_head) is nn.Linear and type(weight) is nn.Parameter and not weight.is_meta
+    if is_stored and weight.dtype == dtype and weight.shape == shape:
+        return weight.detach().to(device)
+    identity = torch.eye(shape[1], dtype=dtype, device=device)
+    try:
+        bias: Tensor = lm_head(torch.zeros_like(identity[:1]))
+        columns = torch.cat([lm_head(part) - bias for part in identity.split(_ROWS)])
+    except RuntimeError as error:
+        raise ValueError(f"the target's LM head does not read states of {shape[1]} numbers: {error}") from error
+    if columns.shape != shape[::-1]:
+        raise ValueError(f"the target's LM head gives {columns.shape[1]} logits where {shape[0]} are expected")
+    return columns.T.to(device)
 
 
 def find_logit_scaling(config: Any, lm_head: Any, hidden: Tensor, logits: Tensor) -> ScaleLogits | None:

@@ -5,7 +5,8 @@ Legend: D hidden, or the vocabulary where logits are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ from inference.lm_head import ScaleLogits
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies on its own.
 _GAP = 4200
-# As models fail when they are called in a way they do not know; running out of memory is another matter.
-MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
+# As models fail when they are called in a way they do not know.
+_MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
 
 MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
 
@@ -32,11 +33,13 @@ class Findings:
         layer_specs: what each layer caches.
         scale_logits: from the LM head's output to logits, None if not reproducible.
         vocab_size: of the logits.
+        state_size: width of the last hidden state; None where no hidden states are handed over.
     """
 
     layer_specs: tuple[LayerSpec, ...]
     scale_logits: ScaleLogits | None
     vocab_size: int
+    state_size: int | None
 
 
 class CannotRollBackError(ValueError):
@@ -75,6 +78,18 @@ class ProbeTree:
         allowed[..., 0] = True
         key_positions = _insert_gap(positions, 1)
         return cls(token_ids, positions, key_positions, make_masks(_insert_gap(allowed, 2), positions, key_positions))
+
+
+@contextmanager
+def refusing(complaint: str) -> Iterator[None]:
+    """Turns what a model raises when it cannot be called in this way into a ValueError that begins with `complaint`.
+    Running out of memory is another matter."""
+    try:
+        yield
+    except (CannotRollBackError, torch.OutOfMemoryError):
+        raise
+    except _MODEL_ERRORS as error:
+        raise ValueError(f"{complaint}: {error}") from error
 
 
 class RecordingCache(Cache):

@@ -25,7 +25,7 @@ from inference.encoder_decoder import PlacedDecoder, Source, SourceMemory
 from inference.encoder_decoder_probe import examine_encoder_decoder
 from inference.first_layers import find_final_norm_gain, take_first_layers
 from inference.kv_cache import TreeCache
-from inference.lm_head import run_frozen
+from inference.lm_head import read_weight, run_frozen
 from inference.scratch_cache import ScratchCache
 from inference.target_config import find_device, find_layer_windows, find_length_limit, unwrap_model
 from inference.target_probe import examine_model
@@ -70,6 +70,7 @@ class Target:
         model: the model as it was given (a PEFT model keeps its adapters).
         text_config: the config of the language model.
         hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
+        state_size: width of the last hidden state: D, but for OPT-350m and its like; None for encoder-decoder models.
         device: where everything goes in and comes out: that of the token embedding. Layers may be on others.
         dtype: of hidden states and logits; weights may be quantised.
         num_embeddings: token ids the model knows.
@@ -112,6 +113,7 @@ class Target:
         # Others compare the implementation's name with "sdpa" themselves (Falcon), and would take ours for eager.
         self._has_attention_interface: bool = getattr(self._causal_lm, "_supports_attention_backend", False)
         self.vocab_size: int = findings.vocab_size
+        self.state_size = findings.state_size
         self._first_layers: dict[int, nn.Module] = {}  # by their number
 
     @property
@@ -295,6 +297,10 @@ class Target:
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states alone"
             )
         return self._scale_logits(run_frozen(self.lm_head, hidden))
+
+    def lm_head_weight(self) -> Tensor:
+        """[V, D] in the target's dtype, whatever the LM head stores (see `read_weight`). Not to be changed."""
+        return read_weight(self.lm_head, (self.vocab_size, self.hidden_size), self.dtype, self.device)
 
     def final_norm_gain(self) -> Tensor | None:
         """What the model's final norm multiplies each channel by ([D], its dtype), or None when it has no such norm."""

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 
 from inference.lm_head import find_logit_scaling
 from inference.probe_tree import (
-    MODEL_ERRORS,
-    CannotRollBackError,
     Findings,
     MakeMasks,
     ProbeTree,
@@ -27,6 +25,7 @@ from inference.probe_tree import (
     check_branches,
     draw_ids,
     is_single,
+    refusing,
 )
 from inference.target_config import find_layer_windows, list_windows
 
@@ -49,7 +48,7 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
     name = type(model).__name__
     num_layers, tree = text_config.num_hidden_layers, ProbeTree.of_tokens(token_ids, make_masks)
     cache = RecordingCache(name)
-    try:
+    with refusing(f"{name} does not run with a 4-D mask, position ids and a cache"):
         output = model.base_model(
             input_ids=token_ids,
             attention_mask=tree.masks,
@@ -59,10 +58,6 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
             output_hidden_states=[0],
             return_dict=True,
         )
-    except (CannotRollBackError, torch.OutOfMemoryError):
-        raise
-    except MODEL_ERRORS as error:
-        raise ValueError(f"{name} does not run with a 4-D mask, position ids and a cache: {error}") from error
     missing = sorted(set(range(num_layers)) - set(cache.specs))
     if missing:
         raise ValueError(
@@ -82,7 +77,7 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
     windows = list_windows(text_config)
     specs = tuple(replace(cache.specs[layer], window=windows[layer]) for layer in range(num_layers))
-    return Findings(specs, scale_logits, logits.shape[-1])
+    return Findings(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1])
 
 
 def _check_window(model: Any, text_config: Any, token_ids: Tensor, make_masks: MakeMasks) -> None:
