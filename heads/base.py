@@ -183,7 +183,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
         Raises:
             ValueError: when the target has another width, vocabulary or number of layers than the heads were made for,
-                or the heads are bound to another model already.
+                is an encoder-decoder model, or has embeddings or last states of another width than its layers; or when
+                the heads are bound to another model already.
         """
         if not isinstance(target, Target):
             target = Target(target)
@@ -191,6 +192,13 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
             raise ValueError(
                 f"{type(target.model).__name__} is an encoder-decoder model, and trained heads draft for decoder-only "
                 "targets: draft with a SmallModelDrafter or an NgramDrafter"
+            )
+        embedding_size = target.embed_tokens(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
+        if {embedding_size, target.state_size} != {target.hidden_size}:
+            raise ValueError(
+                f"{type(target.model).__name__} has embeddings of width {embedding_size}, layers of "
+                f"{target.hidden_size} and last states of {target.state_size} (OPT's word_embed_proj_dim), and trained "
+                "heads need one width: draft with a SmallModelDrafter or an NgramDrafter, or use another target"
             )
         for what, mine, theirs in (
             ("hidden size", self.config.target_hidden_size, target.hidden_size),

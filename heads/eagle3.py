@@ -133,7 +133,7 @@ class Eagle3Heads(AutoregressionHeads):
         token_ids = most_frequent_tokens(token_counts, self.config.vocab_size).to(self.device)
         self.d2t, self.t2d = map_tensors(token_ids, self.config.target_vocab_size)
         with torch.no_grad():
-            self.lm_head.weight.copy_(cast(Tensor, self.target.lm_head.weight)[token_ids])
+            self.lm_head.weight.copy_(self.target.lm_head_weight()[token_ids])
 
     def init_from_target(self, target: Target) -> None:
         """The LM head's rows expect states of the final norm's scale, so both start from the target's (with a reduced
@@ -142,7 +142,7 @@ class Eagle3Heads(AutoregressionHeads):
             if (gain := target.final_norm_gain()) is not None:
                 self.norm.weight.copy_(gain)
             if not self.has_draft_vocab:
-                self.lm_head.weight.copy_(cast(Tensor, target.lm_head.weight))
+                self.lm_head.weight.copy_(target.lm_head_weight())
 
     # What the layer reads, and how its outputs are scored.
 

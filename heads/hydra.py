@@ -222,9 +222,10 @@ class HydraHeads(DraftHeads):
         return cast(nn.Module, self.lm_head[0 if self.config.tie_lm_head else index])
 
     def init_from_target(self, target: Target) -> None:
+        weight = target.lm_head_weight()
         with torch.no_grad():
             for lm_head in self.lm_head:
-                cast(Tensor, lm_head.weight).copy_(cast(Tensor, target.lm_head.weight))
+                cast(Tensor, lm_head.weight).copy_(weight)
 
     def embed_normed(self, token_ids: Tensor) -> Tensor:
         return cast(Tensor, self.embedding_norm(self.embed(token_ids)))

@@ -96,9 +96,10 @@ class MedusaHeads(DraftHeads):
         return int(self.config.num_heads)
 
     def init_from_target(self, target: Target) -> None:
+        weight = target.lm_head_weight()
         with torch.no_grad():
             for head in self.each_head:
-                head.lm_head.weight.copy_(cast(Tensor, target.lm_head.weight))
+                head.lm_head.weight.copy_(weight)
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         hidden = features.to(self.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from heads.layers import DraftCache
-from inference.target_probe import find_layer_windows
+from inference.target_config import find_layer_windows
 
 
 class RowsInView(Protocol):

@@ -1,7 +1,8 @@
 """Target: a frozen transformers causal LM as the decode loop and the training code see it.
 
-The only file (with `target_probe.py`, which examines a model once, and `encoder_decoder.py`) that depends on how
-transformers models work inside.
+This file and those that it is made of (`target_config.py`, `target_probe.py`, `probe_tree.py`, `tree_masks.py`,
+`lm_head.py`, `first_layers.py`, `encoder_decoder.py`) are the only ones that depend on how transformers
+models work inside.
 
 Legend: B batch, L prompt length, T tokens of one pass, N tree nodes, D hidden, F = len(feature_layers) * D, V target
 vocabulary, S cache slots in view, W of them that a layer sees (S without a window). Hidden states are numbered as
@@ -21,19 +22,15 @@ from torch import Tensor, nn
 from inference.attention import grouped_attention
 from inference.draft_rows import DraftRows
 from inference.encoder_decoder import PlacedDecoder, Source, SourceMemory
+from inference.encoder_decoder_probe import examine_encoder_decoder
+from inference.first_layers import find_final_norm_gain, take_first_layers
 from inference.kv_cache import TreeCache
+from inference.lm_head import read_weight, run_frozen
 from inference.scratch_cache import ScratchCache
-from inference.target_probe import (
-    examine_encoder_decoder,
-    examine_model,
-    find_device,
-    find_final_norm,
-    find_layer_windows,
-    find_length_limit,
-    take_first_layers,
-    unwrap_model,
-)
+from inference.target_config import find_device, find_layer_windows, find_length_limit, unwrap_model
+from inference.target_probe import examine_model
 from inference.tree import TokenTree
+from inference.tree_masks import TreeMasks
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,12 @@ class Target:
         model: the model as it was given (a PEFT model keeps its adapters).
         text_config: the config of the language model.
         hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
+        state_size: width of the last hidden state: D, but for OPT-350m and its like; None for encoder-decoder models.
         device: where everything goes in and comes out: that of the token embedding. Layers may be on others.
         dtype: of hidden states and logits; weights may be quantised.
         num_embeddings: token ids the model knows.
         embed_tokens, lm_head: the model's own modules.
+        masks: what its attention masks are made with.
         is_encoder_decoder: its caches need a source (`read_source`) before the first token; it hands over no features.
         max_length: positions the target is exact for, or None; `length_limit_reason` says where the limit comes from.
 
@@ -101,19 +100,20 @@ class Target:
         limit = find_length_limit(self.text_config)
         self.max_length: int | None = limit.max_length
         self.length_limit_reason: str = limit.reason
-        self._windows = find_layer_windows(self.text_config)
+        self.masks = TreeMasks(find_layer_windows(self.text_config), self.dtype)
         self._placed: PlacedDecoder | None = None
         if self._causal_lm.config.is_encoder_decoder:
             self._placed = PlacedDecoder(self._causal_lm)
-            findings = examine_encoder_decoder(self._causal_lm, self._placed, self.masks_from_allowed, self.device)
+            findings = examine_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
             self.num_layers = len(findings.layer_specs)  # the config's number may be the encoder's
         else:
-            findings = examine_model(self._causal_lm, self.text_config, self.masks_from_allowed, self.device)
+            findings = examine_model(self._causal_lm, self.text_config, self.masks.from_allowed, self.device)
         self._layer_specs = findings.layer_specs
         self._scale_logits = findings.scale_logits
         # Others compare the implementation's name with "sdpa" themselves (Falcon), and would take ours for eager.
         self._has_attention_interface: bool = getattr(self._causal_lm, "_supports_attention_backend", False)
         self.vocab_size: int = findings.vocab_size
+        self.state_size = findings.state_size
         self._first_layers: dict[int, nn.Module] = {}  # by their number
 
     @property
@@ -237,7 +237,7 @@ class Target:
         """
         node_positions = self._cut_positions(rows.lengths[:, None] + rows.depths)
         positions = self._cut_positions(rows.lengths[:, None] + rows.depth).expand_as(token_ids)
-        masks = self._masks_in_view(rows, positions, node_positions, ancestors)
+        masks = self.masks.in_view(rows, positions, node_positions, ancestors)
         hidden: Tensor = self._run(
             self._first_layers[num_layers], token_ids, positions, masks, rows, ()
         ).last_hidden_state
@@ -297,67 +297,15 @@ class Target:
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states alone"
             )
-        weights = list(self.lm_head.parameters())
-        is_offloaded = any(weight.is_meta for weight in weights)  # accelerate then lends the head copies of them
-        if torch.is_grad_enabled() and not is_offloaded and any(weight.requires_grad for weight in weights):
-            frozen = {name: weight.detach() for name, weight in self.lm_head.named_parameters()}
-            return self._scale_logits(torch.func.functional_call(self.lm_head, frozen, hidden))
-        logits: Tensor = self.lm_head(hidden)
-        return self._scale_logits(logits.to(hidden.device))
+        return self._scale_logits(run_frozen(self.lm_head, hidden))
 
-    @torch.no_grad()
+    def lm_head_weight(self) -> Tensor:
+        """[V, D] in the target's dtype, whatever the LM head stores (see `read_weight`). Not to be changed."""
+        return read_weight(self.lm_head, (self.vocab_size, self.hidden_size), self.dtype, self.device)
+
     def final_norm_gain(self) -> Tensor | None:
-        """What the model's final norm multiplies each channel by ([D], its dtype), or None when it has no such norm.
-
-        Asked of the norm itself, because some add one to their weight (Gemma) and some subtract the mean.
-        """
-        norm: Any = find_final_norm(self._causal_lm)
-        if norm is None:
-            return None
-        weight: Tensor = norm.weight
-        signs = torch.ones(weight.shape, dtype=weight.dtype, device=find_device(norm))
-        signs[1::2] = -1  # mean 0 and root mean square 1, so that any norm leaves them as they are
-        gain: Tensor = (norm(signs) - norm(-signs)) * signs / 2
-        return gain
-
-    def masks_from_allowed(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor) -> Any:
-        """Additive masks from who may see whom: [B, N, S] bool, positions [B, N] and [B, S].
-
-        Sliding windows are added here, measured in positions: a key is seen if key > query - window.
-
-        Returns:
-            One [B, 1, N, S] tensor in the model's dtype (0 or its minimum; eager attention would ADD a boolean), or
-            a dict of them per layer type for models with several.
-        """
-        masks = {
-            layer_type: self._make_mask(allowed, query_positions, key_positions, window)
-            for layer_type, window in self._windows.items()
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _make_mask(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-        seen = allowed
-        if window is not None:
-            seen = allowed & (key_positions[:, None, :] > query_positions[:, :, None] - window)
-        shut = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=seen.device)
-        return torch.where(seen, torch.zeros_like(shut), shut)[:, None]
-
-    def _masks_in_view(
-        self, cache: TreeCache | DraftRows, positions: Tensor, node_positions: Tensor, ancestors: Tensor
-    ) -> Any:
-        """`masks_from_allowed` for queries at [B, N] positions, each [B, 1, N, W] over what its layers see: committed
-        tokens, and their ancestors [B, N, M] among the M slots of the tree, whose positions are [B, M]."""
-        batch, num_queries = positions.shape
-        masks = {}
-        for layer_type, window in self._windows.items():
-            slots_seen, places = cache.slots_seen(window)
-            key_positions = slots_seen.expand(batch, -1)
-            committed = key_positions < cache.lengths[:, None]
-            allowed = committed[:, None, :].repeat(1, num_queries, 1)
-            allowed.scatter_(2, places[:, None, :].expand(-1, num_queries, -1), ancestors)
-            key_positions = key_positions.scatter(1, places, node_positions)
-            masks[layer_type] = self._make_mask(allowed, positions, key_positions, window)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        """What the model's final norm multiplies each channel by ([D], its dtype), or None when it has no such norm."""
+        return find_final_norm_gain(self._causal_lm)
 
     def _cut_positions(self, positions: Tensor) -> Tensor:
         return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
@@ -375,7 +323,7 @@ class Target:
         ancestors [B, N, T] among the slots of the tree: the open ones, or those at `tree_depths` [1 or B, T]."""
         positions = self._cut_positions(cache.lengths[:, None] + depths)
         tree_positions = positions if tree_depths is None else cache.lengths[:, None] + tree_depths
-        masks = self._masks_in_view(cache, positions, tree_positions, ancestors)
+        masks = self.masks.in_view(cache, positions, tree_positions, ancestors)
         if self._placed is not None:
             if feature_layers:
                 self._refuse_features()

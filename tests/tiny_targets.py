@@ -7,11 +7,13 @@ returns anything at all would pass; here greedy text keeps changing and depends 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 128
@@ -202,3 +204,11 @@ def random_prompt(length: int, seed: int = 0, *, batch_size: int = 1, vocab_size
     """Draws token ids [batch_size, length] that avoid the padding and BOS ids (0 and 1)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, vocab_size, (batch_size, length), generator=generator)
+
+
+def pad_prompts(prompts: Sequence[torch.Tensor], side: str = "left") -> dict[str, torch.Tensor]:
+    """Prompts [L] or [1, L] of several lengths as one batch, padded with 0: `input_ids` and `attention_mask` [B, L]."""
+    rows = [prompt.flatten() for prompt in prompts]
+    pairs = [(row, torch.ones_like(row)) for row in rows]
+    ids, mask = (pad_sequence(list(values), batch_first=True, padding_side=side) for values in zip(*pairs, strict=True))
+    return {"input_ids": ids, "attention_mask": mask}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from heads import HEAD_TYPES, create_heads
@@ -27,7 +27,8 @@ from inference import (
 from inference.kv_cache import TreeCache
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
+from tests.watched_passes import watch_rows
 
 TREE = DynamicTree(depth=3, top_k=3, num_nodes=10)
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -65,27 +66,6 @@ def tree_of(kind: str) -> Any:
     return None if kind == "none" else chain(3) if kind == "staged" else TREE
 
 
-def pad(rows: list[Tensor], side: str = "left") -> dict[str, Tensor]:
-    longest = max(len(row) for row in rows)
-    missing = [(longest - len(row), 0) if side == "left" else (0, longest - len(row)) for row in rows]
-    ids = torch.stack([nn.functional.pad(row, amount) for row, amount in zip(rows, missing, strict=True)])
-    mask = torch.stack([nn.functional.pad(torch.ones_like(row), m) for row, m in zip(rows, missing, strict=True)])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def watch_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each forward of the target has."""
-    widths: list[int] = []
-    plain = TreeCache.open_slots
-
-    def open_slots(cache: TreeCache, num_nodes: int, **kwargs: int) -> int:
-        widths.append(cache.batch_size)
-        return plain(cache, num_nodes, **kwargs)
-
-    monkeypatch.setattr(TreeCache, "open_slots", open_slots)
-    return widths
-
-
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_rows_that_have_ended_cost_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows end at their own EOS; each is the text it has alone, and the batch shrinks behind it."""
@@ -99,7 +79,7 @@ def test_rows_that_have_ended_cost_nothing(kind: str, monkeypatch: pytest.Monkey
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
     widths = watch_rows(monkeypatch)
-    inputs = pad(prompts)
+    inputs = pad_prompts(prompts)
     output = generate(target_of(), drafter, **inputs, seed=seeds, tree=tree, **options).sequences
     for row, text in enumerate(alone):
         start = inputs["input_ids"].shape[1] - len(prompts[row])
@@ -115,7 +95,7 @@ def test_rows_that_have_ended_cost_nothing(kind: str, monkeypatch: pytest.Monkey
 def test_padding_on_either_side(side: str) -> None:
     prompts = [random_prompt(length, seed=length)[0] for length in (3, 12, 7)]
     expected = [model_of().generate(prompt[None], **GREEDY)[0] for prompt in prompts]
-    inputs = pad(prompts, side)
+    inputs = pad_prompts(prompts, side)
     output = generate(target_of(), ScriptedDrafter(expected, VOCAB_SIZE), **inputs, tree=TREE, **GREEDY).sequences
     for row, text in enumerate(expected):
         assert torch.equal(output[row, -24:], text[-24:])
@@ -138,7 +118,7 @@ def test_processors_follow_their_rows() -> None:
     prompts = [random_prompt(length, seed=length)[0] for length in (4, 9, 6)]
     options = {**GREEDY, "eos_token_id": [10, 31, 52, 70, 87, 90, 111], "pad_token_id": 0}
     alone = [generate(target_of(), None, p[None], logits_processor=[Alternating()], **options) for p in prompts]
-    inputs = pad(prompts)
+    inputs = pad_prompts(prompts)
     found = generate(target_of(), drafter_of("n-grams"), **inputs, logits_processor=[Alternating()], **options)
     for row, output in enumerate(alone):
         text = output.sequences[0]
@@ -153,7 +133,7 @@ def test_what_prompts_share_is_read_once(kind: str, family: str, monkeypatch: py
     prompts = [torch.cat([start, random_prompt(length, seed=length)[0]]) for length in (3, 20, 1)]
     expected = [model_of(family).generate(prompt[None], **GREEDY)[0] for prompt in prompts]
     widths = watch_rows(monkeypatch)
-    inputs = pad(prompts)
+    inputs = pad_prompts(prompts)
     output = generate(target_of(family), drafter_of(kind), **inputs, tree=tree_of(kind), **GREEDY).sequences
     for row, text in enumerate(expected):
         assert torch.equal(output[row, inputs["input_ids"].shape[1] - len(prompts[row]) :], text)
@@ -219,7 +199,7 @@ def test_instructions_are_held_for_other_batches(kind: str) -> None:
         if len(lengths) == 2:
             prompts[1] = random_prompt(20, seed=77)[0]
         expected = [model_of().generate(prompt[None], **GREEDY)[0] for prompt in prompts]
-        inputs = pad(prompts)
+        inputs = pad_prompts(prompts)
         output = decoder.generate(**inputs, reuse_cache=True, **GREEDY)
         for row, text in enumerate(expected):
             found = output.sequences[row, inputs["input_ids"].shape[1] - len(prompts[row]) :]
@@ -231,7 +211,7 @@ def test_rows_end_at_the_position_limit(kind: str) -> None:
     """256 positions: drafts run over the limit, texts do not; the other row goes on to its own end."""
     prompts = [random_prompt(length, seed=length)[0] for length in (249, 255, 232)]
     options = {"max_new_tokens": 20, "do_sample": False}
-    inputs = pad(prompts)
+    inputs = pad_prompts(prompts)
     output = generate(target_of(), drafter_of(kind), **inputs, tree=tree_of(kind), **options).sequences
     for row, length in enumerate((7, 1, 20)):
         expected = model_of().generate(prompts[row][None], max_new_tokens=length, do_sample=False)[0]
@@ -266,7 +246,7 @@ def test_a_drafter_that_cannot_copy_rows() -> None:
 
     prompts = [random_prompt(length, seed=length)[0] for length in (40, 44)]
     expected = [model_of().generate(prompt[None], **GREEDY)[0] for prompt in prompts]
-    output = generate(target_of(), Fixed(), **pad(prompts), **GREEDY).sequences
+    output = generate(target_of(), Fixed(), **pad_prompts(prompts), **GREEDY).sequences
     assert torch.equal(output[0, 4:], expected[0])
     assert torch.equal(output[1], expected[1])
     with pytest.raises(ValueError, match=r"reuse_cache needs a drafter .* Fixed has no copy_rows"):

@@ -36,6 +36,7 @@ from tests.inference.plain_passes import random_tree
 from tests.inference.tiny_encoder_decoders import KINDS, START, VOCAB_SIZE, source_batch, tiny_encoder_decoder
 from tests.lossless.near_tie import explain_difference
 from tests.scripted_drafter import ScriptedDrafter
+from tests.watched_passes import watch_rows
 
 NEW_TOKENS = 40
 POLICIES: dict[str, TreePolicy] = {
@@ -423,14 +424,7 @@ def test_rows_that_have_ended_leave_with_their_sources(drafter: str, monkeypatch
         generate(target, None, ids[row : row + 1, : int(mask[row].sum())], **{**options, "seed": [row]}).sequences[0]
         for row in range(count)
     ]
-    widths: list[int] = []
-    plain = TreeCache.open_slots
-
-    def open_slots(cache: TreeCache, num_nodes: int, **kwargs: int) -> int:
-        widths.append(cache.batch_size)
-        return plain(cache, num_nodes, **kwargs)
-
-    monkeypatch.setattr(TreeCache, "open_slots", open_slots)
+    widths = watch_rows(monkeypatch)
     small = small_model_of(kind, seed)
     drafters: dict[str, Drafter | None] = {
         "none": None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,6 +34,22 @@ def decoder_of(tree: str) -> Decoder:
 def check_next_call(decoder: Decoder) -> None:
     for reuse_cache in (True, False):
         assert torch.equal(decoder.generate(PROMPT, reuse_cache=reuse_cache, **GREEDY).sequences, TRUTH)
+
+
+@contextmanager
+def nan_from(position: int) -> Iterator[None]:
+    """Hidden states at this position and later are NaN."""
+
+    def spoil(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        late = kwargs["position_ids"] >= position
+        output.last_hidden_state = output.last_hidden_state.masked_fill(late[..., None], float("nan"))
+        return output
+
+    hook = MODEL.model.register_forward_hook(spoil, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -108,17 +126,9 @@ def test_nan_logits(tree: str, do_sample: bool, begin: int) -> None:
     """From the first pass on, or only from a later position on."""
     decoder = decoder_of(tree)
 
-    def spoil(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        late = kwargs["position_ids"] >= 5 + begin
-        output.last_hidden_state = output.last_hidden_state.masked_fill(late[..., None], float("nan"))
-        return output
-
-    hook = MODEL.model.register_forward_hook(spoil, with_kwargs=True)
-    try:
-        with pytest.raises(ValueError, match=rf"no token can follow the {6 + begin} tokens of row 0.*NaN"):
-            decoder.generate(PROMPT, max_new_tokens=12, do_sample=do_sample, seed=0)
-    finally:
-        hook.remove()
+    complaint = rf"no token can follow the {6 + begin} tokens of row 0.*NaN"
+    with nan_from(5 + begin), pytest.raises(ValueError, match=complaint):
+        decoder.generate(PROMPT, max_new_tokens=12, do_sample=do_sample, seed=0)
     check_next_call(decoder)
 
 
@@ -126,17 +136,8 @@ def test_nan_logits(tree: str, do_sample: bool, begin: int) -> None:
 def test_nan_logits_under_every_rule(acceptance: str) -> None:
     decoder = Decoder(MODEL, scripted(), tree=chain(3), acceptance=acceptance)
 
-    def spoil(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        late = kwargs["position_ids"] >= 9
-        output.last_hidden_state = output.last_hidden_state.masked_fill(late[..., None], float("nan"))
-        return output
-
-    hook = MODEL.model.register_forward_hook(spoil, with_kwargs=True)
-    try:
-        with pytest.raises(ValueError, match="no token can follow"):
-            decoder.generate(PROMPT, max_new_tokens=12, do_sample=True, seed=0)
-    finally:
-        hook.remove()
+    with nan_from(9), pytest.raises(ValueError, match="no token can follow"):
+        decoder.generate(PROMPT, max_new_tokens=12, do_sample=True, seed=0)
 
 
 class Forbid:
@@ -175,17 +176,9 @@ def test_what_nobody_reads_is_no_error() -> None:
     """Behind an EOS within a step the scores may be anything."""
     eos = int(TRUTH[0, 9])
 
-    def spoil(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        late = kwargs["position_ids"] >= 9
-        output.last_hidden_state = output.last_hidden_state.masked_fill(late[..., None], float("nan"))
-        return output
-
     decoder = Decoder(MODEL, ScriptedDrafter([TRUTH[0]], VOCAB_SIZE, ranks=(0,)), tree=chain(6))
-    hook = MODEL.model.register_forward_hook(spoil, with_kwargs=True)
-    try:
+    with nan_from(9):
         output = decoder.generate(PROMPT, eos_token_id=eos, pad_token_id=0, **GREEDY)
-    finally:
-        hook.remove()
     assert torch.equal(output.sequences, TRUTH[:, :10])
 
 

@@ -20,11 +20,11 @@ from inference.policy import resolve_policy
 from inference.small_model import SmallModelDrafter
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.test_host_reads import RefuseHostReads, make_sampler
-from tests.inference.test_small_model import pad_left, rough_copy
+from tests.inference.test_small_model import rough_copy
 from tests.lossless.near_tie import assert_same_text
-from tests.lossless.test_auto_tree import restless
+from tests.lossless.restless import restless
 from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 B, W, V = 2, 3, 24
 POLICIES: dict[str, TreePolicy] = {
@@ -258,10 +258,10 @@ def test_a_batch_is_its_rows(kind: str, tree: Any) -> None:
     """Left-padded rows of different lengths; n-grams find the prompt's repetition."""
     target = Target(tiny_target("mistral", initializer_range=0.3))
     prompts = [random_prompt(length, seed=length).repeat(1, 3) for length in (2, 7, 4)]
-    padded, mask = pad_left(prompts)
+    inputs = pad_prompts(prompts)
     options = {"max_new_tokens": 30, "do_sample": False}
     decoder = Decoder(target, make_pair(kind, target), tree=tree)
-    output = decoder.generate(padded, mask, **options)
+    output = decoder.generate(**inputs, **options)
     for row, prompt in enumerate(prompts):
         expected = generate(target, None, prompt, **options).sequences[0, prompt.shape[1] :]
         assert torch.equal(output.sequences[row, 21:], expected)

@@ -28,8 +28,8 @@ from inference.tree_planner import TreePlanner
 from tests.inference.plain_passes import calm_target, run_plainly
 from tests.inference.test_host_reads import RefuseHostReads, make_sampler
 from tests.lossless.near_tie import assert_same_text
-from tests.lossless.test_auto_tree import restless
-from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
+from tests.lossless.restless import restless
+from tests.tiny_targets import CORE_FAMILIES, pad_prompts, random_prompt, tiny_target
 
 POLICIES: dict[str, TreePolicy] = {
     "chain": chain(4),
@@ -46,17 +46,6 @@ def rough_copy(model: PreTrainedModel, seed: int = 0, noise: float = 0.02) -> Pr
         for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs * (1 + noise * torch.randn(theirs.shape, generator=generator)))
     return copy
-
-
-def pad_left(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Prompts [1, L] as one batch, and its attention mask."""
-    longest = max(prompt.shape[1] for prompt in prompts)
-    pairs = [(prompt, torch.ones_like(prompt)) for prompt in prompts]
-    padded, mask = (
-        torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
-        for rows in zip(*pairs, strict=True)
-    )
-    return padded, mask
 
 
 def score_plainly(model: PreTrainedModel, tokens: list[int]) -> Tensor:
@@ -159,7 +148,7 @@ def test_a_batch_is_its_rows(tree: str) -> None:
     """Left-padded rows of different lengths, of which the longest ends first; trees of changing sizes, with arrears."""
     model = tiny_target("mistral", initializer_range=0.3)
     prompts = [random_prompt(length, seed=length) for length in (4, 90, 9)]
-    padded, mask = pad_left(prompts)
+    inputs = pad_prompts(prompts)
     free = generate(model, None, prompts[1], max_new_tokens=60, do_sample=False).sequences
     options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": int(free[0, 90 + 20]), "pad_token_id": 0}
     alone = [generate(model, None, one, **options).sequences[0, one.shape[1] :].tolist() for one in prompts]
@@ -167,7 +156,7 @@ def test_a_batch_is_its_rows(tree: str) -> None:
     drafter = SmallModelDrafter(rough_copy(model))
     decoder = restless(model, drafter)[0] if tree == "changing" else Decoder(model, drafter, tree=tree)
     for _ in range(2):
-        output = decoder.generate(padded, mask, **options)
+        output = decoder.generate(**inputs, **options)
         for row, expected in zip(output.sequences[:, 90:].tolist(), alone, strict=True):
             assert row == expected + [0] * (len(row) - len(expected))
         assert sum(output.stats.accepted_histogram[1:]) > 0
@@ -224,7 +213,7 @@ def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None
     small = SmallModelDrafter(model)
     drafters = {"small": small, "staged": StagedDrafter(small), "merged": MergedDrafter(small, NgramDrafter())}
     prompts = [random_prompt(length, seed=seed) for seed, length in ((1, 58), (2, 10))]
-    padded, mask = pad_left(prompts)
+    inputs = pad_prompts(prompts)
     free = [
         generate(model, None, one, max_new_tokens=40, do_sample=False).sequences[0, one.shape[1] :] for one in prompts
     ]
@@ -236,7 +225,7 @@ def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None
     sizes = (1, *policy.sizes)
     costs = CostModel((8,), sizes, ((1.0,) * len(sizes),), 0.1, 0.0, (1,), (0.1,), 0.0, 0.0)
     decoder.costs = lambda *_, **__: costs  # type: ignore[method-assign]
-    rows = decoder.generate(padded, mask, **options).sequences[:, 58:].tolist()
+    rows = decoder.generate(**inputs, **options).sequences[:, 58:].tolist()
     assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
 
 

@@ -282,7 +282,7 @@ def test_masks_are_float_and_one_per_layer_type(implementation: str) -> None:
     allowed = torch.tensor([[[True, False, False], [True, True, False], [True, True, True]]])
     positions = torch.tensor([[0, 1, 8]])
     for family, kind in (("llama", Tensor), ("mistral", Tensor), ("gemma3", dict)):
-        masks = Target(calm_target(family, attn_implementation=implementation)).masks_from_allowed(
+        masks = Target(calm_target(family, attn_implementation=implementation)).masks.from_allowed(
             allowed, positions, positions
         )
         assert isinstance(masks, kind)
@@ -291,7 +291,7 @@ def test_masks_are_float_and_one_per_layer_type(implementation: str) -> None:
             assert mask.shape == (1, 1, 3, 3)
         if family == "gemma3":
             assert set(masks) == {"full_attention", "sliding_attention"}
-    windowed = Target(calm_target("mistral")).masks_from_allowed(allowed, positions, positions)
+    windowed = Target(calm_target("mistral")).masks.from_allowed(allowed, positions, positions)
     # Window 8: position 8 still sees 1, not 0, and the gap in the slots does not count.
     assert (windowed[0, 0] == 0).tolist() == [[True, False, False], [True, True, False], [False, True, True]]
 

@@ -10,6 +10,8 @@ from inference.auto_tree import AutoTree
 from inference.cost_model import NO_TREE, CostModel, Plan
 from inference.tree_planner import TreePlanner
 
+TREE = AutoTree(depths=(1, 2, 4), sizes=(8, 24), widths=(2, 4))
+
 
 class RestlessPlanner(TreePlanner):
     """Takes all plans in turn, and now and then leaves the drafter out for some steps."""
@@ -50,3 +52,9 @@ def make_restless(decoder: Decoder) -> RestlessPlanner:
     decoder._planner = planner
     decoder.costs = lambda *_, **__: costs  # type: ignore[method-assign]
     return planner
+
+
+def restless(model: Any, drafter: Any, **options: Any) -> tuple[Decoder, RestlessPlanner]:
+    """A decoder with such a planner, which takes sizes of `TREE`; options of `Decoder`."""
+    decoder = Decoder(model, drafter, tree=TREE, **options)
+    return decoder, make_restless(decoder)

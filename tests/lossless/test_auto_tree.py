@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from inference import Decoder, generate
-from inference.auto_tree import AutoTree
 from inference.cost_model import NO_TREE, CostModel
 from inference.ngram import NgramDrafter
 from tests.lossless.near_tie import assert_same_text
-from tests.lossless.restless import RestlessPlanner, make_restless
+from tests.lossless.restless import TREE, restless
 from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_targets import CORE_FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import CORE_FAMILIES, VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
-TREE = AutoTree(depths=(1, 2, 4), sizes=(8, 24), widths=(2, 4))
 COSTS = CostModel((8,), (1, 8, 24), ((1.0, 1.1, 1.3),), 0.1, 0.0, (2, 4), (0.1, 0.1), 0.0, 0.0)
-
-
-def restless(model: Any, drafter: Any, **options: Any) -> tuple[Decoder, RestlessPlanner]:
-    decoder = Decoder(model, drafter, tree=TREE, **options)
-    return decoder, make_restless(decoder)
 
 
 @pytest.mark.parametrize("family", CORE_FAMILIES)
@@ -55,16 +46,13 @@ def test_a_batch_is_its_rows() -> None:
     """Rows of different lengths that end at different times; a decoder that is used twice."""
     model = tiny_target("llama", initializer_range=0.3)
     prompts = [random_prompt(length, seed=length) for length in (4, 11, 7)]
-    longest = max(prompt.shape[1] for prompt in prompts)
-    padded = torch.cat([torch.nn.functional.pad(p, (longest - p.shape[1], 0)) for p in prompts])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(p), (longest - p.shape[1], 0)) for p in prompts])
     free = [generate(model, None, p, max_new_tokens=60, do_sample=False).sequences[0, p.shape[1] :] for p in prompts]
     eos = int(free[1][20])
     options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
     alone = [generate(model, None, prompt, **options).sequences[0, prompt.shape[1] :].tolist() for prompt in prompts]
     decoder, _ = restless(model, NgramDrafter())
     for _ in range(2):
-        rows = decoder.generate(padded, mask, **options).sequences[:, longest:].tolist()
+        rows = decoder.generate(**pad_prompts(prompts), **options).sequences[:, 11:].tolist()
         for row, expected in zip(rows, alone, strict=True):
             assert row == expected + [0] * (len(row) - len(expected))
 

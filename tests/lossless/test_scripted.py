@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from inference import Decoder, DynamicTree, GenerationStats, StaticTree, TreePolicy, chain, generate, prompt_reading
-from inference.kv_cache import TreeCache
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_targets import CORE_FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import CORE_FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
+from tests.watched_passes import watch_passes
 
 NEW_TOKENS = 64
 POLICIES: dict[str, TreePolicy] = {
@@ -87,13 +87,10 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(policy: str) -> None:
     alone = [
         generate(model, None, row, seed=[seed], **options).sequences[0] for row, seed in zip(rows, seeds, strict=True)
     ]
-    longest = max(lengths)
-    padded = torch.stack([torch.nn.functional.pad(row[0], (longest - row.shape[1], 0)) for row in rows])
-    mask = torch.stack([(torch.arange(longest) >= longest - length).long() for length in lengths])
     drafter = ScriptedDrafter(alone, VOCAB_SIZE)
-    output = generate(model, drafter, padded, mask, seed=seeds, tree=POLICIES[policy], **options)
+    output = generate(model, drafter, **pad_prompts(rows), seed=seeds, tree=POLICIES[policy], **options)
     for row, text in enumerate(alone):
-        assert torch.equal(output.sequences[row, longest - lengths[row] :], text), f"row {row}"
+        assert torch.equal(output.sequences[row, max(lengths) - lengths[row] :], text), f"row {row}"
 
 
 @pytest.mark.parametrize("policy", [None, *POLICIES])
@@ -101,25 +98,15 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(policy: str) -> None:
 def test_batches_far_beyond_the_window(family: str, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in several chunks; rows end at their own EOS, the longest of them first."""
     monkeypatch.setattr(prompt_reading, "PREFILL_CHUNK", 32)
-    starts: list[int] = []
-
-    def open_slots(cache: TreeCache, num_nodes: int, **kwargs: int) -> int:
-        view = plain_open(cache, num_nodes, **kwargs)
-        starts.append(view - cache.window_sizes[SLIDING_WINDOW].shape[0])
-        return view
-
-    plain_open = TreeCache.open_slots
-    monkeypatch.setattr(TreeCache, "open_slots", open_slots)
+    starts = watch_passes(monkeypatch, lambda cache, view: view - cache.window_sizes[SLIDING_WINDOW].shape[0])
     model = tiny_target(family, initializer_range=0.3)
     lengths, longest = (101, 70, 85), 101
     rows = [random_prompt(length, seed=length) for length in lengths]
-    padded = torch.stack([torch.nn.functional.pad(row[0], (longest - row.shape[1], 0)) for row in rows])
-    mask = torch.stack([(torch.arange(longest) >= longest - length).long() for length in lengths])
     free = model.generate(rows[0], max_new_tokens=20, do_sample=False)
     options = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": int(free[0, -1])}
     expected = [model.generate(row, **options)[0] for row in rows]
     drafter = None if policy is None else ScriptedDrafter(expected, VOCAB_SIZE)
-    output = generate(model, drafter, padded, mask, tree=POLICIES[policy] if policy else None, **options)
+    output = generate(model, drafter, **pad_prompts(rows), tree=POLICIES[policy] if policy else None, **options)
     for row, text in enumerate(expected):
         assert_same_text(model, text[None], output.sequences[row : row + 1, longest - lengths[row] :][:, : len(text)])
     assert {len(text) - length for text, length in zip(expected, lengths, strict=True)} != {80}
@@ -168,12 +155,11 @@ def test_left_padded_batch_with_a_repetition_penalty() -> None:
     """transformers gives the penalty one prompt length per row; each row must see its own."""
     model = tiny_target("llama", initializer_range=0.3)
     lengths = (4, 9, 6)
-    rows = [random_prompt(length, seed=length)[0] for length in lengths]
-    padded = torch.stack([torch.nn.functional.pad(row, (9 - len(row), 0)) for row in rows])
-    mask = torch.stack([(torch.arange(9) >= 9 - length).long() for length in lengths])
+    rows = [random_prompt(length, seed=length) for length in lengths]
+    inputs = pad_prompts(rows)
     options = {"max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.3}
-    expected = model.generate(padded, attention_mask=mask, **options)
-    assert_same_text(model, expected, generate(model, None, padded, mask, **options).sequences)
+    expected = model.generate(**inputs, **options)
+    assert_same_text(model, expected, generate(model, None, **inputs, **options).sequences)
     drafter = ScriptedDrafter([text[9 - length :] for text, length in zip(expected, lengths, strict=True)], VOCAB_SIZE)
-    output = generate(model, drafter, padded, mask, tree=POLICIES["dynamic"], **options)
+    output = generate(model, drafter, **inputs, tree=POLICIES["dynamic"], **options)
     assert torch.equal(output.sequences, expected)

@@ -1,0 +1,122 @@
+"""What a model and its config say before anything is run: attention, windows, length limits, devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from inference.attention import GROUPED, STOCK
+
+# Layer types whose whole past stays readable in the cache, so that a step can be forgotten.
+_ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")
+_ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """max_length: number of positions, or None; reason: where the number comes from, for error messages."""
+
+    max_length: int | None
+    reason: str
+
+
+def unwrap_model(model: nn.Module) -> Any:
+    """The transformers model inside `model` (a PEFT model keeps its adapters in place), after the checks by config."""
+    causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not isinstance(causal_lm, PreTrainedModel):
+        raise ValueError(f"a target is a transformers causal LM (AutoModelForCausalLM), got {type(model).__name__}")
+    if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
+        raise ValueError("a PEFT model with virtual prompt tokens shifts every position: merge it or use LoRA")
+    name, config = type(causal_lm).__name__, causal_lm.config
+    if causal_lm.get_output_embeddings() is None:
+        loader = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+        raise ValueError(f"{name} has no LM head: load it with {loader}")
+    text_config = config.get_text_config()
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    other = ", ".join(sorted(layer_types - set(_ATTENTION_LAYER_TYPES)))
+    if other or getattr(causal_lm, "_is_stateful", False):
+        raise ValueError(
+            f"{name} has layers of a kind that cannot be rolled back after a rejected draft, or that masks by rules of "
+            f"its own ({other or 'a recurrent state'}): a target has {' and '.join(_ATTENTION_LAYER_TYPES)} layers only"
+        )
+    implementation = text_config._attn_implementation
+    if implementation == GROUPED:  # another thread is in the middle of a pass
+        implementation = STOCK
+    if implementation not in _ATTENTION_IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention implementation {implementation!r} cannot take a tree mask: load the model with "
+            f"attn_implementation='sdpa' or 'eager'"
+        )
+    if any(
+        "alibi" in attribute and getattr(causal_lm.base_model, attribute) for attribute in dir(causal_lm.base_model)
+    ):
+        raise ValueError(
+            f"{name} has ALiBi, which measures distances in slots of the cache instead of positions, so a node of a "
+            f"tree would be scored by where its siblings lie: use a model with RoPE or learned positions"
+        )
+    if getattr(text_config, "use_bidirectional_attention", None) not in (None, False):
+        raise ValueError(f"{name} attends in both directions (use_bidirectional_attention): it is no causal LM")
+    if model.training:
+        raise ValueError(f"{name} is in training mode, where dropout makes every pass different: call model.eval()")
+    return causal_lm
+
+
+def find_device(module: Any) -> torch.device:
+    """Where a module's inputs belong: at its weight, or where accelerate brings a weight that it has put elsewhere."""
+    weight: Tensor = module.weight
+    if weight.device.type != "meta":
+        return weight.device
+    execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if execution_device is None:
+        raise ValueError("the model's weights are on the meta device: load them, for example with from_pretrained")
+    return torch.device(execution_device)
+
+
+def find_layer_windows(text_config: Any) -> dict[str, int | None]:
+    """Sliding window in positions, or None for full attention, per distinct layer type."""
+    window = getattr(text_config, "sliding_window", None)
+    if getattr(text_config, "use_sliding_window", True) is False:
+        window = None
+    layer_types = getattr(text_config, "layer_types", None)
+    if not layer_types:  # every layer the same (llama; mistral, phi3 with a window)
+        return {"full_attention": None} if window is None else {"sliding_attention": int(window)}
+    windows: dict[str, int | None] = {}
+    for layer_type in sorted(set(layer_types)):
+        if layer_type == "sliding_attention" and window is None:
+            raise ValueError(f"the config has sliding_attention layers but no sliding_window ({window!r})")
+        windows[layer_type] = int(window) if layer_type == "sliding_attention" and window is not None else None
+    return windows
+
+
+def list_windows(text_config: Any) -> list[int | None]:
+    """The window of every layer."""
+    windows = find_layer_windows(text_config)
+    layer_types = getattr(text_config, "layer_types", None) or list(windows) * text_config.num_hidden_layers
+    return [windows[layer_type] for layer_type in layer_types]
+
+
+def find_length_limit(text_config: Any) -> LengthLimit:
+    """Positions the model is exact for: its position limit, or where its RoPE starts to depend on the whole pass."""
+    limit = getattr(text_config, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) and limit > 0 else None
+    found = LengthLimit(limit, f"max_position_embeddings={limit}")
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    settings = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # one, or one per layer type
+    for setting in settings:
+        rope_type = setting.get("rope_type", setting.get("type", "default"))
+        if rope_type is None or ("dynamic" not in rope_type and rope_type != "longrope"):
+            continue
+        switch = limit
+        if rope_type == "longrope":
+            switch = setting.get("original_max_position_embeddings") or limit
+        if switch is not None and (found.max_length is None or switch <= found.max_length):
+            found = LengthLimit(
+                switch,
+                f"RoPE of type {rope_type!r} rescales every position once a pass goes beyond {switch}, so tokens "
+                f"verified together would differ from tokens decoded one by one",
+            )
+    return found
