@@ -28,7 +28,7 @@ from benchmark_matrix import load_all_heads
 from benchmark_measure import Prompt, load_prompts
 from benchmark_report import write_json, write_text
 from benchmark_texts import share_of_repeated_ngrams
-from divergence_contenders import Contender, OurGreedy, RecordingTarget, make_transformers
+from divergence_contenders import Contender, OurGreedy, RecordingTarget, make_transformers, with_control
 from divergence_count import Decode, Decoded, Tally, count_divergences, find_gaps
 from divergence_render import render
 from model_loading import DTYPES, fit_tree, parse_tree
@@ -40,9 +40,9 @@ from transformers.utils.logging import disable_progress_bar
 from inference import Drafter
 from inference.ngram import NgramDrafter
 
-SEGMENT = 16  # tokens a call of the controls that are called anew again and again
-# A divergence is a near-tie when both passes hold its two tokens at most so many numbers of the dtype apart. Where nothing
-# diverges, two passes of plain decoding already differ by about half as much (`change_steps`).
+KEEP_EVERY = 20  # prompts; what was counted is then written
+# A divergence is a near-tie when both passes hold its two tokens at most so many numbers of the dtype apart. Where
+# nothing diverges, two passes of plain decoding already differ by about half as much (`change_steps`).
 NEAR_TIE_STEPS = {torch.bfloat16: 4.0, torch.float16: 8.0, torch.float32: 32.0}
 QUANTILES = {"median": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 
@@ -63,7 +63,10 @@ class DivergenceArguments:
     )
     attention: list[str] = field(default_factory=lambda: ["sdpa"], metadata={"help": "sdpa, eager, or both."})
     early_exit: int | None = field(
-        default=4, metadata={"help": "Layers of the target that draft for transformers' assisted generation."}
+        default=None, metadata={"help": "Also transformers' generation assisted by so many of the target's own layers."}
+    )
+    segment: int | None = field(
+        default=None, metadata={"help": "Also plain decoding that is called anew every so many tokens, as a control."}
     )
     num_tokens: int = field(default=10_000, metadata={"help": "Positions to compare, at least, of each reference."})
     max_new_tokens: int = field(default=64, metadata={"help": "Of each text, which ends at EOS."})
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for dtype in args.dtype:
             for attention in args.attention:
                 report = measure_combination(args, dtype, attention)
-                reports = [report] if args.json is None else keep_report(Path(args.json), report)
+                reports = [report] if args.json is None else read_reports(Path(args.json))
         text = render(reports)
     except (ValueError, OSError) as error:
         sys.exit(f"bf16_divergence.py: {error}")
@@ -115,18 +118,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def keep_report(path: Path, report: dict[str, Any]) -> list[dict[str, Any]]:
+def read_reports(path: Path) -> list[dict[str, Any]]:
+    """Those of the file, or none if there is no such file."""
+    reports: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["reports"] if path.exists() else []
+    return reports
+
+
+def keep_report(path: Path, report: dict[str, Any]) -> None:
     """Writes a report beside those that are there, in the place of one of the same dtype and attention."""
 
-    def find_key(one: dict[str, Any]) -> tuple[str, str]:
-        return one["environment"]["dtype"], one["environment"]["attention"]
+    def find_place(one: dict[str, Any]) -> tuple[int, bool]:
+        environment = one["environment"]
+        return DTYPES.index(environment["dtype"]), environment["attention"] != "sdpa"
 
-    reports = json.loads(path.read_text(encoding="utf-8"))["reports"] if path.exists() else []
-    reports = [*(one for one in reports if find_key(one) != find_key(report)), report]
-    order = {name: place for place, name in enumerate(("bfloat16", "float16", "float32"))}
-    reports.sort(key=lambda one: (order[find_key(one)[0]], find_key(one)[1] != "sdpa"))
-    write_json(path, reports)
-    return reports
+    others = (one for one in read_reports(path) if find_place(one) != find_place(report))
+    write_json(path, sorted([*others, report], key=find_place))
 
 
 def measure_combination(args: DivergenceArguments, dtype: str, attention: str) -> dict[str, Any]:
@@ -137,42 +143,47 @@ def measure_combination(args: DivergenceArguments, dtype: str, attention: str) -
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     drafters: dict[str, Drafter] = {"n-grams": NgramDrafter()}
     drafters |= load_all_heads(args.heads, target, is_only_target=True)[0]
-    theirs = make_transformers(model, early_exit=args.early_exit, segment=SEGMENT)
-    ours = make_ours(target, drafters, args.tree)
+    theirs = make_transformers(model, early_exit=args.early_exit, segment=args.segment)
+    ours = make_ours(target, drafters, args.tree, segment=args.segment)
     references = [Reference(theirs[0].name, theirs[0].decode), Reference(ours[0].name, ours[0].decode)]
-    contenders = [*theirs, *ours]
+    exact = load_model(args, "float64" if dtype == "float32" else "float32", "eager")
+    judge = Judge(exact, tokenizer, NEAR_TIE_STEPS[target.dtype])
+    environment = describe_environment(
+        target,
+        None,
+        target=args.target,
+        prompts=args.prompts,
+        max_new_tokens=args.max_new_tokens,
+        near_tie_steps=judge.near_tie_steps,
+        higher_precision=str(exact.dtype).removeprefix("torch."),
+    )
+
+    def make_report() -> dict[str, Any]:
+        report = {
+            "environment": environment,
+            "references": [describe_reference(one, target.dtype) for one in references],
+            "rows": [
+                describe_row(reference, name, tally, judge)
+                for reference in references
+                for name, tally in reference.tallies.items()
+            ],
+        }
+        if args.json is not None:
+            keep_report(Path(args.json), report)
+        return report
+
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"{dtype}, {attention}", total=args.num_tokens)
-        prompts = []
-        for prompt in iterate_prompts(args, tokenizer, target):
-            prompts.append(prompt)
-            compare_prompt(prompt, references, contenders, args.max_new_tokens, target.dtype)
+        for number, prompt in enumerate(iterate_prompts(args, tokenizer, target), start=1):
+            judge.prompts[prompt.id] = prompt.input_ids[0].tolist()
+            compare_prompt(prompt, references, [*theirs, *ours], args.max_new_tokens, target.dtype)
             done = min(reference.num_tokens for reference in references)
             progress.update(task, completed=done)
             if done >= args.num_tokens:
                 break
-    exact = load_model(args, "float64" if dtype == "float32" else "float32", "eager")
-    judge = Judge(
-        exact, {one.id: one.input_ids[0].tolist() for one in prompts}, tokenizer, NEAR_TIE_STEPS[target.dtype]
-    )
-    return {
-        "environment": describe_environment(
-            target,
-            None,
-            target=args.target,
-            prompts=args.prompts,
-            num_prompts=len(prompts),
-            max_new_tokens=args.max_new_tokens,
-            near_tie_steps=NEAR_TIE_STEPS[target.dtype],
-            higher_precision=str(exact.dtype).removeprefix("torch."),
-        ),
-        "references": [describe_reference(one, target.dtype) for one in references],
-        "rows": [
-            describe_row(reference, name, tally, judge)
-            for reference in references
-            for name, tally in reference.tallies.items()
-        ],
-    }
+            if number % KEEP_EVERY == 0:
+                make_report()
+    return make_report()
 
 
 def load_model(args: DivergenceArguments, dtype: str, attention: str) -> Any:
@@ -181,11 +192,11 @@ def load_model(args: DivergenceArguments, dtype: str, attention: str) -> Any:
     return model.requires_grad_(False).eval().to(device)
 
 
-def make_ours(target: RecordingTarget, drafters: dict[str, Drafter], trees: Sequence[str]) -> list[Contender]:
+def make_ours(
+    target: RecordingTarget, drafters: dict[str, Drafter], trees: Sequence[str], *, segment: int | None
+) -> list[Contender]:
     """Our own ways to decode; the first is plain decoding."""
-    plain = OurGreedy(target)
-    contenders = [Contender("plain decoding", plain)]
-    contenders.append(Contender(f"plain decoding, called anew every {SEGMENT} tokens", plain, SEGMENT))
+    contenders = with_control("plain decoding", OurGreedy(target), segment)
     for name, drafter in drafters.items():
         for tree in trees:
             fitted = fit_tree(tree, drafter.max_depth)
@@ -219,7 +230,11 @@ def compare_prompt(
     for reference in references:
         reference.texts[prompt.id] = reference.decode(tuple(prompt_ids), max_new_tokens)
     for contender in contenders:
-        made: dict[tuple[tuple[int, ...], int], Decoded] = {}
+        made = {
+            (tuple(prompt_ids), len(reference.texts[prompt.id].token_ids)): reference.texts[prompt.id]
+            for reference in references
+            if reference.decode is contender.decode
+        }
 
         def decode(prefix: tuple[int, ...], budget: int) -> Decoded:
             if (prefix, budget) not in made:  # noqa: B023
@@ -237,9 +252,9 @@ def compare_prompt(
 class Judge:
     """Says of a divergence whether it is a near-tie, and what a pass in higher precision makes of its two tokens."""
 
-    def __init__(self, model: Any, prompts: dict[str, list[int]], tokenizer: Any, near_tie_steps: float) -> None:
+    def __init__(self, model: Any, tokenizer: Any, near_tie_steps: float) -> None:
         self.model = model
-        self.prompts = prompts
+        self.prompts: dict[str, list[int]] = {}  # their tokens, by id
         self.tokenizer = tokenizer
         self.near_tie_steps = near_tie_steps
         self.known: dict[tuple[int, ...], torch.Tensor] = {}

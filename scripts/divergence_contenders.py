@@ -126,19 +126,22 @@ def check_decoded(token_ids: list[int], logits: Tensor, num_passes: int) -> Deco
     return Decoded(token_ids, logits, num_passes)
 
 
-def make_transformers(model: Any, *, early_exit: int | None, segment: int) -> list[Contender]:
+def with_control(name: str, plain: Decode, segment: int | None) -> list[Contender]:
+    """Plain decoding, and, as a control without any drafts, plain decoding that is called anew every `segment` tokens:
+    what it then reads as a prompt was decoded token by token before."""
+    control = [] if segment is None else [Contender(f"{name}, called anew every {segment} tokens", plain, segment)]
+    return [Contender(name, plain), *control]
+
+
+def make_transformers(model: Any, *, early_exit: int | None, segment: int | None) -> list[Contender]:
     """transformers' own ways to decode; the first is plain decoding.
 
     Args:
         early_exit: layers of the model that draft for it; None leaves that out.
-        segment: tokens a call of the control that is called anew again and again.
+        segment: see `with_control`.
     """
-    plain = TransformersGreedy(model)
-    contenders = [
-        Contender("transformers generate", plain),
-        Contender(f"transformers generate, called anew every {segment} tokens", plain, segment),
-        Contender("transformers prompt look-up", TransformersGreedy(model, prompt_lookup_num_tokens=10)),
-    ]
+    contenders = with_control("transformers generate", TransformersGreedy(model), segment)
+    contenders.append(Contender("transformers prompt look-up", TransformersGreedy(model, prompt_lookup_num_tokens=10)))
     if early_exit is not None:
         name = f"transformers, assisted by its own first {early_exit} layers"
         contenders.append(Contender(name, TransformersGreedy(model, assistant_early_exit=early_exit)))
