@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class DivergenceArguments:
     heads: list[str] = field(default_factory=list, metadata={"help": "Trained heads: folders or hub ids."})
     tree: list[str] = field(
         default_factory=lambda: ["chain:4", "configs/trees/static12.yaml", "dynamic"],
-        metadata={"help": "Trees, as for benchmark.py; those of n-grams and heads."},
+        metadata={"help": "Trees for the heads, as for benchmark.py; n-grams draft with the first one."},
     )
     dtype: list[str] = field(
         default_factory=lambda: ["bfloat16"], metadata={"help": f"Dtypes: {', '.join(DTYPES[1:])}."}
@@ -141,10 +141,9 @@ def measure_combination(args: DivergenceArguments, dtype: str, attention: str) -
     model = load_model(args, dtype, attention)
     target = RecordingTarget(model)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    drafters: dict[str, Drafter] = {"n-grams": NgramDrafter()}
-    drafters |= load_all_heads(args.heads, target, is_only_target=True)[0]
+    heads = load_all_heads(args.heads, target, is_only_target=True)[0]
     theirs = make_transformers(model, early_exit=args.early_exit, segment=args.segment)
-    ours = make_ours(target, drafters, args.tree, segment=args.segment)
+    ours = make_ours(target, heads, args.tree, segment=args.segment)
     references = [Reference(theirs[0].name, theirs[0].decode), Reference(ours[0].name, ours[0].decode)]
     exact = load_model(args, "float64" if dtype == "float32" else "float32", "eager")
     judge = Judge(exact, tokenizer, NEAR_TIE_STEPS[target.dtype])
@@ -193,15 +192,15 @@ def load_model(args: DivergenceArguments, dtype: str, attention: str) -> Any:
 
 
 def make_ours(
-    target: RecordingTarget, drafters: dict[str, Drafter], trees: Sequence[str], *, segment: int | None
+    target: RecordingTarget, heads: Mapping[str, Drafter], trees: Sequence[str], *, segment: int | None
 ) -> list[Contender]:
     """Our own ways to decode; the first is plain decoding."""
     contenders = with_control("plain decoding", OurGreedy(target), segment)
-    for name, drafter in drafters.items():
-        for tree in trees:
-            fitted = fit_tree(tree, drafter.max_depth)
-            decode = OurGreedy(target, drafter, parse_tree(fitted))
-            contenders.append(Contender(f"{name}, {Path(fitted).stem}", decode))
+    ngrams = NgramDrafter()
+    pairs = [("n-grams", ngrams, trees[0]), *((name, one, tree) for name, one in heads.items() for tree in trees)]
+    for name, drafter, tree in pairs:
+        fitted = fit_tree(tree, drafter.max_depth)
+        contenders.append(Contender(f"{name}, {Path(fitted).stem}", OurGreedy(target, drafter, parse_tree(fitted))))
     return contenders
 
 

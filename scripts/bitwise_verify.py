@@ -10,6 +10,7 @@ compared bit by bit; then the operations of a pass are run one by one, with one 
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import time
