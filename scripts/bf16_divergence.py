@@ -302,7 +302,7 @@ def describe_row(reference: Reference, name: str, tally: Tally, judge: Judge) ->
         "num_first": sum(one["is_first"] for one in divergences),
         "num_until_first": tally.num_until_first,
         "first_per_10000": tally.first_per_10000,
-        "num_passes": tally.num_passes,
+        "tokens_per_pass": tally.num_emitted / tally.num_passes,
         "equal_rows": tally.num_equal_rows / max(len(tally.changes), 1),
         "change_steps": {label: float(changes.quantile(q)) for label, q in QUANTILES.items()},
         "num_near_ties": sum(one["is_near_tie"] for one in divergences),

@@ -70,7 +70,7 @@ class Tally:
     Attributes:
         num_tokens: positions compared.
         num_until_first: those up to a text's first divergence, it included, or to its end.
-        num_passes: of the target, prompts included.
+        num_emitted, num_passes: tokens and passes of the target of all calls, those behind a divergence included.
         num_equal_rows: agreeing positions at which all V logits are bitwise those of the text.
         changes: at agreeing positions, how much the lead of the text's token over the runner-up differs between the
             two passes, in steps of the dtype.
@@ -78,6 +78,7 @@ class Tally:
 
     num_tokens: int = 0
     num_until_first: int = 0
+    num_emitted: int = 0
     num_passes: int = 0
     num_equal_rows: int = 0
     divergences: list[Divergence] = field(default_factory=list)
@@ -125,6 +126,7 @@ def count_divergences(
     while start < length:
         budget = length - start if segment is None else min(segment, length - start)
         run = decode((*prompt_ids, *text.token_ids[:start]), budget)
+        tally.num_emitted += len(run.token_ids)
         tally.num_passes += run.num_passes
         pairs = zip(text.token_ids[start : start + budget], run.token_ids, strict=False)
         same = next((place for place, (token, other) in enumerate(pairs) if token != other), None)
