@@ -31,7 +31,7 @@ from benchmark_texts import share_of_repeated_ngrams
 from divergence_contenders import Contender, OurGreedy, RecordingTarget, make_transformers, with_control
 from divergence_count import Decode, Decoded, Tally, count_divergences, find_gaps
 from divergence_render import render
-from model_loading import DTYPES, fit_tree, parse_tree
+from model_loading import fit_tree, parse_tree
 from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
@@ -44,6 +44,7 @@ KEEP_EVERY = 20  # prompts; what was counted is then written
 # A divergence is a near-tie when both passes hold its two tokens at most so many numbers of the dtype apart. Where
 # nothing diverges, two passes of plain decoding already differ by about half as much (`change_steps`).
 NEAR_TIE_STEPS = {torch.bfloat16: 4.0, torch.float16: 8.0, torch.float32: 32.0}
+ORDER = ("bfloat16", "float16", "float32")  # of the reports
 QUANTILES = {"median": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 
 
@@ -58,9 +59,7 @@ class DivergenceArguments:
         default_factory=lambda: ["chain:4", "configs/trees/static12.yaml", "dynamic"],
         metadata={"help": "Trees for the heads, as for benchmark.py; n-grams draft with the first one."},
     )
-    dtype: list[str] = field(
-        default_factory=lambda: ["bfloat16"], metadata={"help": f"Dtypes: {', '.join(DTYPES[1:])}."}
-    )
+    dtype: list[str] = field(default_factory=lambda: ["bfloat16"], metadata={"help": f"Dtypes: {', '.join(ORDER)}."})
     attention: list[str] = field(default_factory=lambda: ["sdpa"], metadata={"help": "sdpa, eager, or both."})
     early_exit: int | None = field(
         default=None, metadata={"help": "Also transformers' generation assisted by so many of the target's own layers."}
@@ -76,8 +75,8 @@ class DivergenceArguments:
     markdown: str | None = field(default=None, metadata={"help": "A file for the tables; they are printed anyway."})
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.dtype if name not in DTYPES[1:]]:
-            raise ValueError(f"got --dtype {' '.join(unknown)}; allowed are {', '.join(DTYPES[1:])}")
+        if unknown := [name for name in self.dtype if name not in ORDER]:
+            raise ValueError(f"got --dtype {' '.join(unknown)}; allowed are {', '.join(ORDER)}")
         if unknown := [name for name in self.attention if name not in ("sdpa", "eager")]:
             raise ValueError(f"got --attention {' '.join(unknown)}; allowed are sdpa and eager")
         if min(self.num_tokens, self.max_new_tokens, 1 if self.threads is None else self.threads) < 1:
@@ -129,7 +128,7 @@ def keep_report(path: Path, report: dict[str, Any]) -> None:
 
     def find_place(one: dict[str, Any]) -> tuple[int, bool]:
         environment = one["environment"]
-        return DTYPES.index(environment["dtype"]), environment["attention"] != "sdpa"
+        return ORDER.index(environment["dtype"]), environment["attention"] != "sdpa"
 
     others = (one for one in read_reports(path) if find_place(one) != find_place(report))
     write_json(path, sorted([*others, report], key=find_place))

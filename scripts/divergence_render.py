@@ -18,9 +18,9 @@ that had not happened, per token up to and including them. ± is the standard er
 A step is the distance of neighbouring numbers of the dtype at the size of the larger logit. "Lead changed" is by how
 many steps the best token's lead over the runner-up differs between the text's pass and the decoding's own one, where
 both choose the same token: what rounding does everywhere. "Rows equal" is the share of those positions at which all
-logits are bitwise the same. Each divergence is judged by its two tokens' logits: "ahead" is how far the text's token led
-in the pass that wrote the text, "behind" how far it trailed in the decoding's own pass; both within the limit make a
-near-tie. tokens/pass are those of the target, prompts included.
+logits are bitwise the same. Each divergence is judged by its two tokens' logits: "ahead" is how far the text's token
+led in the pass that wrote the text, "behind" how far it trailed in the decoding's own pass; both within the limit make
+a near-tie. tokens/pass are those of the target, prompts included.
 """
 
 
@@ -101,10 +101,12 @@ def _list_divergences(rows: Sequence[dict[str, Any]], environment: dict[str, Any
     num_for_text = sum(one["exact"][0] > one["exact"][1] for _, one in every)
     largest = max(max(one["plain_gap"], one["own_gap"]) for _, one in every)
     far = [one for _, one in every if not one["is_near_tie"]]
-    verdict = "Every divergence is a near-tie" if not far else f"**{len(far)} divergences are no near-ties**"
+    verdict = f"All {len(every)} divergences are near-ties"
+    if far:
+        verdict = f"**{len(far)} of {len(every)} divergences are no near-ties**"
     summary = (
-        f"{verdict}: {len(every)} divergences, tokens at most {largest:.1f} steps apart in either pass. One pass in "
-        f"{environment['higher_precision']} prefers the text's token in {num_for_text} of them."
+        f"{verdict}: tokens at most {largest:.1f} steps apart in either pass. One pass in "
+        f"{environment['higher_precision']} prefers the text's token in {num_for_text} of {len(every)}."
     )
     places: dict[tuple[Any, ...], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for row, one in every:
