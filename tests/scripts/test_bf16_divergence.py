@@ -126,6 +126,7 @@ def test_everybody_keeps_the_logits_of_its_own_passes(attention: str) -> None:
     """In float32 a tiny target's texts agree, and every kept row is that of a plain pass but for rounding."""
     model = tiny_target("llama", initializer_range=0.3, attn_implementation=attention)
     target = RecordingTarget(model)
+    model.generation_config.eos_token_id = 0  # transformers 5.4.0 cannot look up prompts without one
     prompt = random_prompt(9)
     plain = TransformersGreedy(model)(tuple(prompt[0].tolist()), 24)
     full = model(torch.tensor([[*prompt[0].tolist(), *plain.token_ids]])).logits[0, 8:-1]
@@ -164,6 +165,7 @@ def test_the_program_writes_what_it_counted(
     assert json.loads(path.read_text())["reports"] == reports
     assert table.read_text() == render(reports)
     for report in reports:
+        limit = report["environment"]["near_tie_steps"]
         names = {row["name"] for row in report["rows"]}
         assert {"plain decoding", "transformers generate", "n-grams, chain:2", "transformers prompt look-up"} < names
         for row in report["rows"]:
@@ -172,7 +174,7 @@ def test_the_program_writes_what_it_counted(
             for one in row["divergences"]:
                 assert one["plain"][0] >= one["plain"][1]
                 assert one["own"][0] <= one["own"][1]
-                assert one["is_near_tie"]
+                assert one["is_near_tie"] == (max(one["plain_gap"], one["own_gap"]) <= limit)
     assert all(not row["num_divergences"] for row in reports[1]["rows"])
 
 
