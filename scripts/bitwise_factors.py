@@ -98,7 +98,7 @@ def _compare_rows(
     yield operation, "other rows beside it", usual[:1], function(replaced)[:1]
     for count in COUNTS:
         parts = [function(inputs[start : start + count]) for start in range(0, NUM_ROWS, count)]
-        yield operation, f"{count} rows instead of {NUM_ROWS}", usual, torch.cat(parts)[:NUM_ROWS]
+        yield operation, f"{count} row{'s' * (count > 1)} instead of {NUM_ROWS}", usual, torch.cat(parts)[:NUM_ROWS]
 
 
 def _compare_attention(
@@ -130,7 +130,7 @@ def _compare_attention(
     for count in COUNTS:
         starts = range(0, NUM_ROWS, count)
         parts = [attend(query[:, :, i : i + count], key, value, chain[i : i + count]) for i in starts]
-        yield name, f"{count} rows instead of {NUM_ROWS}", usual, torch.cat(parts)[:NUM_ROWS]
+        yield name, f"{count} row{'s' * (count > 1)} instead of {NUM_ROWS}", usual, torch.cat(parts)[:NUM_ROWS]
     for view in (192, 320, 1024):
         yield name, f"{view} slots in view instead of {VIEW}", usual, attend(rows, key, value, seen, view)
     last = NUM_COMMITTED + NUM_ROWS

@@ -17,7 +17,8 @@ cache of its own behind the same prompt, so a difference stays in the cache and 
 says otherwise, the other side is plain decoding through passes of a fixed shape: one token a pass as the root, other
 rows padding that sees itself alone, and a fixed view of the cache. In chains and trees the text's tokens are mixed with
 wrong ones: how many of a pass are kept, and at which nodes of a tree they stand, is drawn. "The text's nodes first" is
-a tree whose path lies in neighbouring slots; in other trees slots of wrong nodes lie between those of the path.
+a tree whose path lies in neighbouring slots; in other trees slots of wrong nodes lie between those of the path. Views
+that grow are a `Decoder`'s: as many slots as are needed, rounded up to 64.
 
 The second table runs operations of the target's first layer, and its LM head, on random numbers.
 """

@@ -66,11 +66,13 @@ COMPARISONS = (
     Comparison(f"tree of {SIZE}, one pass behind the plain cache", Shape("tree", SIZE, VIEW), refill=PLAIN),
     Comparison(f"tree of {SIZE}", Shape("tree", SIZE, VIEW)),
     Comparison("view that grows", Shape("padding", SIZE)),
-    Comparison(f"views that grow: chain of {SIZE}", Shape("chain", SIZE), Shape("padding", SIZE)),
-    Comparison("as decoded today: 1 row, chain of 5", Shape("chain", 5), Shape("padding", 1)),
-    Comparison(f"as decoded today: 1 row, tree of {SIZE}", Shape("tree", SIZE), Shape("padding", 1)),
-    Comparison("4 rows, chain of 5, views that grow", Shape("chain", 5), Shape("padding", 4)),
-    Comparison(f"4 rows, tree of {SIZE}, views that grow", Shape("tree", SIZE), Shape("padding", 4)),
+    Comparison(f"views that grow: chain of {SIZE}, beside {SIZE} rows", Shape("chain", SIZE), Shape("padding", SIZE)),
+    Comparison("views that grow: chain of 5, beside 1 row (a Decoder's)", Shape("chain", 5), Shape("padding", 1)),
+    Comparison(
+        f"views that grow: tree of {SIZE}, beside 1 row (a Decoder's)", Shape("tree", SIZE), Shape("padding", 1)
+    ),
+    Comparison("views that grow: chain of 5, beside 4 rows", Shape("chain", 5), Shape("padding", 4)),
+    Comparison(f"views that grow: tree of {SIZE}, beside 4 rows", Shape("tree", SIZE), Shape("padding", 4)),
 )
 
 
