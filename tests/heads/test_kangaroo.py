@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaModel
 
 from heads import DraftHeads, create_heads
 from heads.kangaroo import KangarooHeads, default_exit_layer
@@ -96,8 +97,9 @@ class TestRefusedTargets:
 
     def test_layers_that_do_not_run_by_themselves(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model: Any = tiny_target("llama")
-        # As accelerate does when it spreads a model over devices: a copy would still run the whole model.
-        monkeypatch.setattr(model.model, "forward", model.model.forward)
+        run = LlamaModel.forward
+        # A forward that knows the model it was made for: a copy still runs the whole of it.
+        monkeypatch.setattr(LlamaModel, "forward", lambda _, **inputs: run(model.model, **inputs))
         with pytest.raises(ValueError, match=r"does not compute its first 2 layers by themselves .* differ by"):
             create_heads("kangaroo", Target(model), exit_layer=2)
 

@@ -154,10 +154,15 @@ def load_quantised(config: Any, folder: Path) -> PreTrainedModel:
 @pytest.mark.filterwarnings("ignore")  # of the quantisers
 @pytest.mark.parametrize("method", WEIGHT_ONLY)
 def test_quantised_weights(method: str, tmp_path: Path) -> None:
-    """With quantised weights and full activations, the text is the quantised model's own, token for token."""
+    """With quantised weights and full activations, the text is the quantised model's own, token for token; and heads
+    that copy the LM head get what it computes with."""
     target = check_greedy_text(load_quantised(WEIGHT_ONLY[method](), tmp_path))
     assert target.dtype == torch.float32
-    assert target.compute_logits(torch.zeros(1, 64)).shape == (1, VOCAB_SIZE)
+    hidden = torch.randn(5, 64)
+    logits = target.compute_logits(hidden)
+    assert logits.shape == (5, VOCAB_SIZE)
+    copied = hidden @ target.lm_head_weight().T
+    assert (copied - logits).norm() < 0.005 * logits.norm()  # bitsandbytes' 4-bit product is in bfloat16 on a CPU
 
 
 @pytest.mark.filterwarnings("ignore")
