@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from inference.acceptance import PREFIX_FREE, Sampler
@@ -152,7 +151,7 @@ class Decoder:
             if on_step is not None and request.batch_size > 1:
                 raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
             loop = self._begin(request, seed, stats, clock, reuse_cache=reuse_cache, on_step=on_step)
-            with self._holding(loop), torch.inference_mode(), self._step.active():
+            with self._holding(loop), self.target.without_autograd(), self._step.active():
                 for _ in loop.steps():
                     pass
             clock.pause()
@@ -250,7 +249,7 @@ class Decoder:
 
     def _advance(self, steps: Iterator[list[list[int]]]) -> list[list[int]] | None:
         """One step. Inference mode belongs to a thread, so it is entered anew for every step."""
-        with torch.inference_mode(), self._step.active():
+        with self.target.without_autograd(), self._step.active():
             return next(steps, None)
 
     def _begin(
@@ -334,7 +333,7 @@ class Decoder:
         if key not in self._costs:
             seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
             sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
-            with torch.inference_mode(), self._step.active():
+            with self.target.without_autograd(), self._step.active():
                 self._costs[key] = find_costs(self._step, self.policy, batch_size, sampler)
         return self._costs[key]
 

@@ -15,10 +15,11 @@ from inference.probe_tree import (
     check_branches,
     draw_ids,
     refusing,
+    takes_inference_mode,
 )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeMasks, device: torch.device) -> Findings:
     """`examine_model` for an encoder-decoder model: the same tree, behind a source of three tokens, by its logits."""
     name = type(model).__name__
@@ -39,4 +40,5 @@ def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeM
         )
     check_branches(name, tree_logits[0], logits[0], noise=0.0)
     specs = tuple(cache.specs[layer] for layer in range(len(cache.specs)))
-    return Findings(specs, None, logits.shape[-1], None)
+    is_fast = takes_inference_mode(lambda: model(**plain))
+    return Findings(specs, None, logits.shape[-1], None, is_fast)

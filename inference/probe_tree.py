@@ -34,12 +34,26 @@ class Findings:
         scale_logits: from the LM head's output to logits, None if not reproducible.
         vocab_size: of the logits.
         state_size: width of the last hidden state; None where no hidden states are handed over.
+        takes_inference_mode: whether it runs under torch.inference_mode, as some quantised weights do not.
     """
 
     layer_specs: tuple[LayerSpec, ...]
     scale_logits: ScaleLogits | None
     vocab_size: int
     state_size: int | None
+    takes_inference_mode: bool
+
+
+def takes_inference_mode(run: Callable[[], Any]) -> bool:
+    """Whether `run` runs under torch.inference_mode."""
+    try:
+        with torch.inference_mode():
+            run()
+    except RuntimeError as error:
+        if "inference" not in str(error):
+            raise
+        return False
+    return True
 
 
 class CannotRollBackError(ValueError):

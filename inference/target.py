@@ -12,7 +12,7 @@ transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[n] the last 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,7 @@ class Target:
             findings = examine_model(self._causal_lm, self.text_config, self.masks.from_allowed, self.device)
         self._layer_specs = findings.layer_specs
         self._scale_logits = findings.scale_logits
+        self._takes_inference_mode = findings.takes_inference_mode
         # Others compare the implementation's name with "sdpa" themselves (Falcon), and would take ours for eager.
         self._has_attention_interface: bool = getattr(self._causal_lm, "_supports_attention_backend", False)
         self.vocab_size: int = findings.vocab_size
@@ -130,6 +131,10 @@ class Target:
     def read_source(self, cache: TreeCache, source: Source) -> None:
         """What the rows of an encoder-decoder target's cache are about, until the cache is reset."""
         cache.source = SourceMemory(source)
+
+    def without_autograd(self) -> AbstractContextManager[None]:
+        """What decoding runs in: inference mode, or where the model's weights do not run in it, without gradients."""
+        return torch.inference_mode() if self._takes_inference_mode else torch.no_grad()
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A zeroed cache of `capacity` slots per row: the longest sequence plus the largest tree."""

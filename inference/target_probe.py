@@ -26,6 +26,7 @@ from inference.probe_tree import (
     draw_ids,
     is_single,
     refusing,
+    takes_inference_mode,
 )
 from inference.target_config import find_layer_windows, list_windows
 
@@ -42,7 +43,7 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: t
     return _examine_with(draw_ids(model, 7, device), model, text_config, make_masks)
 
 
-@torch.no_grad()  # not inference mode, in which some quantised weights do not run
+@torch.no_grad()
 def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: MakeMasks) -> Findings:
     """A few forwards of four tokens: cache shapes, proof that masks and positions are honoured, the way to logits."""
     name = type(model).__name__
@@ -77,7 +78,8 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
     windows = list_windows(text_config)
     specs = tuple(replace(cache.specs[layer], window=windows[layer]) for layer in range(num_layers))
-    return Findings(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1])
+    is_fast = takes_inference_mode(lambda: model(**plain))
+    return Findings(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1], is_fast)
 
 
 def _check_window(model: Any, text_config: Any, token_ids: Tensor, make_masks: MakeMasks) -> None:
