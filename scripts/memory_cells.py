@@ -29,14 +29,14 @@ RANDOM_SHAPE = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "num_kv_hea
 @dataclass(frozen=True)
 class Cell:
     """Bytes of one call. cache: the target's keys and values (transformers': as the call leaves them). state: the
-    drafter's own buffers. rest: what the peak has besides weights, heads, cache and state. left: what is alive
-    afterwards, besides weights and heads, when the output is dropped and the decoder kept."""
+    drafter's own buffers. rest: what the peak has besides target, heads, cache and state. left: what is alive
+    afterwards, besides target and heads, when the output is dropped and the decoder kept."""
 
     contender: str
     batch: int
     prompt: int
     new: int
-    weights: int
+    target: int
     heads: int
     cache: int
     state: int
@@ -45,7 +45,7 @@ class Cell:
 
     @property
     def peak(self) -> int:
-        return self.weights + self.heads + self.cache + self.state + self.rest
+        return self.target + self.heads + self.cache + self.state + self.rest
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def measure_ours(name: str, target: Target, drafter: Drafter | None, batch: int,
         batch,
         length,
         new,
-        weights=count_bytes(target.model),
+        target=count_bytes(target.model),
         heads=count_bytes(drafter, besides=[target.model]),
         cache=cache,
         state=state,
@@ -139,7 +139,7 @@ def measure_transformers(target: Target, batch: int, length: int, new: int, *, i
         batch,
         length,
         new,
-        weights=count_bytes(target.model),
+        target=count_bytes(target.model),
         heads=0,
         cache=caches[0],
         state=0,
