@@ -137,7 +137,7 @@ def make_scene_grid(scenes: Sequence[Scene]) -> Grid:
 
 def make_check_grid(checks: Sequence[Check]) -> Grid:
     rows = [[str(c.batch), str(c.prompt), *(_mib(x) for x in (c.tracked, c.profiled, c.resident))] for c in checks]
-    columns = ["batch", "prompt", "tensors followed", "torch.profiler", "max RSS of a process"]
+    columns = ["batch", "prompt", "tensors followed", "torch.profiler", "resident memory of a process"]
     return Grid("one call's peak beyond target and heads, by three rulers", columns, rows, ["MiB"])
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,14 +28,14 @@ RANDOM_SHAPE = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "num_kv_hea
 @dataclass(frozen=True)
 class Cell:
     """Bytes of one call. cache: the target's keys and values (transformers': as the call leaves them). state: the
-    drafter's own buffers. rest: what the peak has besides weights, heads, cache and state. left: what is alive
-    afterwards, besides weights and heads, when the output is dropped and the decoder kept."""
+    drafter's own buffers. rest: what the peak has besides target, heads, cache and state. left: what is alive
+    afterwards, besides target and heads, when the output is dropped and the decoder kept."""
 
     contender: str
     batch: int
     prompt: int
     new: int
-    weights: int
+    target: int
     heads: int
     cache: int
     state: int
@@ -45,7 +44,7 @@ class Cell:
 
     @property
     def peak(self) -> int:
-        return self.weights + self.heads + self.cache + self.state + self.rest
+        return self.target + self.heads + self.cache + self.state + self.rest
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,23 @@ class CallPeak:
     left: int
 
 
-def measure_call(device: torch.device, owners: Sequence[Any], call: Callable[[], Any]) -> CallPeak:
+def measure_call(
+    device: torch.device, owners: Sequence[Any], call: Callable[[], Any], *, prepare: Callable[[], Any] = lambda: None
+) -> CallPeak:
     """One call's bytes beyond those of `owners`, which exist before; what it returns is dropped.
 
     On a CPU tensors are followed (`MemoryTracker`); on an accelerator its allocator is asked.
+
+    Args:
+        prepare: called first; what it leaves counts, its own peak does not.
     """
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
+        prepare()
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
         call()
         torch.cuda.synchronize(device)
         gc.collect()
@@ -74,6 +80,9 @@ def measure_call(device: torch.device, owners: Sequence[Any], call: Callable[[],
     tracker.follow(*owners)
     before = tracker.live
     with tracker:
+        prepare()
+        gc.collect()
+        tracker.restart_peak()
         call()
     gc.collect()
     return CallPeak(tracker.peak - before, tracker.live - before)
@@ -104,7 +113,7 @@ def measure_ours(name: str, target: Target, drafter: Drafter | None, batch: int,
         batch,
         length,
         new,
-        weights=count_bytes(target.model),
+        target=count_bytes(target.model),
         heads=count_bytes(drafter, besides=[target.model]),
         cache=cache,
         state=state,
@@ -118,6 +127,8 @@ def measure_transformers(target: Target, batch: int, length: int, new: int, *, i
     prompts = random_prompts(target, batch, length)
     options = {"cache_implementation": "static"} if is_static else {}
     caches: list[int] = []
+    # It makes static caches as long as the longest so far: as if this were the first.
+    vars(target.model).pop("_previous_max_cache_length", None)
 
     def call() -> None:
         output = target.model.generate(
@@ -139,7 +150,7 @@ def measure_transformers(target: Target, batch: int, length: int, new: int, *, i
         batch,
         length,
         new,
-        weights=count_bytes(target.model),
+        target=count_bytes(target.model),
         heads=0,
         cache=caches[0],
         state=0,
@@ -206,16 +217,21 @@ def measure_scenes(target: Target, drafter: Drafter) -> list[Scene]:
     found = []
     for name, first, then in scenes:
         decoder = Decoder(target, drafter)
-        kept: list[Any] = [generate_for_ever(decoder, prompts(*first), 8)]
-        kept.clear()
-        held = count_bytes(decoder._cache, decoder._held, besides=[target.model, drafter])
-        before = count_bytes(decoder._cache)
-        owners = [target.model, drafter, decoder._cache, decoder._held]
-
-        call_peak = measure_call(target.device, owners, partial(_keep_result, kept, then, decoder))
-        owners.clear()
-        found.append(Scene(name, before, count_bytes(decoder._cache), held + call_peak.peak, held + call_peak.left))
+        kept: list[Any] = []
+        sizes: list[int] = []
+        call = measure_call(
+            target.device,
+            [target.model, drafter],
+            partial(_keep_result, kept, then, decoder),
+            prepare=partial(_decode_first, decoder, prompts(*first), sizes),
+        )
+        found.append(Scene(name, sizes[0], count_bytes(decoder._cache), call.peak, call.left))
     return found
+
+
+def _decode_first(decoder: Decoder, prompts: Tensor, sizes: list[int]) -> None:
+    generate_for_ever(decoder, prompts, 8)
+    sizes.append(count_bytes(decoder._cache))
 
 
 def _keep_result(kept: list[Any], then: Callable[[Decoder], Any], decoder: Decoder) -> None:
@@ -224,8 +240,8 @@ def _keep_result(kept: list[Any], then: Callable[[Decoder], Any], decoder: Decod
 
 @dataclass(frozen=True)
 class Check:
-    """One call's peak beyond the weights, as three rulers see it, in bytes; resident memory is 0 where the process's
-    largest is not told in KiB (only Linux does)."""
+    """One call's peak beyond the weights, as three rulers see it, in bytes; resident memory is 0 where
+    Linux does not tell it."""
 
     batch: int
     prompt: int
@@ -252,7 +268,20 @@ def check_rulers(batch: int, length: int, new: int = 8) -> Check:
 def _grow_resident(batch: int, length: int, new: int) -> int:
     target, drafter = build_wide_target(length + 256, torch.device("cpu"))
     generate_for_ever(Decoder(target, drafter), random_prompts(target, 1, 16), new)  # code and tables
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _read_resident("VmRSS")
+    if before:
+        Path("/proc/self/clear_refs").write_text("5")  # the largest size begins anew
     generate_for_ever(Decoder(target, drafter), random_prompts(target, batch, length), new)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return grown * 1024 if sys.platform == "linux" else 0
+    return _read_resident("VmHWM") - before
+
+
+def _read_resident(name: str) -> int:
+    """The process's resident memory (VmRSS) or its largest (VmHWM); 0 where Linux does not tell it.
+
+    `resource.getrusage` will not do: the largest size it tells of a process is never below its parent's.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
