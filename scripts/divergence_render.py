@@ -13,7 +13,8 @@ LEGEND = """
 Greedy decoding, batch 1. "Reference" is the plain decoding whose text is held fixed: where a decoding chooses another
 token, that is one divergence, and it is called anew behind the text's own token, so every position is compared once.
 Called anew, it reads as a prompt what was decoded token by token before; "first" counts only divergences before which
-that had not happened, per token up to and including them. ± is the standard error of a count, its square root.
+that had not happened, per token up to and including them. ± is the standard error of a count, its square root; where
+nothing was counted, the rate is below 3 / tokens with a confidence of 95%.
 
 A step is the distance of neighbouring numbers of the dtype at the size of the larger logit. "Lead changed" is by how
 many steps the best token's lead over the runner-up differs between the text's pass and the decoding's own one, where
@@ -81,7 +82,7 @@ def _make_grid(reference: str, rows: Iterable[dict[str, Any]], limit: float) -> 
                 row["name"],
                 f"{row['num_tokens']:,}",
                 str(row["num_divergences"]),
-                f"{row['per_10000']:.1f} ± {row['standard_error']:.1f}",
+                _describe_rate(row),
                 str(row["num_first"]),
                 f"{row['first_per_10000']:.1f}",
                 f"{row['num_near_ties']}/{row['num_divergences']}",
@@ -91,6 +92,12 @@ def _make_grid(reference: str, rows: Iterable[dict[str, Any]], limit: float) -> 
             ]
         )
     return Grid(f"Divergences from {reference}", columns, cells)
+
+
+def _describe_rate(row: dict[str, Any]) -> str:
+    if not row["num_divergences"]:
+        return f"0 (< {3e4 / row['num_tokens']:.0f})"
+    return f"{row['per_10000']:.1f} ± {row['standard_error']:.1f}"
 
 
 def _list_divergences(rows: Sequence[dict[str, Any]], environment: dict[str, Any]) -> list[str]:
