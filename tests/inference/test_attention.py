@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from inference import Target
-from inference.attention import GROUPED, STOCK, attend_grouped, attend_masked, grouped_attention
+from inference.attention import GROUPED, LONG_PASS, STOCK, attend_grouped, attend_masked, grouped_attention
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -26,9 +26,10 @@ def make_inputs(num_groups: int = 2, num_tokens: int = 5, num_slots: int = 11) -
     return query, key, value, torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
 
 
+@pytest.mark.parametrize("num_tokens", [5, LONG_PASS])
 @pytest.mark.parametrize("scale", [None, 0.2])
-def test_numbers_are_transformers_own(scale: float | None) -> None:
-    query, key, value, mask = make_inputs()
+def test_numbers_are_transformers_own(scale: float | None, num_tokens: int) -> None:
+    query, key, value, mask = make_inputs(num_tokens=num_tokens)
     expected, _ = sdpa_attention_forward(Layer(), query, key, value, mask, scaling=scale)
     found, _ = attend_grouped(Layer(), query, key, value, mask, scaling=scale)
     torch.testing.assert_close(found, expected)

@@ -48,6 +48,14 @@ def heads(vocab_size: int) -> DraftHeads:
     return made.eval().requires_grad_(False)
 
 
+@functools.cache
+def num_states_kept() -> int:
+    """Hidden states that transformers keeps for EAGLE-3's three: older releases keep those of all layers."""
+    model: Any = target(128).model.base_model
+    states = model(random_prompt(4), output_hidden_states=[1, 2, 3]).hidden_states
+    return sum(state is not None for state in states)
+
+
 def generate(decoder: Decoder, prompt: Tensor, new: int, **options: Any) -> Any:
     return decoder.generate(prompt, max_new_tokens=new, **options)
 
@@ -161,7 +169,7 @@ def test_prompts_need_the_activations_of_one_chunk(batch: int, drafts: bool) -> 
     peak, left = track(decoder, lambda: generate(decoder, random_prompt(length, batch_size=batch), 3))
     held = held_bytes(decoder, batch)
     assert left == held
-    bound = held + chunk_bytes(batch, length, 3 if drafts else 0) + small_bytes(batch, length)
+    bound = held + chunk_bytes(batch, length, num_states_kept() if drafts else 0) + small_bytes(batch, length)
     assert held + 0.9 * (bound - held) <= peak <= bound
 
 
@@ -216,10 +224,20 @@ def test_calls_leave_the_cache_and_the_state_alone(batch: int, call: Callable[[D
     assert left - size == held_bytes(decoder, batch, rows_left)
 
 
-@pytest.mark.parametrize("reuses", [False, True], ids=["afresh", "reuse_cache"])
-def test_a_larger_cache_takes_the_place_of_the_old_one(reuses: bool) -> None:
-    """Without anything to copy from it, the old one is gone before; else it goes as soon as it was copied, and before
-    the prompt's first chunk is read."""
+def test_another_batch_size_frees_the_old_cache_first() -> None:
+    decoder = Decoder(target(128), heads(128))
+    with MemoryTracker() as tracker:
+        generate(decoder, random_prompt(300, batch_size=3), 3)
+        gc.collect()
+        old = held_bytes(decoder, 3)
+        others = tracker.live - old
+        tracker.restart_peak()
+        generate(decoder, random_prompt(8), 3)
+    assert tracker.peak - others < old + cache_bytes(1, 256)
+
+
+def test_a_larger_cache_takes_the_place_of_the_old_one() -> None:
+    """The old one goes as soon as it was copied, before the prompt's first chunk is read."""
     decoder = Decoder(target(128), heads(128))
     prompt = random_prompt(512)
     with MemoryTracker() as tracker:
@@ -228,9 +246,8 @@ def test_a_larger_cache_takes_the_place_of_the_old_one(reuses: bool) -> None:
         old = held_bytes(decoder, 1)
         others = tracker.live - old
         tracker.restart_peak()
-        generate(decoder, prompt, 3, reuse_cache=reuses)
+        generate(decoder, prompt, 3, reuse_cache=True)
     peak, new = tracker.peak - others, held_bytes(decoder, 1)
-    # Of the cache, the drafter's state and a plane on its way there are two only while they are copied.
-    activations = chunk_bytes(1, 576, 3) + small_bytes(1, 512)
-    assert old < activations
+    activations = chunk_bytes(1, 576, num_states_kept()) + small_bytes(1, 512)
+    assert old < activations  # the two caches together are not the peak
     assert new + activations - old < peak <= new + activations
