@@ -217,8 +217,8 @@ def test_calls_leave_the_cache_and_the_state_alone(batch: int, call: Callable[[D
     decoder = Decoder(target(128), heads(128))
     kept: list[Any] = []
     _, left = track(decoder, lambda: kept.append(call(decoder)))
-    if isinstance(kept[0], TokenStream):  # the prompt as given and as read, its length and its last token
-        size = 8 * (20 + 20 + 1 + 1)
+    if isinstance(kept[0], TokenStream):  # the prompt as given, as read and as shown, its length and its last token
+        size = 8 * (20 + 20 + 20 + 1 + 1)
     else:
         size = count_bytes(kept)
     assert left - size == held_bytes(decoder, batch, rows_left)
