@@ -215,7 +215,9 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
             raise ValueError(
                 "these heads are bound to another model, whose decoders they would change: load them again for this one"
             )
-        self._bound[:] = [target]
+        bound = self._bound[0] if self._bound else None
+        if bound is None or (bound.dtype, bound.device) != (target.dtype, target.device):  # another thread may use it
+            self._bound[:] = [target]
         return cast(Self, cast(nn.Module, self).to(target.device))
 
     @property

@@ -176,7 +176,7 @@ class Sampler:
             processors = []
             for processor in self.processors:
                 if type(processor) not in PREFIX_FREE:
-                    own: Any = copy.copy(processor)
+                    own = _copy_processor(processor)
                     ignored = getattr(own, "prompt_ignore_length", None)  # of RepetitionPenaltyLogitsProcessor
                     if isinstance(ignored, Tensor) and ignored.numel() > 1:
                         own.prompt_ignore_length = ignored.reshape(ignored.numel(), -1)[number]
@@ -228,8 +228,23 @@ class Sampler:
         return scores
 
 
+def _copy_processor(processor: Any) -> Any:
+    """A processor that shares what it was given, but not what it writes down."""
+    own = copy.copy(processor)
+    for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
+        if isinstance(value, (dict, list, set)):
+            setattr(own, name, copy.copy(value))
+    return own
+
+
 def _cut_source(processor: Any, row: int, batch_size: int) -> None:
-    """Leaves a copied processor that knows all source texts with its row's (`num_return_sequences` rows share one)."""
+    """Leaves a copied processor that knows other texts of all rows with its row's (`num_return_sequences` rows share
+    one)."""
+    context = getattr(processor, "unconditional_context", None)  # of UnbatchedClassifierFreeGuidanceLogitsProcessor
+    if isinstance(context, dict):
+        for name in ("input_ids", "attention_mask"):
+            if isinstance(texts := context.get(name), Tensor):
+                context[name] = texts[row * len(texts) // batch_size][None]
     texts = getattr(processor, "encoder_input_ids", None)  # of EncoderRepetitionPenaltyLogitsProcessor
     if isinstance(texts, Tensor):
         processor.encoder_input_ids = texts[row * len(texts) // batch_size][None]

@@ -51,14 +51,18 @@ class StepCompiler:
         if self.is_freezing:
             is_for_onednn = _prefers_onednn(weight.dtype for weight in weights)
             self.options = FROZEN_OPTIONS if is_for_onednn else FROZEN_OPTIONS | OWN_KERNELS
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Compiled functions are called inside this block: whether weights are frozen is a global setting of torch."""
+        """Compiled functions are called inside this block: limits, and whether weights are frozen, are settings of
+        torch."""
         # Stored graphs would hold weights, and not be told apart by them.
         frozen = {"freezing": True, "fx_graph_cache": False}
-        with torch._inductor.config.patch(frozen if self.is_freezing else {}):
+        limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)  # in newer releases a thread's own
+        with (
+            torch._dynamo.config.patch(recompile_limit=limit),
+            torch._inductor.config.patch(frozen if self.is_freezing else {}),
+        ):
             yield
 
     def compile(self, function: Function, *, is_automatic: bool = False) -> Function:

@@ -212,7 +212,7 @@ class DecodeLoop:
 
     def _leave_finished(self, emission: _Emission) -> _Emission:
         """Rows that have ended leave the batch: the last ones take their places, in the cache and everywhere else."""
-        unfinished = set(self.request.unfinished)
+        unfinished = self.request.unfinished
         num_left = sum(row in unfinished for row in self._rows)
         if num_left == len(self._rows) or not self._may_leave:
             return emission

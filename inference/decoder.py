@@ -25,7 +25,7 @@ from inference.hf_request import Request, make_request
 from inference.kv_cache import TreeCache
 from inference.noise import row_seeds
 from inference.policy import TreePolicy, resolve_policy
-from inference.prompt_reading import HeldTexts, PromptReader, ReadPrompts
+from inference.prompt_reading import HeldTexts, PromptReader, ReadPrompts, leave_room
 from inference.stats import GenerationStats, PhaseClock
 from inference.step import DecodeStep
 from inference.target import Target
@@ -124,7 +124,8 @@ class Decoder:
             seed: one integer (row b uses hash(seed, b)), one per row, or None to draw from torch's global generator.
             reuse_cache: do not read again what this decoder's last call has left in its cache of the prompts'
                 beginnings: a conversation goes on, or every row begins with the same instructions. The text is the
-                same up to rounding (its keys and values may come from a pass over other rows).
+                same up to rounding (its keys and values may come from a pass over other rows). Of rows that ended
+                before others nothing is left. Whoever changes weights or adapters in between leaves it out.
             streamer: a transformers streamer (batch 1); receives every token as it is emitted.
             on_step: called after every step of a batch of 1 with the tokens kept and how many of them were drafted.
             tokenizer, stop_strings: as in transformers.
@@ -173,6 +174,9 @@ class Decoder:
         Arguments and errors are those of `generate`. The decoder is taken until the stream is read to its end, closed
         or dropped.
         """
+        for name in ("streamer", "on_step"):
+            if generate_kwargs.pop(name, None) is not None:
+                raise ValueError(f"{name} is for generate(): a stream hands out the tokens itself; leave it out")
         if input_ids.dim() == 2 and input_ids.shape[0] > 1:
             raise ValueError(
                 f"a stream has one row, and input_ids has {input_ids.shape[0]}: stream rows one by one, or generate() "
@@ -274,9 +278,11 @@ class Decoder:
                 "has no copy_rows (inference.drafter.RowCopyingDrafter): add it, or leave reuse_cache out"
             )
         rows, kept = held.match(prompts) if held is not None and reuse_cache else ([], [])
+        capacity = request.max_length + step.num_slots_behind
+        if kept:
+            kept = leave_room(kept, prompts, min(capacity, self.target.max_length or capacity))
         # A first token is read once, and stays with its row.
         is_held = any(kept) and (min(kept) > 0 or not hasattr(self.drafter, "read_first"))
-        capacity = request.max_length + step.num_slots_behind
         if held is None or not is_held:
             held = None  # with its cache, which may have to make room for another
             cache = self._get_cache(request.batch_size, capacity)

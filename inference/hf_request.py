@@ -39,11 +39,16 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_lookup_num_tokens": ((None,), "pass an inference.ngram.NgramDrafter as the drafter instead"),
     "assistant_early_exit": ((None,), "pass heads as the drafter instead"),
     "use_mtp": ((None, False), "pass heads as the drafter instead"),
+    "dola_layers": ((None,), "DoLa compares layers, which is another decoding method; leave it out"),
+    "force_words_ids": ((None,), "constraints need beam search; leave it out, or use a logits processor"),
+    "constraints": ((None,), "constraints need beam search; leave it out, or use a logits processor"),
     "use_cache": ((None, True), "the loop needs its cache; leave it out"),
     "output_attentions": ((None, False), "a verify step has attention over a tree; leave it out"),
     "output_hidden_states": ((None, False), "hidden states are not collected; leave it out"),
 }
 _LEAVE_OUT = "leave it out"
+# What transformers makes of these arguments of generate is read here; whatever else the model takes would be dropped.
+_READ = {"use_cache", "attention_mask", "decoder_attention_mask", "decoder_input_ids", "encoder_outputs", "tokenizer"}
 _REFUSED_ARGUMENTS = {
     "assistant_model": "pass an inference.small_model.SmallModelDrafter of it as the drafter instead",
     "past_key_values": _LEAVE_OUT,
@@ -122,7 +127,7 @@ class Request:
         self.pad_token_id = _pad_token_id(config)
         self._prompt_lengths = counts
         self._new: list[list[int]] = [[] for _ in counts]
-        self.unfinished = list(range(len(counts)))
+        self.unfinished = set(range(len(counts)))
         self.budgets = [limit - self.input_ids.shape[1]] * len(counts)
         if target.max_length is not None:
             self._cut_budgets(target.max_length, target.length_limit_reason)
@@ -203,9 +208,10 @@ class Request:
 
     def _raise_no_token(self, row: int) -> None:
         raise ValueError(
-            f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are NaN there, or "
-            "logits processors forbid every token. Look at target(**inputs).logits (half-precision weights that "
-            "overflow give NaN), and at the processors and their bad words, prefixes or grammar"
+            f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are NaN there "
+            "(hidden states of a token drafted in the same pass can be why), or logits processors forbid every token. "
+            "Look at target(**inputs).logits (half-precision weights that overflow give NaN), and at the processors, "
+            "with their bad words, prefixes or grammar"
         )
 
     def _meets_criteria(self, row: int) -> bool:
@@ -302,6 +308,9 @@ def make_request(
                 raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
         if streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
+        dropped = sorted((model_kwargs.keys() & generate_kwargs.keys()) - _READ)
+        if dropped:
+            raise ValueError(f"{', '.join(dropped)}: this decode loop hands the model token ids alone; leave it out")
         mask, source = model_kwargs.get("attention_mask"), None
         if target.is_encoder_decoder:  # the mask is the source's, and the ids are the decoder's
             source = Source.of_call(given_ids, mask, model_kwargs["encoder_outputs"].last_hidden_state)

@@ -97,6 +97,7 @@ class TreeCache(Cache):
         self.view_multiple = view_multiple
         self.length_bound = 0
         self.length_floor = 0
+        self._num_used = 0  # slots that may hold something since the last reset
         self.source: SourceMemory | None = None
         groups: dict[PlaneSpec, int] = {}  # planes of one shape, dtype and device share a stacked buffer
         places: list[tuple[PlaneSpec, int]] = []
@@ -158,12 +159,16 @@ class TreeCache(Cache):
         the view is slots 12 .. S - 1.
         """
         self.slots_in_view = self.view_slots(num_slots)
+        self._note_use(self.view)
         self.window_sizes: dict[int, Tensor] = {}
         for window in self._windows:
             if window is not None and window not in self.window_sizes:
                 start = max(0, length_floor - window + 1) // self.view_multiple * self.view_multiple
                 # From slot 0 on: graphs are guarded by where in its storage a tensor begins.
                 self.window_sizes[window] = self._every_slot[: self.view - start]
+
+    def _note_use(self, num_slots: int) -> None:
+        self._num_used = max(self._num_used, num_slots)
 
     def open_slots(self, num_nodes: int, *, num_ahead: int = 0) -> int:
         """Open the next `num_nodes` slots behind every row's length for the coming forward; returns the view.
@@ -269,12 +274,20 @@ class TreeCache(Cache):
             buffer[:, places, :, : self.length_bound] = buffer[:, row : row + 1, :, : self.length_bound]
         self.lengths[places] = self.lengths[row : row + 1]
 
+    def clear_behind(self, num_slots: int) -> None:
+        """Zeros in all slots from this one on."""
+        for buffer in self._all_buffers.values():
+            buffer[..., num_slots : self._num_used, :].zero_()
+        self._num_used = min(self._num_used, num_slots)
+
     def reset(self, num_rows: int | None = None) -> None:
-        """Forget every token; the buffers are kept and need no zeroing, since what they hold is finite.
+        """Forget every token. What was written becomes zero: a NaN that was left in a masked slot would spoil the next
+        text.
 
         Args:
             num_rows: work on so many rows; None = on all.
         """
+        self.clear_behind(0)
         self._show_rows(self._all_lengths.shape[0] if num_rows is None else num_rows)
         self._all_lengths.zero_()
         self.length_bound = 0
@@ -296,6 +309,7 @@ class TreeCache(Cache):
             max_length: no entry of `lengths` is larger.
         """
         width = min(max_length, self.capacity, source.capacity)
+        self._note_use(width)
         pairs = zip((*self._keys, *self._values), (*source._keys, *source._values), strict=True)
         for plane, other in pairs:  # one by one: what is gathered in between is as large as one of them
             plane[:, :, :width] = other[:, :, :width].index_select(0, rows.to(other.device))

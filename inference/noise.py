@@ -12,6 +12,7 @@ Legend: B batch, P positions, V target vocabulary, C selected tokens.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -65,6 +66,8 @@ def row_seeds(seed: int | Sequence[int] | None, batch_size: int, device: torch.d
     """
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (batch_size,), dtype=torch.long).to(device)
+    if not isinstance(seed, (Sequence, Tensor)) and hasattr(seed, "__index__"):
+        seed = operator.index(seed)  # NumPy's integers, too
     if isinstance(seed, int):
         rows = torch.arange(batch_size)
         words = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -45,17 +46,19 @@ class DraftingPipeline(TextGenerationPipeline):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.stats = GenerationStats()
+        self._one_at_a_time = threading.Lock()
         self.decoder = Decoder(
             self.model, drafter, tree=tree, acceptance=acceptance, is_coupled=is_coupled, compile=compile
         )
 
     def _forward(self, model_inputs: Any, **generate_kwargs: Any) -> Any:  # type: ignore[override]
-        model = self.model
-        self.model = cast(Any, _DraftingModel(model, self))
-        try:
-            return super()._forward(model_inputs, **generate_kwargs)
-        finally:
-            self.model = model
+        with self._one_at_a_time:
+            model = self.model
+            self.model = cast(Any, _DraftingModel(model, self))
+            try:
+                return super()._forward(model_inputs, **generate_kwargs)
+            finally:
+                self.model = model
 
 
 class _DraftingModel:

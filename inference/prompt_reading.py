@@ -56,10 +56,11 @@ class HeldTexts:
 
     def _count_kept(self, row: int, prompt: list[int]) -> int:
         text = self.texts[row]
-        kept = min(count_shared([text, prompt]), len(text) - 1, len(prompt) - 1)
-        if self.num_taken is None:
-            return max(kept, 0)
-        return max(min(count_shared([text, prompt]) - 1, kept, self.num_taken[row]), 0)
+        shared = count_shared([text, prompt])
+        kept = min(shared, len(text) - 1, len(prompt) - 1)
+        if self.num_taken is not None:
+            kept = min(kept, shared - 1, self.num_taken[row])
+        return max(kept, 0)
 
 
 def count_shared(texts: Sequence[list[int]]) -> int:
@@ -134,6 +135,7 @@ class PromptReader:
         if cache is held.cache:
             assert rows == list(range(len(rows)))
             cache.lengths.copy_(lengths)
+            cache.clear_behind(max(kept))
         else:
             cache.copy_rows(held.cache, torch.tensor(rows, device=lengths.device), lengths, max_length=max(kept))
         cache.length_bound, cache.length_floor = max(kept), 0
@@ -160,44 +162,55 @@ class PromptReader:
         return state
 
     def read_rest(self, cache: TreeCache, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]) -> ReadPrompts:
-        """Reads prompts[b][kept[b]:], at least one token of each row, behind what cache and state hold of it."""
-        target, drafter, device = self.step.target, self.step.drafter, cache.lengths.device
-        rest = [list(prompt[count:]) for prompt, count in zip(prompts, kept, strict=True)]
-        num_left = [len(row) for row in rest]
-        longest = max(num_left)
-        # One column more, so that every token but a row's last has the next one behind it.
-        padded = torch.tensor([row + [0] * (longest + 1 - len(row)) for row in rest], device=device)
-        counts = torch.tensor(num_left, device=device)
-        rows = torch.arange(len(rest), device=device)
-        logits: Tensor | None = None
-        feature: Tensor | None = None
-        start = 0
-        while start < longest:
-            bound = max(count + min(start, left) for count, left in zip(kept, num_left, strict=True))
-            # A short rest behind a long text is padded: it must not run over the end of the cache or of the positions.
-            room = cache.capacity if target.max_length is None else min(cache.capacity, target.max_length)
-            size = min(PREFILL_CHUNK, longest - start, room - bound)
-            end = start + size
-            cache.length_bound = bound
-            cache.length_floor = min(count + start for count, left in zip(kept, num_left, strict=True) if left > start)
-            here = (counts - start).clamp(0, size)
-            output = target.prefill(
-                cache, padded[:, start:end], here, feature_layers=self.step.feature_layers, chunk_size=size
+        """Reads prompts[b][kept[b]:], at least one token of each row, behind what cache and state hold of it.
+
+        All rows come to their ends in the last chunk: rows with less to read wait for the others.
+        """
+        drafter, device = self.step.drafter, cache.lengths.device
+        rests = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
+        longest = max(map(len, rests))
+        for start in range(0, longest, PREFILL_CHUNK):
+            size = min(PREFILL_CHUNK, longest - start)
+            # What each row has read, and will have: of a row with less to read, the chunk holds less, or nothing.
+            begins, ends = ([max(0, place - longest + len(rest)) for rest in rests] for place in (start, start + size))
+            spans = list(zip(rests, begins, ends, strict=True))
+            cache.length_bound = max(count + begin for count, begin in zip(kept, begins, strict=True))
+            reading = [(count, begin) for count, begin, end in zip(kept, begins, ends, strict=True) if begin < end]
+            cache.length_floor = min(count + begin for count, begin in reading)
+            token_ids, counts = _pad([rest[begin:end] for rest, begin, end in spans], size, device)
+            output = self.step.target.prefill(
+                cache, token_ids, counts, feature_layers=self.step.feature_layers, chunk_size=size
             )
             self.stats.num_target_forwards += 1
-            has_tokens = (here > 0)[:, None, None]
-            logits = output.logits if logits is None else torch.where(has_tokens, output.logits, logits)
-            if output.features is not None:
-                last = output.features[rows, (here - 1).clamp(min=0)][:, None]
-                feature = last if feature is None else torch.where(has_tokens, last, feature)
-            cache.length_bound = max(count + min(end, left) for count, left in zip(kept, num_left, strict=True))
-            if drafter is not None and start < longest - 1:
-                slots = (counts - 1 - start).clamp(0, size)
-                next_ids = padded[:, start + 1 : end + 1]
+            cache.length_bound = max(count + end for count, end in zip(kept, ends, strict=True))
+            # Behind the last token of a prompt nothing is known yet.
+            following = [rest[begin + 1 : end + 1] for rest, begin, end in spans]
+            if drafter is not None and any(following):
+                next_ids, num_slots = _pad(following, size, device)
                 view = cache.view_slots(cache.length_bound).shape[0]
-                drafter.extend(state, output.features, next_ids, slots, max_slots=view)
-            del output  # its features would be alive beside those of the next chunk
-            start = end
-        cache.length_floor = min(count + left for count, left in zip(kept, num_left, strict=True))
-        assert logits is not None
-        return ReadPrompts(logits, feature)
+                drafter.extend(state, output.features, next_ids, num_slots, max_slots=view)
+            feature = None
+            if output.features is not None:
+                rows = torch.arange(len(rests), device=device)
+                feature = output.features[rows, (counts - 1).clamp(min=0)][:, None]
+            read = ReadPrompts(output.logits, feature)
+            del output  # or its features would be alive beside those of the next chunk
+        cache.length_floor = min(map(len, prompts))
+        return read
+
+
+def _pad(rows: Sequence[list[int]], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows as [B, size] long, padded on the right, and how many are real [B]."""
+    padded = [row + [0] * (size - len(row)) for row in rows]
+    return torch.tensor(padded, device=device), torch.tensor([len(row) for row in rows], device=device)
+
+
+def leave_room(kept: Sequence[int], prompts: Sequence[list[int]], room: int) -> list[int]:
+    """Fewer kept tokens of rows so long that a chunk's padding would run over the end of the cache, or of the
+    positions, while they wait for rows with more to read.
+
+    >>> leave_room([250, 0], [[1] * 254, [2] * 100], room=256)
+    [156, 0]
+    """
+    longest = max(len(prompt) - count for prompt, count in zip(prompts, kept, strict=True))
+    return [min(count, room - min(PREFILL_CHUNK, longest)) for count in kept]

@@ -64,7 +64,11 @@ class ScratchCache(TreeCache):
         """
         return (self.lengths[:, None] + steps).clamp(max=self.view - 1)
 
+    def _note_use(self, num_slots: int) -> None:
+        """Nothing: compiled functions open slots and must not change a number of the host. `reset` clears all."""
+
     def reset(self, num_rows: int | None = None) -> None:
+        self._num_used = self.capacity
         super().reset(num_rows)
         self.lengths = torch.zeros_like(self.lengths)  # `keep_certain` makes new ones, which may be of inference mode
 

@@ -85,11 +85,12 @@ class SmallModelDrafter(nn.Module):
         self.num_target_tokens = self.small.vocab_size
         self._has_warned = self._is_bound = False
         # The last text's cache, its shape, and the text's state: once nobody holds that, the cache is free.
-        self._kept: tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]] | None = None
+        # (A list, of which threads pop.)
+        self._kept: list[tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the cache behind."""
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "_kept": []}
 
     @property
     def config(self) -> Any:
@@ -142,16 +143,20 @@ class SmallModelDrafter(nn.Module):
         depths = torch.zeros(num_scratch, dtype=torch.long, device=device)
         zero = torch.zeros(1, dtype=torch.long, device=device)
         state = SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
-        self._kept = cache, (batch_size, max_length + 1, num_scratch), weakref.ref(state)
+        self._kept[:] = [(cache, (batch_size, max_length + 1, num_scratch), weakref.ref(state))]
         return state
 
     def _get_cache(self, batch_size: int, max_tokens: int, num_scratch: int) -> ScratchCache:
         """The last text's if it has the same shape and that text has ended, else a new one."""
-        kept, self._kept = self._kept, None
-        if kept is not None and kept[1] == (batch_size, max_tokens, num_scratch) and kept[2]() is None:
-            kept[0].reset()
-            return kept[0]
-        del kept  # free the old one first
+        try:
+            cache, shape, state = self._kept.pop()
+        except IndexError:
+            pass
+        else:
+            if shape == (batch_size, max_tokens, num_scratch) and state() is None:
+                cache.reset()
+                return cache
+            del cache  # free the old one first
         return self.small.new_scratch_cache(batch_size, max_tokens=max_tokens, num_scratch=num_scratch)
 
     def read_source(self, state: SmallModelState, token_ids: Tensor, mask: Tensor) -> None:

@@ -16,8 +16,8 @@ class TokenStream:
     """Yields the tokens of each step, a list of one or more, as soon as they are certain.
 
     It is read with `for` or, from a coroutine, with `async for` (a step then runs in a thread, and the event loop goes
-    on). Nothing is computed ahead of the reader. To stop early, `close()` it, leave its `with` block, or drop it; a
-    cancelled coroutine closes it.
+    on). Nothing is computed ahead of the reader. To stop early, `close()` it, leave its `with` or `async with` block,
+    or drop it; a coroutine that is cancelled while it waits for a step closes it.
     """
 
     def __init__(
@@ -33,6 +33,8 @@ class TokenStream:
         self._gather = gather
         self._release = release
         self._one_at_a_time = threading.Lock()
+        self._running_thread: int | None = None
+        self._is_to_close = False
 
     @property
     def output(self) -> GenerationOutput:
@@ -63,7 +65,11 @@ class TokenStream:
         return tokens
 
     def close(self) -> None:
-        """Ends the text here. The decoder is free again, and may go on from what there is (`reuse_cache`)."""
+        """Ends the text here. The decoder is free again, and may go on from what there is (`reuse_cache`). Called from
+        within a step (by a logits processor, or a signal's handler), it ends behind that step."""
+        if self._running_thread == threading.get_ident():
+            self._is_to_close = True
+            return
         with self._one_at_a_time:
             steps, self._steps = self._steps, None
             if steps is not None:
@@ -78,12 +84,32 @@ class TokenStream:
     ) -> None:
         self.close()
 
+    async def aclose(self) -> None:
+        """`close`, for `contextlib.aclosing`; waits for a step that has begun."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
     def __del__(self) -> None:
         self.close()
 
     def _advance(self) -> list[int] | None:
-        with self._one_at_a_time:
-            return None if self._steps is None else next(self._steps, None)
+        try:
+            with self._one_at_a_time:
+                self._running_thread = threading.get_ident()
+                try:
+                    return None if self._steps is None else next(self._steps, None)
+                finally:
+                    self._running_thread = None
+        finally:
+            if self._is_to_close:
+                self.close()
 
     def _close_behind(self, step: asyncio.Future[list[int] | None]) -> None:
         if not step.cancelled():

@@ -103,14 +103,18 @@ def test_padding_on_either_side(side: str) -> None:
 
 
 def test_processors_follow_their_rows() -> None:
-    """A processor that keeps a state of its own for every row is asked about that row only, when others have left."""
+    """A processor that keeps a state of its own for every row, in a container or not, is asked about that row only,
+    when others have left."""
 
     class Alternating:
         def __init__(self) -> None:
             self.calls = 0
+            self.seen: dict[str, int] = {"tokens": 0}
 
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             self.calls += 1
+            self.seen["tokens"] += 1
+            assert self.calls == self.seen["tokens"]
             scores = scores.clone()
             scores[:, self.calls % 2 :: 2] = float("-inf")
             return scores
@@ -124,6 +128,22 @@ def test_processors_follow_their_rows() -> None:
         text = output.sequences[0]
         start = inputs["input_ids"].shape[1] - len(prompts[row])
         assert torch.equal(found.sequences[row, start:][: len(text)], text)
+
+
+@pytest.mark.parametrize("has_negative_prompts", [False, True])
+def test_guidance_is_each_rows_own(has_negative_prompts: bool) -> None:
+    prompts = random_prompt(6, batch_size=3, seed=4)
+    negative = random_prompt(4, batch_size=3, seed=5)
+
+    def options(rows: slice) -> dict[str, Any]:
+        more = {"negative_prompt_ids": negative[rows]} if has_negative_prompts else {}
+        return {"max_new_tokens": 10, "do_sample": False, "guidance_scale": 1.7, **more}
+
+    alone = [
+        model_of().generate(prompts[row : row + 1], **options(slice(row, row + 1)))[0] for row in range(len(prompts))
+    ]
+    found = generate(target_of(), drafter_of("n-grams"), prompts, **options(slice(None))).sequences
+    assert_same_text(model_of(), torch.stack(alone), found)
 
 
 @pytest.mark.parametrize(("kind", "family"), [*((kind, "llama") for kind in DRAFTERS), ("n-grams", "gemma3")])
@@ -218,6 +238,20 @@ def test_rows_end_at_the_position_limit(kind: str) -> None:
         found = output[row, 255 - len(prompts[row]) :]
         assert torch.equal(found[: len(expected)], expected)
         assert not found[len(expected) :].any()
+
+
+def test_a_long_held_row_does_not_slow_down_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row's text all but fills the positions, the other one is new: the rest is read in whole chunks."""
+    monkeypatch.setattr(prompt_reading, "PREFILL_CHUNK", 64)
+    decoder = Decoder(target_of(), drafter_of("eagle3"), tree=TREE)
+    first = random_prompt(248, seed=1)
+    first = decoder.generate(first, max_new_tokens=4, do_sample=False).sequences[0]
+    prompts = [first, random_prompt(150, seed=2)[0]]
+    expected = [model_of().generate(prompt[None], max_new_tokens=4, do_sample=False)[0] for prompt in prompts]
+    output = decoder.generate(**pad_prompts(prompts), reuse_cache=True, max_new_tokens=4, do_sample=False)
+    assert torch.equal(output.sequences[0], expected[0])
+    assert torch.equal(output.sequences[1, 102:], expected[1])
+    assert output.stats.num_target_forwards <= 3 + 4
 
 
 def test_an_interrupted_stream_is_gone_on_with() -> None:

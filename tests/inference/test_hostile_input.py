@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from inference import Decoder, chain, generate
+from inference import Decoder, SmallModelDrafter, chain, generate
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -37,15 +37,21 @@ def check_next_call(decoder: Decoder) -> None:
 
 
 @contextmanager
-def nan_from(position: int) -> Iterator[None]:
-    """Hidden states at this position and later are NaN."""
+def nan_from(position: int, *, is_last: bool = False, model: Any = MODEL) -> Iterator[None]:
+    """Hidden states at this position and later are NaN, from the first layer on (so keys and values are, too), or
+    behind the last one alone."""
 
     def spoil(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         late = kwargs["position_ids"] >= position
-        output.last_hidden_state = output.last_hidden_state.masked_fill(late[..., None], float("nan"))
-        return output
+        if is_last:
+            output.last_hidden_state = output.last_hidden_state.masked_fill(late[..., None], float("nan"))
+            return output
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = hidden.masked_fill(late[..., None], float("nan"))
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    hook = MODEL.model.register_forward_hook(spoil, with_kwargs=True)
+    place = model.model if is_last else model.model.layers[0]
+    hook = place.register_forward_hook(spoil, with_kwargs=True)
     try:
         yield
     finally:
@@ -121,13 +127,13 @@ def test_no_budget_at_all(tree: str) -> None:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("begin", [0, 4])
-def test_nan_logits(tree: str, do_sample: bool, begin: int) -> None:
-    """From the first pass on, or only from a later position on."""
+@pytest.mark.parametrize(("begin", "is_last"), [(0, False), (4, False), (4, True)])
+def test_nan_logits(tree: str, do_sample: bool, begin: int, is_last: bool) -> None:
+    """From the first pass on, or only from a later position on; keys and values of drafts spoil what is before them."""
     decoder = decoder_of(tree)
-
-    complaint = rf"no token can follow the {6 + begin} tokens of row 0.*NaN"
-    with nan_from(5 + begin), pytest.raises(ValueError, match=complaint):
+    count = r"\d+" if begin and not is_last and tree != "plain" else str(6 + begin)
+    complaint = rf"no token can follow the {count} tokens of row 0.*NaN"
+    with nan_from(5 + begin, is_last=is_last), pytest.raises(ValueError, match=complaint):
         decoder.generate(PROMPT, max_new_tokens=12, do_sample=do_sample, seed=0)
     check_next_call(decoder)
 
@@ -138,6 +144,32 @@ def test_nan_logits_under_every_rule(acceptance: str) -> None:
 
     with nan_from(9), pytest.raises(ValueError, match="no token can follow"):
         decoder.generate(PROMPT, max_new_tokens=12, do_sample=True, seed=0)
+
+
+def test_a_small_model_that_overflowed_once_drafts_again() -> None:
+    small = tiny_target("llama", initializer_range=0.3)
+    decoder = Decoder(MODEL, SmallModelDrafter(small), tree=chain(3))
+    lengths = []
+    for overflows in (False, True, False):
+        with nan_from(9 if overflows else 10**6, model=small):
+            output = decoder.generate(PROMPT, **GREEDY)
+        assert torch.equal(output.sequences, TRUTH)
+        lengths.append(output.stats.acceptance_length)
+    assert lengths[1] < lengths[0] == lengths[2] > 3
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"dola_layers": "high"}, "dola_layers"),
+        ({"token_type_ids": torch.zeros(1, 6, dtype=torch.long)}, "token_type_ids.*token ids alone"),
+    ],
+    ids=["another method", "another input"],
+)
+def test_what_would_change_the_text_is_not_dropped(option: dict[str, Any], match: str) -> None:
+    gpt2 = tiny_target("gpt2")
+    with pytest.raises(ValueError, match=match):
+        generate(gpt2, None, PROMPT, **GREEDY, **option)
 
 
 class Forbid:
@@ -173,11 +205,12 @@ def test_one_spoilt_row_of_a_batch_is_named() -> None:
 
 
 def test_what_nobody_reads_is_no_error() -> None:
-    """Behind an EOS within a step the scores may be anything."""
+    """Behind an EOS within a step the scores may be anything. (Keys and values of drafts may not: a NaN among them
+    reaches all nodes of its pass.)"""
     eos = int(TRUTH[0, 9])
 
     decoder = Decoder(MODEL, ScriptedDrafter([TRUTH[0]], VOCAB_SIZE, ranks=(0,)), tree=chain(6))
-    with nan_from(9):
+    with nan_from(9, is_last=True):
         output = decoder.generate(PROMPT, eos_token_id=eos, pad_token_id=0, **GREEDY)
     assert torch.equal(output.sequences, TRUTH[:, :10])
 

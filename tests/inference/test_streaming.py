@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Decoder, NgramDrafter, Target, chain, generate, stream
+from heads import create_heads
+from inference import Decoder, NgramDrafter, SmallModelDrafter, Target, TokenStream, chain, generate, stream
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -126,6 +127,41 @@ def test_async_streams_run_side_by_side() -> None:
     assert asyncio.run(read_all()) == [NEW] * 3
 
 
+def test_a_coroutine_closes_its_stream_behind_a_block() -> None:
+    decoder = Decoder(MODEL, scripted())
+
+    async def read() -> list[int]:
+        async with decoder.stream(PROMPT, **GREEDY) as tokens:
+            async for step in tokens:
+                return step
+        raise AssertionError
+
+    assert asyncio.run(read()) == NEW[:1]
+    assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
+
+
+def test_a_stream_may_be_closed_from_within_its_step() -> None:
+    decoder = Decoder(MODEL, scripted())
+    streams: list[TokenStream] = []
+
+    def close(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 10:
+            streams[0].close()
+        return scores
+
+    streams.append(decoder.stream(PROMPT, logits_processor=[close], **GREEDY))
+    read = [token for step in streams[0] for token in step]
+    assert read == NEW[: len(read)]
+    assert 4 <= len(read) < 24
+    assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
+
+
+@pytest.mark.parametrize("name", ["streamer", "on_step"])
+def test_a_stream_has_no_other_reader(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is for generate"):
+        stream(MODEL, None, PROMPT, **GREEDY, **{name: print})
+
+
 def test_a_cancelled_coroutine_closes_its_stream() -> None:
     decoder = Decoder(MODEL, scripted())
 
@@ -147,16 +183,20 @@ def test_a_cancelled_coroutine_closes_its_stream() -> None:
     assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
 
 
-def test_threads_share_a_target_and_heads() -> None:
+@pytest.mark.parametrize("kind", ["n-grams", "small", "eagle3", "kangaroo"])
+def test_threads_share_a_target_and_heads(kind: str) -> None:
     """Each with a decoder of its own; the model's attention is switched by both."""
-    target, drafter = Target(MODEL), NgramDrafter()
+    target = Target(MODEL)
+    drafters: dict[str, Any] = {"n-grams": NgramDrafter, "small": lambda: SmallModelDrafter(MODEL)}
+    drafter = drafters[kind]() if kind in drafters else create_heads(kind, target)
     prompts = [random_prompt(length, seed=length) for length in (5, 9, 14, 20)]
     expected = [MODEL.generate(prompt, **GREEDY) for prompt in prompts]
     found: dict[int, torch.Tensor] = {}
 
     def decode(number: int) -> None:
         for _ in range(2):
-            found[number] = generate(target, drafter, prompts[number], **GREEDY).sequences
+            # The model itself: every thread binds the heads to a target of its own.
+            found[number] = generate(MODEL, drafter, prompts[number], **GREEDY).sequences
 
     threads = [threading.Thread(target=decode, args=(number,)) for number in range(len(prompts))]
     for thread in threads:
