@@ -16,7 +16,7 @@ NEW_TOKENS = 64
 POLICIES: dict[str, TreePolicy] = {
     "chain": chain(4),
     "static": StaticTree([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0], [0, 1, 0]]),
-    "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=24),
+    "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=32),  # 28 are the fewest with a node of the worst rank
 }
 SAMPLING = {
     "T=0.7": {"temperature": 0.7},

@@ -41,7 +41,7 @@ DRAFTERS = (
     *(f"scripted + {kind}" for kind in HEAD_TYPES),
 )
 STATIC_PATHS = ([0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0], [0, 1, 0])
-NUM_NODES = 32  # 27 are the fewest in which a dynamic tree of the scripted drafter has a node of the worst rank
+NUM_NODES = 32  # 28 are the fewest with which a dynamic tree of the scripted drafter has a node of the worst rank
 POLICIES = ("none", "chain", "static", "dynamic", "auto", "gamma")
 
 
