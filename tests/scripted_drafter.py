@@ -1,6 +1,6 @@
 """A drafter with teeth: it knows the true continuation and mixes it with decoys at chosen nodes.
 
-Random heads accept almost nothing, so they test little. This one makes every depth, branch, commit and trim happen: at
+Random heads accept almost nothing, so they test little. This one lets every depth, branch, commit and trim happen: at
 each position a schedule says at which rank the true token stands among the candidates, or that it is missing.
 
 Legend: B batch, R texts, T positions of the longest text and one more, W frontier nodes, C candidates.
@@ -55,7 +55,8 @@ class ScriptedDrafter:
         is_strict: refuse tokens that are not the text's; otherwise write them down in `strangers`.
 
     Attributes:
-        offered: the (depth, rank) at which true tokens were offered.
+        offered: the (depth, rank) at which true tokens were offered. Not what a policy took of it, and a step accepted:
+            tests/lossless/watched_commits.py notes that.
         strangers: the (text, position) at which rows were first given other tokens than their text has.
     """
 

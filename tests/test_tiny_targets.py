@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.tiny_targets import (
     CORE_FAMILIES,
     FAMILIES,
+    LEFT_OUT,
     MOE_FAMILIES,
     SLIDING_WINDOW,
     attention_implementations,
@@ -46,6 +49,12 @@ def test_a_family_has_the_shared_shape_and_its_own_attention(family: str) -> Non
         assert config.eos_token_id is None
         assert target.get_input_embeddings().weight.std().item() == pytest.approx(0.1, rel=0.1)
         assert not torch.equal(target.get_input_embeddings().weight, target.get_output_embeddings().weight)
+
+
+def test_only_two_families_are_left_out_and_on_old_releases_only() -> None:
+    assert set(LEFT_OUT) <= {"olmo2", "cohere2"}
+    assert not LEFT_OUT or Version(transformers.__version__) < Version("5.23")
+    assert not set(LEFT_OUT) & set(FAMILIES)
 
 
 def test_weights_depend_on_the_seed_alone() -> None:

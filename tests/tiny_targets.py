@@ -12,7 +12,9 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
+from packaging.version import Version
 from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
@@ -129,6 +131,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _is_configurable(family: str) -> bool:
     """transformers 5.4.0 refuses its own defaults for OLMo2 and Cohere2 when huggingface_hub is newer than it is."""
+    if family not in ("olmo2", "cohere2") or Version(transformers.__version__) >= Version("5.23"):
+        return True
     try:
         CONFIG_MAPPING[_FAMILIES[family][0]](bos_token_id=None, eos_token_id=None)
     except StrictDataclassError:
@@ -137,6 +141,7 @@ def _is_configurable(family: str) -> bool:
 
 
 FAMILIES = tuple(filter(_is_configurable, _FAMILIES))
+LEFT_OUT = tuple(family for family in _FAMILIES if family not in FAMILIES)  # tests cannot have them on this release
 # For tests whose subject is something else than the target: plain, biased, normalised queries, one window, two masks.
 CORE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 MOE_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")

@@ -16,7 +16,7 @@ from inference import DynamicTree, StaticTree, TreePolicy, chain
 from inference.auto_tree import AutoTree
 from inference.gamma import gamma_chain
 from tests.lossless.matrix.cases import Call, Case, run_case
-from tests.lossless.matrix.drafters import DRAFTERS, RefusalError
+from tests.lossless.matrix.drafters import DRAFTERS
 from tests.lossless.matrix.references import SAMPLING, Row, attentions_of, do_sample
 from tests.tiny_targets import FAMILIES
 
@@ -109,15 +109,13 @@ def cases(draw: st.DrawFn) -> Case:
         prefill_chunk=draw(st.sampled_from([1, 3, 8, 32, 512])),
         ranks=tuple(draw(st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 9]), min_size=1, max_size=8))),
         text_length=NEW_TOKENS,
+        seed=draw(st.integers(0, 2)),
     )
 
 
 def check(case: Case) -> None:
     note(describe(case))
-    try:
-        run_case(case)
-    except RefusalError as error:
-        note(f"these heads cannot be made for this target: {error}")
+    run_case(case)
 
 
 def describe(case: Case) -> str:

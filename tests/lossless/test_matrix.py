@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,22 @@ import pytest
 import torch
 
 from heads import HEAD_TYPES
+from inference import TreePolicy, chain
+from inference.acceptance import Acceptance, Sampler
+from inference.step import DecodeStep
+from inference.tree import TokenTree
 from tests.lossless.matrix import __main__ as program
 from tests.lossless.matrix import cases
 from tests.lossless.matrix.cases import Case, run_case
-from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_sense
+from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_sense, pair_cells, seed_of
 from tests.lossless.matrix.covering import cover, pairs_of
-from tests.lossless.matrix.drafters import POLICIES, RefusalError
-from tests.lossless.matrix.references import reference_of
-from tests.lossless.matrix.results import DIFFERENT, SAME, Result, find_gaps, run_cell
+from tests.lossless.matrix.drafters import DEPTH, POLICIES, STATIC_PATHS, policy_of
+from tests.lossless.matrix.references import attentions_of, reference_of
+from tests.lossless.matrix.results import BRANCHED, DIFFERENT, SAME, TOKENS_AT_LEAST, Result, find_gaps, run_cell
 from tests.tiny_targets import FAMILIES
 
 NEW_TOKENS = 16
+GREEDY_TOKENS = 32  # enough for every branch
 # References take most of the time: one target decodes in batches of 32, there are few ways to sample, and random heads
 # draft together with the scripted drafter only.
 WIDE = FAMILIES[0]
@@ -43,16 +49,14 @@ def reduced_cells() -> list[Cell]:
     cells = []
     for values in cover(REDUCED, is_cheap, apart=APART):
         batch = values.pop("batch")
+        values["seed"] = seed_of(values["family"], values["attention"])
         cells.append(Cell("reduced", batch, Case(calls=calls_of(batch, NEW_TOKENS), text_length=NEW_TOKENS, **values)))
     return cells
 
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.name) for cell in reduced_cells()])
 def test_texts_are_those_of_plain_decoding(cell: Cell) -> None:
-    try:
-        outcome = run_case(cell.case)
-    except RefusalError as error:
-        pytest.skip(f"these heads cannot be made for this target: {error}")
+    outcome = run_case(cell.case)
     assert outcome.num_tokens > 0
     if cell.case.drafter == "scripted":
         assert outcome.stats.acceptance_length > 1.1
@@ -65,10 +69,10 @@ def greedy_cells_of(family: str) -> list[Cell]:
             batch,
             Case(
                 family,
-                calls_of(batch, NEW_TOKENS),
+                calls_of(batch, GREEDY_TOKENS),
                 drafter="none" if policy == "none" else "scripted",
                 policy=policy,
-                text_length=NEW_TOKENS,
+                text_length=GREEDY_TOKENS,
             ),
         )
         for policy in POLICIES
@@ -95,23 +99,88 @@ def test_every_depth_rank_and_end_is_reached_and_written_down(
 
 def test_gaps_are_found() -> None:
     results = [
-        Result(cell.name, "greedy", cell.batch, WIDE, "sdpa", "scripted", str(cell.case.policy), "", "", "", 512, SAME)
+        Result(
+            cell.name, "greedy", cell.batch, WIDE, "sdpa", "scripted", str(cell.case.policy), "", "", "", 512, 0, SAME
+        )
         for cell in greedy_cells_of(WIDE)
     ]
     for result in results:
         result.accepted_histogram, result.by_eos, result.eos_within_step, result.num_ends = [3, 2, 1, 1, 1], 1, 1, 5
-        result.offered = [[depth, rank] for depth in range(4) for rank in range(4)]
-        result.trimmed = result.by_length = 1
+        result.accepted = [*STATIC_PATHS, [0, 0, 1], [0, 0, 0, 1]]
+        result.trimmed = result.by_length = result.moved = 1
     assert find_gaps(results) == []
     for result in results:
-        result.accepted_histogram, result.offered = [3, 2, 0, 1, 1], [[0, 0], [1, 1]]
-        result.by_length = result.trimmed = 0
+        result.accepted_histogram, result.accepted = [3, 2, 0, 1, 1], [[0], [0, 0], [0, 1], [2]]
+        result.by_length = result.trimmed = result.moved = 0
     gaps = find_gaps(results)
     assert gaps[0] == f"{WIDE} sdpa: no cell has a row that its length ended"
     assert gaps[1] == f"{WIDE} sdpa chain: not every depth was reached: [12, 8, 0, 4, 4]"
-    assert gaps[2] == f"{WIDE} sdpa chain: true tokens were offered at ranks [0, 1] only"
+    assert gaps[2] == f"{WIDE} sdpa chain: never accepted: node [0, 0, 0], node [0, 0, 0, 0]"
     assert gaps[3] == f"{WIDE} sdpa chain: no step went beyond the end of a row"
-    assert len(gaps) == 1 + 3 * (len(POLICIES) - 1)
+    assert f"{WIDE} sdpa dynamic: no step moved slots" in gaps
+    places = "rank 1 at depth 1, rank 0 at depth 3, rank 1 at depth 3, rank 0 at depth 4, rank 1 at depth 4, rank 3"
+    assert f"{WIDE} sdpa dynamic: never accepted: {places}" in gaps
+    assert len(gaps) == 1 + 3 * (len(POLICIES) - 1) + len(BRANCHED)
+
+
+def test_a_whole_run_compares_enough() -> None:
+    results = [Result("", "pairs", 1, WIDE, "sdpa", "", "", "", "", "", 512, 0, SAME, tokens=TOKENS_AT_LEAST - 1)]
+    assert find_gaps(results, is_whole=True) == ["499,999 tokens were compared, and at least 500,000 are to be"]
+    assert find_gaps(results) == []
+    results[0].tokens += 1
+    assert find_gaps(results, is_whole=True) == []
+
+
+def test_a_policy_that_loses_its_branches_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts are right, and every rank is still offered."""
+
+    def without_branches(name: str, max_depth: int | None = None) -> TreePolicy | None:
+        return chain(DEPTH) if name == "static" else policy_of(name, max_depth)
+
+    monkeypatch.setattr(cases, "policy_of", without_branches)
+    results = [run_cell(cell) for cell in greedy_cells_of(WIDE) if cell.case.policy == "static"]
+    assert {result.status for result in results} == {SAME}
+    lost = ", ".join(f"node {path}" for path in STATIC_PATHS if any(path))
+    assert f"{WIDE} sdpa static: never accepted: {lost}" in find_gaps(results)
+    assert f"{WIDE} sdpa static: no step moved slots" in find_gaps(results)
+
+
+@pytest.mark.parametrize("policy", BRANCHED)
+def test_a_walk_that_never_takes_a_sibling_is_a_gap(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops before one, with the same token as its bonus token: all texts are right."""
+    plain = DecodeStep.accept
+
+    def accept_best_only(step: DecodeStep, sampler: Sampler, tree: TokenTree, *args: Any, **kwargs: Any) -> Acceptance:
+        accepted = plain(step, sampler, tree, *args, **kwargs)
+        is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
+        is_best = ~(is_sibling & (tree.log_probs[:, None] > tree.log_probs[:, :, None])).any(-1)
+        num_best = is_best.gather(1, accepted.path)[:, 1:].long().cumprod(1).sum(1)
+        return replace(accepted, counts=accepted.counts.clamp(max=1 + num_best))
+
+    monkeypatch.setattr(DecodeStep, "accept", accept_best_only)
+    results = [run_cell(cell) for cell in greedy_cells_of(WIDE) if cell.case.policy == policy]
+    assert {result.status for result in results} == {SAME}
+    gaps = "\n".join(find_gaps(results))
+    lost = [f"node {path}" for path in STATIC_PATHS if any(path)]
+    if policy != "static":
+        lost = [*(f"rank 1 at depth {depth}" for depth in range(1, DEPTH + 1)), "rank 2", "rank 3"]
+    assert f"{WIDE} sdpa {policy}: never accepted: {', '.join(lost)}" in gaps
+
+
+def test_tokens_behind_a_near_tie_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_a_wrong_token(*args: Any) -> torch.Tensor:
+        text = reference_of(*args).clone()
+        text[-12] = (text[-12] + 1) % 128  # of GREEDY_TOKENS + 8 new ones
+        return text
+
+    case = next(cell.case for cell in greedy_cells_of(WIDE) if cell.batch == 1)
+    case = replace(case, calls=case.calls[:1])
+    assert run_case(case).num_tokens == GREEDY_TOKENS
+    monkeypatch.setattr(cases, "reference_of", with_a_wrong_token)
+    monkeypatch.setattr(cases, "assert_same_text", lambda *_, **__: ["said to be a near-tie"])
+    outcome = run_case(case)
+    assert outcome.num_tokens == GREEDY_TOKENS - 4
+    assert outcome.ties == ["said to be a near-tie"]
 
 
 def test_a_wrong_token_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,3 +218,29 @@ def test_every_pair_of_values_that_makes_sense_occurs() -> None:
     assert all(map(is_valid, design))
     assert len(design) < len(every) / 2
     assert len(cover({"a": [0, 1], "b": [0, 1], "c": [0, 1]}, lambda _: True)) == 4
+
+
+def test_every_pair_of_the_matrix_that_makes_sense_occurs() -> None:
+    """What is possible is looked up among all combinations of values that `makes_sense` tells apart; the padding and
+    the prefill chunk it does not read."""
+    representatives = FACTORS | {
+        "family": [next(family for family in FAMILIES if len(attentions_of(family)) == number) for number in (1, 2)],
+        "drafter": ["scripted", "staged"],
+        "sampling": ["greedy", "greedy, no repeated bigram", "T=0.7", "T=1"],
+        "batch": [1, max(BATCHES)],
+        "padding": ["left"],
+        "prefill_chunk": [512],
+    }
+    designed = [vars(cell.case) | {"batch": cell.batch} for cell in pair_cells()]
+    designed = [{name: values[name] for name in FACTORS} for values in designed]
+    assert all(map(makes_sense, designed))
+    occurring = set().union(*map(pairs_of, designed))
+    num_impossible = 0
+    for one, other in itertools.combinations(sorted(FACTORS), 2):
+        for pair in itertools.product(FACTORS[one], FACTORS[other]):
+            fixed = representatives | {one: [pair[0]], other: [pair[1]]}
+            every = (dict(zip(fixed, values, strict=True)) for values in itertools.product(*fixed.values()))
+            is_possible = any(map(makes_sense, every))
+            num_impossible += not is_possible
+            assert ((one, pair[0], other, pair[1]) in occurring) == is_possible, (one, other, pair)
+    assert num_impossible > 0

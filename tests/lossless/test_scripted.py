@@ -7,6 +7,7 @@ import torch
 
 from inference import Decoder, DynamicTree, GenerationStats, StaticTree, TreePolicy, chain, generate, prompt_reading
 from tests.lossless.near_tie import assert_same_text
+from tests.lossless.watched_commits import Commits, watch_commits
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import CORE_FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 from tests.watched_passes import watch_passes
@@ -15,7 +16,7 @@ NEW_TOKENS = 64
 POLICIES: dict[str, TreePolicy] = {
     "chain": chain(4),
     "static": StaticTree([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0], [0, 1, 0]]),
-    "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=24),
+    "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=32),  # 28 are the fewest with a node of the worst rank
 }
 SAMPLING = {
     "T=0.7": {"temperature": 0.7},
@@ -34,13 +35,14 @@ SAMPLING = {
 def test_greedy_text_is_transformers_generate(family: str, attention: str, policy: str) -> None:
     # Prompts of 5 and 30 tokens: below and beyond the window of 8 of Mistral and Gemma 3.
     model = tiny_target(family, attn_implementation=attention, initializer_range=0.3)
-    offered: set[tuple[int, int]] = set()
+    commits = Commits()
     stats = GenerationStats()
     for length in (5, 30):
         prompt = random_prompt(length, seed=length)
         expected = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
-        drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE, offered=offered)
-        output = generate(model, drafter, prompt, max_new_tokens=NEW_TOKENS, do_sample=False, tree=POLICIES[policy])
+        drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE)
+        with watch_commits(commits):
+            output = generate(model, drafter, prompt, max_new_tokens=NEW_TOKENS, do_sample=False, tree=POLICIES[policy])
         assert_same_text(model, expected, output.sequences)
         stats += output.stats
     histogram = stats.accepted_histogram
@@ -48,7 +50,9 @@ def test_greedy_text_is_transformers_generate(family: str, attention: str, polic
     assert min(histogram) > 0, f"not every depth was reached: {histogram}"
     assert stats.acceptance_length > 1.5
     if policy != "chain":
-        assert {rank for _, rank in offered} == {0, 1, 2, 3}, f"not every branch was offered: {offered}"
+        ranks = {path[-1] for path in commits.paths}
+        assert ranks == {0, 1, 2, 3}, f"not every branch was accepted: {sorted(commits.paths)}"
+        assert commits.num_moved > 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -18,6 +18,7 @@ from tests.conftest import REPOSITORY
 from tests.lossless.matrix.cells import Cell, greedy_cells, pair_cells, trained_cells
 from tests.lossless.matrix.render import render
 from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell, to_dict, write_text
+from tests.tiny_targets import LEFT_OUT
 
 PARTS = {"greedy": greedy_cells, "pairs": pair_cells, "trained": trained_cells}
 DOCS = REPOSITORY / "docs"
@@ -68,6 +69,7 @@ def describe_environment() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "CPU": f"{cpu}, {torch.get_num_threads()} thread",
+        "targets that this transformers cannot configure": ", ".join(LEFT_OUT) or "none",
     }
 
 
@@ -85,8 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no cell matches {options.match}: see --list", file=sys.stderr)
         return 2
     results = run_cells(cells)
-    gaps, environment = find_gaps(results), describe_environment()
-    if not options.match and options.part == list(PARTS):
+    is_whole = not options.match and set(options.part) == set(PARTS)
+    gaps, environment = find_gaps(results, is_whole=is_whole), describe_environment()
+    if is_whole:
         options.markdown = options.markdown or DOCS / "lossless.md"
         options.json = options.json or DOCS / "lossless.json"
     if options.json is not None:

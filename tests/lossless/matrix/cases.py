@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from inference import Decoder, GenerationStats, TreePolicy, prompt_reading
 from inference.auto_tree import AutoTree
@@ -27,6 +26,8 @@ from tests.lossless.matrix.references import (
 )
 from tests.lossless.near_tie import assert_same_text, picking_scores
 from tests.lossless.restless import make_restless
+from tests.lossless.watched_commits import Commits, watch_commits
+from tests.tiny_targets import pad_prompts
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ _ADVICE = logging.getLogger("transformers.generation.utils")  # that right paddi
 @dataclass(frozen=True)
 class Case:
     """policy: a name of `drafters.POLICIES`, or a tree. acceptance: "exact" (coupled), "exact uncoupled", or a rule.
-    text_length: of the references, at least the longest `max_new_tokens`."""
+    text_length: of the references, at least the longest `max_new_tokens`. seed: of the target's weights."""
 
     family: str
     calls: tuple[Call, ...]
@@ -59,13 +60,15 @@ class Case:
     prefill_chunk: int = 512
     ranks: tuple[int, ...] | None = None
     text_length: int = 40
+    seed: int = 0
 
 
 @dataclass
 class Outcome:
-    """What a case showed. trimmed: tokens accepted behind the end of a row; by_eos, by_length: rows that ended so;
-    eos_within_step: rows of a batch of 1 (a batch of more does not tell) whose EOS was not its step's last token;
-    num_ends: the largest number of different lengths at which rows of one batch ended."""
+    """What a case showed. num_tokens: those that were found equal; trimmed: tokens accepted behind the end of a row;
+    by_eos, by_length: rows that ended so; eos_within_step: rows of a batch of 1 (a batch of more does not tell) whose
+    EOS was not its step's last token; num_ends: the largest number of different lengths at which rows of one batch
+    ended; commits: what was accepted."""
 
     stats: GenerationStats = field(default_factory=GenerationStats)
     num_tokens: int = 0
@@ -75,19 +78,10 @@ class Outcome:
     by_length: int = 0
     eos_within_step: int = 0
     num_ends: int = 0
-    offered: set[tuple[int, int]] = field(default_factory=set)
+    commits: Commits = field(default_factory=Commits)
     ties: list[str] = field(default_factory=list)
     seconds: float = 0.0
     reference_seconds: float = 0.0
-
-
-def pad_prompts(prompts: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """Prompts [L] as one batch [B, L], and its attention mask."""
-    longest = max(map(len, prompts))
-    where = [(longest - len(prompt), 0) if side == "left" else (0, longest - len(prompt)) for prompt in prompts]
-    rows = [pad(prompt, place, value=PAD) for prompt, place in zip(prompts, where, strict=True)]
-    mask = [pad(torch.ones_like(prompt), place) for prompt, place in zip(prompts, where, strict=True)]
-    return torch.stack(rows), torch.stack(mask)
 
 
 def run_case(case: Case) -> Outcome:
@@ -95,10 +89,9 @@ def run_case(case: Case) -> Outcome:
 
     Raises:
         AssertionError: for a text that differs without a near-tie, and for anything else that is not as it must be.
-        RefusalError: for heads that cannot be made for the target.
     """
-    target = target_of(case.family, case.attention)
-    drafting = drafter_of(case.drafter, case.family, case.attention, ranks=case.ranks)
+    target = target_of(case.family, case.attention, case.seed)
+    drafting = drafter_of(case.drafter, case.family, case.attention, case.seed, ranks=case.ranks)
     tree: TreePolicy | str | None = case.policy
     if isinstance(tree, str):
         tree = policy_of(tree, None if drafting.drafter is None else drafting.drafter.max_depth)
@@ -109,15 +102,14 @@ def run_case(case: Case) -> Outcome:
     outcome = Outcome()
     for call in case.calls:
         _run_call(case, call, decoder, drafting, outcome)
-    if drafting.script is not None:
-        outcome.offered = drafting.script.offered
     return outcome
 
 
 def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outcome: Outcome) -> None:
     started = time.perf_counter()
     prompts = [prompt_of(case.family, row) for row in call.rows]
-    texts = [reference_of(case.family, case.attention, row, case.sampling, case.text_length) for row in call.rows]
+    source = case.family, case.attention, case.seed
+    texts = [reference_of(*source, row, case.sampling, case.text_length) for row in call.rows]
     eos = _choose_eos(call, texts, prompts)
     expected = [_cut(text, len(prompt), call, eos) for text, prompt in zip(texts, prompts, strict=True)]
     outcome.reference_seconds += time.perf_counter() - started
@@ -131,21 +123,27 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
         if kept[-1] in eos and num_drafted == len(kept):  # nothing but drafts: the step's own last token was cut off
             within.append(kept)
 
-    ids, mask = pad_prompts(prompts, case.padding)
+    inputs = pad_prompts(prompts, case.padding)
+    ids = inputs["input_ids"]
     options: dict[str, Any] = {"max_new_tokens": call.max_new_tokens, "eos_token_id": eos or None, "pad_token_id": PAD}
     options |= SAMPLING[case.sampling]
     seed = [row.seed for row in call.rows] if do_sample(case.sampling) else None
     on_step = watch if len(prompts) == 1 else None
     started = time.perf_counter()
-    with patch.object(prompt_reading, "PREFILL_CHUNK", case.prefill_chunk), patch.object(_ADVICE, "disabled", True):
-        output = decoder.generate(ids, mask, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)
+    with (
+        patch.object(prompt_reading, "PREFILL_CHUNK", case.prefill_chunk),
+        patch.object(_ADVICE, "disabled", True),
+        watch_commits(outcome.commits),
+    ):
+        output = decoder.generate(**inputs, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)
     outcome.seconds += time.perf_counter() - started
 
     assert torch.equal(output.sequences[:, : ids.shape[1]], ids), "the prompts came back changed"
     new = output.sequences[:, ids.shape[1] :]
-    num_ties = 0
+    num_ties, num_equal = 0, 0
     for row, (prompt, text) in enumerate(zip(prompts, expected, strict=True)):
         own = torch.cat([prompt, new[row]])
+        num_equal += _count_equal(text, own) - len(prompt)
         if not torch.equal(own[: len(text)], text):
             outcome.ties += _judge(case, call.rows[row], text, own[: len(text)], f"row {row}")
             num_ties += 1
@@ -156,6 +154,7 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
         assert new.shape[1] == max(lengths), f"{new.shape[1]} new tokens, the longest row has {max(lengths)}"
         assert output.stats.num_new_tokens == sum(lengths)
         assert script is None or not script.strangers, f"the drafter was given other tokens: {script.strangers}"
+    outcome.num_tokens += num_equal
     _count(outcome, output.stats, lengths, [int(text[-1]) in eos for text in expected], len(within))
 
 
@@ -181,8 +180,14 @@ def _cut(text: Tensor, num_prompt: int, call: Call, eos: list[int]) -> Tensor:
     return text[: num_prompt + call.max_new_tokens]
 
 
+def _count_equal(expected: Tensor, got: Tensor) -> int:
+    """Tokens before the first that differs: what stands behind a near-tie has nothing to be compared with."""
+    shorter = min(len(expected), len(got))
+    return int((expected[:shorter] == got[:shorter]).long().cumprod(0).sum())
+
+
 def _judge(case: Case, row: Row, expected: Tensor, got: Tensor, name: str) -> list[str]:
-    model, scores = target_of(case.family, case.attention).model, None
+    model, scores = target_of(case.family, case.attention, case.seed).model, None
     if case.sampling != "greedy":
         scores = picking_scores(
             model, row.seed, do_sample=do_sample(case.sampling), max_new_tokens=1, **SAMPLING[case.sampling]
@@ -195,10 +200,9 @@ def _judge(case: Case, row: Row, expected: Tensor, got: Tensor, name: str) -> li
 
 def _count(outcome: Outcome, stats: GenerationStats, lengths: list[int], is_eos: list[bool], within: int) -> None:
     outcome.stats += stats
-    outcome.num_tokens += sum(lengths)
     outcome.num_rows += len(lengths)
     emitted = sum((drafted + 1) * steps for drafted, steps in enumerate(stats.accepted_histogram))
-    outcome.trimmed += len(lengths) + emitted - sum(lengths)
+    outcome.trimmed += len(lengths) + emitted - stats.num_new_tokens
     outcome.by_eos += sum(is_eos)
     outcome.by_length += len(is_eos) - sum(is_eos)
     outcome.eos_within_step += within

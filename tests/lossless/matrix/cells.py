@@ -13,6 +13,7 @@ from tests.lossless.matrix.references import CHAT, SAMPLING, Row, attentions_of,
 from tests.tiny_targets import FAMILIES
 
 BATCHES = (1, 2, 7, 32)
+NUM_SEEDS = 3  # of the targets' weights
 LONG, SHORT = 64, 32  # new tokens of greedy and of sampled texts
 # Prompts of 3 to 40 tokens: below and beyond the windows of 8 that some targets have.
 ROWS = tuple(Row(3 + (11 * index) % 38, index) for index in range(max(BATCHES)))
@@ -41,6 +42,7 @@ class Cell:
                 f"batch {self.batch}",
                 case.padding,
                 f"chunk {case.prefill_chunk}",
+                f"seed {case.seed}",
             )
         )
 
@@ -74,7 +76,13 @@ def _case(batch: int, **values: Any) -> Case:
     length = LONG if values.get("sampling", "greedy") == "greedy" else SHORT
     if values["policy"] == "none":
         values["drafter"] = "none"
-    return Case(calls=calls_of(batch, length), text_length=length, **values)
+    seed = seed_of(values["family"], values["attention"])
+    return Case(calls=calls_of(batch, length), text_length=length, seed=seed, **values)
+
+
+def seed_of(family: str, attention: str) -> int:
+    """Which weights a target has in the matrix: one set for all cells, which share their references."""
+    return (FAMILIES.index(family) + ("sdpa", "eager").index(attention)) % NUM_SEEDS
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {

@@ -41,11 +41,8 @@ DRAFTERS = (
     *(f"scripted + {kind}" for kind in HEAD_TYPES),
 )
 STATIC_PATHS = ([0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0], [0, 1, 0])
+NUM_NODES = 32  # 28 are the fewest with which a dynamic tree of the scripted drafter has a node of the worst rank
 POLICIES = ("none", "chain", "static", "dynamic", "auto", "gamma")
-
-
-class RefusalError(Exception):
-    """Heads that cannot be made for a target, with their reason."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +63,21 @@ def policy_of(name: str, max_depth: int | None = None) -> TreePolicy | None:
     if name == "static":
         return StaticTree([path for path in STATIC_PATHS if len(path) <= depth])
     if name == "dynamic":
-        return DynamicTree(depth=depth, top_k=4, num_nodes=24)
+        return DynamicTree(depth=depth, top_k=4, num_nodes=NUM_NODES)
     if name == "auto":
-        return AutoTree(depths=sorted({1, 2, depth}), sizes=(8, 24), widths=(2, 4))
+        return AutoTree(depths=sorted({1, 2, depth}), sizes=(8, NUM_NODES), widths=(2, 4))
     assert name == "gamma", name
     return gamma_chain(depth)
 
 
 @cache
-def _small_model(family: str, attention: str) -> Target:
-    return Target(rough_copy(target_of(family, attention).model))
+def _small_model(family: str, attention: str, seed: int) -> Target:
+    return Target(rough_copy(target_of(family, attention, seed).model))
 
 
-def drafter_of(name: str, family: str, attention: str, *, ranks: tuple[int, ...] | None = None) -> Drafting:
-    """A fresh drafter for this target.
-
-    Raises:
-        RefusalError: for heads that cannot be made for it.
-    """
-    target = target_of(family, attention)
+def drafter_of(name: str, family: str, attention: str, seed: int, *, ranks: tuple[int, ...] | None = None) -> Drafting:
+    """A fresh drafter for this target. Heads of every kind can be made for every target: none may refuse one."""
+    target = target_of(family, attention, seed)
     if name == "none":
         return Drafting(None)
     if name == "scripted":
@@ -93,20 +86,17 @@ def drafter_of(name: str, family: str, attention: str, *, ranks: tuple[int, ...]
         script = ScriptedDrafter([], target.vocab_size, feature_layers=layers, is_strict=False, **options)
         return Drafting(script, script)
     if " + " in name:
-        first, second = (drafter_of(part, family, attention, ranks=ranks) for part in name.split(" + "))
+        first, second = (drafter_of(part, family, attention, seed, ranks=ranks) for part in name.split(" + "))
         assert first.drafter is not None
         assert second.drafter is not None
         return Drafting(MergedDrafter(first.drafter, second.drafter), first.script)
     if name == "ngram":
         return Drafting(NgramDrafter())
     if name in ("small model", "staged"):
-        small = SmallModelDrafter(_small_model(family, attention))
+        small = SmallModelDrafter(_small_model(family, attention, seed))
         return Drafting(small if name == "small model" else StagedDrafter(small))
     if family == CHAT:
         from tests.lossless.test_real_heads import chat_heads
 
         return Drafting(chat_heads(name, target))
-    try:
-        return Drafting(tiny_heads(name, target, **HEAD_SETTINGS.get(name, {})))
-    except ValueError as error:
-        raise RefusalError(str(error)) from error
+    return Drafting(tiny_heads(name, target, **HEAD_SETTINGS.get(name, {})))

@@ -51,13 +51,14 @@ def do_sample(sampling: str) -> bool:
 
 
 @cache
-def target_of(family: str, attention: str) -> Target:
-    """The one target of a family; ValueError where transformers has no such attention for it."""
+def target_of(family: str, attention: str, seed: int) -> Target:
+    """A family's target with these weights (the chat target has but its own); ValueError where transformers has no such
+    attention for it."""
     if family == CHAT:
         from tests.lossless.test_real_heads import chat_target
 
         return chat_target(torch.float32)
-    return Target(tiny_target(family, attn_implementation=attention, initializer_range=0.3))
+    return Target(tiny_target(family, seed, attn_implementation=attention, initializer_range=0.3))
 
 
 @cache
@@ -65,7 +66,7 @@ def attentions_of(family: str) -> tuple[str, ...]:
     found = []
     for attention in ("sdpa", "eager"):
         try:
-            target_of(family, attention)
+            target_of(family, attention, 0)
         except ValueError as error:
             if "does not support an attention implementation" not in str(error):
                 raise
@@ -87,9 +88,9 @@ def prompt_of(family: str, row: Row) -> Tensor:
 
 
 @cache
-def reference_of(family: str, attention: str, row: Row, sampling: str, max_new_tokens: int) -> Tensor:
+def reference_of(family: str, attention: str, seed: int, row: Row, sampling: str, max_new_tokens: int) -> Tensor:
     """The row's text [L + max_new_tokens + BEYOND], alone and without EOS."""
-    prompt, target = prompt_of(family, row)[None], target_of(family, attention)
+    prompt, target = prompt_of(family, row)[None], target_of(family, attention, seed)
     options = {"max_new_tokens": max_new_tokens + BEYOND, "eos_token_id": None, "pad_token_id": PAD}
     options |= SAMPLING[sampling]
     if do_sample(sampling):

@@ -9,15 +9,19 @@ from pathlib import Path
 
 from tests.lossless.matrix.cases import Outcome, run_case
 from tests.lossless.matrix.cells import BATCHES, Cell
-from tests.lossless.matrix.drafters import DEPTH, RefusalError
+from tests.lossless.matrix.drafters import DEPTH, STATIC_PATHS
 
-SAME, NEAR_TIE, REFUSED, DIFFERENT = "identical", "near-tie", "refused", "DIFFERENT"
+SAME, NEAR_TIE, DIFFERENT = "identical", "near-tie", "DIFFERENT"
+TOKENS_AT_LEAST = 500_000  # compared by a whole run
+BRANCHED = ("static", "dynamic", "auto")
+NUM_RANKS = 4  # real candidates of the scripted drafter
 
 
 @dataclass
 class Result:
-    """One cell. status: one of the four above; reason: of a refusal or a difference. The rest is `Outcome`'s, of rows
-    and verify steps; seconds: of decoding, reference_seconds: of texts that no earlier cell had asked for."""
+    """One cell. status: one of the three above; reason: of a difference. The rest is `Outcome`'s, of rows and verify
+    steps; accepted, moved: of its commits; seconds: of decoding, reference_seconds: of texts that no earlier cell had
+    asked for."""
 
     name: str
     part: str
@@ -30,13 +34,15 @@ class Result:
     sampling: str
     padding: str
     prefill_chunk: int
+    seed: int
     status: str
     reason: str | None = None
     tokens: int = 0
     rows: int = 0
     acceptance_length: float = 1.0
     accepted_histogram: list[int] = field(default_factory=list)
-    offered: list[list[int]] = field(default_factory=list)
+    accepted: list[list[int]] = field(default_factory=list)
+    moved: int = 0
     trimmed: int = 0
     by_eos: int = 0
     by_length: int = 0
@@ -62,6 +68,7 @@ def run_cell(cell: Cell) -> Result:
         case.sampling,
         case.padding,
         case.prefill_chunk,
+        case.seed,
         SAME,
     )
     started = time.perf_counter()
@@ -69,8 +76,6 @@ def run_cell(cell: Cell) -> Result:
         outcome = run_case(case)
     except AssertionError as error:
         result.status, result.reason = DIFFERENT, str(error)
-    except RefusalError as error:
-        result.status, result.reason = REFUSED, str(error)
     except Exception as error:  # noqa: BLE001  a crash is a failure of this cell, and is reported as one
         result.status, result.reason = DIFFERENT, f"{type(error).__name__}: {error}"
     else:
@@ -85,7 +90,8 @@ def _take(result: Result, outcome: Outcome) -> None:
     result.tokens, result.rows = outcome.num_tokens, outcome.num_rows
     result.acceptance_length = round(outcome.stats.acceptance_length, 3)
     result.accepted_histogram = outcome.stats.accepted_histogram
-    result.offered = [list(place) for place in sorted(outcome.offered)]
+    result.accepted = [list(path) for path in sorted(outcome.commits.paths)]
+    result.moved = outcome.commits.num_moved
     result.trimmed, result.by_eos, result.by_length = outcome.trimmed, outcome.by_eos, outcome.by_length
     result.eos_within_step, result.num_ends = outcome.eos_within_step, outcome.num_ends
     result.reference_seconds = outcome.reference_seconds
@@ -100,9 +106,12 @@ def sum_histograms(results: Iterable[Result]) -> list[int]:
     return total
 
 
-def find_gaps(results: Sequence[Result]) -> list[str]:
-    """What the complete part should have reached and has not: every depth, every rank, every way to end."""
+def find_gaps(results: Sequence[Result], *, is_whole: bool = False) -> list[str]:
+    """What the complete part should have reached and has not: every depth, every branch, every way to end. And too few
+    tokens, if these are the results of a whole run."""
     gaps = []
+    if is_whole and (tokens := sum(result.tokens for result in results)) < TOKENS_AT_LEAST:
+        gaps.append(f"{tokens:,} tokens were compared, and at least {TOKENS_AT_LEAST:,} are to be")
     greedy = [result for result in results if result.part == "greedy"]
     for target in dict.fromkeys((result.family, result.attention) for result in greedy):
         own = [result for result in greedy if (result.family, result.attention) == target]
@@ -118,21 +127,37 @@ def find_gaps(results: Sequence[Result]) -> list[str]:
         gaps += [f"{name}: no cell has {what}" for what, number in reached.items() if not number]
         for policy in dict.fromkeys(result.policy for result in own):
             if policy != "none":
-                gaps += _find_tree_gaps(f"{name} {policy}", [result for result in own if result.policy == policy])
+                gaps += _find_tree_gaps(
+                    f"{name} {policy}", policy, [result for result in own if result.policy == policy]
+                )
     return gaps
 
 
-def _find_tree_gaps(name: str, results: Sequence[Result]) -> list[str]:
+def _find_tree_gaps(name: str, policy: str, results: Sequence[Result]) -> list[str]:
     histogram = sum_histograms(results)
-    ranks = {rank for result in results for _, rank in result.offered}
     gaps = []
     if len(histogram) != DEPTH + 1 or min(histogram) == 0:
         gaps.append(f"{name}: not every depth was reached: {histogram}")
-    if ranks != {0, 1, 2, 3}:
-        gaps.append(f"{name}: true tokens were offered at ranks {sorted(ranks)} only")
+    if missing := find_missing_branches(policy, {tuple(path) for result in results for path in result.accepted}):
+        gaps.append(f"{name}: never accepted: {', '.join(missing)}")
+    if policy in BRANCHED and not sum(result.moved for result in results):
+        gaps.append(f"{name}: no step moved slots")
     if not sum(result.trimmed for result in results):
         gaps.append(f"{name}: no step went beyond the end of a row")
     return gaps
+
+
+def find_missing_branches(policy: str, accepted: set[tuple[int, ...]]) -> list[str]:
+    """What a policy's trees have and no step has accepted: each node of a chain and of a static tree; of dynamic trees
+    (their best nodes, so never the worst rank at the last depth) the best two ranks of each depth, and every rank
+    somewhere. `accepted` has the rank paths of nodes."""
+    if policy in ("dynamic", "auto"):
+        places = {(len(path), path[-1]) for path in accepted}
+        wanted = [(depth, rank) for depth in range(1, DEPTH + 1) for rank in (0, 1)]
+        missing = [f"rank {rank} at depth {depth}" for depth, rank in wanted if (depth, rank) not in places]
+        return missing + [f"rank {rank}" for rank in range(2, NUM_RANKS) if rank not in {rank for _, rank in places}]
+    nodes = STATIC_PATHS if policy == "static" else [[0] * depth for depth in range(1, DEPTH + 1)]
+    return [f"node {list(node)}" for node in nodes if tuple(node) not in accepted]
 
 
 def to_dict(result: Result) -> dict[str, object]:

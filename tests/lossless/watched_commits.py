@@ -1,0 +1,55 @@
+"""What decoders keep of their trees: which branches were accepted, and not merely offered.
+
+Legend: B batch, N tree nodes, P path length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from inference.acceptance import Acceptance
+from inference.kv_cache import TreeCache
+from inference.step import DecodeStep
+from inference.tree import TokenTree
+
+
+@dataclass
+class Commits:
+    """paths: of each accepted drafted node, the ranks from the root to it (as in `StaticTree`), where a rank counts
+    the siblings of the tree that the drafter finds likelier; num_moved: rows' steps whose accepted nodes did not stand
+    in the first slots of the tree, so that keys and values were moved."""
+
+    paths: set[tuple[int, ...]] = field(default_factory=set)
+    num_moved: int = 0
+
+    def add(self, tree: TokenTree, path: Tensor, counts: Tensor) -> None:
+        """Notes the first counts[b] nodes of `path` [B, P], root first."""
+        parents, scores = tree.parents.tolist(), tree.log_probs.tolist()
+        for row, (nodes, count) in enumerate(zip(path.tolist(), counts.tolist(), strict=True)):
+            ranks: list[int] = []
+            for node in nodes[1:count]:
+                siblings = [other for other, parent in enumerate(parents[row]) if parent == parents[row][node]]
+                ranks.append(sum(scores[row][other] > scores[row][node] for other in siblings))
+                self.paths.add(tuple(ranks))
+            self.num_moved += nodes[:count] != list(range(count))
+
+
+@contextmanager
+def watch_commits(commits: Commits) -> Iterator[None]:
+    """Inside the block, every step of every decoder is noted in `commits`."""
+    plain = DecodeStep.commit
+
+    def commit(
+        step: DecodeStep, cache: TreeCache, tree: TokenTree, accepted: Acceptance, counts: Tensor, *args: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        commits.add(tree, accepted.path, counts)
+        return plain(step, cache, tree, accepted, counts, *args)
+
+    with patch.object(DecodeStep, "commit", commit):
+        yield
