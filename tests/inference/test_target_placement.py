@@ -192,11 +192,19 @@ def test_states_that_change_with_the_pass_are_told_from_broken_masks(caplog: pyt
 
     with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is no causal LM"):
         Target(build())  # nothing says that it is quantised
-    model = build()
-    model.is_quantized = True
-    with caplog.at_level(logging.WARNING, logger="inference"):
-        Target(model)
-    assert "LlamaForCausalLM change by" in caplog.text
+    for say_so in (
+        lambda model: setattr(model, "is_quantized", True),
+        lambda model: setattr(model.config, "quantization_config", {"quant_method": "int8"}),
+        lambda model: setattr(
+            model.model.layers[0].mlp, "act_fn", type("Int8", (nn.SiLU,), {"__module__": "torchao.x"})()
+        ),
+    ):
+        model = build()
+        say_so(model)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="inference"):
+            Target(model)
+        assert "LlamaForCausalLM change by" in caplog.text
     for ignored in ("attention_mask", "position_ids"):
         model = build()
         model.is_quantized = True

@@ -215,6 +215,22 @@ class TestRefusals:
             with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is no causal LM"):
                 Target(model)
 
+    def test_only_experts_are_asked_again(self) -> None:
+        """Both are wrong with the first tokens they are asked for; only a router could have been at a near-tie."""
+
+        def look_ahead(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if kwargs["input_ids"][0, 0] == first:
+                output["last_hidden_state"] += output.last_hidden_state.mean(1, keepdim=True)
+
+        models = [tiny_target(family) for family in ("mixtral", "llama")]
+        for model in models:
+            model.base_model.register_forward_hook(look_ahead, with_kwargs=True)
+        first = 1
+        Target(models[0])
+        first = 7
+        with pytest.raises(ValueError, match="it is no causal LM"):
+            Target(models[1])
+
     def test_windows_of_no_number(self) -> None:
         model = tiny_target("mistral")
         model.model.layers[0].register_forward_hook(
