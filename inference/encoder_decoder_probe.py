@@ -38,7 +38,7 @@ def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeM
             f"only the layers {sorted(cache.specs)} of the decoder of {name} write keys and values into the cache, so "
             f"it cannot be rolled back after a rejected draft"
         )
-    check_branches(name, tree_logits[0], logits[0], noise=0.0)
+    check_branches(cache, tree_logits[0], logits[0], noise=0.0)
     specs = tuple(cache.specs[layer] for layer in range(len(cache.specs)))
     is_fast = takes_inference_mode(lambda: model(**plain))
     return Findings(specs, None, logits.shape[-1], None, is_fast)

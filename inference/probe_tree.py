@@ -1,6 +1,6 @@
 """The tree of four tokens that is asked of every target, and what a right answer is.
 
-Legend: D hidden, or the vocabulary where logits are compared.
+Legend: D hidden, or the vocabulary where logits are compared; Hkv key/value heads, Dk channels of a key.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def takes_inference_mode(run: Callable[[], Any]) -> bool:
         with torch.inference_mode():
             run()
     except RuntimeError as error:
-        if "inference" not in str(error):
+        if "inference" not in str(error).lower():
             raise
         return False
     return True
@@ -70,7 +70,8 @@ class ProbeTree:
 
     The twins must come out alike, which fails if the model ignores the mask (one would see its siblings) or the
     position ids (it would stand two further right), and like the same two tokens in a plain pass, which fails if it
-    reads the mask in another way. The root lies thousands of empty slots before the others, so a model that applies
+    reads the mask in another way. So must their keys, which positions change even where weak weights let them hardly
+    change the last states. The root lies thousands of empty slots before the others, so a model that applies
     windows or distances of its own to the slots fails too.
 
     Attributes:
@@ -107,13 +108,14 @@ def refusing(complaint: str) -> Iterator[None]:
 
 
 class RecordingCache(Cache):
-    """Hands keys and values back, with empty slots behind the first token's, and remembers their shapes; refuses any
-    other kind of state."""
+    """Hands keys and values back, with empty slots behind the first token's, and remembers their shapes and the twins'
+    keys; refuses any other kind of state."""
 
     def __init__(self, name: str) -> None:
         super().__init__(layers=[])
         self.name = name
         self.specs: dict[int, LayerSpec] = {}
+        self.twin_keys: dict[int, Tensor] = {}  # [2, Hkv * Dk] per layer
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -122,6 +124,7 @@ class RecordingCache(Cache):
             PlaneSpec(rows.shape[1], rows.shape[3], rows.dtype, rows.device) for rows in (key_states, value_states)
         )
         self.specs[layer_idx] = LayerSpec(keys, values)
+        self.twin_keys[layer_idx] = key_states[0][:, [1, 3]].transpose(0, 1).flatten(1)
         return _insert_gap(key_states, 2), _insert_gap(value_states, 2)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,21 +157,23 @@ def draw_ids(model: Any, first: int, device: torch.device) -> Tensor:
     return ids % vocab_size
 
 
-def check_branches(name: str, tree_hidden: Tensor, plain_hidden: Tensor, noise: float) -> None:
-    """Rows 0, 1 and 3 of the tree pass [4, D] are rows 0, 1 and 1 of the plain pass [2, D]; see
-    `ProbeTree`. They are hidden states, or logits."""
+def check_branches(cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float) -> None:
+    """Rows 0, 1 and 3 of the tree pass [4, D] are rows 0, 1 and 1 of the plain pass [2, D], which another pass may
+    change by `noise`; see `ProbeTree`. They are hidden states, or logits."""
     has_single = is_single(plain_hidden)
-    size = plain_hidden[1].float().norm()
-    for row, wanted, tolerance in (
-        (3, tree_hidden[1], 1e-4 if has_single else 1e-2),  # one pass, so all but equal
-        (0, plain_hidden[0], 1e-3 if has_single else 0.1),
-        (1, plain_hidden[1], 1e-3 if has_single else 0.1),
-    ):
-        difference = float((tree_hidden[row] - wanted).float().norm() / size)
-        if not difference <= max(tolerance, 3 * noise):
+    within, between = (1e-4, 1e-3) if has_single else (1e-2, 0.1)  # rows of one pass are all but equal
+    compared = [
+        ("twins", tree_hidden[3], tree_hidden[1], within),
+        *(("keys of twins", keys[1], keys[0], 3 * within) for keys in cache.twin_keys.values()),
+        ("roots", tree_hidden[0], plain_hidden[0], max(between, 3 * noise)),
+        ("children", tree_hidden[1], plain_hidden[1], max(between, 3 * noise)),
+    ]
+    for rows, found, wanted, tolerance in compared:
+        difference, size = (float(row.float().norm()) for row in (found - wanted, wanted))
+        if not difference <= tolerance * size:
             raise WrongNumbersError(
-                f"{name} does not compute a tree as separate continuations (twins differ by {difference:.2g}); "
-                f"it reads 4-D masks or counts positions in a way of its own"
+                f"{cache.name} does not compute a tree as separate continuations ({rows} differ by {difference:.2g} of "
+                f"{size:.2g}); it reads 4-D masks or counts positions in a way of its own"
             )
 
 

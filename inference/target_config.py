@@ -14,6 +14,8 @@ from inference.attention import GROUPED, STOCK
 # Layer types whose whole past stays readable in the cache, so that a step can be forgotten.
 _ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+# Where layers and tensors of quantised weights are defined, also when the model was not loaded as a quantised one.
+_QUANTISERS = ("bitsandbytes.", "torchao.", "torch.ao.", "optimum.quanto.")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,21 @@ def find_device(module: Any) -> torch.device:
     if execution_device is None:
         raise ValueError("the model's weights are on the meta device: load them, for example with from_pretrained")
     return torch.device(execution_device)
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether the model says so, or holds layers or weights of a package that quantises."""
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        return True
+    if getattr(model.config, "quantization_config", None) is not None:
+        return True
+    return any(type(part).__module__.startswith(_QUANTISERS) for part in (*model.modules(), *model.parameters()))
+
+
+def chooses_experts(model: nn.Module) -> bool:
+    """Whether routers choose who computes a token, by what transformers calls such layers."""
+    words = ("expert", "router", "moe")
+    return any(word in name for name, _ in model.named_modules() for word in words)
 
 
 def find_layer_windows(text_config: Any) -> dict[str, int | None]:

@@ -17,12 +17,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inference import DynamicTree, generate
+from inference import DynamicTree, generate, stream
 from inference.kv_cache import LayerSpec
 from inference.ngram import NgramDrafter
 from inference.target import Target
 from inference.tree import TokenTree
 from tests.conftest import REPOSITORY
+from tests.inference.test_target_refusals import ignore_argument
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -178,17 +179,69 @@ def test_quantised_activations_decode_with_a_warning(tmp_path: Path, caplog: pyt
 
 def test_states_that_change_with_the_pass_are_told_from_broken_masks(caplog: pytest.LogCaptureFixture) -> None:
     """What the test above shows with bitsandbytes: weights of 8 bits, and activations scaled by the pass's largest."""
-    model = tiny_target("llama", initializer_range=0.3)
 
     def quantise(module: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         scale = inputs[0].abs().amax() / 127
         return ((inputs[0] / scale).round() * scale,)
 
-    for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(quantise)
-    with caplog.at_level(logging.WARNING, logger="inference"):
+    def build() -> Any:
+        model: Any = tiny_target("llama", initializer_range=0.3)
+        for layer in model.model.layers:
+            layer.mlp.down_proj.register_forward_pre_hook(quantise)
+        return model
+
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is no causal LM"):
+        Target(build())  # nothing says that it is quantised
+    for say_so in (
+        lambda model: setattr(model, "is_quantized", True),
+        lambda model: setattr(model.config, "quantization_config", {"quant_method": "int8"}),
+        lambda model: setattr(
+            model.model.layers[0].mlp, "act_fn", type("Int8", (nn.SiLU,), {"__module__": "torchao.x"})()
+        ),
+    ):
+        model = build()
+        say_so(model)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="inference"):
+            Target(model)
+        assert "LlamaForCausalLM change by" in caplog.text
+    for ignored in ("attention_mask", "position_ids"):
+        model = build()
+        model.is_quantized = True
+        ignore_argument(model, ignored)
+        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+            Target(model)
+
+
+def test_weights_that_do_not_run_in_inference_mode() -> None:
+    """As quanto's of 4 bits: such targets decode without gradients, their text and stream are the model's own."""
+    model: Any = tiny_target("llama", initializer_range=0.3)
+
+    def refuse(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("Inference tensors do not track version counter.")
+
+    model.model.layers[0].mlp.down_proj.register_forward_pre_hook(refuse)
+    target = check_greedy_text(model)
+    with target.without_autograd():
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
+    prompt = random_prompt(6)
+    steps = stream(target, NgramDrafter(), prompt, max_new_tokens=20, do_sample=False)
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False)
+    assert [token for step in steps for token in step] == expected[0, 6:].tolist()
+
+
+def test_errors_in_inference_mode_that_are_the_models_own() -> None:
+    model: Any = tiny_target("llama")
+
+    def fail(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("shapes do not fit")
+
+    model.model.layers[0].mlp.down_proj.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
         Target(model)
-    assert "LlamaForCausalLM change by" in caplog.text
 
 
 TENSOR_PARALLEL = """

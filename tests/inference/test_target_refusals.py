@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -30,7 +31,14 @@ from transformers import (
 
 from inference.target import Target
 from tests.inference.plain_passes import calm_target, random_tree
-from tests.tiny_targets import random_prompt
+from tests.tiny_targets import random_prompt, tiny_target
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def ignore_argument(model: Any, name: str) -> None:
+    """Makes the decoder of `model` deaf to one of its arguments."""
+    model.base_model.register_forward_pre_hook(lambda m, args, kwargs: (args, kwargs | {name: None}), with_kwargs=True)
 
 
 class TestRefusals:
@@ -106,16 +114,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"layers \[1\] of LazyLlama never write"):
             Target(LazyLlama(calm_target("llama").config).eval())
 
-    def test_a_model_that_ignores_masks_or_positions(self) -> None:
-        class DeafLlama(LlamaForCausalLM):
-            def __init__(self, config: LlamaConfig) -> None:
-                super().__init__(config)
-                self.model.register_forward_pre_hook(lambda m, a, k: (a, k | {self.ignored: None}), with_kwargs=True)
-
-        for ignored in ("attention_mask", "position_ids"):
-            model = DeafLlama(calm_target("llama").config).eval()
-            model.ignored = ignored
+    @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+    def test_a_model_that_ignores_masks_or_positions(self, ignored: str) -> None:
+        """Whatever the dtype and the weights: weak ones let positions change the last states by less than rounding."""
+        for dtype, weights in product(DTYPES, (0.02, 0.1, 0.5)):
+            model = tiny_target("llama", dtype=dtype, initializer_range=weights)
+            ignore_argument(model, ignored)
             with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+                Target(model)
+
+    def test_experts_do_not_excuse_a_model_that_ignores_masks_or_positions(self) -> None:
+        for ignored in ("attention_mask", "position_ids"):
+            model = tiny_target("mixtral", dtype=torch.bfloat16, initializer_range=0.02)
+            ignore_argument(model, ignored)
+            with pytest.raises(ValueError, match="MixtralForCausalLM does not"):
                 Target(model)
 
     def test_a_model_that_reads_the_mask_upside_down(self) -> None:
@@ -192,10 +204,39 @@ class TestRefusals:
         with pytest.raises(ValueError, match="WideMistral does not mask by its config's sliding_window=8"):
             Target(WideMistral(calm_target("mistral").config).eval())
 
-    def test_a_model_that_looks_ahead(self) -> None:
-        model = calm_target("llama")
-        model.model.norm.register_forward_hook(lambda module, args, states: states + states.mean(1, keepdim=True))
-        with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is no causal LM"):
+    @pytest.mark.parametrize("leak", [0.02, 0.05, 0.1, 1.0, torch.nan])
+    def test_a_model_that_looks_ahead(self, leak: float) -> None:
+        """Even a little; a model that is no causal LM does not become one by rounding."""
+        for dtype, weights in product(DTYPES, (0.02, 0.1, 0.5)):
+            model = tiny_target("llama", dtype=dtype, initializer_range=weights)
+            model.model.norm.register_forward_hook(
+                lambda module, args, states: states + leak * states.mean(1, keepdim=True)
+            )
+            with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is no causal LM"):
+                Target(model)
+
+    def test_only_experts_are_asked_again(self) -> None:
+        """Both are wrong with the first tokens they are asked for; only a router could have been at a near-tie."""
+
+        def look_ahead(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if kwargs["input_ids"][0, 0] == first:
+                output["last_hidden_state"] += output.last_hidden_state.mean(1, keepdim=True)
+
+        models = [tiny_target(family) for family in ("mixtral", "llama")]
+        for model in models:
+            model.base_model.register_forward_hook(look_ahead, with_kwargs=True)
+        first = 1
+        Target(models[0])
+        first = 7
+        with pytest.raises(ValueError, match="it is no causal LM"):
+            Target(models[1])
+
+    def test_windows_of_no_number(self) -> None:
+        model = tiny_target("mistral")
+        model.model.layers[0].register_forward_hook(
+            lambda module, args, states: states * (torch.nan if states.shape[1] == 4 else 1)
+        )
+        with pytest.raises(ValueError, match="MistralForCausalLM does not mask by"):
             Target(model)
 
     def test_a_state_that_no_config_names(self) -> None:
