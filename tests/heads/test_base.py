@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -17,8 +15,6 @@ import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import heads as heads_package
 from heads import DraftHeads, DraftStep, create_heads
@@ -28,7 +24,7 @@ from heads.medusa import MedusaConfig, MedusaHeads
 from inference import Target
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import tiny_target
 
 KNOWN_KINDS = ", ".join(sorted(heads_package.HEAD_TYPES))
 
@@ -191,145 +187,6 @@ class TestConfig:
     def test_unknown_kind(self, target: Target) -> None:
         with pytest.raises(ValueError, match=f"unknown head_type 'eagle9'; known kinds: {KNOWN_KINDS}"):
             create_heads("eagle9", target)
-
-
-class TestBinding:
-    @pytest.mark.parametrize("head_type", heads_package.HEAD_TYPES)
-    @pytest.mark.parametrize(
-        ("overrides", "message"),
-        [
-            ({"hidden_size": 64, "head_dim": 8}, "hidden size 32, this target .* has 64"),
-            ({"vocab_size": 100}, "vocabulary size 128, this target .* has 100"),
-            ({"num_hidden_layers": 7}, "number of layers 6, this target .* has 7"),
-        ],
-    )
-    def test_another_target(self, target: Target, head_type: str, overrides: dict[str, Any], message: str) -> None:
-        heads = create_heads(head_type, target)
-        with pytest.raises(ValueError, match=message + ".*: load the target the heads were trained for"):
-            heads.bind(tiny_target("llama", **overrides))
-        assert heads.target is target, "a refused target must not replace the one that fits"
-
-    @pytest.mark.parametrize("head_type", sorted(heads_package.HEAD_TYPES))
-    def test_a_target_of_several_widths(self, head_type: str) -> None:
-        """OPT-350m embeds tokens and scores states in another width than its layers have: no feature fits."""
-        model = tiny_target("opt", word_embed_proj_dim=16)
-        with pytest.raises(ValueError, match="embeddings of width 16, layers of 32 and last states of 16"):
-            create_heads(head_type, model)
-
-    def test_unbound(self, saved: Path) -> None:
-        heads = DraftHeads.from_pretrained(saved)
-        with pytest.raises(RuntimeError, match=r"not bound to a target: call heads\.bind\(target\) first"):
-            heads.unroll(torch.zeros(1, 4, 96), random_prompt(4))
-        with pytest.raises(RuntimeError, match="not bound"):
-            heads.embed(random_prompt(4))
-
-    def test_a_transformers_model_will_do(self, saved: Path) -> None:
-        model = tiny_target("llama")
-        heads = DraftHeads.from_pretrained(saved)
-        assert heads.bind(model) is heads
-        assert heads.target.model is model
-
-    def test_one_model_at_a_time(self, target: Target, saved: Path) -> None:
-        heads = create_heads("eagle3", target)
-        assert heads.bind(Target(target.model)).bind(target.model) is heads
-        other = tiny_target("llama", seed=1)
-        with pytest.raises(ValueError, match=r"bound to another model.*: load them again"):
-            heads.bind(other)
-        assert heads.target.model is target.model
-        assert DraftHeads.from_pretrained(saved).bind(other).target.model is other
-
-    def test_heads_follow_their_target_to_its_device(self, saved: Path) -> None:
-        heads = DraftHeads.from_pretrained(saved).to("meta")
-        model = tiny_target("llama")
-        fake = Target(model)
-        fake.device = torch.device("meta")
-        assert heads.bind(fake).device == fake.device
-
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda heads: pickle.loads(pickle.dumps(heads))])
-    def test_copies_leave_the_target_behind(self, target: Target, duplicate: Any) -> None:
-        heads = tiny_heads("eagle3", target, draft_vocab_size=40)
-        copied = duplicate(heads)
-        with pytest.raises(RuntimeError, match="not bound"):
-            _ = copied.target
-        assert heads.target is target
-        input_ids, features = random_prompt(6), torch.randn(1, 6, 96)
-        expected = heads.unroll(features, input_ids)[-1].hidden
-        assert torch.equal(copied.bind(target).unroll(features, input_ids)[-1].hidden, expected)
-
-    def test_borrowed_modules_are_not_registered(self, target: Target) -> None:
-        heads = create_heads("eagle3", target)
-        modules = set(map(id, heads.modules()))
-        assert not modules & {id(module) for module in target.model.modules()}
-        assert isinstance(heads.target.embed_tokens, nn.Embedding)
-
-
-class Int8Head(nn.Module):
-    """An LM head as quantisers make them: rows of 8-bit numbers, each with a scale, and a weight no one can copy."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(linear.weight.detach().abs().amax(1, keepdim=True) / 127, requires_grad=False)
-        self.weight = nn.Parameter((linear.weight.detach() / self.scale).round().char(), requires_grad=False)
-        self.bias = linear.bias
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.weight.to(hidden.dtype) * self.scale, self.bias)
-
-
-class TestLMHeadThatHasNoPlainWeight:
-    """Kinds that start from the target's LM head read it as the head computes."""
-
-    @pytest.mark.parametrize(
-        ("head_type", "options"),
-        [("medusa", {}), ("hydra", {}), ("eagle3", {}), ("eagle3", {"draft_vocab_size": 40})],
-        ids=["medusa", "hydra", "eagle3", "eagle3-reduced"],
-    )
-    def test_quantised(self, head_type: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("inference.lm_head._ROWS", 10)  # parts of unequal size
-        model: Any = tiny_target("llama")
-        model.lm_head = Int8Head(model.lm_head)
-        wanted = model.lm_head.weight.float() * model.lm_head.scale
-        heads = create_heads(head_type, model, **options)
-        if options:
-            heads.fit_vocabulary(torch.arange(128))
-            wanted = wanted[88:]
-        weights = [value for name, value in heads.state_dict().items() if "lm_head" in name]
-        assert weights
-        for weight in weights:
-            assert torch.equal(weight, wanted)
-
-    def test_offloaded(self, tmp_path: Path) -> None:
-        accelerate = pytest.importorskip("accelerate", reason="accelerate is an optional extra")
-        model: Any = tiny_target("llama")
-        wanted = model.lm_head.weight.detach().clone()
-        places = {"model": "cpu", "lm_head": "disk"}
-        model = accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
-        assert model.lm_head.weight.is_meta
-        assert torch.equal(Target(model).lm_head_weight(), wanted)
-
-    def test_with_a_bias(self) -> None:
-        """The kinds' own LM heads have none, so that only the matrix is read."""
-        linear = nn.Linear(32, 128)
-        model: Any = tiny_target("llama")
-        model.lm_head = Int8Head(linear)
-        wanted = model.lm_head.weight.float() * model.lm_head.scale
-        torch.testing.assert_close(Target(model).lm_head_weight(), wanted, rtol=0, atol=1e-6)
-
-    def test_that_reads_other_states(self) -> None:
-        class ProjectingLlama(LlamaForCausalLM):
-            """Its LM head reads states of 48 numbers."""
-
-            def __init__(self, config: LlamaConfig) -> None:
-                super().__init__(config)
-                self.project, self.lm_head = nn.Linear(32, 48), nn.Linear(48, 128)
-
-            def forward(self, *args: Any, **kwargs: Any) -> Any:
-                output = self.model(*args, **kwargs)
-                return CausalLMOutputWithPast(logits=self.lm_head(self.project(output.last_hidden_state)))
-
-        target = Target(ProjectingLlama(tiny_target("llama").config).eval())
-        with pytest.raises(ValueError, match="LM head does not read states of 32 numbers"):
-            create_heads("medusa", target)
 
 
 class TestSaving:
