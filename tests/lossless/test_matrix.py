@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,17 @@ from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_
 from tests.lossless.matrix.covering import cover, pairs_of
 from tests.lossless.matrix.drafters import DEPTH, POLICIES, STATIC_PATHS, policy_of
 from tests.lossless.matrix.references import attentions_of, reference_of
-from tests.lossless.matrix.results import BRANCHED, DIFFERENT, SAME, TOKENS_AT_LEAST, Result, find_gaps, run_cell
+from tests.lossless.matrix.render import render
+from tests.lossless.matrix.results import (
+    BRANCHED,
+    DIFFERENT,
+    SAME,
+    TOKENS_AT_LEAST,
+    Result,
+    find_gaps,
+    from_json,
+    run_cell,
+)
 from tests.tiny_targets import FAMILIES
 
 NEW_TOKENS = 16
@@ -86,15 +95,26 @@ def test_every_depth_rank_and_end_is_reached_and_written_down(
     monkeypatch.setitem(program.PARTS, "greedy", lambda: greedy_cells_of(WIDE))
     paths = ["--json", str(tmp_path / "cells.json"), "--markdown", str(tmp_path / "page.md")]
     assert program.main(["--part", "greedy", *paths]) == 0, capsys.readouterr().out
-    content = json.loads((tmp_path / "cells.json").read_text())
-    assert len(content["cells"]) == len(POLICIES) * len(BATCHES)
-    assert {cell["status"] for cell in content["cells"]} == {SAME}
-    assert content["gaps"] == []
-    tokens = sum(cell["tokens"] for cell in content["cells"])
+    results, gaps, _ = from_json((tmp_path / "cells.json").read_text())
+    assert len(results) == len(POLICIES) * len(BATCHES)
+    assert {result.status for result in results} == {SAME}
+    assert gaps == []
+    tokens = sum(result.tokens for result in results)
     page = (tmp_path / "page.md").read_text()
     assert f"| tokens compared | {tokens:,} |" in page
     assert f"| {WIDE}, sdpa |" in page
     assert "| cells with another token | 0 |" in page
+
+
+def test_the_published_run_is_of_these_cells_and_found_nothing() -> None:
+    results, gaps, environment = from_json((program.DOCS / "lossless.json").read_text())
+    cells = program.choose_cells(program.parse_arguments([]))
+    assert [result.name for result in results] == [cell.name for cell in cells], "the cells are others: make lossless"
+    assert gaps == find_gaps(results, is_whole=True) == []
+    assert DIFFERENT not in {result.status for result in results}
+    assert (program.DOCS / "lossless.md").read_text() == render(results, gaps, environment)
+    total = f"{sum(result.tokens for result in results):,} tokens in {len(results):,} cells"
+    assert total in (program.DOCS.parent / "README.md").read_text()
 
 
 def test_gaps_are_found() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import platform
 import sys
@@ -17,7 +16,7 @@ import transformers
 from tests.conftest import REPOSITORY
 from tests.lossless.matrix.cells import Cell, greedy_cells, pair_cells, trained_cells
 from tests.lossless.matrix.render import render
-from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell, to_dict, write_text
+from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell, to_json, write_text
 from tests.tiny_targets import LEFT_OUT
 
 PARTS = {"greedy": greedy_cells, "pairs": pair_cells, "trained": trained_cells}
@@ -93,8 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.markdown = options.markdown or DOCS / "lossless.md"
         options.json = options.json or DOCS / "lossless.json"
     if options.json is not None:
-        content = {"environment": environment, "gaps": gaps, "cells": [to_dict(result) for result in results]}
-        write_text(options.json, json.dumps(content, indent=1) + "\n")
+        write_text(options.json, to_json(results, gaps, environment))
     if options.markdown is not None:
         write_text(options.markdown, render(results, gaps, environment))
     wrong = [result.name for result in results if result.status == DIFFERENT]

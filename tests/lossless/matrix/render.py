@@ -174,12 +174,17 @@ def _render_pairs(results: Sequence[Result]) -> str:
     if not results:
         return ""
     grids = (
-        ("drafter", lambda r: r.drafter, lambda r: r.policy),
-        ("target", lambda r: f"{r.family}, {r.attention}", lambda r: r.policy),
-        ("sampling", lambda r: r.sampling, lambda r: r.acceptance),
-        ("batch", lambda r: f"{r.batch}, padded {r.padding}", lambda r: f"prefill chunk {r.prefill_chunk}"),
+        ("drafter", lambda r: r.drafter, lambda r: r.policy, lambda r: r.drafter),
+        ("target", lambda r: f"{r.family}, {r.attention}", lambda r: r.policy, lambda r: (r.family, r.attention)),
+        ("sampling", lambda r: r.sampling, lambda r: r.acceptance, lambda r: r.sampling),
+        (
+            "batch",
+            lambda r: f"{r.batch}, padded {r.padding}",
+            lambda r: f"prefill chunk {r.prefill_chunk}",
+            lambda r: (r.batch, r.padding, r.prefill_chunk),
+        ),
     )
-    text = "\n".join(_grid(results, row, column, corner) for corner, row, column in grids)
+    text = "\n".join(_grid(sorted(results, key=order), row, column, corner) for corner, row, column, order in grids)
     return f"## All axes, pairwise\n\n{len(results)} cells, each in all of these tables.\n\n{text}"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.lossless.matrix.cases import Outcome, run_case
 from tests.lossless.matrix.cells import BATCHES, Cell
@@ -160,10 +162,21 @@ def find_missing_branches(policy: str, accepted: set[tuple[int, ...]]) -> list[s
     return [f"node {list(node)}" for node in nodes if tuple(node) not in accepted]
 
 
-def to_dict(result: Result) -> dict[str, object]:
-    values = asdict(result)
-    values["seconds"], values["reference_seconds"] = round(result.seconds, 3), round(result.reference_seconds, 3)
-    return values
+def to_json(results: Sequence[Result], gaps: Sequence[str], environment: Mapping[str, Any]) -> str:
+    """A line for each cell, so that two runs can be compared."""
+    lines = []
+    for result in results:
+        values = asdict(result)
+        values["seconds"], values["reference_seconds"] = round(result.seconds, 3), round(result.reference_seconds, 3)
+        lines.append(f"  {json.dumps(values)}")
+    head = f'{{\n "environment": {json.dumps(environment)},\n "gaps": {json.dumps(gaps)},\n "cells": [\n'
+    return head + ",\n".join(lines) + "\n ]\n}\n"
+
+
+def from_json(text: str) -> tuple[list[Result], list[str], dict[str, Any]]:
+    """What `to_json` was given."""
+    content = json.loads(text)
+    return [Result(**values) for values in content["cells"]], content["gaps"], content["environment"]
 
 
 def write_text(path: Path, text: str) -> None:
