@@ -28,8 +28,8 @@ from benchmark_matrix import load_all_heads
 from benchmark_measure import Prompt, load_prompts
 from benchmark_report import write_json, write_text
 from benchmark_texts import share_of_repeated_ngrams
-from divergence_contenders import Contender, OurGreedy, RecordingTarget, make_transformers, with_control
-from divergence_count import Decode, Decoded, Tally, count_divergences, find_gaps
+from divergence_contenders import Contender, FaultyTarget, OurGreedy, RecordingTarget, make_transformers, with_control
+from divergence_count import Decode, Decoded, Divergence, Tally, count_divergences, find_gaps
 from divergence_render import render
 from model_loading import fit_tree, parse_tree
 from rich.console import Console
@@ -41,9 +41,9 @@ from inference import Drafter
 from inference.ngram import NgramDrafter
 
 KEEP_EVERY = 20  # prompts; what was counted is then written
-# A divergence is a near-tie when both passes hold its two tokens at most so many numbers of the dtype apart. Where
-# nothing diverges, two passes of plain decoding already differ by about half as much (`change_steps`).
-NEAR_TIE_STEPS = {torch.bfloat16: 4.0, torch.float16: 8.0, torch.float32: 32.0}
+# Rounding puts a logit off by half a step and its lead over another by one: from their last rounding alone the leads of
+# two passes may be two steps apart.
+ROUNDING_STEPS = 2.0
 ORDER = ("bfloat16", "float16", "float32")  # of the reports
 QUANTILES = {"median": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 
@@ -145,23 +145,25 @@ def measure_combination(args: DivergenceArguments, dtype: str, attention: str) -
     ours = make_ours(target, heads, args.tree, segment=args.segment)
     references = [Reference(theirs[0].name, theirs[0].decode), Reference(ours[0].name, ours[0].decode)]
     exact = load_model(args, "float64" if dtype == "float32" else "float32", "eager")
-    judge = Judge(exact, tokenizer, NEAR_TIE_STEPS[target.dtype])
+    judge = Judge(exact, tokenizer)
     environment = describe_environment(
         target,
         None,
         target=args.target,
         prompts=args.prompts,
         max_new_tokens=args.max_new_tokens,
-        near_tie_steps=judge.near_tie_steps,
         higher_precision=str(exact.dtype).removeprefix("torch."),
     )
 
+    faulty = {one.name for one in ours if one.is_faulty}
+
     def make_report() -> dict[str, Any]:
+        limit = find_limit(references)
         report = {
-            "environment": environment,
+            "environment": environment | {"near_tie_steps": limit},
             "references": [describe_reference(one, target.dtype) for one in references],
             "rows": [
-                describe_row(reference, name, tally, judge)
+                describe_row(reference, name, tally, judge, limit) | {"is_faulty": name in faulty}
                 for reference in references
                 for name, tally in reference.tallies.items()
             ],
@@ -200,6 +202,8 @@ def make_ours(
     for name, drafter, tree in pairs:
         fitted = fit_tree(tree, drafter.max_depth)
         contenders.append(Contender(f"{name}, {Path(fitted).stem}", OurGreedy(target, drafter, parse_tree(fitted))))
+    faulty = OurGreedy(FaultyTarget(target.model), ngrams, parse_tree(fit_tree(trees[0], ngrams.max_depth)))
+    contenders.append(Contender(f"control: n-grams, {trees[0]}, drafts one position too far", faulty, is_faulty=True))
     return contenders
 
 
@@ -247,18 +251,25 @@ def compare_prompt(
             count_divergences(tally, decode, prompt.id, prompt_ids, text, dtype, segment=contender.segment)
 
 
+def find_limit(references: Sequence[Reference]) -> float:
+    """By how many steps the lead of one token over another may differ between the text's pass and the decoding's own
+    one in a near-tie: as far as it differs anywhere between the two plain decodings, where both agree."""
+    names = {reference.name for reference in references}
+    plain = [tally for one in references for name, tally in one.tallies.items() if name in names]
+    return max([ROUNDING_STEPS, *(change for tally in plain for change in tally.changes)])
+
+
 class Judge:
     """Says of a divergence whether it is a near-tie, and what a pass in higher precision makes of its two tokens."""
 
-    def __init__(self, model: Any, tokenizer: Any, near_tie_steps: float) -> None:
+    def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
         self.prompts: dict[str, list[int]] = {}  # their tokens, by id
         self.tokenizer = tokenizer
-        self.near_tie_steps = near_tie_steps
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, reference: Reference, divergence: Any) -> dict[str, Any]:
+    def __call__(self, reference: Reference, divergence: Divergence, limit: float) -> dict[str, Any]:
         text = reference.texts[divergence.prompt].token_ids[: divergence.position]
         prefix = (*self.prompts[divergence.prompt], *text)
         if prefix not in self.known:
@@ -271,7 +282,7 @@ class Judge:
             "exact": self.known[prefix][tokens].tolist(),
             "plain_gap": divergence.plain_gap,
             "own_gap": divergence.own_gap,
-            "is_near_tie": max(divergence.plain_gap, divergence.own_gap) <= self.near_tie_steps,
+            "is_near_tie": divergence.plain_gap + divergence.own_gap <= limit,
         }
 
 
@@ -288,9 +299,9 @@ def describe_reference(reference: Reference, dtype: torch.dtype) -> dict[str, An
     }
 
 
-def describe_row(reference: Reference, name: str, tally: Tally, judge: Judge) -> dict[str, Any]:
+def describe_row(reference: Reference, name: str, tally: Tally, judge: Judge, limit: float) -> dict[str, Any]:
     changes = torch.tensor(tally.changes, dtype=torch.float64)
-    divergences = [judge(reference, one) for one in tally.divergences]
+    divergences = [judge(reference, one, limit) for one in tally.divergences]
     return {
         "name": name,
         "reference": reference.name,

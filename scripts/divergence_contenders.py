@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from inference.tree import TokenTree
 
 @dataclass
 class Contender:
-    """One way to decode. segment: it is called anew after so many tokens (see `count_divergences`)."""
+    """One way to decode. segment: it is called anew after so many tokens (see `count_divergences`); is_faulty: it has a
+    fault on purpose, and shows what one looks like."""
 
     name: str
     decode: Decode
     segment: int | None = None
+    is_faulty: bool = False
 
 
 class TransformersGreedy:
@@ -78,6 +80,13 @@ class RecordingTarget(Target):
         output = super().verify_opened(cache, tree, feature_layers=feature_layers)
         self.passes.append((tree, output.logits[0]))
         return output
+
+
+class FaultyTarget(RecordingTarget):
+    """Reads what was drafted one position too far; everything else is right."""
+
+    def verify_opened(self, cache: TreeCache, tree: TokenTree, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
+        return super().verify_opened(cache, replace(tree, depths=tree.depths + 1), feature_layers=feature_layers)
 
 
 class OurGreedy:

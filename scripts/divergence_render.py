@@ -20,8 +20,10 @@ A step is the distance of neighbouring numbers of the dtype at the size of the l
 many steps the best token's lead over the runner-up differs between the text's pass and the decoding's own one, where
 both choose the same token: what rounding does everywhere. "Rows equal" is the share of those positions at which all
 logits are bitwise the same. Each divergence is judged by its two tokens' logits: "ahead" is how far the text's token
-led in the pass that wrote the text, "behind" how far it trailed in the decoding's own pass; both within the limit make
-a near-tie. tokens/pass are those of the target, prompts included.
+led in the pass that wrote the text, "behind" how far it trailed in the decoding's own pass. It is a near-tie if that is
+together no more than a lead changes anywhere between the two plain decodings where they agree, or than the two steps
+that the last rounding may make. The control has a fault on purpose: it reads drafts one position too far, as wrong code
+might. tokens/pass are those of the target, prompts included.
 """
 
 
@@ -69,7 +71,7 @@ def _make_grid(reference: str, rows: Iterable[dict[str, Any]], limit: float) -> 
         "per 10,000",
         "first",
         "first per 10,000",
-        f"near-ties (≤ {limit:g} steps)",
+        f"near-ties (lead changed ≤ {limit:g} steps)",
         "tokens/pass",
         "rows equal",
         "lead changed: median / 99.9% / max",
@@ -101,24 +103,29 @@ def _describe_rate(row: dict[str, Any]) -> str:
 
 
 def _list_divergences(rows: Sequence[dict[str, Any]], environment: dict[str, Any]) -> list[str]:
-    """What all divergences have in common, and the places whose tokens are furthest apart."""
-    every = [(row, one) for row in rows for one in row["divergences"]]
+    """What all divergences have in common, the control, and the places where leads change most."""
+    every = [(row, one) for row in rows for one in row["divergences"] if not row["is_faulty"]]
+    faults = [one for row in rows for one in row["divergences"] if row["is_faulty"]]
+    control = (
+        f"With the fault of the control, {sum(not one['is_near_tie'] for one in faults)} of {len(faults)} divergences "
+        f"are no near-ties: the lead changes by up to {max(map(_find_change, faults), default=0):.1f} steps."
+    )
     if not every:
-        return ["No divergences."]
+        return [f"No divergences. {control}"]
     num_for_text = sum(one["exact"][0] > one["exact"][1] for _, one in every)
-    largest = max(max(one["plain_gap"], one["own_gap"]) for _, one in every)
+    largest = max(_find_change(one) for _, one in every)
     far = [one for _, one in every if not one["is_near_tie"]]
     verdict = f"All {len(every)} divergences are near-ties"
     if far:
         verdict = f"**{len(far)} of {len(every)} divergences are no near-ties**"
     summary = (
-        f"{verdict}: tokens at most {largest:.1f} steps apart in either pass. One pass in "
-        f"{environment['higher_precision']} prefers the text's token in {num_for_text} of {len(every)}."
+        f"{verdict}: between the two passes a lead changes by at most {largest:.1f} steps. One pass in "
+        f"{environment['higher_precision']} prefers the text's token in {num_for_text} of {len(every)}. {control}"
     )
     places: dict[tuple[Any, ...], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for row, one in every:
         places.setdefault((row["reference"], one["prompt"], one["position"], one["other"]), []).append((row, one))
-    widest = sorted(places.values(), key=lambda found: -max(max(one["plain_gap"], one["own_gap"]) for _, one in found))
+    widest = sorted(places.values(), key=lambda found: -max(_find_change(one) for _, one in found))
     cells = [_describe_place(found, environment["higher_precision"]) for found in widest[:NUM_SHOWN]]
     columns = [
         "place in the reference's text",
@@ -130,13 +137,18 @@ def _list_divergences(rows: Sequence[dict[str, Any]], environment: dict[str, Any
         "behind, steps",
         "decodings",
     ]
-    title = f"The {len(cells)} of {len(places)} places whose tokens are furthest apart"
+    title = f"The {len(cells)} of {len(places)} places where a lead changes most"
     return [summary, Grid(title, columns, cells).to_markdown()]
 
 
+def _find_change(divergence: dict[str, Any]) -> float:
+    """From the lead of the text's token in its own pass to that of the other token, in steps."""
+    return float(divergence["plain_gap"] + divergence["own_gap"])
+
+
 def _describe_place(found: Sequence[tuple[dict[str, Any], dict[str, Any]]], precision: str) -> list[str]:
-    """The decoding whose tokens are furthest apart there, and how many diverge alike."""
-    row, one = max(found, key=lambda pair: max(pair[1]["plain_gap"], pair[1]["own_gap"]))
+    """The decoding where it changes most there, and how many diverge alike."""
+    row, one = max(found, key=lambda pair: _find_change(pair[1]))
     digits = 4 if precision == "float32" else 7
     logits = [" ".join(f"{value:.{digits}f}" for value in one[name]) for name in ("plain", "own", "exact")]
     tokens = ", ".join(json.dumps(text, ensure_ascii=False).replace("|", "\\|") for text in one["texts"])

@@ -15,7 +15,15 @@ from tests.conftest import CHAT_TARGET, REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import bf16_divergence
-from divergence_contenders import OurGreedy, RecordingTarget, TransformersGreedy, check_decoded, make_transformers, walk
+from divergence_contenders import (
+    FaultyTarget,
+    OurGreedy,
+    RecordingTarget,
+    TransformersGreedy,
+    check_decoded,
+    make_transformers,
+    walk,
+)
 from divergence_count import Decode, Decoded, Tally, count_divergences, find_gaps, find_step
 from divergence_render import render
 
@@ -112,6 +120,11 @@ def test_logits_that_did_not_choose_a_token_are_refused() -> None:
         check_decoded([1, 2], logits_of([1, 3]), 1)
 
 
+def chain_of(tokens: list[int]) -> TokenTree:
+    places = torch.arange(len(tokens))[None]
+    return TokenTree(torch.tensor([tokens]), places - 1, places, torch.zeros(1, len(tokens)))
+
+
 def test_walk_reads_the_rows_of_accepted_nodes() -> None:
     tree = TokenTree(
         *(torch.tensor([row]) for row in ([5, 6, 7, 8, 6], [-1, 0, 0, 2, -1], [0, 1, 1, 2, 0])), torch.zeros(1, 5)
@@ -144,6 +157,18 @@ def test_everybody_keeps_the_logits_of_its_own_passes(attention: str) -> None:
     assert run.num_passes < 24
 
 
+def test_the_control_reads_its_drafts_at_wrong_places() -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    prompt, tree = random_prompt(9), chain_of([5, 6, 7])
+    logits = []
+    for target in (RecordingTarget(model), FaultyTarget(model)):
+        cache = target.new_cache(1, 16)
+        target.prefill(cache, prompt, torch.tensor([prompt.shape[1]]))
+        logits.append(target.verify(cache, tree).logits[0])
+    torch.testing.assert_close(logits[0][0], logits[1][0])  # the root is no draft
+    assert (logits[0] - logits[1]).abs().amax(dim=1)[1:].min() > 1e-2
+
+
 def test_the_program_writes_what_it_counted(
     chat_target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,21 +199,32 @@ def test_the_program_writes_what_it_counted(
             for one in row["divergences"]:
                 assert one["plain"][0] >= one["plain"][1]
                 assert one["own"][0] <= one["own"][1]
-                assert one["is_near_tie"] == (max(one["plain_gap"], one["own_gap"]) <= limit)
-    assert all(not row["num_divergences"] for row in reports[1]["rows"])
+                assert one["is_near_tie"] == (one["plain_gap"] + one["own_gap"] <= limit)
+        assert [row["name"] for row in report["rows"] if row["is_faulty"]] == 2 * [
+            "control: n-grams, chain:2, drafts one position too far"
+        ]
+    assert all(not row["num_divergences"] for row in reports[1]["rows"] if not row["is_faulty"])
 
 
 def test_far_divergences_are_flagged() -> None:
     divergence = {"prompt": "p", "position": 3, "is_first": True, "token": 1, "other": 2, "plain": [20.0, 12.0]}
     divergence |= {"own": [12.0, 20.0], "step": 0.125, "texts": ["a", "|"], "exact": [20.1, 12.2], "plain_gap": 64.0}
     divergence |= {"own_gap": 64.0, "is_near_tie": False}
-    row = {"name": "broken", "reference": "plain", "num_tokens": 10, "num_divergences": 1, "per_10000": 1000.0}
+    row = {
+        "name": "broken",
+        "is_faulty": False,
+        "reference": "plain",
+        "num_tokens": 10,
+        "num_divergences": 1,
+        "per_10000": 1000.0,
+    }
     row |= {
         "standard_error": 1000.0,
         "num_first": 1,
         "first_per_10000": 2500.0,
         "tokens_per_pass": 2.0,
         "equal_rows": 0.0,
+        "is_faulty": False,
     }
     row |= {"change_steps": {"median": 0.0, "p99.9": 1.0, "max": 1.0}, "num_near_ties": 0, "divergences": [divergence]}
     reference = {"name": "plain", "num_texts": 1, "num_tokens": 10, "repeated_4grams": 0.0, "equal_tops": 0}
@@ -206,6 +242,20 @@ def test_far_divergences_are_flagged() -> None:
     text = render([{"environment": environment, "references": [reference], "rows": [row]}])
     assert "**1 of 1 divergences are no near-ties**" in text
     assert '"a", "\\|"' in text
+    near = divergence | {"own": [20.0, 20.125], "plain_gap": 0.0, "own_gap": 1.0, "is_near_tie": True}
+    rows = [row | {"divergences": [near]}, row | {"is_faulty": True}]
+    text = render([{"environment": environment, "references": [reference], "rows": rows}])
+    assert "All 1 divergences are near-ties: between the two passes a lead changes by at most 1.0 steps." in text
+    assert "fault of the control, 1 of 1 divergences are no near-ties: the lead changes by up to 128.0 steps." in text
+
+
+def test_the_limit_is_what_plain_decodings_differ_by() -> None:
+    theirs, ours = (bf16_divergence.Reference(name, planted({})) for name in ("theirs", "ours"))
+    theirs.tallies = {"ours": Tally(changes=[0.0, 1.0]), "drafted": Tally(changes=[9.0])}
+    ours.tallies = {"theirs": Tally(changes=[0.5]), "drafted": Tally(changes=[9.0])}
+    assert bf16_divergence.find_limit([theirs, ours]) == bf16_divergence.ROUNDING_STEPS
+    ours.tallies["theirs"].changes.append(3.0)
+    assert bf16_divergence.find_limit([theirs, ours]) == 3.0
 
 
 @pytest.mark.parametrize(
