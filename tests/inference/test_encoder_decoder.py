@@ -44,9 +44,11 @@ POLICIES: dict[str, TreePolicy] = {
     "static": StaticTree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]),
     "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=16),
 }
-# The kinds whose positions are told in different ways: a bias by distance in one layer or in all, a table of positions.
+# Positions are told in different ways: a bias by distance in one layer or in all, a table of positions, learned or not.
 # Seeds whose greedy text does not soon repeat one token.
-CELLS = [("t5", 0), ("t5", 2), ("t5-v1.1", 0), ("t5-v1.1", 2), ("umt5", 2), ("bart", 0)]
+CELLS = [("t5", 0), ("t5", 2), ("t5-v1.1", 0), ("t5-v1.1", 2), ("umt5", 2), ("longt5", 0), ("bart", 0)]
+CELLS += [("mbart", 0), ("blenderbot", 0), ("pegasus", 1)]
+ATTENTIONS = {"longt5": ("eager",)}  # transformers' LongT5 has no sdpa
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 SAMPLED = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 5}
 
@@ -108,8 +110,10 @@ def check_tree(
             torch.testing.assert_close(logits[row, node], wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [(kind, attention) for kind in KINDS for attention in ATTENTIONS.get(kind, ("sdpa", "eager"))],
+)
 def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: str) -> None:
     """Rows of different lengths and sources, behind a commit that moves slots, and once more behind a selection."""
     target = target_of(kind, 1, attention)
@@ -347,7 +351,7 @@ def decoder_only() -> LlamaForCausalLM:
 
 
 class CountedPositions(nn.Module):
-    """Positions that are counted from the cache and told by nobody (M2M-100's are so)."""
+    """Positions that are counted from the cache and told by nobody."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -388,8 +392,9 @@ class TestRefusals:
     def test_positions_that_cannot_be_told(self) -> None:
         model = copy.deepcopy(tiny_encoder_decoder("bart"))
         model.model.decoder.embed_positions = CountedPositions(model.config.d_model)
-        with pytest.raises(ValueError, match="counts positions in a way of its own"):
-            Target(model)
+        for one in (model, tiny_encoder_decoder("m2m_100")):
+            with pytest.raises(ValueError, match="counts positions in a way of its own"):
+                Target(one)
 
     def test_no_decoder(self) -> None:
         with pytest.raises(ValueError, match="no LM head"):

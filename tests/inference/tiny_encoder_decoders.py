@@ -9,10 +9,20 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    BlenderbotConfig,
+    BlenderbotForConditionalGeneration,
+    LongT5Config,
+    LongT5ForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
     MT5Config,
     MT5ForConditionalGeneration,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -56,10 +66,15 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "mt5": (MT5Config, MT5ForConditionalGeneration, _T5_SHAPE),
     "umt5": (UMT5Config, UMT5ForConditionalGeneration, _T5_SHAPE),  # a position bias in every layer
+    "longt5": (LongT5Config, LongT5ForConditionalGeneration, _T5_SHAPE | {"local_radius": 4}),
     "bart": (BartConfig, BartForConditionalGeneration, _BART_SHAPE),  # learned positions
+    "mbart": (MBartConfig, MBartForConditionalGeneration, _BART_SHAPE),
+    "blenderbot": (BlenderbotConfig, BlenderbotForConditionalGeneration, _BART_SHAPE),
     "marian": (MarianConfig, MarianMTModel, _BART_SHAPE),  # sinusoidal ones
+    "pegasus": (PegasusConfig, PegasusForConditionalGeneration, _BART_SHAPE),
 }
 KINDS = tuple(_KINDS)
+_KINDS["m2m_100"] = (M2M100Config, M2M100ForConditionalGeneration, _BART_SHAPE)  # refused: counts positions from tokens
 
 
 @functools.cache
@@ -69,7 +84,7 @@ def tiny_encoder_decoder(
     """Builds a random model: an encoder of 3 layers, a decoder of 2, width 32, 96 tokens, no EOS.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `KINDS`, or m2m_100.
         noise: standard deviation of what is added to a weight, relative to its own: a small model that often agrees.
     """
     config_class, model_class, shape = _KINDS[kind]
@@ -95,12 +110,12 @@ def _scale(kind: str, name: str) -> float:
     if "EncDecAttention.o" in name or "encoder_attn.out_proj" in name:
         return 0.08
     if "shared" in name or "embed_tokens" in name:
-        return {"t5": 0.1, "marian": 3.0}.get(kind, 0.3)
+        return {"t5": 0.1, "longt5": 0.1, "marian": 3.0, "pegasus": 1.0}.get(kind, 0.3)
     if "relative_attention_bias" in name:
         return 2.0
     if "embed_positions" in name:
         return 1.0
-    return 0.5 if kind == "t5" or "lm_head" in name else 0.3
+    return 0.5 if kind in ("t5", "longt5", "pegasus") or "lm_head" in name else 0.3
 
 
 def source_batch(batch_size: int, *, is_left_padded: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
