@@ -23,13 +23,15 @@ from tests.inference.test_host_reads import RefuseHostReads, make_sampler
 from tests.inference.test_small_model import rough_copy
 from tests.lossless.near_tie import assert_same_text
 from tests.lossless.restless import restless
+from tests.lossless.watched_commits import Commits, watch_commits
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 B, W, V = 2, 3, 24
+STATIC_PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]
 POLICIES: dict[str, TreePolicy] = {
     "chain": chain(4),
-    "static": StaticTree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]),
+    "static": StaticTree(STATIC_PATHS),
     "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=24),
 }
 
@@ -186,12 +188,11 @@ def test_depths_and_refusals() -> None:
             MergedDrafter(one, other, **options)
 
 
-def scripted(texts: list[Tensor], offered: set[tuple[int, int]] | None = None) -> MergedDrafter:
+def scripted(texts: list[Tensor]) -> MergedDrafter:
     """Two drafters, of which exactly one is right at each place, with features of their own."""
-    offered = set() if offered is None else offered
     return MergedDrafter(
-        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(0, 9, 0, 9, 1, 9), offered=offered),
-        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(9, 0, 9, 0, 9, 2), feature_layers=(2, 4), offered=offered),
+        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(0, 9, 0, 9, 1, 9)),
+        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(9, 0, 9, 0, 9, 1), feature_layers=(2, 4)),
         weight=0.4,
     )
 
@@ -202,17 +203,18 @@ def test_greedy_text_is_transformers_generate(family: str, policy: str) -> None:
     model = tiny_target(family, initializer_range=0.3)
     prompt = random_prompt(12)
     expected = model.generate(prompt, max_new_tokens=96, do_sample=False)
-    offered: set[tuple[int, int]] = set()
-    drafter = scripted([expected[0]], offered)
+    drafter, commits = scripted([expected[0]]), Commits()
     options = {"tree": POLICIES[policy], "max_new_tokens": 96, "do_sample": False}
-    output = generate(model, drafter, prompt, **options)
+    with watch_commits(commits):
+        output = generate(model, drafter, prompt, **options)
     assert_same_text(model, expected, output.sequences)
     # A chain follows the likelier of the two, and each is wrong about every other time.
     assert len(output.stats.accepted_histogram) >= (3 if policy == "chain" else 5), "not every depth was reached"
     if policy == "dynamic":
         alone = [generate(model, one, prompt, **options).stats.acceptance_length for one in drafter.drafters]
         assert output.stats.acceptance_length > max(alone) + 0.3, "each has what the other lacks"
-    assert {rank for _, rank in offered} >= {0, 1, 2} or policy == "chain"
+    assert policy != "static" or commits.paths == set(map(tuple, STATIC_PATHS)), "not every node was accepted"
+    assert policy == "chain" or {path[-1] for path in commits.paths} >= {0, 1, 2}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
