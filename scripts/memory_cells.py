@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from context_cost import build_random_target
@@ -260,7 +262,10 @@ def check_rulers(batch: int, length: int, new: int = 8) -> Check:
         lambda: generate_for_ever(Decoder(target, drafter), prompts, new),
     ).peak
     profiled = profile_peak(lambda: generate_for_ever(Decoder(target, drafter), prompts, new))
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # a process whose largest size nothing else has set
+    # A process whose largest size nothing else has set, and whose malloc gives large blocks back when they are freed:
+    # glibc's keeps some for later otherwise, other ones in each run.
+    malloc = patch.dict(os.environ, {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)})
+    with malloc, multiprocessing.get_context("spawn").Pool(1) as pool:
         resident = pool.apply(_grow_resident, (batch, length, new))
     return Check(batch, length, tracked, profiled, resident)
 

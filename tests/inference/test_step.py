@@ -64,7 +64,7 @@ def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -
     assert min(output.stats.accepted_histogram) > 0, "not every depth was reached"
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
     settings = SETTINGS["sampled"]
     prompt = random_prompt(12)
@@ -269,7 +269,7 @@ def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
     assert texts["first"] == texts["first again"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(target: Target) -> None:
     compiled, eager = (
         Decoder(target, tiny_heads("eagle3", target), tree=DynamicTree(2, 2, 4), compile=flag) for flag in (True, False)
