@@ -209,12 +209,13 @@ def _join(waiting: Sequence[NewSlots], width: int) -> NewSlots:
     first = waiting[0]
     batch, columns = first.next_ids.shape[0], max(total, width)
     counts = torch.zeros_like(first.counts)
+    rows = torch.arange(batch, device=counts.device)[:, None]
     next_ids = first.next_ids.new_zeros(batch, columns)
     features = None if first.features is None else first.features.new_zeros(batch, columns, first.features.shape[-1])
     for slots in waiting:  # what a row's padding leaves behind its real slots, the following slots overwrite
         places = counts[:, None] + torch.arange(slots.next_ids.shape[1], device=counts.device)
-        next_ids.scatter_(1, places, slots.next_ids)
+        next_ids.index_put_((rows, places), slots.next_ids)
         if features is not None and slots.features is not None:
-            features.scatter_(1, places[..., None].expand_as(slots.features), slots.features)
+            features.index_put_((rows, places), slots.features)
         counts = counts + slots.counts
     return NewSlots(features, next_ids, counts)
