@@ -13,7 +13,6 @@ Legend: B batch, N tree nodes, K depth, V target vocabulary.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 from transformers.generation import logits_process
 
 from inference.noise import gumbel_noise
+from inference.row_processors import processor_of_row
 from inference.target_scores import WalkScores, may_emit, score_walk
 from inference.tree import TokenTree
 
@@ -166,26 +166,17 @@ class Sampler:
         return chosen
 
     def for_row(self, row: int, batch_size: int) -> Sampler:
-        """This sampler for one row of a batch: processors that read the prefix are copied, so that what they keep of
-        a row stays with it, and settings they hold per row are cut to it."""
+        """This sampler for one row of a batch: processors that read the prefix are the row's own (see
+        `row_processors`)."""
         if batch_size == 1 and self.rows is None:
             return self
         # In the batch as it was given.
         number, num_rows = (row, batch_size) if self.rows is None else (self.rows[row], self.num_rows)
         if number not in self._row_samplers:
-            processors = []
-            for processor in self.processors:
-                if type(processor) not in PREFIX_FREE:
-                    own = _copy_processor(processor)
-                    ignored = getattr(own, "prompt_ignore_length", None)  # of RepetitionPenaltyLogitsProcessor
-                    if isinstance(ignored, Tensor) and ignored.numel() > 1:
-                        own.prompt_ignore_length = ignored.reshape(ignored.numel(), -1)[number]
-                    allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
-                    if allowed is not None:
-                        own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, number)
-                    _cut_source(own, number, num_rows)
-                    processor = own
-                processors.append(processor)
+            processors = [
+                processor if type(processor) in PREFIX_FREE else processor_of_row(processor, number, num_rows)
+                for processor in self.processors
+            ]
             self._row_samplers[number] = Sampler(processors, eos_token_ids=self.eos_token_ids)
         return self._row_samplers[number]
 
@@ -226,35 +217,6 @@ class Sampler:
         for processor in processors:
             scores = processor(prefix_ids, scores)
         return scores
-
-
-def _copy_processor(processor: Any) -> Any:
-    """A processor that shares what it was given, but not what it writes down."""
-    own = copy.copy(processor)
-    for name, value in vars(own).items() if hasattr(own, "__dict__") else ():
-        if isinstance(value, (dict, list, set)):
-            setattr(own, name, copy.copy(value))
-    return own
-
-
-def _cut_source(processor: Any, row: int, batch_size: int) -> None:
-    """Leaves a copied processor that knows other texts of all rows with its row's (`num_return_sequences` rows share
-    one)."""
-    context = getattr(processor, "unconditional_context", None)  # of UnbatchedClassifierFreeGuidanceLogitsProcessor
-    if isinstance(context, dict):
-        for name in ("input_ids", "attention_mask"):
-            if isinstance(texts := context.get(name), Tensor):
-                context[name] = texts[row * len(texts) // batch_size][None]
-    texts = getattr(processor, "encoder_input_ids", None)  # of EncoderRepetitionPenaltyLogitsProcessor
-    if isinstance(texts, Tensor):
-        processor.encoder_input_ids = texts[row * len(texts) // batch_size][None]
-    if isinstance(processor, logits_process.EncoderNoRepeatNGramLogitsProcessor):
-        ngrams = processor.generated_ngrams
-        processor.generated_ngrams, processor.batch_size = [ngrams[row * len(ngrams) // batch_size]], 1
-
-
-def _call_for_row(allowed: Callable[[int, Tensor], list[int]], row: int, _: int, text: Tensor) -> list[int]:
-    return allowed(row, text)
 
 
 def accept_exact(

@@ -27,6 +27,7 @@ from transformers import (
 
 from inference.acceptance import NO_TOKEN
 from inference.encoder_decoder import Source
+from inference.row_processors import ask_criterion
 from inference.target import Target
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Request:
         max_length: tokens a row may reach at most, prompt without padding included.
         unfinished: rows still decoding.
         source: what an encoder-decoder target decodes about; then prompts are what its decoder begins with.
+        given_ids: [B, L] the prompts as `sequences` begins with them, padded on whichever side.
         keeps_scores, keeps_logits: whether the caller asked for them (and for a dictionary to hold them).
     """
 
@@ -85,7 +87,7 @@ class Request:
         target: Target,
         streamer: Any,
     ) -> None:
-        self.input_ids = input_ids.to(target.device)
+        self.input_ids = self.given_ids = input_ids.to(target.device)
         mask = torch.ones_like(self.input_ids) if attention_mask is None else attention_mask.to(target.device)
         mask = (mask != 0).long()
         counts: list[int] = mask.sum(1).tolist()
@@ -97,7 +99,7 @@ class Request:
         # A stable sort moves the real tokens to the front in their order, whichever side the padding is on.
         order = mask.argsort(dim=1, descending=True, stable=True)
         self.prompt_ids = (self.input_ids * mask).gather(1, order)[:, : max(counts)]
-        self._left_padded = self.input_ids.gather(1, mask.argsort(dim=1, stable=True))
+        self._left_padded = _pad_left(self.input_ids, mask)[0]
         self.last_prompt_ids = self.prompt_ids.gather(1, (self.prompt_counts - 1)[:, None])[:, 0]
         self.prompts: list[list[int]] = [
             row[:count] for row, count in zip(self.prompt_ids.tolist(), counts, strict=True)
@@ -218,14 +220,15 @@ class Request:
         if not self.criteria:
             return False
         text = self._shown(row)
-        return any(bool(torch.as_tensor(criterion(text, None)).all()) for criterion in self.criteria)
+        answers = [ask_criterion(criterion, text, row, self.batch_size) for criterion in self.criteria]
+        return any(answers)  # all are asked: they may count
 
     def sequences(self) -> Tensor:
         """[B, L + longest continuation], padded on the right."""
         longest = max(map(len, self._new))
         rows = [new + [self.pad_token_id] * (longest - len(new)) for new in self._new]
         new_ids = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
-        return torch.cat([self.input_ids, new_ids], dim=1)
+        return torch.cat([self.given_ids, new_ids], dim=1)
 
 
 def _pad_token_id(config: GenerationConfig) -> int:
@@ -234,6 +237,13 @@ def _pad_token_id(config: GenerationConfig) -> int:
         eos = config.eos_token_id
         pad = eos[0] if isinstance(eos, list) else eos
     return int(pad) if pad is not None else 0
+
+
+def _pad_left(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's tokens in their order behind all of its padding, and the mask [B, L] of 0 and 1 of that."""
+    mask = (attention_mask != 0).long()
+    order = mask.argsort(dim=1, stable=True)
+    return input_ids.gather(1, order), mask.gather(1, order)
 
 
 def check_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> None:
@@ -262,6 +272,26 @@ def _check_token_ids(prompts: Sequence[Sequence[int]], num_embeddings: int) -> N
                 )
 
 
+def _are_tokens(ids: Tensor, num_embeddings: int) -> Tensor:
+    return (ids >= 0) & (ids < num_embeddings)
+
+
+def _check_source(model: Any, source_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """What the encoder reads: it looks padding up as well."""
+    embeddings = model.get_encoder().get_input_embeddings()
+    num_embeddings = embeddings.weight.shape[0]
+    wrong = (~_are_tokens(source_ids, num_embeddings)).nonzero().tolist()
+    if wrong:
+        row, place = wrong[0]
+        raise ValueError(
+            f"token {place} of row {row} of the source is {int(source_ids[row, place])}; this target's encoder has the "
+            f"ids 0 to {num_embeddings - 1}, for padding too: was the source written with another tokenizer?"
+        )
+    if attention_mask is not None and not (attention_mask != 0).any(dim=1).all():
+        row = int((attention_mask != 0).any(dim=1).int().argmin())
+        raise ValueError(f"row {row} of the source is all padding: give each row at least 1 token")
+
+
 def make_request(
     target: Target,
     input_ids: Tensor,
@@ -281,7 +311,14 @@ def make_request(
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} is not supported by this decode loop: {cure}")
     check_prompt(input_ids, attention_mask)
-    model, given_ids = cast(Any, target.model), input_ids
+    model, given_ids, is_moved = cast(Any, target.model), input_ids, False
+    if target.is_encoder_decoder:
+        _check_source(model, input_ids, attention_mask)
+    elif attention_mask is not None:
+        # On the left, where transformers' processors tell it from tokens. They look it up, so it may not be anything.
+        input_ids, attention_mask = _pad_left(input_ids.to(target.device), attention_mask.to(target.device))
+        input_ids = input_ids.where((attention_mask != 0) | _are_tokens(input_ids, target.num_embeddings), 0)
+        is_moved = not torch.equal(input_ids, given_ids.to(target.device))
     kwargs = dict(generate_kwargs)
     # transformers would look for the tokenizer, which the hook never sees: the stop-string criterion is built here.
     config = kwargs.get("generation_config") or model.generation_config
@@ -317,6 +354,8 @@ def make_request(
             mask = model_kwargs.get("decoder_attention_mask")
         request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
         request.source = source
+        if is_moved:
+            request.given_ids = given_ids.repeat_interleave(len(input_ids) // len(given_ids), dim=0).to(target.device)
         return request
 
     request = model.generate(

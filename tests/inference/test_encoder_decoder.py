@@ -389,6 +389,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match="no source"):
             target.prefill(target.new_cache(1, 8), torch.tensor([[START]]), torch.tensor([1]))
 
+    @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+    def test_sources_of_other_tokens(self, token: int) -> None:
+        """Padding as well: the encoder looks it up."""
+        ids, mask = source_batch(2)
+        ids[1, 4] = token
+        with pytest.raises(ValueError, match=f"token 4 of row 1 of the source is {token}; .* 0 to {VOCAB_SIZE - 1}"):
+            generate(target_of("t5"), None, ids, mask, **GREEDY)
+
+    def test_empty_sources(self) -> None:
+        ids, mask = source_batch(2)
+        mask[1] = 0
+        with pytest.raises(ValueError, match="row 1 of the source is all padding"):
+            generate(target_of("t5"), None, ids, mask, **GREEDY)
+
     def test_positions_that_cannot_be_told(self) -> None:
         model = copy.deepcopy(tiny_encoder_decoder("bart"))
         model.model.decoder.embed_positions = CountedPositions(model.config.d_model)

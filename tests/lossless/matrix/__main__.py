@@ -75,7 +75,7 @@ def describe_environment() -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()  # right padding is meant
+    transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("inference").setLevel(logging.ERROR)  # so is lossy acceptance
     cells = choose_cells(options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,7 +40,6 @@ class Call:
 
 
 MAX_LOSS = 0.25
-_ADVICE = logging.getLogger("transformers.generation.utils")  # that right padding is unusual
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,6 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
     started = time.perf_counter()
     with (
         patch.object(prompt_reading, "PREFILL_CHUNK", case.prefill_chunk),
-        patch.object(_ADVICE, "disabled", True),
         watch_commits(outcome.commits),
     ):
         output = decoder.generate(**inputs, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)

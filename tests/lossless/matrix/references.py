@@ -27,11 +27,10 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-k 5": {"temperature": 1.0, "top_k": 5},
     "top-p 0.8": {"temperature": 0.9, "top_p": 0.8},
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
-    # Processors see a padded row as transformers shows it, so padding would change what is penalised, were it a token
-    # that can come.
-    "repetition penalty 1.3": {"temperature": 0.8, "repetition_penalty": 1.3, "suppress_tokens": [PAD]},
+    "repetition penalty 1.3": {"temperature": 0.8, "repetition_penalty": 1.3},
+    # This one counts padding too, as transformers shows it: it would make a difference, were it a token that can come.
     "no repeated bigram": {"temperature": 1.0, "no_repeat_ngram_size": 2, "suppress_tokens": [PAD]},
-    "greedy, repetition penalty 1.3": {"repetition_penalty": 1.3, "suppress_tokens": [PAD]},
+    "greedy, repetition penalty 1.3": {"repetition_penalty": 1.3},
     "greedy, no repeated bigram": {"no_repeat_ngram_size": 2, "suppress_tokens": [PAD]},
 }
 

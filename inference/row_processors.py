@@ -1,0 +1,140 @@
+"""Logits processors and stopping criteria that were made for a batch, asked about one of its rows at a time.
+
+Rows of a step emit different numbers of tokens, so what reads or remembers a text is called for each row alone, with a
+copy of its own. transformers' own are cut to the row. Anybody else's may count rows (a grammar for each, a length for
+each): it is shown the batch it was made for, of which every row is this row's, and its answer for this row is taken.
+
+Legend: B rows of the batch as it was given, L length of the row's text, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.generation import logits_process
+
+_Processor = Callable[[Tensor, Tensor], Tensor]
+_SHARED = (nn.Module, PreTrainedTokenizerBase)
+
+
+def processor_of_row(processor: _Processor, row: int, num_rows: int) -> _Processor:
+    """The processor for row `row` of `num_rows`: called with [1, L] and [1, V], with a memory of its own.
+
+    Raises:
+        ValueError: for a processor that cannot be copied.
+    """
+    own = _copy_processor(processor)
+    ignored = getattr(own, "prompt_ignore_length", None)  # of RepetitionPenaltyLogitsProcessor
+    if isinstance(ignored, Tensor) and ignored.numel() > 1:
+        own.prompt_ignore_length = ignored.reshape(ignored.numel(), -1)[row]
+    allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
+    if allowed is not None:
+        own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, row)
+    _cut_source(own, row, num_rows)
+    return own if _is_transformers_own(own) else _RowProcessor(own, row, num_rows)
+
+
+def ask_criterion(criterion: Callable[[Tensor, Any], Any], text: Tensor, row: int, num_rows: int) -> bool:
+    """Whether a stopping criterion ends row `row` of `num_rows`, whose text is [1, L]. It gets no scores.
+
+    Raises:
+        ValueError: when it answers neither for the batch nor with one word.
+    """
+    if num_rows == 1 or _is_transformers_own(criterion):
+        return bool(torch.as_tensor(criterion(text, None)).all())
+    answer = torch.as_tensor(criterion(text.repeat(num_rows, 1), None))
+    if answer.numel() not in (1, num_rows):
+        name = type(criterion).__name__
+        raise ValueError(
+            f"the stopping criterion {name} was asked about {num_rows} rows and answered with {answer.numel()} values: "
+            "return a bool, or a tensor with one for each row"
+        )
+    return bool(answer.flatten()[row if answer.numel() > 1 else 0])
+
+
+class _RowProcessor:
+    def __init__(self, processor: _Processor, row: int, num_rows: int) -> None:
+        self.processor = processor
+        self.row = row
+        self.num_rows = num_rows
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        shown = scores.repeat(self.num_rows, 1)  # it may write into them
+        result = self.processor(input_ids.repeat(self.num_rows, 1), shown)
+        if not isinstance(result, Tensor) or result.shape != shown.shape:
+            got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise ValueError(
+                f"the logits processor {type(self.processor).__name__} got scores of shape {tuple(shown.shape)} and "
+                f"returned {got}: return scores of the same shape"
+            )
+        return result[self.row : self.row + 1]
+
+
+def _is_transformers_own(thing: Any) -> bool:
+    return type(thing).__module__.partition(".")[0] == "transformers"
+
+
+def _copy_processor(processor: Any) -> Any:
+    """A deep copy, but for models and tokenizers, which are shared."""
+    shared = {id(value): value for value in _find_shared(processor, set())}
+    try:
+        return copy.deepcopy(processor, shared)
+    except Exception as error:
+        name = type(processor).__name__
+        raise ValueError(
+            f"the logits processor {name} reads the text and may keep a state, so each row of a batch needs a copy of "
+            f"it, and copying it failed: {error}. Decode one row at a time, or give the class a __deepcopy__"
+        ) from error
+
+
+def _find_shared(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Models and tokenizers among what an object holds, however deep."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, _SHARED):
+        yield value
+        return
+    for part in _parts_of(value):
+        yield from _find_shared(part, seen)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.values()]
+    if isinstance(value, (list, tuple, set)):
+        return [*value]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, (type, types.FunctionType, types.ModuleType, Tensor)):
+        return []
+    return [*getattr(value, "__dict__", {}).values()]
+
+
+def _cut_source(processor: Any, row: int, batch_size: int) -> None:
+    """Leaves a copied processor that knows other texts of all rows with its row's (`num_return_sequences` rows share
+    one)."""
+    context = getattr(processor, "unconditional_context", None)  # of UnbatchedClassifierFreeGuidanceLogitsProcessor
+    if isinstance(context, dict):
+        for name in ("input_ids", "attention_mask"):
+            if isinstance(texts := context.get(name), Tensor):
+                context[name] = texts[row * len(texts) // batch_size][None]
+    texts = getattr(processor, "encoder_input_ids", None)  # of EncoderRepetitionPenaltyLogitsProcessor
+    if isinstance(texts, Tensor):
+        processor.encoder_input_ids = texts[row * len(texts) // batch_size][None]
+    if isinstance(processor, logits_process.EncoderNoRepeatNGramLogitsProcessor):
+        ngrams = processor.generated_ngrams
+        processor.generated_ngrams, processor.batch_size = [ngrams[row * len(ngrams) // batch_size]], 1
+
+
+def _call_for_row(allowed: Callable[[int, Tensor], list[int]], row: int, _: int, text: Tensor) -> list[int]:
+    return allowed(row, text)
