@@ -27,7 +27,13 @@ from inference.first_layers import find_final_norm_gain, take_first_layers
 from inference.kv_cache import TreeCache
 from inference.lm_head import read_weight, run_frozen
 from inference.scratch_cache import ScratchCache
-from inference.target_config import find_device, find_layer_windows, find_length_limit, unwrap_model
+from inference.target_config import (
+    check_adapters,
+    find_device,
+    find_layer_windows,
+    find_length_limit,
+    unwrap_model,
+)
 from inference.target_probe import examine_model
 from inference.tree import TokenTree
 from inference.tree_masks import TreeMasks
@@ -82,7 +88,7 @@ class Target:
     Raises:
         ValueError: for a model whose steps cannot be rolled back or verified as a tree, with the reason:
             recurrent or linear attention layers, positions that cannot be told, attention other than sdpa and eager,
-            training mode.
+            training mode, adapters that PEFT steers by hooks of its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -120,6 +126,10 @@ class Target:
     @property
     def is_encoder_decoder(self) -> bool:
         return self._placed is not None
+
+    def check_again(self) -> None:
+        """Refuses (ValueError), as construction does, adapters that were loaded since."""
+        check_adapters(self.model)
 
     @torch.no_grad()
     def encode_source(self, token_ids: Tensor, mask: Tensor) -> Source:

@@ -409,6 +409,24 @@ class TestRefusals:
             generate(target, None, ids, mask, **GREEDY)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_peft_models() -> None:
+    """PEFT's generate takes names alone here."""
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    config = peft.LoraConfig(target_modules=["q", "v"], init_lora_weights=False, task_type="SEQ_2_SEQ_LM")
+    plain = tiny_encoder_decoder("t5")
+    model = peft.get_peft_model(copy.deepcopy(plain), config).eval()
+    ids, mask = source_batch(5)
+    expected = model.generate(input_ids=ids, attention_mask=mask, **GREEDY)
+    assert not torch.equal(expected, plain.generate(ids, attention_mask=mask, **GREEDY))
+    drafter = SmallModelDrafter(plain)
+    output = generate(model, drafter, ids, mask, tree=POLICIES["dynamic"], **GREEDY)
+    assert_same_text(model, ids, mask, expected, output.sequences)
+    assert output.stats.acceptance_length > 1.0
+    with pytest.raises(ValueError, match="adapter_names is not supported"):
+        generate(model, drafter, ids, mask, adapter_names=["default"] * 5, **GREEDY)
+
+
 def test_sources_of_return_sequences_stand_together() -> None:
     source = Source.of_call(torch.tensor([[3, 4], [5, 6]]), None, torch.zeros(4, 2, 8))
     assert source.token_ids.tolist() == [[3, 4], [3, 4], [5, 6], [5, 6]]
