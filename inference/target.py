@@ -32,6 +32,7 @@ from inference.target_config import (
     find_device,
     find_layer_windows,
     find_length_limit,
+    refuse_autocast,
     unwrap_model,
 )
 from inference.target_probe import examine_model
@@ -88,7 +89,7 @@ class Target:
     Raises:
         ValueError: for a model whose steps cannot be rolled back or verified as a tree, with the reason:
             recurrent or linear attention layers, positions that cannot be told, attention other than sdpa and eager,
-            training mode, adapters that PEFT steers by hooks of its own.
+            training mode, autocast to another dtype, adapters that PEFT steers by hooks of its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -100,6 +101,7 @@ class Target:
         weight: Tensor = self.embed_tokens.weight
         self.device: torch.device = find_device(self.embed_tokens)
         self.dtype: torch.dtype = weight.dtype if weight.dtype.is_floating_point else self._causal_lm.dtype
+        refuse_autocast(self.device, self.dtype)
         self.num_embeddings: int = getattr(self.embed_tokens, "num_embeddings", weight.shape[0])
         self.hidden_size: int = self.text_config.hidden_size
         self.num_layers: int = self.text_config.num_hidden_layers
@@ -128,8 +130,9 @@ class Target:
         return self._placed is not None
 
     def check_again(self) -> None:
-        """Refuses (ValueError), as construction does, adapters that were loaded since."""
+        """Refuses (ValueError), as construction does, what may have come since: adapters, autocast."""
         check_adapters(self.model)
+        refuse_autocast(self.device, self.dtype)
 
     @torch.no_grad()
     def encode_source(self, token_ids: Tensor, mask: Tensor) -> Source:

@@ -79,6 +79,17 @@ def check_adapters(model: Any) -> None:
             )
 
 
+def refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
+    """A model of `dtype` is refused (ValueError) where autocast would compute in another."""
+    if not torch.is_autocast_enabled(device.type) or (used := torch.get_autocast_dtype(device.type)) == dtype:
+        return
+    raise ValueError(
+        f"torch.autocast to {used} is on for {device.type}, and the target is in {dtype}: a tree and single tokens "
+        f"would be rounded too differently to be compared. Construct the target and decode outside of autocast; for "
+        f"half precision load the model with dtype={used}"
+    )
+
+
 def find_device(module: Any) -> torch.device:
     """Where a module's inputs belong: at its weight, or where accelerate brings a weight that it has put elsewhere."""
     weight: Tensor = module.weight
