@@ -13,6 +13,7 @@ from inference.probe_tree import (
     ProbeTree,
     RecordingCache,
     check_branches,
+    check_finite,
     draw_ids,
     refusing,
     takes_inference_mode,
@@ -33,6 +34,8 @@ def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeM
         tree_logits = placed.run(memory, cache, token_ids, tree.positions, tree.key_positions, tree.masks)
         plain = {"encoder_outputs": encoded, "decoder_input_ids": token_ids[:, :2], "use_cache": False}
         logits = model(**plain, return_dict=True).logits
+    check_finite(model, "encoder's last states", [encoded.last_hidden_state])
+    check_finite(model, "logits", [logits], tree_logits)
     if not cache.specs or set(cache.specs) != set(range(len(cache.specs))):
         raise ValueError(
             f"only the layers {sorted(cache.specs)} of the decoder of {name} write keys and values into the cache, so "

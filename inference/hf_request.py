@@ -48,6 +48,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "output_hidden_states": ((None, False), "hidden states are not collected; leave it out"),
 }
 _LEAVE_OUT = "leave it out"
+_ONE_ADAPTER = (
+    "every row has the model's active adapters; leave it out, call model.set_adapter(...), and decode the rows of each "
+    "adapter in a call of their own"
+)
 # What transformers makes of these arguments of generate is read here; whatever else the model takes would be dropped.
 _READ = {"use_cache", "attention_mask", "decoder_attention_mask", "decoder_input_ids", "encoder_outputs", "tokenizer"}
 _REFUSED_ARGUMENTS = {
@@ -57,6 +61,9 @@ _REFUSED_ARGUMENTS = {
     "position_ids": _LEAVE_OUT,
     "custom_generate": _LEAVE_OUT,
     "synced_gpus": _LEAVE_OUT,
+    # PEFT reads these itself, and hooks them into its own generate alone.
+    "adapter_names": _ONE_ADAPTER,
+    "alora_offsets": _ONE_ADAPTER,
 }
 
 
@@ -305,9 +312,13 @@ def make_request(
     """Calls `model.generate`, whose decoding method is here one that decodes nothing.
 
     Raises:
-        ValueError: for options that transformers would take and this loop cannot honour.
+        ValueError: for options that transformers or PEFT would take and this loop cannot honour; for what a target does
+            not decode with (`Target.check_again`).
     """
-    for name, cure in _REFUSED_ARGUMENTS.items():
+    target.check_again()
+    # Arguments that another release of PEFT reads itself would not arrive either.
+    read_by_peft = dict.fromkeys(getattr(target.model, "special_peft_forward_args", ()), _ONE_ADAPTER)
+    for name, cure in (read_by_peft | _REFUSED_ARGUMENTS).items():
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} is not supported by this decode loop: {cure}")
     check_prompt(input_ids, attention_mask)
@@ -359,7 +370,7 @@ def make_request(
         return request
 
     request = model.generate(
-        input_ids,
+        inputs=input_ids,  # by name: PEFT's generate for encoder-decoder models takes nothing else
         attention_mask=attention_mask,
         stopping_criteria=StoppingCriteriaList(criteria),
         custom_generate=custom_generate,

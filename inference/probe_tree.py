@@ -5,13 +5,13 @@ Legend: D hidden, or the vocabulary where logits are compared; Hkv key/value hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from inference.kv_cache import LayerSpec, PlaneSpec
@@ -21,6 +21,8 @@ from inference.lm_head import ScaleLogits
 _GAP = 4200
 # As models fail when they are called in a way they do not know.
 _MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
 
@@ -155,6 +157,41 @@ def draw_ids(model: Any, first: int, device: torch.device) -> Tensor:
     ids = torch.tensor([[first, first + 1, first + 2, first + 1]], device=device)
     vocab_size: int = model.get_input_embeddings().weight.shape[0]
     return ids % vocab_size
+
+
+def check_finite(model: Any, what: str, plain: Sequence[Tensor], tree: Tensor | None = None) -> None:
+    """Refuses (ValueError) a model that computes no numbers, before anybody asks whether they are the right ones.
+
+    Args:
+        what: the values' name.
+        plain: of passes over plain texts.
+        tree: of the pass over the tree. Broken keys may show here alone: attention kernels can lose a NaN. Where no
+            weight is broken, the model's masks are to blame, which `check_branches` says.
+    """
+    is_plain_finite = all(map(_is_finite, plain))
+    if is_plain_finite and (tree is None or _is_finite(tree)):
+        return
+    broken = next((name for name, weight in model.named_parameters() if _is_broken(weight)), None)
+    if broken is None and is_plain_finite:
+        return
+    cause = (
+        f"so do its weights ({broken}), broken or too large for float16: load them again, or in bfloat16"
+        if broken is not None
+        else "none of the weights that could be read does, so a number overflows (float16: load the model in bfloat16)"
+    )
+    raise ValueError(
+        f"the {what} of {type(model).__name__} in {plain[0].dtype} hold NaN or infinite numbers for a text of a few "
+        f"tokens; {cause}"
+    )
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
+
+
+def _is_broken(weight: Tensor) -> bool:
+    is_readable = type(weight) is nn.Parameter and not weight.is_meta  # packed and offloaded ones are not
+    return is_readable and weight.dtype in _FLOATS and not _is_finite(weight)
 
 
 def check_branches(cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float) -> None:

@@ -27,7 +27,14 @@ from inference.first_layers import find_final_norm_gain, take_first_layers
 from inference.kv_cache import TreeCache
 from inference.lm_head import read_weight, run_frozen
 from inference.scratch_cache import ScratchCache
-from inference.target_config import find_device, find_layer_windows, find_length_limit, unwrap_model
+from inference.target_config import (
+    check_adapters,
+    find_device,
+    find_layer_windows,
+    find_length_limit,
+    refuse_autocast,
+    unwrap_model,
+)
 from inference.target_probe import examine_model
 from inference.tree import TokenTree
 from inference.tree_masks import TreeMasks
@@ -82,7 +89,7 @@ class Target:
     Raises:
         ValueError: for a model whose steps cannot be rolled back or verified as a tree, with the reason:
             recurrent or linear attention layers, positions that cannot be told, attention other than sdpa and eager,
-            training mode.
+            training mode, autocast to another dtype, adapters that PEFT steers by hooks of its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,6 +101,7 @@ class Target:
         weight: Tensor = self.embed_tokens.weight
         self.device: torch.device = find_device(self.embed_tokens)
         self.dtype: torch.dtype = weight.dtype if weight.dtype.is_floating_point else self._causal_lm.dtype
+        refuse_autocast(self.device, self.dtype)
         self.num_embeddings: int = getattr(self.embed_tokens, "num_embeddings", weight.shape[0])
         self.hidden_size: int = self.text_config.hidden_size
         self.num_layers: int = self.text_config.num_hidden_layers
@@ -120,6 +128,11 @@ class Target:
     @property
     def is_encoder_decoder(self) -> bool:
         return self._placed is not None
+
+    def check_again(self) -> None:
+        """Refuses (ValueError), as construction does, what may have come since: adapters, autocast."""
+        check_adapters(self.model)
+        refuse_autocast(self.device, self.dtype)
 
     @torch.no_grad()
     def encode_source(self, token_ids: Tensor, mask: Tensor) -> Source:

@@ -31,8 +31,7 @@ def unwrap_model(model: nn.Module) -> Any:
     causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(causal_lm, PreTrainedModel):
         raise ValueError(f"a target is a transformers causal LM (AutoModelForCausalLM), got {type(model).__name__}")
-    if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
-        raise ValueError("a PEFT model with virtual prompt tokens shifts every position: merge it or use LoRA")
+    check_adapters(model)
     name, config = type(causal_lm).__name__, causal_lm.config
     if causal_lm.get_output_embeddings() is None:
         loader = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
@@ -65,6 +64,30 @@ def unwrap_model(model: nn.Module) -> Any:
     if model.training:
         raise ValueError(f"{name} is in training mode, where dropout makes every pass different: call model.eval()")
     return causal_lm
+
+
+def check_adapters(model: Any) -> None:
+    """Refuses adapters that are more than layers beside the model's own, in use or not (ValueError)."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError("a PEFT model with virtual prompt tokens shifts every position: merge it or use LoRA")
+        if (tokens := getattr(config, "alora_invocation_tokens", None)) is not None:
+            raise ValueError(
+                f"the adapter {name!r} is an aLoRA (alora_invocation_tokens={tokens}): from which token on it applies "
+                f"is told by PEFT's own forward and generate, which do not run here, so it would never apply: use LoRA "
+                f"without alora_invocation_tokens, or take it out with delete_adapter({name!r})"
+            )
+
+
+def refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
+    """A model of `dtype` is refused (ValueError) where autocast would compute in another."""
+    if not torch.is_autocast_enabled(device.type) or (used := torch.get_autocast_dtype(device.type)) == dtype:
+        return
+    raise ValueError(
+        f"torch.autocast to {used} is on for {device.type}, and the target is in {dtype}: a tree and single tokens "
+        f"would be rounded too differently to be compared. Construct the target and decode outside of autocast; for "
+        f"half precision load the model with dtype={used}"
+    )
 
 
 def find_device(module: Any) -> torch.device:

@@ -23,6 +23,7 @@ from inference.probe_tree import (
     RecordingCache,
     WrongNumbersError,
     check_branches,
+    check_finite,
     draw_ids,
     is_single,
     refusing,
@@ -72,12 +73,14 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
     plain_hidden = model.base_model(**plain).last_hidden_state
     other_ids = torch.cat([token_ids[:, :2], token_ids[:, 2:3].expand(-1, 2)], dim=1)
     longer, other = (
-        model.base_model(**plain | {"input_ids": ids}).last_hidden_state[0, :2] for ids in (token_ids, other_ids)
+        model.base_model(**plain | {"input_ids": ids}).last_hidden_state[0] for ids in (token_ids, other_ids)
     )
+    check_finite(model, "hidden states", [plain_hidden, longer, other], output.last_hidden_state)
     _check_window(model, text_config, token_ids, make_masks)
-    noise = _measure_noise(model, plain_hidden[0], longer, other)
+    noise = _measure_noise(model, plain_hidden[0], longer[:2], other[:2])
     check_branches(cache, output.last_hidden_state[0], plain_hidden[0], noise)
     logits = model(**plain).logits
+    check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # -inf is how ids are forbidden
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
     windows = list_windows(text_config)
     specs = tuple(replace(cache.specs[layer], window=windows[layer]) for layer in range(num_layers))

@@ -422,6 +422,50 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"model\.eval\(\)"):
             generate(target, None, ids, mask, **GREEDY)
 
+    @pytest.mark.parametrize(
+        ("kind", "broken", "what"),
+        [
+            ("t5", "encoder.block.1.layer.0.SelfAttention.v.weight", "encoder's last states"),
+            ("t5", "decoder.block.1.layer.0.SelfAttention.v.weight", "logits"),
+            ("bart", "model.encoder.layers.1.self_attn.v_proj.weight", "encoder's last states"),
+            ("bart", "model.decoder.layers.1.self_attn.v_proj.weight", "logits"),
+            ("bart", "model.decoder.layers.1.self_attn.k_proj.weight", "logits"),  # it shows in a tree alone
+        ],
+    )
+    def test_broken_weights(self, kind: str, broken: str, what: str) -> None:
+        model = copy.deepcopy(tiny_encoder_decoder(kind))
+        model.get_parameter(broken).data[3, 3] = torch.nan
+        match = rf"the {what} of {type(model).__name__} in torch.float32 hold NaN .*\({broken}\).*broken"
+        with pytest.raises(ValueError, match=match):
+            Target(model)
+
+    def test_autocast(self) -> None:
+        target = Target(tiny_encoder_decoder("t5"))
+        ids, mask = source_batch(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            with pytest.raises(ValueError, match=r"autocast to torch.bfloat16 is on.*outside of autocast"):
+                Target(tiny_encoder_decoder("t5"))
+            with pytest.raises(ValueError, match=r"autocast to torch.bfloat16 is on.*outside of autocast"):
+                generate(target, None, ids, mask, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_peft_models() -> None:
+    """PEFT's generate takes names alone here."""
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    config = peft.LoraConfig(target_modules=["q", "v"], init_lora_weights=False, task_type="SEQ_2_SEQ_LM")
+    plain = tiny_encoder_decoder("t5")
+    model = peft.get_peft_model(copy.deepcopy(plain), config).eval()
+    ids, mask = source_batch(5)
+    expected = model.generate(input_ids=ids, attention_mask=mask, **GREEDY)
+    assert not torch.equal(expected, plain.generate(ids, attention_mask=mask, **GREEDY))
+    drafter = SmallModelDrafter(plain)
+    output = generate(model, drafter, ids, mask, tree=POLICIES["dynamic"], **GREEDY)
+    assert_same_text(model, ids, mask, expected, output.sequences)
+    assert output.stats.acceptance_length > 1.0
+    with pytest.raises(ValueError, match="adapter_names is not supported"):
+        generate(model, drafter, ids, mask, adapter_names=["default"] * 5, **GREEDY)
+
 
 def test_sources_of_return_sequences_stand_together() -> None:
     source = Source.of_call(torch.tensor([[3, 4], [5, 6]]), None, torch.zeros(4, 2, 8))

@@ -91,6 +91,54 @@ def test_peft_texts_follow_the_adapters(family: str) -> None:
     assert decode() not in {first, second, plain}
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", ["adapter_names", "alora_offsets"])
+def test_arguments_that_peft_reads_itself(name: str) -> None:
+    """PEFT hooks them into its own generate, in which nothing is decoded."""
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(calm_target("llama"), config, "one").eval()
+    model.add_adapter("two", config)
+    decoder = Decoder(model)
+    prompts = random_prompt(6, batch_size=2)
+    value = ["one", "two"] if name == "adapter_names" else [3, 3]
+    for one in (decoder, Decoder(calm_target("llama"))):
+        with pytest.raises(ValueError, match=rf"{name} is not supported.*set_adapter"):
+            one.generate(prompts, max_new_tokens=8, **{name: value})
+    assert decoder.generate(prompts, max_new_tokens=8, **{name: None}).sequences.shape == (2, 14)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_arguments_that_another_peft_reads_itself() -> None:
+    model = calm_target("llama")
+    model.special_peft_forward_args = {"rank_offsets"}
+    with pytest.raises(ValueError, match=r"rank_offsets is not supported.*set_adapter"):
+        Decoder(model).generate(random_prompt(6), max_new_tokens=8, rank_offsets=[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_that_wait_for_a_token() -> None:
+    """PEFT tells an aLoRA its offsets from hooks of its own generate and forward; without them it never applies."""
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    settings: dict[str, Any] = {"target_modules": ["q_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    if "alora_invocation_tokens" not in peft.LoraConfig.__dataclass_fields__:
+        pytest.skip("this release of peft has no aLoRA")
+    waiting = peft.LoraConfig(alora_invocation_tokens=[5, 6], **settings)
+    with pytest.raises(ValueError, match=r"'first' is an aLoRA \(alora_invocation_tokens=\[5, 6\]\).*use LoRA"):
+        Target(peft.get_peft_model(calm_target("llama"), waiting, "first").eval())
+
+    model = peft.get_peft_model(calm_target("llama"), peft.LoraConfig(**settings), "first").eval()
+    decoder = Decoder(model)
+    prompt = random_prompt(6)
+    expected = decoder.generate(prompt, max_new_tokens=8).sequences
+    model.add_adapter("late", waiting)
+    for start in (decoder.generate, decoder.stream):
+        with pytest.raises(ValueError, match=r"'late' is an aLoRA.*delete_adapter\('late'\)"):
+            start(prompt, max_new_tokens=8)
+    model.delete_adapter("late")
+    assert torch.equal(decoder.generate(prompt, max_new_tokens=8).sequences, expected)
+
+
 class TestLogits:
     """The way from the last hidden state to the logits differs by family."""
 

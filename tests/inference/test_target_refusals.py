@@ -29,6 +29,7 @@ from transformers import (
     RecurrentGemmaForCausalLM,
 )
 
+from inference import Decoder
 from inference.target import Target
 from tests.inference.plain_passes import calm_target, random_tree
 from tests.tiny_targets import random_prompt, tiny_target
@@ -204,7 +205,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="WideMistral does not mask by its config's sliding_window=8"):
             Target(WideMistral(calm_target("mistral").config).eval())
 
-    @pytest.mark.parametrize("leak", [0.02, 0.05, 0.1, 1.0, torch.nan])
+    @pytest.mark.parametrize("leak", [0.02, 0.05, 0.1, 1.0])
     def test_a_model_that_looks_ahead(self, leak: float) -> None:
         """Even a little; a model that is no causal LM does not become one by rounding."""
         for dtype, weights in product(DTYPES, (0.02, 0.1, 0.5)):
@@ -236,8 +237,80 @@ class TestRefusals:
         model.model.layers[0].register_forward_hook(
             lambda module, args, states: states * (torch.nan if states.shape[1] == 4 else 1)
         )
+        with pytest.raises(ValueError, match=r"MistralForCausalLM .* hold NaN"):
+            Target(model)
+
+    def test_masked_windows_of_no_number(self) -> None:
+        def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if kwargs.get("attention_mask") is not None and kwargs.get("past_key_values") is None:
+                output["last_hidden_state"] *= torch.nan
+
+        model = tiny_target("mistral")
+        model.base_model.register_forward_hook(spoil, with_kwargs=True)
         with pytest.raises(ValueError, match="MistralForCausalLM does not mask by"):
             Target(model)
+
+    @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral"])
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("layer", ["k_proj", "o_proj"])
+    def test_broken_weights(self, family: str, value: float, layer: str) -> None:
+        """One of them; a model that computes no numbers is not called one that looks ahead. Keys show in a tree."""
+        for dtype in DTYPES:
+            model = tiny_target(family, dtype=dtype)
+            broken = f"model.layers.1.self_attn.{layer}.weight"
+            model.get_parameter(broken).data[3, 3] = value
+            with pytest.raises(ValueError, match=rf"hidden states of .* in {dtype} hold NaN .*\({broken}\).*broken"):
+                Target(model)
+
+    def test_trees_of_no_number(self) -> None:
+        """Without a broken weight, masks are to blame."""
+
+        def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if kwargs.get("past_key_values") is not None:
+                output["last_hidden_state"] *= torch.nan
+
+        model = tiny_target("llama")
+        model.base_model.register_forward_hook(spoil, with_kwargs=True)
+        with pytest.raises(ValueError, match="LlamaForCausalLM does not compute a tree"):
+            Target(model)
+
+    def test_half_precision_that_overflows(self) -> None:
+        model = tiny_target("llama", dtype=torch.float16, initializer_range=0.3)
+        for weight in (model.model.layers[1].mlp.up_proj.weight, model.model.layers[1].mlp.down_proj.weight):
+            weight.data *= 1e4
+            assert weight.isfinite().all()
+        with pytest.raises(ValueError, match=r"in torch.float16 hold NaN .*overflows .*load the model in bfloat16"):
+            Target(model)
+        Target(model.bfloat16())
+
+    def test_logits_of_no_number(self) -> None:
+        """NaN in the LM head alone; minus infinity is how a model forbids an id."""
+        model = tiny_target("llama")
+        bias = torch.zeros(model.config.vocab_size)
+        model.lm_head.register_forward_hook(lambda module, args, logits: logits + bias)
+        bias[3] = -torch.inf
+        Target(model)
+        bias[3] = torch.nan
+        with pytest.raises(ValueError, match=r"the logits of LlamaForCausalLM .* hold NaN"):
+            Target(model)
+
+    def test_autocast(self) -> None:
+        model = tiny_target("llama", initializer_range=0.3)
+        prompt = random_prompt(6)
+        decoder = Decoder(model)
+        expected = decoder.generate(prompt, max_new_tokens=8).sequences
+        with torch.autocast("cpu", torch.bfloat16):
+            match = (
+                r"autocast to torch.bfloat16 is on for cpu, and the target is in torch.float32.* outside of autocast"
+            )
+            with pytest.raises(ValueError, match=match):
+                Target(model)
+            with pytest.raises(ValueError, match=match):
+                decoder.generate(prompt, max_new_tokens=8)
+            with torch.autocast("cpu", enabled=False):
+                assert torch.equal(Decoder(model).generate(prompt, max_new_tokens=8).sequences, expected)
+            Target(tiny_target("llama", dtype=torch.bfloat16))
+        assert torch.equal(decoder.generate(prompt, max_new_tokens=8).sequences, expected)
 
     def test_a_state_that_no_config_names(self) -> None:
         class ConvolvedLlama(LlamaForCausalLM):
