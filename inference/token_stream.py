@@ -17,7 +17,7 @@ class TokenStream:
 
     It is read with `for` or, from a coroutine, with `async for` (a step then runs in a thread, and the event loop goes
     on). Nothing is computed ahead of the reader. To stop early, `close()` it, leave its `with` or `async with` block,
-    or drop it; a coroutine that is cancelled while it waits for a step closes it.
+    or drop it; a coroutine that is cancelled while it waits for a step closes it behind that step.
     """
 
     def __init__(
@@ -29,12 +29,8 @@ class TokenStream:
             gather: the output so far.
             release: called when it is over; may be called more than once.
         """
-        self._steps: Iterator[list[int]] | None = steps
+        self._steps = _Steps(steps, release)
         self._gather = gather
-        self._release = release
-        self._one_at_a_time = threading.Lock()
-        self._running_thread: int | None = None
-        self._is_to_close = False
 
     @property
     def output(self) -> GenerationOutput:
@@ -45,7 +41,7 @@ class TokenStream:
         return self
 
     def __next__(self) -> list[int]:
-        tokens = self._advance()
+        tokens = self._steps.advance()
         if tokens is None:
             raise StopIteration
         return tokens
@@ -54,11 +50,12 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> list[int]:
-        step = asyncio.get_running_loop().run_in_executor(None, self._advance)
+        step = asyncio.get_running_loop().run_in_executor(None, self._steps.advance)
         try:
             tokens = await asyncio.shield(step)
         except asyncio.CancelledError:
-            step.add_done_callback(self._close_behind)  # a step that has begun cannot be interrupted
+            step.add_done_callback(_retrieve)
+            self._steps.close_soon()  # a step that has begun cannot be interrupted
             raise
         if tokens is None:
             raise StopAsyncIteration
@@ -67,14 +64,7 @@ class TokenStream:
     def close(self) -> None:
         """Ends the text here. The decoder is free again, and may go on from what there is (`reuse_cache`). Called from
         within a step (by a logits processor, or a signal's handler), it ends behind that step."""
-        if self._running_thread == threading.get_ident():
-            self._is_to_close = True
-            return
-        with self._one_at_a_time:
-            steps, self._steps = self._steps, None
-            if steps is not None:
-                steps.close()  # type: ignore[attr-defined]
-        self._release()
+        self._steps.close()
 
     def __enter__(self) -> Self:
         return self
@@ -97,9 +87,22 @@ class TokenStream:
         await self.aclose()
 
     def __del__(self) -> None:
-        self.close()
+        self._steps.close_soon()
 
-    def _advance(self) -> list[int] | None:
+
+class _Steps:
+    """The steps of one text, one at a time, in any thread. A thread that has run one may hold on to this for a while,
+    so it is not the stream itself, which would not be dropped until then."""
+
+    def __init__(self, steps: Iterator[list[int]], release: Callable[[], None]) -> None:
+        self._steps: Iterator[list[int]] | None = steps
+        self._release = release
+        self._one_at_a_time = threading.Lock()
+        self._running_thread: int | None = None
+        self._is_to_close = False
+
+    def advance(self) -> list[int] | None:
+        """The next step's tokens; None when there are no more."""
         try:
             with self._one_at_a_time:
                 self._running_thread = threading.get_ident()
@@ -111,7 +114,31 @@ class TokenStream:
             if self._is_to_close:
                 self.close()
 
-    def _close_behind(self, step: asyncio.Future[list[int] | None]) -> None:
-        if not step.cancelled():
-            step.exception()  # retrieved: nobody is left to be told
-        self.close()
+    def close(self) -> None:
+        """Waits for a step of another thread."""
+        if self._running_thread == threading.get_ident():
+            self._is_to_close = True
+            return
+        with self._one_at_a_time:
+            self._end()
+        self._release()
+
+    def close_soon(self) -> None:
+        """`close` that does not wait: a step that is running closes behind itself."""
+        self._is_to_close = True  # before the lock is tried: a step looks at it after it has let go of the lock
+        if self._one_at_a_time.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._one_at_a_time.release()
+            self._release()
+
+    def _end(self) -> None:
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()  # type: ignore[attr-defined]
+
+
+def _retrieve(step: asyncio.Future[list[int] | None]) -> None:
+    if not step.cancelled():
+        step.exception()  # nobody is left to be told

@@ -140,6 +140,52 @@ def test_a_coroutine_closes_its_stream_behind_a_block() -> None:
     assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
 
 
+@pytest.mark.parametrize("attempt", range(20))
+def test_a_coroutine_may_drop_its_stream(attempt: int) -> None:
+    """The thread that ran the step does not keep it alive."""
+    decoder = Decoder(MODEL, None)
+
+    async def read() -> torch.Tensor:
+        async for step in decoder.stream(PROMPT, **GREEDY):
+            assert step == NEW[:1]
+            break
+        return decoder.generate(PROMPT, **GREEDY).sequences
+
+    gc.disable()
+    try:
+        assert torch.equal(asyncio.run(read()), TRUTH)
+    finally:
+        gc.enable()
+
+
+def test_a_stream_dropped_within_a_step_ends_behind_it() -> None:
+    """Neither waits: the loop that cancels goes on while the step runs."""
+    decoder = Decoder(MODEL, None)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def wait(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert may_end.wait(60)
+        return scores
+
+    async def cancel() -> None:
+        async def read() -> None:
+            async for _ in decoder.stream(PROMPT, logits_processor=[wait], **GREEDY):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.to_thread(begun.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(RuntimeError, match="in the middle of another text"):
+            decoder.generate(PROMPT, **GREEDY)
+        may_end.set()
+
+    asyncio.run(cancel())
+    assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
+
+
 def test_a_stream_may_be_closed_from_within_its_step() -> None:
     decoder = Decoder(MODEL, scripted())
     streams: list[TokenStream] = []
