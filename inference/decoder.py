@@ -126,11 +126,13 @@ class Decoder:
                 beginnings: a conversation goes on, or every row begins with the same instructions. The text is the
                 same up to rounding (its keys and values may come from a pass over other rows). Of rows that ended
                 before others nothing is left. Whoever changes weights or adapters in between leaves it out.
-            streamer: a transformers streamer (batch 1); receives every token as it is emitted.
+            streamer: a transformers streamer (batch 1); receives every token as it is emitted, and its end also when
+                a step fails.
             on_step: called after every step of a batch of 1 with the tokens kept and how many of them were drafted.
-            tokenizer, stop_strings: as in transformers.
+            tokenizer, stop_strings: as in transformers; `token_healing` needs the tokenizer, too.
             **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...); the
-                result is a `GenerationOutput` whatever `return_dict_in_generate` says.
+                result is a `GenerationOutput` whatever `return_dict_in_generate` says. Stopping criteria are asked
+                behind every token, with `scores=None`.
 
         Raises:
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop
@@ -152,7 +154,12 @@ class Decoder:
             if on_step is not None and request.batch_size > 1:
                 raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
             loop = self._begin(request, seed, stats, clock, reuse_cache=reuse_cache, on_step=on_step)
-            with self._holding(loop), self.target.without_autograd(), self._step.active():
+            with (
+                _streaming(streamer, request),
+                self._holding(loop),
+                self.target.without_autograd(),
+                self._step.active(),
+            ):
                 for _ in loop.steps():
                     pass
             clock.pause()
@@ -359,6 +366,21 @@ class Decoder:
             self._cache = cache = None  # free the old one first
             self._cache = cache = self._step.new_cache(batch_size, capacity)
         return cache
+
+
+@contextmanager
+def _streaming(streamer: Any, request: Request) -> Iterator[None]:
+    """Gives the streamer the prompt; ends it also when a step fails, or who reads from it would wait for ever."""
+    if streamer is None:
+        yield
+        return
+    streamer.put(request.given_ids.cpu())
+    try:
+        yield
+    except BaseException:
+        if not request.is_finished:
+            streamer.end()
+        raise
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:

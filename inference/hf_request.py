@@ -374,7 +374,6 @@ def make_request(
         attention_mask=attention_mask,
         stopping_criteria=StoppingCriteriaList(criteria),
         custom_generate=custom_generate,
-        streamer=streamer,
         **kwargs,
     )
     return cast(Request, request)

@@ -207,3 +207,4 @@ def test_what_follows_one_text_is_refused_for_more(option: dict[str, Any]) -> No
     several = {"num_return_sequences": 2, "max_new_tokens": 4, "do_sample": True}
     with pytest.raises(ValueError, match="batch of 1"):
         generate(MODEL, None, PROMPT, **option, **several)
+    assert getattr(option.get("streamer"), "tokens", []) == []

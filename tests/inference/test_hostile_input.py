@@ -252,11 +252,14 @@ def test_a_streamer_that_fails() -> None:
             if value.numel() == 1:
                 raise OSError("the pipe is closed")
 
-        def end(self) -> None: ...
+        def end(self) -> None:
+            ended.append(True)
 
+    ended: list[bool] = []
     decoder = decoder_of("dynamic")
     with pytest.raises(OSError, match="pipe"):
         decoder.generate(PROMPT, streamer=Broken(), **GREEDY)
+    assert ended == [True]
     check_next_call(decoder)
 
 
