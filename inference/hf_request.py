@@ -331,17 +331,19 @@ def make_request(
         input_ids = input_ids.where((attention_mask != 0) | _are_tokens(input_ids, target.num_embeddings), 0)
         is_moved = not torch.equal(input_ids, given_ids.to(target.device))
     kwargs = dict(generate_kwargs)
-    # transformers would look for the tokenizer, which the hook never sees: the stop-string criterion is built here.
-    config = kwargs.get("generation_config") or model.generation_config
-    if config.stop_strings is not None:
-        stop_strings = stop_strings or config.stop_strings
-        kwargs["generation_config"] = config = copy.deepcopy(config)
-        config.stop_strings = None
     criteria = list(kwargs.pop("stopping_criteria", None) or [])
+    # transformers drops the tokenizer on its way to a custom_generate: what needs it is done here, and switched off
+    # there.
+    stop_strings = _take_option("stop_strings", stop_strings, kwargs, model)
     if stop_strings is not None:
         if tokenizer is None:
             raise ValueError(f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=...")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    is_healed = _take_option("token_healing", kwargs.pop("token_healing", None), kwargs, model)
+    if is_healed and target.is_encoder_decoder:
+        raise ValueError(f"token_healing is for prompts, and {type(model).__name__} reads a source: leave it out")
+    if is_healed and tokenizer is None:
+        raise ValueError("token_healing needs the tokenizer: pass tokenizer=...")
 
     def custom_generate(
         model: Any,
@@ -363,9 +365,11 @@ def make_request(
         if target.is_encoder_decoder:  # the mask is the source's, and the ids are the decoder's
             source = Source.of_call(given_ids, mask, model_kwargs["encoder_outputs"].last_hidden_state)
             mask = model_kwargs.get("decoder_attention_mask")
+        if is_healed:
+            input_ids = _heal_tokens(model, input_ids, mask, tokenizer)
         request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
         request.source = source
-        if is_moved:
+        if is_moved and not is_healed:
             request.given_ids = given_ids.repeat_interleave(len(input_ids) // len(given_ids), dim=0).to(target.device)
         return request
 
@@ -377,3 +381,29 @@ def make_request(
         **kwargs,
     )
     return cast(Request, request)
+
+
+def _take_option(name: str, value: Any, kwargs: dict[str, Any], model: Any) -> Any:
+    """The value of an option of generation: the argument, or the call's config's, or the model's. Switches it off in
+    `kwargs`: in a copy of the call's config, and as an argument where transformers would fill it in again."""
+    given = kwargs.get("generation_config")
+    for config in (given, model.generation_config):
+        value = getattr(config, name, None) if value is None else value
+    if getattr(given, name, None) not in (None, False):
+        kwargs["generation_config"] = copy.deepcopy(given)
+        setattr(kwargs["generation_config"], name, None)
+    if getattr(model.generation_config, name, None) not in (None, False):
+        kwargs[name] = None  # an argument outranks both
+    return value
+
+
+def _heal_tokens(model: Any, input_ids: Tensor, mask: Tensor | None, tokenizer: Any) -> Tensor:
+    if tokenizer.padding_side != "left" and mask is not None and not mask.all():
+        raise ValueError("token_healing reads each row's last token: set tokenizer.padding_side = 'left'")
+    healed = cast(Tensor, model.heal_tokens(input_ids, tokenizer))
+    if healed.shape != input_ids.shape:
+        raise ValueError(
+            f"token_healing tokenizes prompts anew, and made shape {tuple(healed.shape)} of {tuple(input_ids.shape)}: "
+            "pass ids as the tokenizer gives them, of texts without spaces around them"
+        )
+    return healed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +100,61 @@ def test_stop_strings(chat_target: Any, chat_tokenizer: Any) -> None:
     assert torch.equal(again.sequences, expected)
     with pytest.raises(ValueError, match="needs the tokenizer"):
         generate(chat_target, drafter, **inputs, max_new_tokens=4, stop_strings=["a"])
+
+
+@pytest.mark.parametrize("has_config", [False, True], ids=["no config", "config"])
+@pytest.mark.parametrize("stop_strings", [None, ["t"]], ids=["the model's", "the call's"])
+def test_stop_strings_of_the_model(
+    chat_target: Any, chat_tokenizer: Any, stop_strings: list[str] | None, has_config: bool
+) -> None:
+    """They are read where the call gives none."""
+    model = copy.copy(chat_target)  # the fixture is shared
+    model.generation_config = copy.deepcopy(model.generation_config)
+    model.generation_config.stop_strings = ["a"]
+    inputs = chat_tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    if stop_strings is not None:
+        options["stop_strings"] = stop_strings
+    if has_config:
+        options = {"generation_config": GenerationConfig(**options)}
+    expected = model.generate(**inputs, tokenizer=chat_tokenizer, **options)
+    assert expected.shape[1] < inputs["input_ids"].shape[1] + 40
+    found = generate(model, NgramDrafter(), **inputs, tokenizer=chat_tokenizer, **options).sequences
+    assert torch.equal(found, expected)
+    assert model.generation_config.stop_strings == ["a"]
+    if has_config:
+        assert options["generation_config"].stop_strings == stop_strings
+    with pytest.raises(ValueError, match="needs the tokenizer"):
+        generate(model, None, **inputs, **options)
+
+
+@pytest.mark.parametrize("is_option", [True, False], ids=["option", "config"])
+def test_token_healing(chat_target: Any, chat_tokenizer: Any, is_option: bool) -> None:
+    inputs = chat_tokenizer("Once upon a ti", return_tensors="pt", return_token_type_ids=False)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "token_healing": True}
+    if not is_option:
+        options = {"generation_config": GenerationConfig(**options)}
+    expected = chat_target.generate(**inputs, tokenizer=chat_tokenizer, **options)
+    assert not torch.equal(expected[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
+    streamer = Recorder()
+    output = generate(chat_target, NgramDrafter(), **inputs, tokenizer=chat_tokenizer, streamer=streamer, **options)
+    assert torch.equal(output.sequences, expected)
+    assert streamer.tokens == expected[0].tolist()
+    with pytest.raises(ValueError, match="token_healing needs the tokenizer"):
+        generate(chat_target, None, **inputs, **options)
+    rows = chat_tokenizer(
+        ["Once upon a ti", "Hello, my na"],
+        padding=True,
+        padding_side="right",
+        return_tensors="pt",
+        return_token_type_ids=False,
+    )
+    assert not rows["attention_mask"].all()
+    with pytest.raises(ValueError, match="padding_side = 'left'"):
+        generate(chat_target, None, **rows, tokenizer=SimpleNamespace(padding_side="right"), **options)
+    spaces = chat_tokenizer("Once upon a ti ", return_tensors="pt", return_token_type_ids=False)
+    with pytest.raises(ValueError, match="token_healing tokenizes prompts anew"):
+        generate(chat_target, None, **spaces, tokenizer=chat_tokenizer, **options)
 
 
 def test_num_return_sequences_are_rows_with_their_own_noise() -> None:
