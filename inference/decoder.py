@@ -5,6 +5,7 @@ Legend: B batch, L prompt length.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,11 @@ class Decoder:
         is_synchronised: bool = False,
         compile: bool = False,  # noqa: A002
     ) -> None:
+        if isinstance(drafter, (str, os.PathLike)):
+            raise TypeError(
+                f"drafter is {drafter!r}; a drafter, or None, is expected: load a folder of heads with "
+                "heads.DraftHeads.from_pretrained"
+            )
         self.target = target if isinstance(target, Target) else Target(target)
         self.drafter = drafter
         self.is_coupled = is_coupled

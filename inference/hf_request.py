@@ -321,6 +321,8 @@ def make_request(
     for name, cure in (read_by_peft | _REFUSED_ARGUMENTS).items():
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} is not supported by this decode loop: {cure}")
+    if generate_kwargs.get("cache_implementation") == "paged":
+        raise ValueError("cache_implementation='paged' is not supported by this decode loop: leave it out")
     check_prompt(input_ids, attention_mask)
     model, given_ids, is_moved = cast(Any, target.model), input_ids, False
     if target.is_encoder_decoder:

@@ -58,16 +58,20 @@ def row_seeds(seed: int | Sequence[int] | None, batch_size: int, device: torch.d
     """One noise seed per row: [B] long.
 
     Args:
-        seed: an int gives row b the seed hash(seed, b); a sequence gives every row its own; None draws them from
-            torch's global (CPU) generator, so that `torch.manual_seed` covers sampling.
+        seed: an int gives row b the seed hash(seed, b); a sequence, array or tensor gives every row its own; None draws
+            them from torch's global (CPU) generator, so that `torch.manual_seed` covers sampling.
 
     Raises:
-        ValueError: if a sequence has another length than the batch.
+        ValueError: for seeds that are no integers, and if a sequence has another length than the batch.
     """
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (batch_size,), dtype=torch.long).to(device)
-    if not isinstance(seed, (Sequence, Tensor)) and hasattr(seed, "__index__"):
-        seed = operator.index(seed)  # NumPy's integers, too
+    if hasattr(seed, "tolist"):  # NumPy's integers and arrays, and tensors
+        seed = seed.tolist()
+    try:
+        seed = [operator.index(row) for row in seed] if isinstance(seed, Sequence) else operator.index(seed)
+    except TypeError:
+        raise ValueError(f"seed is {seed!r}: give one int for all rows, one int per row, or None") from None
     if isinstance(seed, int):
         rows = torch.arange(batch_size)
         words = []

@@ -21,6 +21,9 @@ from inference.stats import GenerationStats
 class DraftingPipeline(TextGenerationPipeline):
     """What transformers' own pipeline returns, in fewer passes of the target.
 
+    An empty prompt begins with BOS, and the target reads it also where it is the padding token too; transformers' own
+    pipeline masks it then.
+
     >>> pipe = pipeline(                                                                     # doctest: +SKIP
     ...     "text-generation", model=target, tokenizer=tokenizer, pipeline_class=DraftingPipeline, drafter=heads
     ... )

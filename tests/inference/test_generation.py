@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,6 +227,7 @@ def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
         ({"prompt_lookup_num_tokens": 3}, "NgramDrafter"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass an inference.small_model.SmallModelDrafter"),
     ],
 )
@@ -255,6 +257,12 @@ def test_refused_prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, mat
 def test_tree_without_drafter_is_refused() -> None:
     with pytest.raises(ValueError, match="no drafter"):
         Decoder(MODEL, None, tree="chain")
+
+
+@pytest.mark.parametrize("path", ["heads/eagle3", Path("heads")])
+def test_a_path_is_no_drafter(path: Any) -> None:
+    with pytest.raises(TypeError, match=r"DraftHeads\.from_pretrained"):
+        generate(MODEL, path, PROMPT, **GREEDY)
 
 
 @pytest.mark.parametrize("option", [{"streamer": Recorder()}, {"on_step": print}], ids=["streamer", "on_step"])
