@@ -6,8 +6,8 @@ V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ ReadPromptsInto = Callable[[PromptReader, TreeCache], tuple[ReadPrompts, Any]]
 
 
 @dataclass
-class GenerationOutput:
-    """What a call returns.
+class GenerationOutput(Mapping[str, Any]):
+    """What a call returns. Like transformers' outputs it may also be read by name (`output["sequences"]`), without the
+    fields that are None.
 
     Attributes:
         sequences: [B, L + new] int64, as transformers' generate returns them: the prompts as given (of an
@@ -39,12 +40,27 @@ class GenerationOutput:
         stats: what it took.
         scores, logits: with `return_dict_in_generate` and `output_scores` or `output_logits`, one [B, V] float32 per
             new token, as processors left them and as the target gave them (zeros for rows that had ended); else None.
+        stopped_at_position_limit: of each row, whether it took all positions that the target is exact for
+            (`Target.max_length`), before its own length limit and without an EOS.
     """
 
     sequences: Tensor
     stats: GenerationStats
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
+    stopped_at_position_limit: list[bool] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Any:
+        value = vars(self)[name]
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, value in vars(self).items() if value is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 @dataclass
@@ -248,4 +264,6 @@ class DecodeLoop:
 def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:
     """What there is so far. Unlike its method, it holds no loop, so none of the loop's buffers either."""
     stats.num_new_tokens = request.num_new_tokens
-    return GenerationOutput(request.sequences(), stats, scores.scores(), scores.logits())
+    return GenerationOutput(
+        request.sequences(), stats, scores.scores(), scores.logits(), request.stopped_at_position_limit
+    )

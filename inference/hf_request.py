@@ -138,6 +138,7 @@ class Request:
         self._new: list[list[int]] = [[] for _ in counts]
         self.unfinished = set(range(len(counts)))
         self.budgets = [limit - self.input_ids.shape[1]] * len(counts)
+        self._is_cut = [False] * len(counts)
         if target.max_length is not None:
             self._cut_budgets(target.max_length, target.length_limit_reason)
         # A limit that the prompt has passed still gives one token, as transformers does.
@@ -156,6 +157,7 @@ class Request:
                 max_length,
                 reason,
             )
+        self._is_cut = [after < before for after, before in zip(cut, self.budgets, strict=True)]
         self.budgets = cut
 
     @property
@@ -169,6 +171,14 @@ class Request:
     @property
     def num_new_tokens(self) -> int:
         return sum(map(len, self._new))
+
+    @property
+    def stopped_at_position_limit(self) -> list[bool]:
+        """Of each row, whether it took all positions the target has, before its length limit and without an EOS."""
+        return [
+            is_cut and budget <= 0 and new[-1] not in self.eos_token_ids
+            for is_cut, budget, new in zip(self._is_cut, self.budgets, self._new, strict=True)
+        ]
 
     def num_committed(self, row: int) -> int:
         """A row's tokens in the cache: all but the newest, which is the next tree's root."""
