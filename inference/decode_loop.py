@@ -17,9 +17,9 @@ from inference.acceptance import Sampler, accept_exact
 from inference.drafter import RowCopyingDrafter
 from inference.drafting import Drafting
 from inference.emitted_scores import EmittedScores
-from inference.hf_request import Request
 from inference.kv_cache import TreeCache
 from inference.prompt_reading import HeldTexts, PromptReader, ReadPrompts
+from inference.request import Request
 from inference.stats import GenerationStats, PhaseClock
 from inference.step import DecodeStep, NewSlots
 from inference.tree import TokenTree

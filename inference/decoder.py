@@ -22,11 +22,12 @@ from inference.cost_model import BatchCosts, CostModel
 from inference.decode_loop import DecodeLoop, GenerationOutput, StepCallback, gather_output, rows_may_leave
 from inference.drafter import Drafter, RowCopyingDrafter
 from inference.drafting import AdaptiveDrafting, Drafting, FixedDrafting
-from inference.hf_request import Request, make_request
+from inference.hf_request import make_request
 from inference.kv_cache import TreeCache
 from inference.noise import row_seeds
 from inference.policy import TreePolicy, resolve_policy
 from inference.prompt_reading import HeldTexts, PromptReader, ReadPrompts, leave_room
+from inference.request import Request
 from inference.stats import GenerationStats, PhaseClock
 from inference.step import DecodeStep
 from inference.target import Target

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.hf_request import Request
+from inference.request import Request
 
 
 class EmittedScores:
