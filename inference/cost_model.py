@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 9
 # Passes of many rows take long and vary little: after so many seconds, so many measured rounds are enough.
@@ -195,7 +196,7 @@ def describe_machine(device: torch.device) -> str:
             lines = []
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         hardware = f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
-    return f"{hardware}, torch {torch.__version__}"
+    return f"{hardware}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 def cache_file(key: Sequence[Any]) -> Path:
