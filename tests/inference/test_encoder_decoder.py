@@ -53,14 +53,20 @@ GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 SAMPLED = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 5}
 
 
+IS_OLD = version.parse(transformers.__version__) < version.parse("5.23")
+# Their configurations the oldest releases cannot build with today's huggingface_hub.
+LEFT_OUT = ("mbart", "m2m_100") if IS_OLD else ()
+CELLS = [(kind, seed) for kind, seed in CELLS if kind not in LEFT_OUT]
+
+
 @functools.cache
 def target_of(kind: str, seed: int = 0, attn_implementation: str | None = None) -> Target:
     try:
         return Target(tiny_encoder_decoder(kind, seed, attn_implementation=attn_implementation))
     except ValueError as error:
-        # In the oldest releases some know no sdpa, and UMT5 takes no 4-D mask of its source.
-        is_old = version.parse(transformers.__version__) < version.parse("5.23")
-        if is_old and ("scaled_dot_product" in str(error) or (kind == "umt5" and "does not run" in str(error))):
+        # In the oldest releases some know no sdpa, and UMT5 and LongT5 take no 4-D mask of their source.
+        takes_no_mask = kind in ("umt5", "longt5") and "does not run" in str(error)
+        if IS_OLD and ("scaled_dot_product" in str(error) or takes_no_mask):
             pytest.skip(str(error))
         raise
 
@@ -112,7 +118,12 @@ def check_tree(
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    [(kind, attention) for kind in KINDS for attention in ATTENTIONS.get(kind, ("sdpa", "eager"))],
+    [
+        (kind, attention)
+        for kind in KINDS
+        if kind not in LEFT_OUT
+        for attention in ATTENTIONS.get(kind, ("sdpa", "eager"))
+    ],
 )
 def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: str) -> None:
     """Rows of different lengths and sources, behind a commit that moves slots, and once more behind a selection."""
@@ -406,7 +417,8 @@ class TestRefusals:
     def test_positions_that_cannot_be_told(self) -> None:
         model = copy.deepcopy(tiny_encoder_decoder("bart"))
         model.model.decoder.embed_positions = CountedPositions(model.config.d_model)
-        for one in (model, tiny_encoder_decoder("m2m_100")):
+        models = [model, *(tiny_encoder_decoder(kind) for kind in ("m2m_100",) if kind not in LEFT_OUT)]
+        for one in models:
             with pytest.raises(ValueError, match="counts positions in a way of its own"):
                 Target(one)
 

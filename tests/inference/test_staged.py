@@ -138,7 +138,7 @@ def test_refusals() -> None:
         Decoder(model, StagedDrafter(SmallModelDrafter(tiny_target("llama", vocab_size=64))))
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_compiled_decoder_runs_it_eagerly() -> None:
     model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)

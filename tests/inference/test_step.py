@@ -95,9 +95,8 @@ def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_compiled_heads_draft_what_they_draft_eagerly(target: Target, kind: str) -> None:
-    check_compiled_heads(target, kind)
+def test_compiled_heads_draft_what_they_draft_eagerly(target: Target) -> None:
+    check_compiled_heads(target, "eagle3")
 
 
 @pytest.mark.usefixtures("traced_alone")

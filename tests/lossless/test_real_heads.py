@@ -26,7 +26,7 @@ POLICIES: dict[str, TreePolicy] = {
 }
 PROMPT_LINES = (REPOSITORY / "examples" / "prompts.jsonl").read_text().splitlines()
 # `make lossless` runs 20 prompts per kind and policy; continuous integration has time for fewer.
-NUM_LONG = int(os.environ.get("LOSSLESS_PROMPTS", "3"))
+NUM_LONG = int(os.environ.get("LOSSLESS_PROMPTS", "2"))
 # DFlash as it is learns too little in so few steps: of what it drafts behind the first token it does not know the path.
 QUICK_SETTINGS: dict[str, dict[str, Any]] = {
     "block": {"block_size": 5, "num_anchors": 64, "predicts_at_anchor": True, "markov_rank": 64}
