@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.generation import logits_process
 
 from inference.noise import gumbel_noise
-from inference.row_processors import processor_of_row
+from inference.row_processors import processors_of_row
 from inference.target_scores import WalkScores, may_emit, score_walk
 from inference.tree import TokenTree
 
@@ -173,10 +173,9 @@ class Sampler:
         # In the batch as it was given.
         number, num_rows = (row, batch_size) if self.rows is None else (self.rows[row], self.num_rows)
         if number not in self._row_samplers:
-            processors = [
-                processor if type(processor) in PREFIX_FREE else processor_of_row(processor, number, num_rows)
-                for processor in self.processors
-            ]
+            reading = [processor for processor in self.processors if type(processor) not in PREFIX_FREE]
+            own = iter(processors_of_row(reading, number, num_rows))
+            processors = [one if type(one) in PREFIX_FREE else next(own) for one in self.processors]
             self._row_samplers[number] = Sampler(processors, eos_token_ids=self.eos_token_ids)
         return self._row_samplers[number]
 

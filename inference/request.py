@@ -16,7 +16,7 @@ from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList
 from inference.acceptance import NO_TOKEN
 from inference.encoder_decoder import Source
 from inference.prompt_checks import check_token_ids, pad_left
-from inference.row_processors import ask_criterion
+from inference.row_processors import ask_criterion, criteria_of_row
 from inference.target import Target
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Request:
         self.streamer = streamer
         self.eos_token_ids: set[int] = set()
         self.criteria: list[Any] = []
+        self._row_criteria: dict[int, list[Any]] = {}  # copies: they may keep a state
         limit: int | None = None  # on input_ids, padding included, as transformers counts
         for criterion in criteria:
             if isinstance(criterion, EosTokenCriteria):
@@ -191,8 +192,10 @@ class Request:
     def _meets_criteria(self, row: int) -> bool:
         if not self.criteria:
             return False
+        if row not in self._row_criteria:
+            self._row_criteria[row] = criteria_of_row(self.criteria) if self.batch_size > 1 else self.criteria
         text = self._shown(row)
-        answers = [ask_criterion(criterion, text, row, self.batch_size) for criterion in self.criteria]
+        answers = [ask_criterion(criterion, text, row, self.batch_size) for criterion in self._row_criteria[row]]
         return any(answers)  # all are asked: they may count
 
     def sequences(self) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,25 +24,42 @@ _Processor = Callable[[Tensor, Tensor], Tensor]
 _SHARED = (nn.Module, PreTrainedTokenizerBase)
 
 
-def processor_of_row(processor: _Processor, row: int, num_rows: int) -> _Processor:
-    """The processor for row `row` of `num_rows`: called with [1, L] and [1, V], with a memory of its own.
+def processors_of_row(processors: Sequence[_Processor], row: int, num_rows: int) -> list[_Processor]:
+    """The processors for row `row` of `num_rows`: called with [1, L] and [1, V], with a memory of their own, which they
+    share with one another as they did.
 
     Raises:
-        ValueError: for a processor that cannot be copied.
+        ValueError: when they cannot be copied.
     """
-    own = _copy_processor(processor)
-    ignored = getattr(own, "prompt_ignore_length", None)  # of RepetitionPenaltyLogitsProcessor
-    if isinstance(ignored, Tensor) and ignored.numel() > 1:
-        own.prompt_ignore_length = ignored.reshape(ignored.numel(), -1)[row]
-    allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
-    if allowed is not None:
-        own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, row)
-    _cut_source(own, row, num_rows)
-    return own if _is_transformers_own(own) else _RowProcessor(own, row, num_rows)
+    found: list[_Processor] = []
+    for own in _copy_together(processors):
+        if not _is_transformers_own(own):
+            found.append(_RowProcessor(own, row, num_rows))
+            continue
+        ignored = getattr(own, "prompt_ignore_length", None)  # of RepetitionPenaltyLogitsProcessor
+        if isinstance(ignored, Tensor) and ignored.numel() > 1:
+            own.prompt_ignore_length = ignored.reshape(ignored.numel(), -1)[row]
+        allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
+        if allowed is not None:
+            own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, row)
+        _cut_source(own, row, num_rows)
+        found.append(own)
+    return found
+
+
+def criteria_of_row(criteria: Sequence[Any]) -> list[Any]:
+    """Criteria with a memory of their own; transformers' own have none.
+
+    Raises:
+        ValueError: when they cannot be copied.
+    """
+    own = iter(_copy_together([one for one in criteria if not _is_transformers_own(one)]))
+    return [one if _is_transformers_own(one) else next(own) for one in criteria]
 
 
 def ask_criterion(criterion: Callable[[Tensor, Any], Any], text: Tensor, row: int, num_rows: int) -> bool:
-    """Whether a stopping criterion ends row `row` of `num_rows`, whose text is [1, L]. It gets no scores.
+    """Whether the row's own copy of a stopping criterion ends row `row` of `num_rows`, whose text is [1, L]. It gets no
+    scores.
 
     Raises:
         ValueError: when it answers neither for the batch nor with one word.
@@ -81,16 +98,17 @@ def _is_transformers_own(thing: Any) -> bool:
     return type(thing).__module__.partition(".")[0] == "transformers"
 
 
-def _copy_processor(processor: Any) -> Any:
-    """A deep copy, but for models and tokenizers, which are shared."""
-    shared = {id(value): value for value in _find_shared(processor, set())}
+def _copy_together(things: Sequence[Any]) -> list[Any]:
+    """Deep copies of processors or criteria, but for models and tokenizers that they hold, which are shared."""
     try:
-        return copy.deepcopy(processor, shared)
+        seen = set(map(id, things))  # themselves are copied, models or not
+        shared = {id(held): held for one in things for part in _parts_of(one) for held in _find_shared(part, seen)}
+        return copy.deepcopy(list(things), shared)
     except Exception as error:
-        name = type(processor).__name__
+        names = ", ".join(type(one).__name__ for one in things)
         raise ValueError(
-            f"the logits processor {name} reads the text and may keep a state, so each row of a batch needs a copy of "
-            f"it, and copying it failed: {error}. Decode one row at a time, or give the class a __deepcopy__"
+            f"{names} may keep a state, so each row of a batch needs a copy, and copying failed: {error!r}. Decode one "
+            "row at a time, or give the class a __deepcopy__"
         ) from error
 
 

@@ -14,10 +14,10 @@ import torch
 import transformers
 from packaging import version
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from inference import NgramDrafter, Target, generate
-from inference.row_processors import processor_of_row
+from inference.row_processors import processors_of_row
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 PROMPTS = [random_prompt(length, seed=length)[0] for length in (3, 17, 5, 9)]
@@ -144,10 +144,65 @@ class Asking:
 
 def test_models_are_shared_and_what_cannot_be_copied_is_refused() -> None:
     layer, processor = nn.Linear(2, 2), Asking(None)
-    own = processor_of_row(Asking(layer), 1, 3)
+    (own,) = processors_of_row([Asking(layer)], 1, 3)
     assert own.processor.held["somewhere"][0] is layer  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"Asking reads the text .* copying it failed: .*Decode one row at a time"):
-        processor_of_row(Asking(threading.Lock()), 0, 2)
+    with pytest.raises(ValueError, match=r"Asking may keep a state, .* copying failed: .*Decode one row at a time"):
+        processors_of_row([Asking(threading.Lock())], 0, 2)
     inputs = pad_prompts(PROMPTS)
     with pytest.raises(ValueError, match=rf"Asking got scores of shape \(4, {VOCAB_SIZE}\) and returned shape \(1, "):
         generate(target(), None, **inputs, logits_processor=[processor], **GREEDY)
+
+
+class Counting(nn.Module):
+    """A processor that is a module, and another's state."""
+
+    def __init__(self, memory: dict[str, int]) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def forward(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.memory["calls"] = self.memory.get("calls", 0) + 1
+        return scores
+
+
+class Reading(Counting):
+    def forward(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.tensor(self.memory["calls"] % VOCAB_SIZE), float("-inf"))
+
+
+def test_processors_share_their_memory_within_a_row() -> None:
+    memory: dict[str, int] = {}
+    rows = [processors_of_row([Counting(memory), Reading(memory)], row, 2) for row in range(2)]
+    ids, scores = torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, VOCAB_SIZE)
+    for number in (1, 2):
+        for count, read in rows:
+            count(ids, scores)
+            assert read(ids, scores)[0].isinf().nonzero().tolist() == [[number]]
+    assert not memory
+
+
+def test_criteria_may_remember() -> None:
+    class Sticky:
+        done: Any = False
+
+        def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            self.done = self.done | (ids[:, -1] == 94)
+            return torch.as_tensor(self.done)
+
+    inputs = pad_prompts(PROMPTS)
+    options = {**GREEDY, "pad_token_id": 0, "eos_token_id": 1}
+    assert model().generate(**inputs, **options)[0, 19] == 94
+    expected = model().generate(**inputs, **options, stopping_criteria=[Sticky()])
+    output = generate(target(), NgramDrafter(), **inputs, **options, stopping_criteria=[Sticky()]).sequences
+    assert torch.equal(output, expected)
+
+
+def test_subclasses_of_transformers_own_are_shown_the_batch() -> None:
+    class Penalty(RepetitionPenaltyLogitsProcessor):
+        pass
+
+    processor = Penalty(1.5, prompt_ignore_length=torch.tensor([1, 2]))
+    ids, scores = torch.tensor([[3, 4, 5]]), torch.ones(1, 8)
+    for row in range(2):
+        (own,) = processors_of_row([processor], row, 2)
+        assert (own(ids, scores)[0] != 1).nonzero()[:, 0].tolist() == [3, 4, 5][row + 1 :]
