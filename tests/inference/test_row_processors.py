@@ -14,7 +14,7 @@ import torch
 import transformers
 from packaging import version
 from torch import Tensor, nn
-from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
+from transformers import PrefixConstrainedLogitsProcessor, PreTrainedModel
 
 from inference import NgramDrafter, Target, generate
 from inference.row_processors import processors_of_row
@@ -198,11 +198,11 @@ def test_criteria_may_remember() -> None:
 
 
 def test_subclasses_of_transformers_own_are_shown_the_batch() -> None:
-    class Penalty(RepetitionPenaltyLogitsProcessor):
+    class Prefix(PrefixConstrainedLogitsProcessor):
         pass
 
-    processor = Penalty(1.5, prompt_ignore_length=torch.tensor([1, 2]))
+    processor = Prefix(lambda row, ids: [row + 2], num_beams=1)
     ids, scores = torch.tensor([[3, 4, 5]]), torch.ones(1, 8)
-    for row in range(2):
-        (own,) = processors_of_row([processor], row, 2)
-        assert (own(ids, scores)[0] != 1).nonzero()[:, 0].tolist() == [3, 4, 5][row + 1 :]
+    for row in range(3):
+        (own,) = processors_of_row([processor], row, 3)
+        assert own(ids, scores)[0].isfinite().nonzero().tolist() == [[row + 2]]
