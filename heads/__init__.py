@@ -6,9 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from heads.base import DraftHeads, DraftStep
+from heads.base import DraftHeads
 from heads.block import BlockHeads
 from heads.config import DraftHeadsConfig
+from heads.draft_step import DraftStep
 from heads.eagle import EagleHeads
 from heads.eagle3 import Eagle3Heads
 from heads.hydra import HydraHeads

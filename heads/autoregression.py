@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
+from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.decoder_config import DecoderConfig
+from heads.draft_step import DraftStep
 from heads.layers import DraftCache, DraftLayer
 from inference.drafter import DraftLogits
 

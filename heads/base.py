@@ -1,16 +1,15 @@
 """DraftHeads: the contract every kind of trained heads keeps, and how heads are saved, loaded and bound to a target.
 
-Legend: B batch, T sequence length, M slots that a step drafts from (T, or those drawn), F feature width (number of
-tapped layers x target hidden size), D hidden size.
+Legend: B batch, T sequence length, F feature width (number of tapped layers x target hidden size), D hidden size.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -18,51 +17,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write_adapter
 from heads.checkpoint import replace_checkpoint
 from heads.config import DraftHeadsConfig, name_of_target
+from heads.draft_step import DraftStep, join_documents
 from heads.layers import DraftCache
+from inference.documents import split_documents
 from inference.drafter import DraftLogits
 from inference.target import Target
 
+logger = logging.getLogger(__name__)
+
 EXTEND_CHUNK = 512  # slots of a prompt that `extend` takes in at a time
-
-
-@dataclass(frozen=True)
-class DraftStep:
-    """One drafting step of an unroll over a whole sequence: from slot t it predicts the token at t + shift.
-
-    Attributes:
-        shift: >= 2; slot t holds the feature of t, and token t + 1 is already certain when drafting starts.
-        hidden: [B, M, D] what `head` reads; the width is the kind's own.
-        head: maps [..., D] to logits [..., C] over `draft_token_ids` (the target's vocabulary when that is None).
-        feature_weight: of the SmoothL1 loss between `hidden` and the state that the target's LM head reads at position
-            t + shift - 1; 0 = none.
-        token_weight: of the loss over the whole draft vocabulary.
-        slots: [B, M] int64, the slot of each column of `hidden`, -1 for padding; None = column t is slot t (M = T).
-        confidence: [B, M] logits of the chance that the step's token is accepted; None = the kind does not say.
-    """
-
-    shift: int
-    hidden: Tensor
-    head: Callable[[Tensor], Tensor]
-    feature_weight: float = 0.0
-    token_weight: float = 1.0
-    slots: Tensor | None = None
-    confidence: Tensor | None = None
-
-    def read_ahead(self, values: Tensor, distance: int, fill: int = 0) -> Tensor:
-        """[B, M]: of `values` [B, T] the entry at slot + `distance` of every column; `fill` for padding and past the
-        end.
-
-        Worked example: slots [0, 3, -1] of values [5, 6, 7, 8, 9] at distance 2 read [7, fill, fill].
-        """
-        length = values.shape[1]
-        if self.slots is None:
-            ahead = values[:, distance:]
-            return nn.functional.pad(ahead, (0, self.hidden.shape[1] - ahead.shape[1]), value=fill)
-        places = self.slots + distance
-        read = values.gather(1, places.clamp(0, length - 1))
-        return read.masked_fill((self.slots < 0) | (places >= length), fill)
 
 
 class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
@@ -70,7 +36,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
     and `expand` (decoding: the `inference.drafter.Drafter` protocol), and `draft_caches` (for `RowCopyingDrafter`).
-    `default_loss` names its usual objective.
+    `default_loss` is its usual objective, in the words of the training option `loss_type`; `estimates_states` says that
+    what its steps score estimates the state that the target's LM head reads, so that `smooth_l1` can compare the two.
     `runs_target_layers` says that drafted tokens pass through layers of the target (`CacheSharingDrafter`) and have
     features as certain ones do: the one step of `unroll` then serves every depth, and reads features up to t + 1.
 
@@ -83,16 +50,21 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     supports_gradient_checkpointing = False
     default_loss: str = "distillation"
     default_step_decay: ClassVar[float] = 0.8
+    estimates_states: ClassVar[bool] = False
     runs_target_layers: ClassVar[bool] = False
 
     def __init__(self, config: DraftHeadsConfig) -> None:
         super().__init__(config)
         # A list hides the target from nn.Module: borrowed modules are never saved and never trained by accident.
         self._bound: list[Target] = []
+        # Where their adapter is: stored beside them, or in a PEFT model that is being trained (hidden likewise).
+        self._adapter: list[StoredAdapter | nn.Module] = []
+        self._has_applied_adapter = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the target behind: they come back unbound."""
-        return {**self.__dict__, "_bound": []}
+        stored = [adapter for adapter in self._adapter if isinstance(adapter, StoredAdapter)]
+        return {**self.__dict__, "_bound": [], "_adapter": stored, "_has_applied_adapter": False}
 
     # What the decode loop reads.
 
@@ -155,14 +127,34 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         input_ids: Tensor,
         loss_fn: Callable[[list[DraftStep]], Any] | None = None,
         loss_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        num_groups: int | None = None,
     ) -> Any:
         """Unrolls (with a `loss_mask`: `unroll_where`) and, when given, applies `loss_fn` to the steps: inside forward,
-        so that the hooks of DDP, FSDP and ZeRO see every parameter that is used."""
-        if loss_mask is None:
-            steps = self.unroll(features, input_ids)
+        so that the hooks of DDP, FSDP and ZeRO see every parameter that is used.
+
+        With `document_ids` [B, T] the rows hold several documents, which are unrolled apart from one another (see
+        `inference.documents.split_documents`, also for `num_groups`); no kind needs to know.
+        """
+        if document_ids is None:
+            steps = self._unroll(features, input_ids, loss_mask)
         else:
-            steps = self.unroll_where(features, input_ids, loss_mask)
+            groups = split_documents(document_ids, num_groups=num_groups)
+            unrolled = [
+                self._unroll(
+                    group.read(features),
+                    group.read(input_ids),
+                    None if loss_mask is None else group.read(loss_mask) * group.mask,
+                )
+                for group in groups
+            ]
+            steps = join_documents(groups, unrolled, document_ids)
         return steps if loss_fn is None else loss_fn(steps)
+
+    def _unroll(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor | None) -> list[DraftStep]:
+        if loss_mask is None:
+            return self.unroll(features, input_ids)
+        return self.unroll_where(features, input_ids, loss_mask)
 
     @property
     def wants_token_counts(self) -> bool:
@@ -193,6 +185,22 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
                 f"{type(target.model).__name__} is an encoder-decoder model, and trained heads draft for decoder-only "
                 "targets: draft with a SmallModelDrafter or an NgramDrafter"
             )
+        self._check_sizes(target)
+        if self._bound and self._bound[0].model is not target.model:
+            raise ValueError(
+                "these heads are bound to another model, whose decoders they would change: load them again for this one"
+            )
+        if self.config.target_adapter and not (self._has_applied_adapter or self._bound or is_adapted(target.model)):
+            logger.warning(
+                "these heads were trained for their target with an adapter, which this target does not have: texts are "
+                "its own, but few drafts will be accepted. Decode with heads.apply_adapter(model)"
+            )
+        bound = self._bound[0] if self._bound else None
+        if bound is None or (bound.dtype, bound.device) != (target.dtype, target.device):  # another thread may use it
+            self._bound[:] = [target]
+        return cast(Self, cast(nn.Module, self).to(target.device))
+
+    def _check_sizes(self, target: Target) -> None:
         embedding_size = target.embed_tokens(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
         if {embedding_size, target.state_size} != {target.hidden_size}:
             raise ValueError(
@@ -211,14 +219,55 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
                     f"({name_of_target(target) or type(target.model).__name__}) has {theirs}: load the target the "
                     f"heads were trained for ({self.config.target_name_or_path or 'not recorded'}), or train new heads"
                 )
+
+    def apply_adapter(self, target: Target | PreTrainedModel, *, merge: bool = False) -> Target:
+        """The target with the adapter that these heads were trained with (Medusa-2), bound to the heads.
+
+            heads = DraftHeads.from_pretrained(path)
+            target = heads.apply_adapter(model)
+            generate(target, heads, input_ids)
+
+        Texts are then those of the adapted target, token by token. The model itself is changed: PEFT puts layers into
+        it, and `target.model` is the PEFT model around it.
+
+        Args:
+            target: as it was loaded, without adapters.
+            merge: add the adapter to the model's weights instead: as fast as without, and rounded to their dtype.
+                `target.model` is then the model itself.
+
+        Raises:
+            ValueError: heads without an adapter (bind them to the target itself), heads that are bound to another
+                model, a target that the heads or the adapter do not fit, or peft is missing.
+        """
+        folder = self.find_adapter()
+        target = target if isinstance(target, Target) else Target(target)
         if self._bound and self._bound[0].model is not target.model:
+            raise ValueError("these heads are bound to another model: load them again for this one")
+        self._check_sizes(target)
+        adapted = Target(load_adapter(target.model, folder, merge=merge))
+        self._bound.clear()
+        self._has_applied_adapter = True
+        self.bind(adapted)
+        return adapted
+
+    def find_adapter(self) -> Path:
+        """The local folder of the adapter beside loaded heads; from the hub it is downloaded.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self._adapter or not isinstance(stored := self._adapter[0], StoredAdapter):
             raise ValueError(
-                "these heads are bound to another model, whose decoders they would change: load them again for this one"
+                "these heads come with no stored adapter: bind them to their target as it is"
+                if not self.config.target_adapter
+                else "the adapter of these heads is not stored yet: save the heads, and load them again"
             )
-        bound = self._bound[0] if self._bound else None
-        if bound is None or (bound.dtype, bound.device) != (target.dtype, target.device):  # another thread may use it
-            self._bound[:] = [target]
-        return cast(Self, cast(nn.Module, self).to(target.device))
+        return stored.find()
+
+    def belong_to_adapter(self, model: nn.Module) -> None:
+        """The adapter of `model`, a PEFT model, is trained along with these heads: it is saved beside them."""
+        self.config.target_adapter = FOLDER
+        self._adapter[:] = [model]
 
     @property
     def target(self) -> Target:
@@ -235,6 +284,12 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """The target's own (frozen) logits [..., V] of states [..., D] of its final norm's scale, in the target's
         dtype."""
         return self.target.compute_logits(hidden.to(self.target.dtype))
+
+    def get_input_embeddings(self) -> Any:
+        """None: embeddings are the target's. FSDP asks."""
+
+    def get_output_embeddings(self) -> Any:
+        """None, also where there is an LM head: it belongs to the unit that FSDP makes of all weights."""
 
     # Saving and loading.
 
@@ -264,6 +319,13 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         hub = {key: kwargs.pop(key) for key in hub_keys & kwargs.keys()}
         with replace_checkpoint(directory) as scratch:
             super().save_pretrained(scratch, **kwargs)
+            if self.config.target_adapter:
+                if not self._adapter:
+                    raise ValueError(
+                        "these heads are a copy that has lost the adapter they belong to, and cannot be saved without "
+                        "it: save those they were copied from"
+                    )
+                write_adapter(self._adapter[0], scratch / self.config.target_adapter)
         if push_to_hub:
             self.push_to_hub(**{"repo_id": directory.resolve().name, **hub})
 
@@ -296,6 +358,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
             raise ValueError(f"{path} holds {kind} heads, not {cls.__name__}: load it with DraftHeads.from_pretrained")
         wants_info = kwargs.pop("output_loading_info", False)
         heads, info = kind_class._load(path, *args, **kwargs)
+        if heads.config.target_adapter:
+            heads._adapter[:] = [StoredAdapter(path, heads.config.target_adapter, hub)]
         return (heads, info) if wants_info else heads
 
     @classmethod

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from heads.anchors import draw_slots
-from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
+from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.block_layer import BlockLayer, MarkovBias
 from heads.decoder_config import DecoderConfig
+from heads.draft_step import DraftStep
 from heads.layers import DraftCache, RMSNorm
 from heads.vocab import mean_embedding, principal_embeddings
 from inference.drafter import DraftLogits

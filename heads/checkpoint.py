@@ -18,7 +18,8 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
     A full disk or a kill while they are written leaves the previous checkpoint as it was; what such a save left behind
     is removed by the next. Weights are renamed into place before the JSON files, and weights of an earlier save under
     other names (another number of shards) are removed last. Renaming is atomic for one weights file; where shards of
-    the same names are replaced, a kill between two of them mixes the two saves.
+    the same names are replaced, or weights and those of an adapter in a folder beside them, a kill between two of them
+    mixes the two saves.
 
     Raises:
         ValueError: when `directory` is a file.
@@ -31,9 +32,13 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
     scratch.mkdir(parents=True)
     try:
         yield scratch
-        files = sorted(scratch.iterdir(), key=lambda file: (file.suffix == ".json", file.name))
+        files = sorted(
+            (file for file in scratch.rglob("*") if file.is_file()), key=lambda file: (file.suffix == ".json", file)
+        )
         for file in files:
-            file.replace(directory / file.name)
+            place = directory / file.relative_to(scratch)
+            place.parent.mkdir(exist_ok=True)
+            file.replace(place)
         written = {file.name for file in files if _WEIGHTS.fullmatch(file.name)}
         for file in directory.iterdir() if written else ():
             if _WEIGHTS.fullmatch(file.name) and file.name not in written:

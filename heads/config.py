@@ -22,6 +22,8 @@ class DraftHeadsConfig(PreTrainedConfig):
         target_vocab_size: rows of the target's LM head.
         target_num_layers: the target's number of decoder layers.
         feature_layers: tapped layers, as indices into transformers' `hidden_states` (0 = embeddings, n = post-norm).
+        target_adapter: folder, beside the heads' own files, of the adapter that the target was trained with
+            (`heads.adapter`); None = they draft for the target as it is.
         format_version: version of the checkpoint layout.
         **kwargs: keys of `PreTrainedConfig`; any other key is an error.
 
@@ -41,6 +43,7 @@ class DraftHeadsConfig(PreTrainedConfig):
         target_vocab_size: int = 0,
         target_num_layers: int = 0,
         feature_layers: tuple[int, ...] | list[int] = (),
+        target_adapter: str | None = None,
         format_version: int = FORMAT_VERSION,
         **kwargs: Any,
     ) -> None:
@@ -57,6 +60,7 @@ class DraftHeadsConfig(PreTrainedConfig):
         self.target_vocab_size = target_vocab_size
         self.target_num_layers = target_num_layers
         self.feature_layers = list(feature_layers)
+        self.target_adapter = target_adapter
         self.format_version = format_version
         if target_num_layers and (bad := [i for i in self.feature_layers if not 0 <= i <= target_num_layers]):
             raise ValueError(

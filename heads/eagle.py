@@ -8,23 +8,24 @@ head (frozen, borrowed, never saved; no norm before it) predicts x_{t+2}. In a t
 parent's output. How a layer drafts on its own outputs: `autoregression.py`.
 
 EAGLE-2 (arXiv 2406.16858) is these weights under `inference.DynamicTree`. HASS (arXiv 2408.15766) is these weights
-trained with `ttt_steps=3` and the loss `topk_distillation`: configs/train/hass-chat-13m.yaml.
+trained with `ttt_steps=3` and `topk_distillation` in the loss: configs/train/hass-chat-13m.yaml.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from heads.autoregression import AutoregressionConfig, AutoregressionHeads
-from heads.base import DraftStep
+from heads.draft_step import DraftStep
 from heads.layers import DraftAttention, DraftLayer
 from inference.target import Target
 
 NOISE_LENGTH = 512  # sequences of so many tokens get noise of the width the config says
+# Fields of older checkpoints; the loss is an option of the training now.
+FORMER_LOSS_WEIGHTS = {"feature_loss_weight": 1.0, "token_loss_weight": 0.1}
 
 
 class EagleConfig(AutoregressionConfig):
@@ -33,8 +34,6 @@ class EagleConfig(AutoregressionConfig):
     fc_bias: whether fc has a bias. The authors' code has one; vLLM drops it, so heads meant for export have none.
     feature_noise: width of the uniform noise on the target's states in training, for sequences of 512 tokens; it is
         scaled by 512 / length of the padded batch (the authors' code scales by each sequence's own; 0 = no noise).
-    feature_loss_weight: of SmoothL1 between the outputs and the target's states (the paper's 1.0).
-    token_loss_weight: of the cross-entropy (the paper's w_cls 0.1, section 3.2).
     **kwargs: as in `AutoregressionConfig`.
     """
 
@@ -47,22 +46,18 @@ class EagleConfig(AutoregressionConfig):
         ttt_steps: int = 1,
         fc_bias: bool = False,
         feature_noise: float = 0.2,
-        feature_loss_weight: float = 1.0,
-        token_loss_weight: float = 0.1,
         **kwargs: Any,
     ) -> None:
         if feature_noise < 0:
             raise ValueError(f"feature_noise is {feature_noise}; allowed is 0 (none) or more (the authors use 0.2)")
-        weights = (feature_loss_weight, token_loss_weight)
-        if min(weights) < 0 or max(weights) == 0:
-            raise ValueError(
-                f"feature_loss_weight is {feature_loss_weight} and token_loss_weight {token_loss_weight}; allowed are "
-                "0 or more, not both 0 (the paper's are 1.0 and 0.1)"
-            )
+        for name, usual in FORMER_LOSS_WEIGHTS.items():
+            if (value := kwargs.pop(name, usual)) != usual:
+                raise ValueError(
+                    f"{name} is {value}, and the loss is no longer a field of EAGLE's configuration: leave it out, and "
+                    f"train with the option loss_type (the paper's: {EagleHeads.default_loss})"
+                )
         self.fc_bias = fc_bias
         self.feature_noise = feature_noise
-        self.feature_loss_weight = feature_loss_weight
-        self.token_loss_weight = token_loss_weight
         super().__init__(ttt_steps=ttt_steps, **kwargs)
         if self.target_num_layers and self.feature_layers != [self.target_num_layers]:
             raise ValueError(
@@ -88,7 +83,8 @@ class EagleHeads(AutoregressionHeads):
     """The EAGLE-1 draft head. Tensor names are those of EAGLE-1 checkpoints (`fc`, `layers.0`)."""
 
     config_class = EagleConfig
-    default_loss = "distillation"
+    default_loss = "smooth_l1+0.1*distillation"  # section 3.2: w_cls 0.1
+    estimates_states = True
     # The authors of HASS weigh all steps alike, and take what a step puts out as data for the next one.
     default_step_decay = 1.0
     detaches_steps = True
@@ -123,8 +119,4 @@ class EagleHeads(AutoregressionHeads):
         if self.training and width > 0:
             states = self.fuse(features)
             features = states + width * (torch.rand_like(states) - 0.5)
-        weights = {
-            "feature_weight": self.config.feature_loss_weight,
-            "token_weight": self.config.token_loss_weight,
-        }
-        return [replace(step, **weights) for step in super().unroll(features, input_ids)]
+        return super().unroll(features, input_ids)

@@ -22,9 +22,10 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
+from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.config import DraftHeadsConfig
 from heads.decoder_config import DEFAULT_ROPE, check_attention_shape, decoder_settings
+from heads.draft_step import DraftStep
 from heads.layers import DecoderLayer, DraftCache, RMSNorm
 from heads.medusa import ResidualBlock
 from inference.drafter import DraftLogits

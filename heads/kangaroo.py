@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.base import DraftHeads, DraftStep
+from heads.base import DraftHeads
 from heads.decoder_config import DecoderConfig
+from heads.draft_step import DraftStep
 from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
 from inference.draft_rows import DraftRows
 from inference.drafter import DraftLogits

@@ -6,19 +6,17 @@ H query heads, G key/value heads, d head size, D hidden size, K unroll steps, A 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from heads.unrolled_attention import QUERY_CHUNK, attend_unrolled
 from inference.attention import attend_masked
-
-QUERY_CHUNK = 256
 
 
 class RotaryEmbedding:
@@ -248,44 +246,8 @@ class DraftAttention(nn.Module):
         return torch.cat(attended, dim=1)
 
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """The training-time test's attention (EAGLE-3, arXiv 2503.01840, section 3.2): query i of step k sees the keys
-        j <= i of step 0 and, of each later step, its own slot's only.
-
-        Step 0 is a causal matmul, each later step an elementwise dot, under one softmax; done in query chunks that are
-        recomputed in the backward pass, so that no [T, T] tensor is kept.
-
-        Args:
-            q: [B, H, T, d] of the newest step.
-            keys, values: one [B, G, T, d] per step so far, step 0 first.
-        """
-        chunks = []
-        for start in range(0, q.shape[2], QUERY_CHUNK):
-            end = min(start + QUERY_CHUNK, q.shape[2])
-            own = [x[:, :, start:end] for x in (*keys[1:], *values[1:])]
-            args: tuple[Any, ...] = (q[:, :, start:end], keys[0][:, :, :end], values[0][:, :, :end], start, *own)
-            if torch.is_grad_enabled() and q.shape[2] > QUERY_CHUNK:
-                chunks.append(checkpoint(self._attend_chunk, *args, use_reentrant=False))
-            else:
-                chunks.append(self._attend_chunk(*args))
-        return self.output(torch.cat(chunks, dim=2))
-
-    def _attend_chunk(self, q: Tensor, keys: Tensor, values: Tensor, start: int, *own: Tensor) -> Tensor:
-        batch, _, queries, size = q.shape
-        if not own:
-            mask = torch.ones(queries, keys.shape[2], dtype=torch.bool, device=q.device).tril(start)
-            use_groups = self.num_groups != self.num_heads
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=use_groups)
-        own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
-        # Query heads are grouped as [G, H / G], so that keys and values are broadcast and not repeated.
-        q = q.reshape(batch, self.num_groups, -1, queries, size) * size**-0.5
-        causal = torch.ones(queries, keys.shape[2], dtype=torch.bool, device=q.device).tril(start)
-        scores = (q @ keys[:, :, None].transpose(-1, -2)).float().masked_fill(~causal, float("-inf"))
-        own_scores = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k in own_keys]
-        weights = torch.cat([scores, *own_scores], dim=-1).softmax(-1).to(values.dtype)
-        attended = weights[..., : keys.shape[2]] @ values[:, :, None]
-        for step, v in enumerate(own_values):
-            attended = attended + weights[..., keys.shape[2] + step, None] * v[:, :, None]
-        return attended.reshape(batch, self.num_heads, queries, size)
+        """`heads.unrolled_attention.attend_unrolled`, and the projection behind it: [B, T, D]."""
+        return self.output(attend_unrolled(q, keys, values))
 
 
 class GatedMLP(nn.Module):

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHeads, DraftStep
+from heads.base import DraftHeads
 from heads.config import DraftHeadsConfig
+from heads.draft_step import DraftStep
 from heads.layers import DraftCache
 from inference.drafter import DraftLogits
 from inference.target import Target

@@ -42,8 +42,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.base import EXTEND_CHUNK, DraftHeads, DraftStep
+from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.decoder_config import DecoderConfig
+from heads.draft_step import DraftStep
 from heads.layers import DraftCache
 from heads.mtp_block import MTPBlock, Rows
 from inference.drafter import DraftLogits

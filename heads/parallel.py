@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from heads.anchors import draw_slots
-from heads.base import EXTEND_CHUNK, DraftStep
+from heads.base import EXTEND_CHUNK
+from heads.draft_step import DraftStep
 from heads.eagle3 import Eagle3Config, Eagle3Heads
 from heads.layers import DecoderLayer, DraftAttention, DraftCache
 from heads.vocab import mean_embedding

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from inference.attention import grouped_attention
+from inference.documents import gather_documents, split_documents
 from inference.draft_rows import DraftRows
 from inference.encoder_decoder import PlacedDecoder, Source, SourceMemory
 from inference.encoder_decoder_probe import examine_encoder_decoder
-from inference.first_layers import find_final_norm_gain, take_first_layers
+from inference.first_layers import find_final_norm, find_final_norm_gain, take_first_layers
 from inference.kv_cache import TreeCache
+from inference.layer_recomputation import recomputed_layers
 from inference.lm_head import read_weight, run_frozen
 from inference.scratch_cache import ScratchCache
 from inference.target_config import (
@@ -290,20 +292,46 @@ class Target:
             source = source.gather(1, read[..., None].expand(-1, -1, source.shape[-1]))
         return self.compute_logits(source) if output.logits is None else source
 
-    @torch.no_grad()
-    def encode(self, input_ids: Tensor, attention_mask: Tensor, *, feature_layers: Sequence[int] = ()) -> EncodeOutput:
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        feature_layers: Sequence[int] = (),
+        with_autograd: bool = False,
+        document_ids: Tensor | None = None,
+        num_groups: int | None = None,
+    ) -> EncodeOutput:
         """One full pass without cache and without logits, for training; the outputs may enter an autograd graph.
 
         Args:
             input_ids: [B, T] long, right-padded.
-            attention_mask: [B, T], 1 on real tokens. Positions are 0..T-1.
+            attention_mask: [B, T], 1 on real tokens. Causal attention keeps out what stands behind them: the model is
+                given no mask, and its kernels need no [T, T]. Positions are 0..T-1.
+            with_autograd: keep the pass's own graph as well, for weights that are trained (adapters).
+            document_ids: [B, T] of rows that hold several documents, each of which begins at position 0 and sees none
+                of the others: a pass for each group of them (`split_documents`, also for `num_groups`). States at
+                padding are zero. None = one document per row.
         """
         self._refuse_features()
+        if document_ids is not None:
+            groups = split_documents(document_ids, num_groups=num_groups)
+            options: Any = {"feature_layers": feature_layers, "with_autograd": with_autograd}
+            parts = [self.encode(group.read(input_ids), group.mask, **options) for group in groups]
+            return EncodeOutput(
+                gather_documents(groups, [part.features for part in parts], input_ids.shape),
+                gather_documents(groups, [part.last_hidden for part in parts], input_ids.shape),
+            )
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        output = self._run_backbone(input_ids, positions, attention_mask, None, feature_layers)
-        last_hidden: Tensor = output.last_hidden_state.to(self.device)
-        features = self._join_features(output, last_hidden, feature_layers)
+        with torch.set_grad_enabled(with_autograd and torch.is_grad_enabled()):
+            output = self._run_backbone(input_ids, positions, None, None, feature_layers)
+            last_hidden: Tensor = output.last_hidden_state.to(self.device)
+            features = self._join_features(output, last_hidden, feature_layers)
         return EncodeOutput(last_hidden[..., :0] if features is None else features, last_hidden)
+
+    def recomputing_layers(self) -> AbstractContextManager[None]:
+        """Gradient checkpointing for passes of `encode(with_autograd=True)`."""
+        return recomputed_layers(self._causal_lm, self._attention)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits [..., V] of post-norm states [..., D], soft-capping and scales included.
@@ -324,6 +352,11 @@ class Target:
     def final_norm_gain(self) -> Tensor | None:
         """What the model's final norm multiplies each channel by ([D], its dtype), or None when it has no such norm."""
         return find_final_norm_gain(self._causal_lm)
+
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The model's own norm behind its last layer, or None when it has no such norm."""
+        return find_final_norm(self._causal_lm)
 
     def _cut_positions(self, positions: Tensor) -> Tensor:
         return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
@@ -410,7 +443,7 @@ class Target:
         wanted = (
             sorted(set(layers) - {self.num_layers}) if module is self._causal_lm.base_model else sorted(set(layers))
         )
-        with grouped_attention(self.text_config) if self._has_attention_interface else nullcontext():
+        with self._attention():
             return module(
                 input_ids=token_ids,
                 attention_mask=masks,
@@ -420,6 +453,9 @@ class Target:
                 output_hidden_states=wanted or False,
                 return_dict=True,
             )
+
+    def _attention(self) -> AbstractContextManager[Any]:
+        return grouped_attention(self.text_config) if self._has_attention_interface else nullcontext()
 
     def _join_features(self, output: Any, last_hidden: Tensor, feature_layers: Sequence[int]) -> Tensor | None:
         """Concatenate the asked hidden states on the last dimension, on the target's device."""

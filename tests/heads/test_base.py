@@ -24,21 +24,8 @@ from heads.medusa import MedusaConfig, MedusaHeads
 from inference import Target
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import tiny_target
 
 KNOWN_KINDS = ", ".join(sorted(heads_package.HEAD_TYPES))
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
-
-
-@pytest.fixture
-def saved(target: Target, tmp_path: Path) -> Path:
-    """Eagle3 heads with a draft vocabulary, saved."""
-    tiny_heads("eagle3", target, draft_vocab_size=40).save_pretrained(tmp_path / "heads")
-    return tmp_path / "heads"
 
 
 def edit_weights(folder: Path, **changes: Tensor | None) -> None:
@@ -282,12 +269,13 @@ class TestSaving:
                     save_and_die(moment)
                 _, status = os.wait()
                 assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-                print(moment, DraftHeads.from_pretrained(sys.argv[1]).fc.weight.eq(2.0).all().item())
+                print("seen", moment, DraftHeads.from_pretrained(sys.argv[1]).fc.weight.eq(2.0).all().item())
         """
         command = [sys.executable, "-c", textwrap.dedent(program), str(saved)]
         result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
-        assert result.stdout.splitlines() == ["writing False", "renaming True"]
+        seen = [line for line in result.stdout.splitlines() if line.startswith("seen")]  # deepspeed prints as well
+        assert seen == ["seen writing False", "seen renaming True"]
         assert (saved / ".incomplete").exists()
         DraftHeads.from_pretrained(saved).save_pretrained(saved)
         assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]

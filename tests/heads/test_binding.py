@@ -20,18 +20,6 @@ from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
-
-
-@pytest.fixture
-def saved(target: Target, tmp_path: Path) -> Path:
-    """Eagle3 heads with a draft vocabulary, saved."""
-    tiny_heads("eagle3", target, draft_vocab_size=40).save_pretrained(tmp_path / "heads")
-    return tmp_path / "heads"
-
-
 class TestBinding:
     @pytest.mark.parametrize("head_type", heads_package.HEAD_TYPES)
     @pytest.mark.parametrize(

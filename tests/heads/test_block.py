@@ -25,7 +25,8 @@ from inference.tree import TokenTree
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses import compute_teacher, draft_loss
+from training.losses import draft_loss
+from training.teacher import compute_teacher
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 4},
@@ -334,9 +335,10 @@ class TestTrainingSlots:
         input_ids = random_prompt(9)
         mask = torch.zeros_like(input_ids)
         encoded = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
-        teacher = compute_teacher(target, encoded.last_hidden, input_ids, mask, None, loss_type="total_variation")
+        loss_type = "1.8*total_variation+0.1*cross_entropy"
+        teacher = compute_teacher(target, encoded.last_hidden, input_ids, mask, None, loss_type=loss_type)
         steps = heads.unroll_where(encoded.features, input_ids, mask)
-        loss = draft_loss(steps, teacher, mask, loss_type="total_variation", step_decay=0.8).loss
+        loss = draft_loss(steps, teacher, mask, loss_type=loss_type, step_decay=0.8).loss
         assert loss.item() == 0
         loss.backward()
         for name, parameter in heads.named_parameters():

@@ -20,7 +20,9 @@ from inference import Decoder, DynamicTree, StaticTree, Target, chain
 from tests.heads import slow_layer
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses import compute_teacher, draft_loss
+from training.loss_terms import parse_loss
+from training.losses import draft_loss
+from training.teacher import compute_teacher
 
 
 def eagle(target: Target, **overrides: Any) -> EagleHeads:
@@ -159,15 +161,13 @@ class TestNoise:
 
 
 class TestLoss:
-    def test_weights_are_the_papers_unless_set(self, target: Target) -> None:
-        def weights(heads: DraftHeads) -> set[tuple[float, float]]:
-            steps = heads.unroll(torch.randn(1, 6, 32), random_prompt(6))
-            return {(step.feature_weight, step.token_weight) for step in steps}
+    def test_weights_are_the_papers(self, target: Target) -> None:
+        assert parse_loss(eagle(target).default_loss).weights == {"smooth_l1": 1.0, "distillation": 0.1}
 
-        assert weights(eagle(target, ttt_steps=3)) == {(1.0, 0.1)}
-        assert weights(eagle(target, feature_loss_weight=0.5, token_loss_weight=2.0)) == {(0.5, 2.0)}
-
-    @pytest.mark.parametrize(("ttt_steps", "loss_type"), [(1, "distillation"), (3, "topk_distillation")])
+    @pytest.mark.parametrize(
+        ("ttt_steps", "loss_type"),
+        [(1, "smooth_l1+0.1*distillation"), (3, "smooth_l1+0.1*distillation+topk_distillation")],
+    )
     def test_learns_the_targets_text_and_its_features(self, ttt_steps: int, loss_type: str) -> None:
         """EAGLE-1 and HASS, for a moment, on one text: it drafts some of that text, deeper than it was unrolled."""
         model = tiny_target("llama", vocab_size=40)
@@ -201,8 +201,8 @@ class TestLoss:
     [
         ({"ttt_steps": 0}, "ttt_steps is 0; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)"),
         ({"feature_noise": -0.1}, "feature_noise is -0.1; allowed is 0 (none) or more"),
-        ({"token_loss_weight": -1.0}, "feature_loss_weight is 1.0 and token_loss_weight -1.0; allowed are 0 or more"),
-        ({"feature_loss_weight": 0.0, "token_loss_weight": 0.0}, "not both 0 (the paper's are 1.0 and 0.1)"),
+        ({"token_loss_weight": 1.0}, "token_loss_weight is 1.0, and the loss is no longer a field of EAGLE's"),
+        ({"feature_loss_weight": 0.0}, "train with the option loss_type (the paper's: smooth_l1+0.1*distillation)"),
         (
             {"feature_layers": [5]},
             "feature_layers is [5]; EAGLE-1 continues the target's last state, so allowed is [6]",

@@ -1,7 +1,4 @@
-"""The blocks of draft layers against slow references: rotary positions, the unrolled attention, the draft cache.
-
-Legend: B batch, T sequence length, K unroll steps, H query heads, G key/value heads, d head size.
-"""
+"""The blocks of draft layers against slow references: rotary positions, norms, the draft cache."""
 
 from __future__ import annotations
 
@@ -10,84 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig
 
 from heads import create_heads
-from heads import layers as layers_module
 from heads.decoder_config import decoder_settings
 from heads.eagle3 import Eagle3Config
-from heads.layers import DraftAttention, DraftCache, RMSNorm, RotaryEmbedding, rotate
+from heads.layers import DraftCache, RMSNorm, RotaryEmbedding, rotate
 from inference import Target
 from tests.tiny_targets import tiny_target
 
 
-def attention_config(num_heads: int = 4, num_groups: int = 2) -> Eagle3Config:
-    return Eagle3Config(num_attention_heads=num_heads, num_key_value_heads=num_groups, head_dim=8)
-
-
-class TestUnrolledAttention:
-    """The training-time test as one dense softmax over all K * T keys, under an explicit mask."""
-
-    @staticmethod
-    def dense_mask(num_steps: int, length: int) -> Tensor:
-        """[K * T, K * T]: query (k, i) sees key (0, j) for j <= i, and key (m, i) for 1 <= m <= k."""
-        mask = torch.zeros(num_steps * length, num_steps * length, dtype=torch.bool)
-        for k in range(num_steps):
-            for i in range(length):
-                for j in range(i + 1):
-                    mask[k * length + i, j] = True
-                for m in range(1, k + 1):
-                    mask[k * length + i, m * length + i] = True
-        return mask
-
-    def dense(self, attention: DraftAttention, q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
-        repeats = attention.num_heads // attention.num_groups
-        length = q[0].shape[2]
-        queries = torch.cat(q, dim=2)
-        keys, values = (torch.cat(x, dim=2).repeat_interleave(repeats, dim=1) for x in (k, v))
-        scores = queries @ keys.transpose(-1, -2) / attention.head_dim**0.5
-        scores = scores.masked_fill(~self.dense_mask(len(q), length), float("-inf"))
-        return list((scores.softmax(-1) @ values).split(length, dim=2))
-
-    @pytest.mark.parametrize("groups", [1, 2, 4])
-    @pytest.mark.parametrize("query_chunk", [256, 5, 1])
-    def test_equals_dense_attention(self, groups: int, query_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
-        attention = DraftAttention(attention_config(4, groups), 16, 16)
-        steps, length = 4, 13
-        q = [torch.randn(2, 4, length, 8, requires_grad=True) for _ in range(steps)]
-        k, v = ([torch.randn(2, groups, length, 8, requires_grad=True) for _ in range(steps)] for _ in range(2))
-        expected = [attention.output(each) for each in self.dense(attention, q, k, v)]
-        found = [attention.attend_unrolled(q[step], k[: step + 1], v[: step + 1]) for step in range(steps)]
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
-        weights = [torch.randn_like(each) for each in expected]
-        inputs = [*q, *k, *v]
-        gradients = [
-            torch.autograd.grad([(w * out).sum() for w, out in zip(weights, outs, strict=True)], inputs)
-            for outs in (found, expected)
-        ]
-        for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-
-    def test_no_tensor_of_all_pairs_is_kept_for_the_backward_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(layers_module, "QUERY_CHUNK", 16)
-        attention = DraftAttention(attention_config(4, 2), 16, 16)
-        length = 256
-        q = torch.randn(1, 4, length, 8, requires_grad=True)
-        k, v = ([torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)] for _ in range(2))
-        kept: dict[int, int] = {}  # what views share counts once
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            attention.attend_unrolled(q, k, v).sum().backward()
-        assert kept
-        assert sum(kept.values()) < 4 * length * length / 4  # half of one causal score per head and pair
+def attention_config() -> Eagle3Config:
+    return Eagle3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
 
 
 class TestRotaryEmbedding:

@@ -14,7 +14,8 @@ from heads.layers import DraftCache
 from inference import Target, generate
 from inference.drafter import DraftLogits
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses import compute_teacher, draft_loss
+from training.losses import draft_loss
+from training.teacher import compute_teacher
 
 
 class BigramConfig(DraftHeadsConfig):

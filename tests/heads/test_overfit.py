@@ -16,7 +16,8 @@ from inference import Target, chain, generate
 from inference.stats import GenerationStats
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses import compute_teacher, draft_loss
+from training.losses import draft_loss
+from training.teacher import compute_teacher
 
 PROMPT_LENGTH, NUM_NEW = 8, 40
 DEPTH_OF_ANY = 3  # of kinds that draft as deep as they are asked to; what their unroll reaches
@@ -107,7 +108,7 @@ def test_chains_are_accepted_as_the_unroll_says(
         pytest.param({"block_size": 6, "is_causal": True}, "distillation", id="jetspec"),
         pytest.param(
             {"block_size": 5, "predicts_at_anchor": True, "markov_rank": 8, "has_confidence": True},
-            "total_variation",
+            "1.8*total_variation+0.1*cross_entropy",
             id="dspark",
         ),
     ],

@@ -1,0 +1,108 @@
+"""The adapter that heads were trained with (Medusa-2): where it is stored, and how a target gets it.
+
+Heads whose target was trained along with them draft for the target with that adapter. They keep it beside their own
+weights, in PEFT's format:
+
+    config.json, model.safetensors                               the heads
+    adapter/adapter_config.json, adapter/adapter_model.safetensors   the target's adapter
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers.utils.hub import cached_file
+
+FOLDER = "adapter"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+_MERGED = "_draftsmith_adapter"  # attribute of a model: which adapter its weights contain
+_INSTALL_HINT = "these heads come with an adapter of the target, which needs peft: pip install 'draftsmith[peft]'"
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter beside heads that were loaded.
+
+    Attributes:
+        heads: folder or hub id of the heads.
+        folder: of the adapter in it.
+        hub: keywords of a download, such as `revision` and `token`.
+    """
+
+    heads: str
+    folder: str
+    hub: dict[str, Any] = field(default_factory=dict)
+
+    def find(self) -> Path:
+        """Its local folder; from the hub it is downloaded.
+
+        Raises:
+            ValueError: when the heads come without it.
+        """
+        hub = {**self.hub}
+        subfolder = "/".join(part for part in (hub.pop("subfolder", ""), self.folder) if part)
+        try:
+            files = [Path(str(cached_file(self.heads, name, subfolder=subfolder, **hub))) for name in _FILES]
+        except OSError as error:
+            raise ValueError(
+                f"the heads of {self.heads} draft for a target with an adapter, which is not in their folder "
+                f"{subfolder!r} ({error}): copy or download that folder, too"
+            ) from error
+        return files[0].parent
+
+
+def write_adapter(adapter: StoredAdapter | nn.Module, folder: Path) -> None:
+    """Into a new folder: a copy of a stored adapter, or those of a PEFT model."""
+    if isinstance(adapter, StoredAdapter):
+        source = adapter.find()
+        folder.mkdir()
+        for name in _FILES:
+            shutil.copyfile(source / name, folder / name)
+    else:
+        model: Any = adapter
+        # "auto" would ask the hub whether the vocabulary has grown.
+        model.save_pretrained(str(folder), save_embedding_layers=False)
+        (folder / "README.md").unlink()  # a form that nobody has filled in
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether PEFT has added something to a model, or `load_adapter` has changed its weights."""
+    return bool(getattr(model, "peft_config", None)) or hasattr(model, _MERGED)
+
+
+def load_adapter(model: nn.Module, folder: Path, *, merge: bool) -> nn.Module:
+    """A frozen PEFT model around `model`, whose layers are changed in place; with `merge`, `model` itself, with the
+    adapter added to its weights (once, however often it is asked for).
+
+    Raises:
+        ValueError: the model has other adapters already, or this one does not fit; peft is not installed.
+    """
+    place = str(folder.resolve())
+    if merge and getattr(model, _MERGED, None) == place:
+        return model
+    if is_adapted(model):
+        raise ValueError(
+            "the target has adapters already, and heads bring the one they were trained with: give the target as it "
+            "was loaded (model.unload() takes adapters out again)"
+        )
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(_INSTALL_HINT) from error
+    try:
+        # In the target's dtype, like its other weights: PEFT would keep half precision in float32.
+        adapted: Any = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+    except (RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the adapter in {folder} does not fit the target, or is damaged: {error}") from error
+    adapted.eval()
+    if not merge:
+        return cast(nn.Module, adapted)
+    merged: nn.Module = adapted.merge_and_unload()
+    setattr(merged, _MERGED, place)
+    return merged

@@ -1,0 +1,92 @@
+"""DraftStep: one drafting step over a batch, as losses read it; and those of packed batches.
+
+Legend: B batch, T sequence length, M slots that a step drafts from (T, or those drawn), R documents of a group, L
+length of its rows, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from inference.documents import DocumentGroup
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """One drafting step of an unroll over a whole sequence: from slot t it predicts the token at t + shift.
+
+    Attributes:
+        shift: >= 2; slot t holds the feature of t, and token t + 1 is already certain when drafting starts.
+        hidden: [B, M, D] what `head` reads; the width is the kind's own.
+        head: maps [..., D] to logits [..., C] over `draft_token_ids` (the target's vocabulary when that is None).
+        slots: [B, M] int64, the slot of each column of `hidden`, -1 for padding; None = column t is slot t (M = T).
+        confidence: [B, M] logits of the chance that the step's token is accepted; None = the kind does not say.
+        document_ids: [B, T] of a packed batch (see `join_documents`), whose steps have one row of columns, [1, M]:
+            slot b * T + t is the one at t of row b. None = one document per row.
+    """
+
+    shift: int
+    hidden: Tensor
+    head: Callable[[Tensor], Tensor]
+    slots: Tensor | None = None
+    confidence: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    def read_ahead(self, values: Tensor, distance: int, fill: int = 0) -> Tensor:
+        """[B, M]: of `values` [B, T] the entry at slot + `distance` of every column; `fill` for padding and past the
+        end of the row, or of the slot's document.
+
+        Worked example: slots [0, 3, -1] of values [5, 6, 7, 8, 9] at distance 2 read [7, fill, fill].
+        """
+        length = values.shape[1]
+        if self.slots is None:
+            ahead = values[:, distance:]
+            return nn.functional.pad(ahead, (0, self.hidden.shape[1] - ahead.shape[1]), value=fill)
+        places, is_outside = self.slots + distance, self.slots < 0
+        if self.document_ids is not None:
+            is_outside = is_outside | (self.slots.clamp(min=0) % length + distance >= length)
+            values, ids = values.reshape(1, -1), self.document_ids.reshape(1, -1)
+            length = values.shape[1]
+            own, there = (ids.gather(1, x.clamp(0, length - 1)) for x in (self.slots, places))
+            is_outside = is_outside | (own != there)
+        read = values.gather(1, places.clamp(0, length - 1))
+        return read.masked_fill(is_outside | (places >= length), fill)
+
+
+def join_documents(
+    groups: Sequence[DocumentGroup], unrolled: Sequence[Sequence[DraftStep]], document_ids: Tensor
+) -> list[DraftStep]:
+    """The steps of a packed batch from those of its groups of documents, each unrolled by itself.
+
+    Args:
+        unrolled: of each group, its steps over rows of [R, L].
+        document_ids: [B, T], as they were split into `groups`.
+    """
+    joined = []
+    for steps in zip(*unrolled, strict=True):
+        slots = torch.cat([_find_slots(group, step) for group, step in zip(groups, steps, strict=True)])
+        hidden = torch.cat([step.hidden.flatten(0, 1) for step in steps])
+        confidence = [step.confidence.flatten() for step in steps if step.confidence is not None]
+        joined.append(
+            replace(
+                steps[0],
+                hidden=hidden[None],
+                slots=slots[None],
+                confidence=torch.cat(confidence)[None] if confidence else None,
+                document_ids=document_ids,
+            )
+        )
+    return joined
+
+
+def _find_slots(group: DocumentGroup, step: DraftStep) -> Tensor:
+    """Where in the batch each column of a group's step stands, -1 for padding: [R * M]."""
+    if step.slots is None:
+        return group.places.masked_fill(group.mask == 0, -1).flatten()
+    slots = step.slots.clamp(min=0)
+    is_padding = (step.slots < 0) | (group.mask.gather(1, slots) == 0)
+    return group.places.gather(1, slots).masked_fill(is_padding, -1).flatten()

@@ -1,0 +1,125 @@
+"""The attention of the training-time test (EAGLE-3, arXiv 2503.01840, section 3.2), in memory linear in T.
+
+Query i of step k sees the keys j <= i of step 0 and, of each later step, its own slot's only, under one softmax.
+
+Legend: B batch, T sequence length, H query heads, G key/value heads, d head size.
+
+With S_i the log-sum-exp of everything that query i sees, the attention is that over step 0 by itself, which torch's
+flash kernel computes and tells the log-sum-exp L_i of, scaled by exp(L_i - S_i), plus exp(s - S_i) v for each own key
+of score s. The kernel's backward pass recomputes the weights of step 0 as exp(score - L_i): given S_i and the whole
+output in place of its own, it gives the gradients of the whole softmax. (torch's context parallelism, which merges
+blocks of keys, rests on the same.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+QUERY_CHUNK = 256
+
+
+def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """The newest step's queries q [B, H, T, d] over keys and values, one [B, G, T, d] per step so far, step 0 first:
+    [B, H, T, d]."""
+    if len(keys) == 1:
+        has_groups = q.shape[1] != keys[0].shape[1]
+        return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True, enable_gqa=has_groups)
+    if q.device.type == "cpu":
+        return cast(Tensor, _MergedAttention.apply(q, *keys, *values))
+    return attend_in_chunks(q, keys, values)
+
+
+class _MergedAttention(torch.autograd.Function):
+    """q, then the keys of all steps, then their values."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, *keys_values: Tensor) -> Tensor:
+        (first_k, *own_k), (first_v, *own_v) = _halves(keys_values)
+        first, first_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, _repeat(first_k, q), _repeat(first_v, q), 0.0, True
+        )
+        own = [_score(q, k) for k in own_k]
+        total = torch.stack([first_sum, *own]).logsumexp(0)  # S, [B, H, T]
+        output: Tensor = first * (first_sum - total).exp()[..., None]
+        for score, v in zip(own, own_v, strict=True):
+            output += (score - total).exp()[..., None] * _repeat(v, q)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, output, total, *keys_values)
+        return output
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        q, output, total, *keys_values = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        (first_k, *own_k), (first_v, *own_v) = _halves(keys_values)
+        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, _repeat(first_k, q), _repeat(first_v, q), output, total, 0.0, True
+        )
+        grad_keys, grad_values = [_sum_groups(grad_k, first_k)], [_sum_groups(grad_v, first_v)]
+        mean = (grad * output).sum(-1, dtype=total.dtype)
+        for k, v in zip(own_k, own_v, strict=True):
+            weight = (_score(q, k) - total).exp()
+            slope = weight * ((grad * _repeat(v, q)).sum(-1, dtype=total.dtype) - mean) * q.shape[-1] ** -0.5
+            grad_q = grad_q + slope[..., None] * _repeat(k, q)
+            grad_keys.append(_sum_groups(slope[..., None] * q, k))
+            grad_values.append(_sum_groups(weight[..., None] * grad, v))
+        return grad_q.to(q.dtype), *grad_keys, *grad_values
+
+
+def _halves(keys_values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    return keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
+
+
+def _repeat(x: Tensor, q: Tensor) -> Tensor:
+    """[B, G, T, d] -> [B, H, T, d]: of each query head, the key head that it reads."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _sum_groups(x: Tensor, like: Tensor) -> Tensor:
+    """The other way, as gradients go: [B, H, T, d] -> [B, G, T, d]."""
+    return cast(Tensor, x.unflatten(1, (like.shape[1], -1))).sum(2).to(like.dtype)
+
+
+def _score(q: Tensor, k: Tensor) -> Tensor:
+    """[B, H, T] scores of each query with its own slot's key."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores: Tensor = (q * _repeat(k, q)).sum(-1, dtype=dtype) * q.shape[-1] ** -0.5
+    return scores
+
+
+def attend_in_chunks(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """The same for any device: step 0 as a causal matmul of some queries at a time, recomputed in the backward pass, so
+    that no [T, T] tensor is kept."""
+    chunks = []
+    for start in range(0, q.shape[2], QUERY_CHUNK):
+        end = min(start + QUERY_CHUNK, q.shape[2])
+        own = [x[:, :, start:end] for x in (*keys[1:], *values[1:])]
+        args: tuple[Any, ...] = (q[:, :, start:end], keys[0][:, :, :end], values[0][:, :, :end], start, *own)
+        if torch.is_grad_enabled() and q.shape[2] > QUERY_CHUNK:
+            chunks.append(checkpoint(_attend_chunk, *args, use_reentrant=False))
+        else:
+            chunks.append(_attend_chunk(*args))
+    return torch.cat(chunks, dim=2)
+
+
+def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, start: int, *own: Tensor) -> Tensor:
+    _, num_heads, queries, size = q.shape
+    own_keys, own_values = _halves(own)
+    # Query heads are grouped as [G, H / G], so that keys and values are broadcast and not repeated.
+    q = q.unflatten(1, (keys.shape[1], -1)) * size**-0.5
+    causal = torch.ones(queries, keys.shape[2], dtype=torch.bool, device=q.device).tril(start)
+    scores = (q @ keys[:, :, None].transpose(-1, -2)).float().masked_fill(~causal, float("-inf"))
+    own_scores = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k in own_keys]
+    weights = torch.cat([scores, *own_scores], dim=-1).softmax(-1).to(values.dtype)
+    attended = weights[..., : keys.shape[2]] @ values[:, :, None]
+    for step, v in enumerate(own_values):
+        attended = attended + weights[..., keys.shape[2] + step, None] * v[:, :, None]
+    return attended.reshape(-1, num_heads, queries, size)

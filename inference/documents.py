@@ -1,0 +1,104 @@
+"""Batches whose rows hold several documents each: how they are run so that no document sees another.
+
+The documents of a batch become rows of their own, right-padded, in a few groups of like lengths. That is exact for
+every model and every kind of heads, needs no [T, T] mask, and spends no attention on pairs of different documents.
+
+Legend: B rows of the batch, T tokens of a row, R documents of a group, L length of a group's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# What one more group costs, in tokens of padding: a pass has work of its own, however few tokens it reads.
+TOKENS_PER_GROUP = 128
+MULTIPLE_OF = 8  # rows of a group are rounded up to this: matrix kernels like it
+
+
+@dataclass(frozen=True)
+class DocumentGroup:
+    """Documents of like lengths as right-padded rows.
+
+    Attributes:
+        places: [R, L] int64, where in the batch's B * T tokens each stands; padding repeats the last one.
+        mask: [R, L] int64, 1 on real tokens.
+    """
+
+    places: Tensor
+    mask: Tensor
+
+    def read(self, values: Tensor) -> Tensor:
+        """[B, T, ...] of the batch as [R, L, ...]."""
+        return values.flatten(0, 1)[self.places]
+
+
+def gather_documents(groups: Sequence[DocumentGroup], states: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """What was computed of each group, [R, L, ...], as [B, T, ...] of a batch of `shape` [B, T]; zero at padding."""
+    batch = states[0].new_zeros(shape.numel(), *states[0].shape[2:])
+    for group, values in zip(groups, states, strict=True):
+        is_real = group.mask.bool()
+        batch[group.places[is_real]] = values[is_real]
+    return batch.view(*shape, *batch.shape[1:])
+
+
+def split_documents(document_ids: Tensor, *, num_groups: int | None = None) -> list[DocumentGroup]:
+    """Cuts a batch into groups of documents, so that groups and padding together cost least.
+
+    Args:
+        document_ids: [B, T] int64, equal on neighbours of a row that belong to one document; -1 for padding.
+        num_groups: how many groups, whatever the documents (a group without any has one row that is all padding):
+            processes that share a sharded model must all run it equally often. None = as many as pay.
+
+    Worked example: rows [0, 0, 0, 1, 1] and [0, 0, 2, -1, -1] hold documents of 3, 2, 2 and 1 tokens, at the places
+    (0, 1, 2), (3, 4), (5, 6) and (7). They all fit into one group, whose rows are rounded up to 8 tokens.
+    """
+    ids = document_ids.cpu()
+    edge = torch.full_like(ids[:, :1], -1)
+    is_real = ids >= 0
+    starts = (is_real & (ids != torch.cat([edge, ids[:, :-1]], dim=1))).flatten().nonzero()[:, 0]
+    ends = (is_real & (ids != torch.cat([ids[:, 1:], edge], dim=1))).flatten().nonzero()[:, 0] + 1
+    lengths, order = (ends - starts).sort(stable=True)
+    starts = starts[order]
+    groups, first = [], 0
+    for end in cut_lengths(lengths.tolist(), num_groups):
+        sizes = lengths[first:end, None]
+        columns = torch.arange(-(-int(sizes.max()) // MULTIPLE_OF) * MULTIPLE_OF)
+        places = starts[first:end, None] + torch.minimum(columns, sizes - 1)
+        groups.append(DocumentGroup(*(x.to(document_ids.device) for x in (places, (columns < sizes).long()))))
+        first = end
+    for _ in range(len(groups), num_groups or 1):
+        nothing = document_ids.new_zeros(1, MULTIPLE_OF)
+        groups.append(DocumentGroup(nothing, nothing))
+    return groups
+
+
+def cut_lengths(lengths: Sequence[int], num_groups: int | None = None) -> list[int]:
+    """Where to cut ascending lengths into groups (with `num_groups`: at most so many): the index behind the last of
+    each. A document costs what the longest of its group does, and a group `TOKENS_PER_GROUP` besides.
+
+    >>> cut_lengths([100, 110, 120, 500, 520]), cut_lengths([100, 110, 120, 500, 520], 1)
+    ([3, 5], [5])
+    """
+    price = TOKENS_PER_GROUP
+    while len(cuts := _find_cheapest_cuts(lengths, price)) > (num_groups or len(lengths)):
+        price *= 2  # of all that costs, the number of groups alone depends on it
+    return cuts
+
+
+def _find_cheapest_cuts(lengths: Sequence[int], price: int) -> list[int]:
+    """Shortest path over the places between two lengths that differ when rounded."""
+    rounded = [-(-length // MULTIPLE_OF) for length in lengths]
+    ends = [i for i in range(1, len(lengths) + 1) if i == len(lengths) or rounded[i] != rounded[i - 1]]
+    best = {0: (0, 0)}  # end -> (cost of all documents before it, where the last group begins)
+    for end in ends:
+        costs = ((cost + (end - begin) * lengths[end - 1] + price, begin) for begin, (cost, _) in best.items())
+        best[end] = min(costs)
+    cuts, end = [], len(lengths)
+    while end:
+        cuts.append(end)
+        end = best[end][1]
+    return cuts[::-1]

@@ -1,0 +1,23 @@
+"""A target and saved heads that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference import Target
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import tiny_target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama"))
+
+
+@pytest.fixture
+def saved(target: Target, tmp_path: Path) -> Path:
+    """Eagle3 heads with a draft vocabulary, saved."""
+    tiny_heads("eagle3", target, draft_vocab_size=40).save_pretrained(tmp_path / "heads")
+    return tmp_path / "heads"

@@ -1,0 +1,182 @@
+"""Heads that belong to an adapter of their target: stored beside them, applied by one call, and then decoding is the
+adapted target's own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heads import DraftHeads, create_heads
+from heads.adapter import is_adapted
+from inference import Decoder, Target, generate
+from tests.tiny_targets import random_prompt, tiny_target
+
+peft = pytest.importorskip("peft", reason="peft is an optional extra")
+
+# peft asks transformers by a name that transformers has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def adapted_target() -> Any:
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(tiny_target("llama").requires_grad_(False), config).eval()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Medusa heads beside the adapter of `adapted_target`."""
+    folder = tmp_path_factory.mktemp("heads") / "medusa"
+    torch.manual_seed(3)
+    model = adapted_target()
+    heads = create_heads("medusa", Target(model), num_heads=2)
+    heads.belong_to_adapter(model)
+    heads.save_pretrained(folder)
+    return folder
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(random_prompt(9)).logits
+    return found
+
+
+def expected_logits(stored: Path) -> Tensor:
+    return logits(peft.PeftModel.from_pretrained(tiny_target("llama"), str(stored / "adapter")).eval())
+
+
+def test_files_are_those_of_peft(stored: Path) -> None:
+    assert {str(file.relative_to(stored)) for file in stored.rglob("*") if file.is_file()} == {
+        "config.json",
+        "model.safetensors",
+        "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors",
+    }
+    assert json.loads((stored / "config.json").read_text())["target_adapter"] == "adapter"
+    assert (expected_logits(stored) - logits(tiny_target("llama"))).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_the_adapted_targets_own(stored: Path, merge: bool, temperature: float) -> None:
+    heads: DraftHeads = DraftHeads.from_pretrained(stored)
+    model = tiny_target("llama")
+    target = heads.apply_adapter(model, merge=merge)
+    assert (target.model is model) == merge
+    assert is_adapted(target.model)
+    torch.testing.assert_close(logits(target.model), expected_logits(stored), rtol=0, atol=1e-4 if merge else 0)
+    prompt = random_prompt(7)
+    options: dict[str, Any] = {"max_new_tokens": 32, "do_sample": temperature > 0}
+    mask = torch.ones_like(prompt)
+    text = generate(target, heads, prompt, mask, seed=4, **options).sequences
+    assert torch.equal(text, generate(target, None, prompt, mask, seed=4, **options).sequences)
+    if not temperature:
+        assert torch.equal(text, target.model.generate(input_ids=prompt, attention_mask=mask, **options))
+    other = generate(tiny_target("llama"), None, prompt, mask, seed=4, **options).sequences
+    assert not torch.equal(text, other), "the adapter changes nothing, so this test would show nothing"
+
+
+def test_a_target_without_the_adapter_is_warned_about_once(stored: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        heads: DraftHeads = DraftHeads.from_pretrained(stored)
+        target = Target(tiny_target("llama"))
+        decoder = Decoder(target, heads)
+        Decoder(target, heads)
+        prompt = random_prompt(7)
+        text = decoder.generate(prompt, max_new_tokens=8, do_sample=False).sequences
+    (message,) = [entry for entry in caplog.messages if "adapter" in entry]
+    assert "which this target does not have" in message
+    assert "heads.apply_adapter(model)" in message
+    assert torch.equal(text, target.model.generate(prompt, max_new_tokens=8, do_sample=False))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        DraftHeads.from_pretrained(stored).apply_adapter(tiny_target("llama"))
+        DraftHeads.from_pretrained(stored).bind(adapted_target())
+    assert not [entry for entry in caplog.messages if "adapter" in entry]
+
+
+def test_heads_that_were_bound_to_the_plain_target_take_the_adapted_one(stored: Path) -> None:
+    heads: DraftHeads = DraftHeads.from_pretrained(stored)
+    model = tiny_target("llama")
+    heads.bind(model)
+    target = heads.apply_adapter(model)
+    assert heads.target is target
+    with pytest.raises(ValueError, match="bound to another model"):
+        heads.apply_adapter(tiny_target("llama"))
+
+
+def test_saving_again_takes_the_adapter_along(stored: Path, tmp_path: Path) -> None:
+    heads: DraftHeads = DraftHeads.from_pretrained(stored)
+    copied = copy.deepcopy(heads)
+    for which, name in ((heads, "again"), (copied, "copy")):
+        which.save_pretrained(tmp_path / name)
+        which.save_pretrained(tmp_path / name)  # over it
+        one, other = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (stored, tmp_path / name))
+        assert all(torch.equal(one[key], other[key]) for key in one | other)
+        DraftHeads.from_pretrained(tmp_path / name).apply_adapter(tiny_target("llama"))
+    model = adapted_target()
+    fresh = create_heads("medusa", Target(model), num_heads=1)
+    fresh.belong_to_adapter(model)
+    with pytest.raises(ValueError, match="a copy that has lost the adapter"):
+        copy.deepcopy(fresh).save_pretrained(tmp_path / "lost")
+    with pytest.raises(ValueError, match="not stored yet: save the heads"):
+        fresh.apply_adapter(tiny_target("llama"))
+
+
+def test_heads_from_the_hub_bring_it_too(stored: Path, tmp_path: Path) -> None:
+    """A hub id, read from a cache as `huggingface_hub` lays it out."""
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--somebody--heads"
+    shutil.copytree(stored, repository / "snapshots" / revision / "v1")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    heads: DraftHeads = DraftHeads.from_pretrained("somebody/heads", cache_dir=tmp_path, subfolder="v1")
+    target = heads.apply_adapter(tiny_target("llama"))
+    assert torch.equal(logits(target.model), expected_logits(stored))
+
+
+class TestRefusals:
+    def test_heads_without_an_adapter(self) -> None:
+        heads = create_heads("medusa", tiny_target("llama"), num_heads=1)
+        with pytest.raises(ValueError, match="no stored adapter: bind them"):
+            heads.apply_adapter(tiny_target("llama"))
+
+    def test_a_folder_without_it(self, stored: Path, tmp_path: Path) -> None:
+        shutil.copytree(stored, tmp_path / "heads")
+        shutil.rmtree(tmp_path / "heads" / "adapter")
+        with pytest.raises(ValueError, match="with an adapter, which is not in their folder 'adapter'"):
+            DraftHeads.from_pretrained(tmp_path / "heads").apply_adapter(tiny_target("llama"))
+
+    def test_a_damaged_one(self, stored: Path, tmp_path: Path) -> None:
+        shutil.copytree(stored, tmp_path / "heads")
+        weights = tmp_path / "heads" / "adapter" / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:200])
+        with pytest.raises(ValueError, match="does not fit the target, or is damaged"):
+            DraftHeads.from_pretrained(tmp_path / "heads").apply_adapter(tiny_target("llama"))
+
+    def test_another_target(self, stored: Path) -> None:
+        heads: DraftHeads = DraftHeads.from_pretrained(stored)
+        other: PreTrainedModel = tiny_target("llama", hidden_size=48)
+        with pytest.raises(ValueError, match="hidden size 32"):
+            heads.apply_adapter(other)
+        assert not is_adapted(other)
+
+    def test_a_target_with_adapters(self, stored: Path) -> None:
+        with pytest.raises(ValueError, match="has adapters already"):
+            DraftHeads.from_pretrained(stored).apply_adapter(adapted_target())
+        merged = tiny_target("llama")
+        DraftHeads.from_pretrained(stored).apply_adapter(merged, merge=True)
+        with pytest.raises(ValueError, match="has adapters already"):
+            DraftHeads.from_pretrained(stored).apply_adapter(merged)
+        before = logits(merged)
+        DraftHeads.from_pretrained(stored).apply_adapter(merged, merge=True)
+        assert torch.equal(logits(merged), before), "it was added twice"

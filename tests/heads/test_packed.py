@@ -1,0 +1,147 @@
+"""Packed batches, over the registry of kinds: documents that share rows learn as they do in rows of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heads import DraftHeads, DraftStep
+from inference import Target
+from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+from training.losses import LossOutput, draft_loss
+from training.teacher import compute_teacher
+
+LENGTHS = [9, 14, 5, 3, 60]  # those of the last are in a group of their own; the third and fourth have few losses
+every_kind = pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama", vocab_size=200))  # more than tokens in a batch
+
+
+class Batch:
+    """Documents in rows: `layout` names those of each row. Two of three tokens have a loss, a document's first too."""
+
+    def __init__(self, layout: list[list[int]]) -> None:
+        documents = [random_prompt(length, seed=length)[0] for length in LENGTHS]
+        shape = (len(layout), 2 + max(sum(LENGTHS[d] for d in row) for row in layout))
+        self.input_ids, self.loss_mask = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+        self.document_ids = torch.full(shape, -1)
+        self.owners = torch.full(shape, -1)  # which of LENGTHS a token belongs to
+        for row, names in enumerate(layout):
+            start = 0
+            for index, name in enumerate(names):
+                part = slice(start, start := start + LENGTHS[name])
+                self.input_ids[row, part] = documents[name]
+                self.loss_mask[row, part] = (torch.arange(LENGTHS[name]) % 3 != 1).long()
+                self.document_ids[row, part] = index
+                self.owners[row, part] = name
+
+
+ALONE = Batch([[0], [1], [2], [3], [4]])
+PACKED = Batch([[2, 1, 0], [3, 4]])
+
+
+def learn(
+    heads: DraftHeads, target: Target, batch: Batch, features: Tensor, depth_weights: str | None, **options: Any
+) -> LossOutput:
+    last_hidden = features[..., -target.hidden_size :].detach()
+    loss_type = heads.default_loss
+    teacher = compute_teacher(
+        target, last_hidden, batch.input_ids, batch.loss_mask, heads.draft_token_ids, loss_type=loss_type
+    )
+    output: LossOutput = heads(
+        features,
+        batch.input_ids,
+        loss_fn=lambda steps: draft_loss(
+            steps, teacher, batch.loss_mask, loss_type=loss_type, step_decay=0.8, depth_weights=depth_weights
+        ),
+        loss_mask=batch.loss_mask,
+        **options,
+    )
+    return output
+
+
+def make_features(heads: DraftHeads, target: Target, batch: Batch) -> Tensor:
+    """Those of a token are the same in every batch that it is in."""
+    width = len(heads.feature_layers) * target.hidden_size
+    drawn = [torch.randn(length, width, generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
+    features = torch.zeros(*batch.input_ids.shape, width)
+    for name, values in enumerate(drawn):
+        features[batch.owners == name] = values
+    return features
+
+
+@pytest.mark.parametrize(("num_groups", "depth_weights"), [(None, None), (7, "d_pace")])
+@every_kind
+def test_loss_and_gradients_are_those_of_rows_of_their_own(
+    head_type: str, overrides: dict[str, Any], num_groups: int | None, depth_weights: str | None, target: Target
+) -> None:
+    results = []
+    for batch, options in ((ALONE, {}), (PACKED, {"document_ids": PACKED.document_ids, "num_groups": num_groups})):
+        heads = tiny_heads(head_type, target, **overrides)
+        features = make_features(heads, target, batch)
+        output = learn(heads, target, batch, features, depth_weights, **options)
+        output.loss.backward()
+        gradients = {name: parameter.grad for name, parameter in heads.named_parameters()}
+        results.append((output, gradients))
+    (alone, expected), (packed, found) = results
+    torch.testing.assert_close(packed.loss, alone.loss)
+    for name in ("loss_sums", "loss_counts", "top1", "top5", "positions"):
+        torch.testing.assert_close(torch.stack(getattr(packed, name)), torch.stack(getattr(alone, name)))
+    assert all(count > 0 for count in alone.loss_counts)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
+
+
+@every_kind
+def test_a_documents_loss_has_no_gradient_in_the_features_or_tokens_of_another(
+    head_type: str, overrides: dict[str, Any], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = tiny_heads(head_type, target, **overrides)
+    embedded: list[Tensor] = []
+
+    def embed(token_ids: Tensor) -> Tensor:
+        """Of a table that says by its gradient which tokens were read: here every token is one of its own."""
+        return nn.functional.embedding(token_ids, embedded[0])
+
+    monkeypatch.setattr(heads, "embed", embed)
+    for name, length in enumerate(LENGTHS):
+        if length < 5:
+            continue  # no slot of so short a document predicts something
+        features = make_features(heads, target, PACKED).requires_grad_()
+        ids = torch.where(PACKED.owners >= 0, torch.arange(PACKED.owners.numel()).view_as(PACKED.owners), 0)
+        embedded[:] = [torch.randn(ids.numel(), target.hidden_size, requires_grad=True)]
+        steps = heads(features, ids, loss_mask=PACKED.loss_mask, document_ids=PACKED.document_ids)
+        outputs = [step.hidden[0][step.read_ahead(PACKED.owners, step.shift, fill=-1)[0] == name] for step in steps]
+        total = torch.cat([output.flatten() for output in outputs]).square().sum()
+        total.backward()
+        for gradient in (features.grad, embedded[0].grad):
+            if gradient is None:  # Medusa and Kangaroo read no tokens
+                assert head_type in ("medusa", "kangaroo")
+                continue
+            is_read = gradient.flatten(0, -2).abs().sum(-1) > 0
+            owners = PACKED.owners.flatten()[is_read.nonzero()[:, 0]]
+            assert owners.numel() > 0
+            assert set(owners.tolist()) == {name}
+
+
+class TestReadAhead:
+    def test_the_worked_example(self) -> None:
+        step = DraftStep(2, torch.zeros(1, 3, 4), nn.Identity(), slots=torch.tensor([[0, 3, -1]]))
+        assert step.read_ahead(torch.tensor([[5, 6, 7, 8, 9]]), 2, fill=-9).tolist() == [[7, -9, -9]]
+
+    def test_stops_at_the_end_of_a_document_and_of_a_row(self) -> None:
+        """Rows [0 0 1 1] and [1 1 1 -]: neighbouring documents of two rows may carry one number."""
+        ids = torch.tensor([[0, 0, 1, 1], [1, 1, 1, -1]])
+        slots = torch.tensor([[0, 1, 2, 3, 4, 5, 6, -1]])
+        step = DraftStep(2, torch.zeros(1, 8, 4), nn.Identity(), slots=slots, document_ids=ids)
+        values = torch.arange(8).view(2, 4)
+        assert step.read_ahead(values, 1, fill=-9).tolist() == [[1, -9, 3, -9, 5, 6, -9, -9]]
+        assert step.read_ahead(values, 2, fill=-9).tolist() == [[-9, -9, -9, -9, 6, -9, -9, -9]]
+        assert step.read_ahead(values, 0, fill=-9).tolist() == [[0, 1, 2, 3, 4, 5, 6, -9]]
