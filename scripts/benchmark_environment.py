@@ -31,11 +31,18 @@ def describe_environment(target: Target, settings: Settings | None, /, **details
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": target.text_config._attn_implementation,
         "batch": options.pop("batch_size", 1),
+        **describe_program(),
+        **options,
+        **details,
+    }
+
+
+def describe_program() -> dict[str, Any]:
+    """What ran: the interpreter, the commit and the command."""
+    return {
         "python": platform.python_version(),
         "commit": _read_commit(),
         "command": shlex.join(["python", *sys.argv]),
-        **options,
-        **details,
     }
 
 

@@ -12,13 +12,14 @@ from benchmark_contenders import OurDecoding, TransformersDecoding, count_work, 
 from benchmark_environment import describe_environment
 from benchmark_measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
 from benchmark_report import Row, make_rows, texts_alone
-from model_loading import load_assistant, load_drafter_model, load_target
+from model_loading import bind_heads, load_assistant, load_drafter_model, load_target
 from rich.console import Console
 from rich.progress import Progress
 from roofline import Hardware, measure_hardware
 from transformers import PreTrainedModel
 
 from heads import DraftHeads
+from heads.adapter import is_adapted
 from inference import Drafter, Target
 from inference.merged import MergedDrafter
 from inference.ngram import NgramDrafter
@@ -82,6 +83,11 @@ def load_subject(
     """
     target, tokenizer = load_target(name, dtype=dtype, device=device)
     loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
+    if plain_dtypes and is_adapted(target.model):
+        raise ValueError(
+            "got --plain-dtype with heads that bring an adapter of the target: the target in another dtype would be "
+            "the one without it; leave --plain-dtype out"
+        )
     drafters: dict[str, Drafter] = dict(loaded)
     if drafter_model is not None:
         try:
@@ -160,7 +166,7 @@ def load_all_heads(paths: Sequence[str], target: Target, *, is_only_target: bool
     for name, path in name_heads(paths).items():
         loaded: DraftHeads = DraftHeads.from_pretrained(path, dtype=target.dtype)
         try:
-            heads[name] = loaded.bind(target)
+            heads[name] = bind_heads(loaded, target)
         except ValueError as error:
             if is_only_target:
                 raise

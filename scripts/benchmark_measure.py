@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from inference import GenerationStats, Target
 from inference.compilation import count_graphs
-from training.synthesis import read_prompts
+from training.synthesis_prompts import read_prompts
 
 if TYPE_CHECKING:
     from roofline import Work
@@ -156,11 +156,11 @@ def load_prompts(
     for conversation in read_prompts(path):
         if len(prompts) == num_prompts:
             break
-        turn = conversation.turns[0]
+        messages = conversation.messages_before_reply()
         if tokenizer.chat_template:
-            input_ids = encode_messages(tokenizer, [*conversation.messages, {"role": "user", "content": turn}])
+            input_ids = encode_messages(tokenizer, messages)
         else:
-            input_ids = tokenizer(turn, return_tensors="pt")["input_ids"]
+            input_ids = tokenizer(messages[-1]["content"], return_tensors="pt")["input_ids"]
         if limit is not None and input_ids.shape[1] + max_new_tokens > limit:
             num_too_long += 1
             continue

@@ -38,7 +38,7 @@ from inference.compilation import StepCompiler
 from inference.kv_cache import TreeCache
 from inference.target import TargetOutput
 from inference.tree import TokenTree
-from training.synthesis import read_prompts
+from training.synthesis_prompts import read_prompts
 
 SIZE = 16  # rows of a fixed-shape pass
 VIEW = 512  # slots in a fixed view
@@ -179,7 +179,9 @@ COMPILED = tuple(
 
 
 def make_prompt(args: BitwiseArguments, tokenizer: Any) -> list[int]:
-    turns = " ".join(conversation.turns[0] for conversation in read_prompts(Path(args.prompts)))
+    turns = " ".join(
+        conversation.messages_before_reply()[-1]["content"] for conversation in read_prompts(Path(args.prompts))
+    )
     ids = encode_messages(tokenizer, [{"role": "user", "content": turns}])[0].tolist()
     if len(ids) < args.num_prompt_tokens:
         raise ValueError(f"{args.prompts} holds {len(ids)} tokens: give a longer file, or --num_prompt_tokens")

@@ -20,7 +20,9 @@ from model_loading import DTYPES, load_heads, load_target
 
 from inference import StaticTree, Target
 from inference.tree_search import best_static_tree
-from training.data import ConversationCollator, load_conversations, tokenize_conversations
+from training.chat_tokens import tokenize_conversations
+from training.collation import ConversationCollator
+from training.conversations import load_conversations
 from training.rank_accuracy import measure_rank_accuracy
 
 

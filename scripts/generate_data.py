@@ -1,69 +1,141 @@
-"""Lets a target write training conversations: ShareGPT JSON lines, which training/train_heads.py reads.
+"""Lets a target write training conversations: JSON lines, which training/train_heads.py reads.
 
-    # the target answers the user turns of given conversations, turn by turn
+    # the target answers the user turns of given conversations, turn by turn; with --heads it is faster
     python scripts/generate_data.py --target examples/chat-13m --prompts chat.jsonl.gz --output regenerated.jsonl
 
     # the target writes both sides
     python scripts/generate_data.py --target examples/chat-13m --mode self --num_conversations 5000 --output self.jsonl
 
-Lines are on the disk as soon as they are accepted. Run the same command again to continue after a kill.
+    # all GPUs of a machine; a server that is running
+    accelerate launch scripts/generate_data.py ...      python scripts/generate_data.py --endpoint URL ...
+
+What is finished is on the disk within seconds. Run the same command again to continue after a kill; docs/training.md
+says what is dropped, and how several processes and machines share the work.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+# Launched as a file, Python looks for packages in scripts/ (under -P nowhere); ours stand beside it.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROOT = Path(__file__).resolve().parent.parent
+import torch
+from model_loading import load_heads, load_target, parse_tree
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, HfArgumentParser
+
+from inference import Decoder
+from training.endpoint_replies import EndpointReplies
+from training.reply_decoding import TurnDecoder
+from training.reply_sources import DecodedReplies, ReplySource
+from training.synthesis import Synthesizer
+from training.synthesis_arguments import SynthesisArguments
+from training.synthesis_output import SynthesisOutput
+from training.synthesis_prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
+from training.turn_template import TurnTemplate
+
+SECONDS_BETWEEN_WRITES = 5.0
 
 
 def main() -> int:
-    # Launched as a file, Python looks for packages in scripts/; ours stand beside it.
-    sys.path.insert(0, str(ROOT))
-    from training.conversation_file import ConversationFile
-    from training.synthesis import SynthesisArguments, Synthesizer, read_prompts
-
     try:
         (args,) = HfArgumentParser(SynthesisArguments, description=__doc__).parse_args_into_dataclasses()
-        if Path(args.output).exists() and not args.resume:
-            raise ValueError(f"--output {args.output} exists: leave --no_resume out to continue it, or name another")
-        prompts = read_prompts(Path(args.prompts)) if args.prompts else []  # before what takes long
-        output = ConversationFile(Path(args.output))
-        model = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype)
-        model = model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
-        synthesizer = Synthesizer(model, AutoTokenizer.from_pretrained(args.target), args)
-        num_written = write(synthesizer.synthesize(output.rows, prompts), output, args)
+        generate_data(args)
     except (ValueError, OSError) as error:
         sys.exit(f"generate_data.py: {error}")
-    output.compact()
-    print(f"{args.output}: {len(output.rows)} conversations were there, {num_written} were written")
-    for reason, count in synthesizer.dropped.most_common():
-        print(f"dropped: {count} times {reason}")
     return 0
 
 
-def write(windows: Iterator[list[Any]], output: Any, args: Any) -> int:
-    """Appends conversations until there are enough of them; returns how many."""
-    missing = max(0, args.num_conversations - len(output.rows)) if args.mode == "self" else None
-    num_written = 0
-    with tqdm(total=missing, unit=" conversations") as progress:
-        while missing is None or num_written < missing:
-            window = next(windows, None)
-            if window is None:
-                break
-            if missing is not None and not window:
-                raise ValueError("none of a window's conversations was of use: is --target a chat model?")
-            window = window[: None if missing is None else missing - num_written]
-            output.append(conversation.to_sharegpt() for conversation in window)
-            num_written += len(window)
-            progress.update(len(window))
-    return num_written
+def generate_data(args: SynthesisArguments) -> None:
+    plan = make_plan(args)  # before what takes long
+    names = [conversation.id for conversation in plan]
+    index, count = args.shard()
+    output = SynthesisOutput(Path(args.output), args.settings_of_the_data(), shard=(index, count), resume=args.resume)
+    todo = [conversation for conversation in plan[index::count] if conversation.id not in output.done]
+    try:
+        if todo:
+            source = make_source(args)
+            write(todo, Synthesizer(source, seed=args.seed, keep_truncated=args.keep_truncated), output)
+            source.close()
+    finally:
+        output.close()
+    stats = output.merge(names)
+    if stats is None:
+        print(f"{args.output}: shard {index} of {count} is done; the last one that is, or a rerun, puts them together")
+    else:
+        report(stats, f"{args.output}: {stats['conversations']} conversations, {len(todo)} begun by this process")
+
+
+def make_plan(args: SynthesisArguments) -> list[Conversation]:
+    if args.mode == "self":
+        assert args.num_conversations is not None
+        return plan_self_synthesis(args.num_conversations, seed=args.seed, num_turns=args.max_turns or 1)
+    assert args.prompts is not None
+    prompts = read_prompts(
+        args.prompts, split=args.prompts_split, max_turns=args.max_turns, record_format=args.record_format()
+    )
+    return choose_prompts(prompts, args.num_conversations, seed=args.seed)
+
+
+def make_source(args: SynthesisArguments) -> ReplySource:
+    """Where turns come from: a server, or the target on this process's device."""
+    settings = args.turn_settings()
+    if args.endpoint is not None:
+        template = TurnTemplate(AutoTokenizer.from_pretrained(args.target))
+        stop_ids = template.find_stop_ids(template.tokenizer.eos_token_id, needs_user=args.mode == "self")
+        return EndpointReplies(
+            args.endpoint, args.endpoint_model or args.target, template, stop_ids, settings,
+            concurrency=args.concurrency, timeout=args.endpoint_timeout, max_retries=args.endpoint_retries,
+        )  # fmt: skip
+    device = args.device
+    if device is None and torch.cuda.is_available():
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=device)
+    template = TurnTemplate(tokenizer)
+    stop_ids = template.find_stop_ids(target.model.generation_config.eos_token_id, needs_user=args.mode == "self")
+    if args.heads is None:
+        decoder = Decoder(target)
+    else:
+        decoder = Decoder(target, load_heads(args.heads, target), tree=parse_tree(args.tree or "chain:3"))
+    writer = TurnDecoder(decoder, settings, batch_size=args.batch_size, special_ids=template.special_ids)
+    return DecodedReplies(writer, template, stop_ids)
+
+
+def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: SynthesisOutput) -> None:
+    """Writes them all; what is finished is on the disk a few seconds later, also when something fails."""
+    finished: list[Conversation] = []
+    last_write = time.monotonic()
+    with tqdm(total=len(todo), unit=" conversations", mininterval=1.0) as progress:
+        try:
+            for more in synthesizer.write(todo):
+                finished += more
+                progress.update(len(more))
+                if time.monotonic() - last_write > SECONDS_BETWEEN_WRITES:
+                    batch, finished = finished, []
+                    output.append(batch, synthesizer.source.take_effort())
+                    last_write = time.monotonic()
+        finally:
+            output.append(finished, synthesizer.source.take_effort())
+
+
+def report(stats: dict[str, Any], title: str) -> None:
+    """The final table."""
+    print(title)
+    print(f"  {stats['turns']} turns, {stats['tokens']} tokens")
+    for name in ("dropped", "shortened"):
+        for reason, entry in stats[name].items():
+            print(f"  {name:9} {entry['count']:8} ({entry['share']:6.1%})  {reason}")
+    speed = stats["last_run"]
+    if "tokens_per_process_second" in speed:
+        acceptance = f", acceptance length {speed['acceptance_length']}" if "acceptance_length" in speed else ""
+        print(f"  {speed['tokens_per_process_second']} tokens a second for each process{acceptance}")
 
 
 if __name__ == "__main__":

@@ -273,14 +273,14 @@ def check_rulers(batch: int, length: int, new: int = 8) -> Check:
 def _grow_resident(batch: int, length: int, new: int) -> int:
     target, drafter = build_wide_target(length + 256, torch.device("cpu"))
     generate_for_ever(Decoder(target, drafter), random_prompts(target, 1, 16), new)  # code and tables
-    before = _read_resident("VmRSS")
+    before = read_resident("VmRSS")
     if before:
         Path("/proc/self/clear_refs").write_text("5")  # the largest size begins anew
     generate_for_ever(Decoder(target, drafter), random_prompts(target, batch, length), new)
-    return _read_resident("VmHWM") - before
+    return read_resident("VmHWM") - before
 
 
-def _read_resident(name: str) -> int:
+def read_resident(name: str) -> int:
     """The process's resident memory (VmRSS) or its largest (VmHWM); 0 where Linux does not tell it.
 
     `resource.getrusage` will not do: the largest size it tells of a process is never below its parent's.

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ TREE_HELP = (
     "gamma (the chain that pays), gamma:DEPTH, or a file of configs/trees"
 )
 
+# Which adapter the weights of a target contain, by model; None = there are heads that need it without any.
+_ADAPTERS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
 
 def load_target(name: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Target, Any]:
     """A frozen target and its tokenizer.
@@ -45,9 +49,30 @@ def load_target(name: str, *, dtype: str = "auto", device: str | None = None) ->
 
 
 def load_heads(name: str, target: Target) -> DraftHeads:
-    """Heads of any kind from a folder or hub id, bound to the target, in its dtype and on its device."""
+    """Heads of any kind from a folder or hub id, bound to the target, in its dtype and on its device (see
+    `bind_heads`)."""
     heads: DraftHeads = DraftHeads.from_pretrained(name, dtype=target.dtype)
-    return heads.bind(target).to(target.device)
+    return bind_heads(heads, target).to(target.device)
+
+
+def bind_heads(heads: DraftHeads, target: Target) -> DraftHeads:
+    """Binds heads to the target; of those that were trained with an adapter of it (Medusa-2), that adapter is added to
+    the target's weights, which from then on are the adapted target's for everything that runs.
+
+    Raises:
+        ValueError: heads that do not fit the target, or were trained for another adapter of it than others before.
+    """
+    adapter = str(heads.find_adapter()) if heads.config.target_adapter else None
+    if _ADAPTERS.get(target.model, adapter) != adapter:
+        raise ValueError(
+            "some of these heads were trained for the target as it is and some for one with an adapter, or for "
+            "different adapters: run the program for each of them by itself"
+        )
+    if adapter is not None:
+        heads.apply_adapter(target, merge=True)
+    heads.bind(target)
+    _ADAPTERS[target.model] = adapter
+    return heads
 
 
 def load_drafter_model(name: str, target: Target, tokenizer: Any) -> SmallModelDrafter:

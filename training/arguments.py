@@ -1,26 +1,23 @@
-"""Every option of training, and how a YAML file and the command line become them.
+"""Every option of training.
 
-`parse_arguments` reads `--config FILE.yaml` and then the command line, whose values win. A key that no dataclass below
-knows is an error that names the nearest one. One field is one option; its help text states unit and meaning, and the
-comment beside a default of ours says why it differs from that of `transformers.TrainingArguments`.
+One field is one option; its help text states unit and meaning, and the comment beside a default of ours says why it
+differs from that of `transformers.TrainingArguments`. `training.command_line` reads them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import json
-import os
-import sys
-from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal
 
 import torch
-import yaml
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
+
+from training.conversations import Place
+from training.depth_weights import parse_depth_weights
+from training.launching import settle_devices
+from training.layouts import LAYOUTS, RecordFormat
+from training.loss_terms import LOSSES, parse_loss
 
 
 @dataclass
@@ -48,7 +45,12 @@ class ModelArguments:
         },
     )
     init_heads: str | None = field(
-        default=None, metadata={"help": "Trained heads (folder or hub id) to continue from, instead of --head_type."}
+        default=None,
+        metadata={
+            "help": "Warm start, instead of --head_type: a new run from the weights, the configuration and the draft "
+            "vocabulary of trained heads (folder or hub id). Optimizer, schedule and data begin anew; to go on with an "
+            "interrupted run there is --resume_from_checkpoint."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -84,10 +86,40 @@ class DataArguments:
     """The conversations to learn from, and the prompts on which drafting is measured."""
 
     dataset: list[str] = field(
-        metadata={"help": "Conversations (ShareGPT or `messages`): JSON, JSONL or gz files, or hub ids; one or more."}
+        metadata={
+            "help": "Conversations, one or more of: JSON, JSONL, gz or Parquet files, folders of such files, hub ids "
+            "(ID or ID:SUBSET), folders with a copy of what the hub has."
+        }
     )
-    dataset_split: str = field(
-        default="train", metadata={"help": "Split of --dataset to read from a hub id; files have none."}
+    dataset_split: list[str] = field(
+        default_factory=lambda: ["train"],
+        metadata={"help": "Split to read of --dataset's hub ids: one for all, or one for each; files have none."},
+    )
+    dataset_format: str = field(
+        default="auto",
+        metadata={"help": f"Layout of the records: auto = known by their columns, or one of {', '.join(LAYOUTS)}."},
+    )
+    columns: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Columns that go by other names: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, "
+            "system=, tools=). A mapping in YAML."
+        },
+    )
+    dataset_weights: list[float] = field(
+        default_factory=list,
+        metadata={
+            "help": "How often each of --dataset is drawn from, in conversations and relative to one another, such as "
+            "0.7 0.3; none = all conversations of all of them, once per epoch."
+        },
+    )
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = field(
+        default="first_exhausted",
+        metadata={
+            "help": "With --dataset_weights, when an epoch ends: first_exhausted = when one set has no conversation "
+            "left (of the others as many random ones were used as the weights say), all_exhausted = when every set has "
+            "been used up once (the others repeat)."
+        },
     )
     eval_dataset: list[str] = field(
         default_factory=list,
@@ -103,6 +135,13 @@ class DataArguments:
     max_length: int = field(
         default=2048, metadata={"help": "Longest training sequence in tokens; longer conversations are cut."}
     )
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Fill rows of up to --max_length tokens with several conversations each, which do not see one "
+            "another; batches are then of equal size."
+        },
+    )
     max_samples: int | None = field(
         default=None, metadata={"help": "Use the first so many conversations of --dataset; none = all."}
     )
@@ -111,6 +150,30 @@ class DataArguments:
     )
     skip_bad_lines: bool = field(
         default=False, metadata={"help": "Count and skip malformed lines instead of stopping at the first one."}
+    )
+    streaming: bool = field(
+        default=False,
+        metadata={
+            "help": "Read and tokenize --dataset while training instead of storing it first: for sets larger than the "
+            "disk. Needs --max_steps; epochs follow one another without end."
+        },
+    )
+    shuffle_buffer: int = field(
+        default=10000,
+        metadata={"help": "With --streaming: conversations in memory that the next one is drawn from; 1 = in order."},
+    )
+    vocabulary_rows: int = field(
+        default=10000,
+        metadata={
+            "help": "With --streaming: first conversations whose tokens are counted for a reduced draft vocabulary."
+        },
+    )
+    train_on_thinking: bool = field(
+        default=True,
+        metadata={
+            "help": "Learn the thoughts that replies begin with (reasoning_content, <think>...</think>): where the "
+            "target thinks, heads draft its thoughts as well."
+        },
     )
     num_proc: int = field(default=1, metadata={"help": "Processes that tokenize the conversations."})
     eval_prompts: str | None = field(
@@ -128,7 +191,7 @@ class DataArguments:
     def __post_init__(self) -> None:
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"got validation_fraction {self.validation_fraction}: it is a share, from 0 to below 1")
-        positive = ("max_length", "max_samples", "num_proc", "eval_max_new_tokens")
+        positive = ("max_length", "max_samples", "num_proc", "eval_max_new_tokens", "shuffle_buffer", "vocabulary_rows")
         for name in positive:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -141,14 +204,57 @@ class DataArguments:
                 f"got eval_split {self.eval_split!r} without eval_dataset, whose split it is: give both (they may name "
                 "one hub id), or neither to hold out --validation_fraction"
             )
-        for name in self.eval_dataset:
-            # Files have no splits.
-            if name in self.dataset and (self.eval_split == self.dataset_split or Path(name).exists()):
+        self.record_format()
+        if len(self.dataset_split) not in (1, len(self.dataset)):
+            raise ValueError(
+                f"got {len(self.dataset_split)} of dataset_split for {len(self.dataset)} of dataset: give one for all, "
+                "or one for each"
+            )
+        self._check_weights()
+        for name in ("shuffle_buffer", "vocabulary_rows"):
+            if not self.streaming and getattr(self, name) != getattr(DataArguments, name):
                 raise ValueError(
-                    f"got {name} as dataset and as eval_dataset, with the splits {self.dataset_split!r} and "
-                    f"{self.eval_split!r}: that evaluates on what is learned; give another eval_dataset (of a hub id, "
-                    "another eval_split), or none to hold out --validation_fraction"
+                    f"got {name} {getattr(self, name)} without streaming, the only one to read it: leave it out, or "
+                    "give --streaming true"
                 )
+        if self.streaming and self.max_samples is not None:
+            raise ValueError(f"got streaming and max_samples {self.max_samples}: --max_steps says how much is read")
+        for name, split in zip(self.dataset, self.splits, strict=True):
+            # Files have no splits.
+            if name in self.eval_dataset and (self.eval_split == split or Place.find(name).files):
+                raise ValueError(
+                    f"got {name} as dataset and as eval_dataset, with the splits {split!r} and {self.eval_split!r}: "
+                    "that evaluates on what is learned; give another eval_dataset (of a hub id, another "
+                    "eval_split), or none to hold out --validation_fraction"
+                )
+
+    @property
+    def splits(self) -> list[str]:
+        """The split of each of `dataset`."""
+        return self.dataset_split * len(self.dataset) if len(self.dataset_split) == 1 else self.dataset_split
+
+    def record_format(self) -> RecordFormat:
+        """How records are to be read.
+
+        Raises:
+            ValueError: an unknown layout, or columns that make none.
+        """
+        return RecordFormat.parse(self.dataset_format, self.columns)
+
+    def _check_weights(self) -> None:
+        if self.dataset_weights and len(self.dataset_weights) != len(self.dataset):
+            raise ValueError(
+                f"got {len(self.dataset_weights)} dataset_weights for {len(self.dataset)} of dataset: give one for each"
+            )
+        if any(not 0 < weight < float("inf") for weight in self.dataset_weights):
+            raise ValueError(
+                f"got dataset_weights {self.dataset_weights}: each must be above 0; leave out what is not used"
+            )
+        if self.stopping_strategy != DataArguments.stopping_strategy and not self.dataset_weights:
+            raise ValueError(
+                f"got stopping_strategy {self.stopping_strategy!r} without dataset_weights: all conversations are used "
+                "then, once per epoch; leave it out"
+            )
 
 
 @dataclass
@@ -187,12 +293,42 @@ class HeadsTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay false: features are not columns."})
     # Otherwise Trainer gathers logits of [batch, tokens, vocabulary] over the whole evaluation set.
     prediction_loss_only: bool = field(default=True, metadata={"help": "Must stay true: logits are never gathered."})
-    loss_type: Literal["cross_entropy", "distillation", "topk_distillation", "total_variation"] | None = field(
+    # A loss that is NaN ends the run (`training.stopping`); Trainer would hide it, and wait for every batch to do so.
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Leave it false: a loss that is NaN or infinite ends the run."}
+    )
+    # What early stopping has counted goes on after an interruption.
+    restore_callback_states_from_checkpoint: bool = field(
+        default=True,
+        metadata={"help": "When a run is resumed, restore what callbacks counted (early stopping)."},
+    )
+    # What heads are for; transformers takes the loss.
+    metric_for_best_model: str | None = field(
+        default="acceptance_length",
+        metadata={
+            "help": "Metric of the evaluations that decides which checkpoint is the best: acceptance_length, loss, "
+            "top1_depth1, .... The best one is kept besides the newest; --load_best_model_at_end true makes it the "
+            "result."
+        },
+    )
+    early_stopping_patience: int | None = field(
         default=None,
         metadata={
-            "help": "What to learn: the data's tokens, the target's distribution, that with its best tokens counted "
-            "twice (HASS), or (total_variation) mostly that little of the draft's is rejected; none = the kind's own "
-            "choice."
+            "help": "Stop after so many evaluations in a row without a better --metric_for_best_model; none = never."
+        },
+    )
+    resume_with_changes: bool = field(
+        default=False,
+        metadata={
+            "help": "Let --resume_from_checkpoint go on although data, options or the number of processes differ from "
+            "the checkpoint's; what differs is logged, and the result is not the uninterrupted run's."
+        },
+    )
+    loss_type: str | None = field(
+        default=None,
+        metadata={
+            "help": "What to learn, a loss or a mixture such as smooth_l1+0.1*distillation, of: "
+            f"{', '.join(LOSSES)} (docs/training.md); none = the kind's own choice."
         },
     )
     muon_learning_rate: float | None = field(
@@ -206,6 +342,13 @@ class HeadsTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Drafting step k weighs step_decay**k in the loss; none = the kind's own value."},
     )
+    depth_weights: str | None = field(
+        default=None,
+        metadata={
+            "help": "Weights of the drafting steps instead of --step_decay: d_pace (each position's own, by how likely "
+            "its draft lives that long), or one number for each step, such as 1,0.8,0.5."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name, needed in (("remove_unused_columns", False), ("prediction_loss_only", True)):
@@ -213,144 +356,33 @@ class HeadsTrainingArguments(TrainingArguments):
                 raise ValueError(f"got {name} {getattr(self, name)}: heads train with {needed} only; leave it out")
         if self.step_decay is not None and not 0 < self.step_decay <= 1:
             raise ValueError(f"got step_decay {self.step_decay}: it must be above 0 and at most 1")
+        if self.loss_type is not None:
+            parse_loss(self.loss_type)
+        if parse_depth_weights(self.depth_weights) is not None and self.step_decay is not None:
+            raise ValueError(
+                f"got depth_weights {self.depth_weights!r} and step_decay {self.step_decay}: one takes the other's "
+                "place; leave one out"
+            )
         if self.muon_learning_rate is not None and self.muon_learning_rate <= 0:
             raise ValueError(f"got muon_learning_rate {self.muon_learning_rate}: it must be above 0")
-        is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if is_distributed and self.ddp_backend is None and (self.use_cpu or not torch.accelerator.is_available()):
-            self.ddp_backend = "gloo"  # under DeepSpeed, no backend leaves each process alone with all of the data
+        if self.early_stopping_patience is not None:
+            if self.early_stopping_patience < 1:
+                raise ValueError(f"got early_stopping_patience {self.early_stopping_patience}: it must be at least 1")
+            if str(getattr(self.eval_strategy, "value", self.eval_strategy)) == "no":
+                raise ValueError(
+                    f"got early_stopping_patience {self.early_stopping_patience} without evaluations: give "
+                    "eval_strategy (steps or epoch) as well"
+                )
+        settle_devices(self)
         super().__post_init__()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
-
-class _StockArguments(TrainingArguments):
-    """transformers' defaults, to compare with. It sets up no device, which would reset accelerate's state for all."""
-
-    _n_gpu = 0
-
-    @property
-    def _setup_devices(self) -> torch.device:
-        return torch.device("cpu")
-
-
-ARGUMENT_CLASSES: tuple[Any, ...] = (ModelArguments, DataArguments, HeadsTrainingArguments)
-_Arguments = TypeVar("_Arguments", ModelArguments, DataArguments, HeadsTrainingArguments)
-
-
-class _Parser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
-    """Raises instead of printing a hundred lines of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (all options: --help)")
-
-
-def parse_arguments(
-    argv: Sequence[str] | None = None,
-) -> tuple[ModelArguments, DataArguments, HeadsTrainingArguments]:
-    """Reads `[--config FILE.yaml] [--any_key value ...]`; what the command line says wins over the file.
-
-    Paths in the file are relative to the current folder, like those on the command line.
-
-    Args:
-        argv: the arguments without the program's name; None = `sys.argv[1:]`.
-
-    Raises:
-        ValueError: unknown key (naming the nearest known one), missing or malformed value, unreadable file.
-        SystemExit: after `--help`.
-    """
-    first = ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", metavar="FILE.yaml", help="YAML file with any of the options below.")
-    parser = _Parser(ARGUMENT_CLASSES, allow_abbrev=False, parents=[first])
-    # Taken out of the parser's hands: argparse would keep the last `--head_overrides` only, and none of the file's.
-    first.add_argument("--head_overrides", "--head-overrides", nargs="+", action="extend", default=[])
-    known, rest = first.parse_known_args(list(sys.argv[1:] if argv is None else argv))
-    for word in rest:
-        flag = word.partition("=")[0].replace("-", "_")
-        if flag.startswith("__") and flag != "__help":
-            _refuse_unknown_key(flag.removeprefix("__").removeprefix("no_"), "on the command line")
-
-    settings = _read_config(Path(known.config)) if known.config else {}
-    overrides = [*_key_values(settings.pop("head_overrides", None)), *known.head_overrides]
-    if overrides:
-        rest = [*rest, "--head_overrides", *overrides]
-    namespace, unexpected = parser.parse_known_args([*_command_line(settings), *rest])
-    if unexpected:
-        raise ValueError(f"unexpected value {unexpected[0]!r}: options are --key value (all options: --help)")
-    values = vars(namespace)
-
-    def build(kind: type[_Arguments]) -> _Arguments:
-        return kind(**{key.name: values[key.name] for key in dataclasses.fields(kind) if key.init})
-
-    return build(ModelArguments), build(DataArguments), build(HeadsTrainingArguments)
-
-
-def resolve_arguments(model: ModelArguments, data: DataArguments, training: HeadsTrainingArguments) -> dict[str, Any]:
-    """Returns the options as one flat mapping that, written as YAML, `--config` reads back to the same run.
-
-    Of `TrainingArguments` it holds the fields named in this file and those that differ from transformers' defaults;
-    secrets are left out, and so are what the machine decided and how an interrupted run was taken up again.
-    """
-    settings = {**dataclasses.asdict(model), "head_overrides": model.parse_head_overrides(), **dataclasses.asdict(data)}
-    stock = _StockArguments(output_dir=training.output_dir).to_dict()
-    ours = set(HeadsTrainingArguments.__annotations__)
-    left_out = {key for key in _known_keys() if key.endswith("_token")}
-    left_out |= {"dataloader_pin_memory", "ddp_backend", "local_rank", "resume_from_checkpoint"}
-    for key, value in training.to_dict().items():
-        is_ours_or_changed = key in ours or value != stock.get(key)
-        if is_ours_or_changed and key in _known_keys() and key not in left_out:
-            settings[key] = value
-    settings["report_to"] = settings["report_to"] or ["none"]
-    return {key: value for key, value in settings.items() if value not in (None, [], {})}
-
-
-def _known_keys() -> dict[str, Any]:
-    """Name -> field of every option."""
-    return {key.name: key for kind in ARGUMENT_CLASSES for key in dataclasses.fields(kind) if key.init}
-
-
-def _refuse_unknown_key(key: str, where: str) -> None:
-    known = _known_keys()
-    if key not in known:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown key {key!r} {where}; did you mean {near!r}? (all options: --help)")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"got --config {path}: cannot read it ({error.strerror}); configs/train has examples"
-        ) from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds {type(settings).__name__}: write one `key: value` per line")
-    for key in settings:
-        _refuse_unknown_key(str(key), f"in {path}")
-    return settings
-
-
-def _key_values(mapping: Any) -> list[str]:
-    """{"num_heads": 4} -> ["num_heads=4"]. YAML reads 1e-3 as a string, so strings pass as they are."""
-    if mapping is None:
-        return []
-    if not isinstance(mapping, dict):
-        raise ValueError(f"got head_overrides {mapping!r}: in YAML it is a mapping, for example {{num_heads: 4}}")
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in mapping.items()]
-
-
-def _command_line(settings: dict[str, Any]) -> Iterator[str]:
-    """The arguments that say the same as a YAML file, so that both go through the same checks and conversions."""
-    for key, value in settings.items():
-        if value is None:
-            if _known_keys()[key].default is not None:
-                raise ValueError(f"got {key}: null, which is no value of it; leave the line out for the default")
-            continue
-        if isinstance(value, list):
-            if value:
-                yield from (f"--{key}", *map(str, value))
-        elif isinstance(value, dict):
-            yield f"--{key}={json.dumps(value)}"
-        else:
-            yield f"--{key}={value}"
+    def _validate_args(self) -> None:
+        """On a machine with CPUs alone transformers refuses `bf16` without `use_cpu`, which says nothing there."""
+        asked = self.use_cpu
+        self.use_cpu = asked or not torch.accelerator.is_available()
+        try:
+            super()._validate_args()
+        finally:
+            self.use_cpu = asked

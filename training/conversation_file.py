@@ -1,89 +1,147 @@
-"""Files of conversations that a program writes line by line, and that survive its being killed."""
+"""Files of JSON lines: one that a program appends to and that survives its being killed, and one written at once."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import logging
 import os
-import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
 
-class ConversationFile:
-    """JSON lines to append to, gzipped if the name ends in .gz.
+class JsonLinesJournal:
+    """JSON lines to append to.
 
-    A kill leaves at most one torn line, at the end; opening the file again cuts it off, and ends a whole one that only
-    lacks its line break. `rows` is what was there then.
+    A kill or a full disk leaves at most one torn line, at the end; opening the file again cuts it off, and ends a whole
+    one that only lacks its line break. `rows` is what was there then. One process at a time.
 
     Raises:
-        ValueError: a line in the middle is not JSON, or a .gz is no gzip file.
+        ValueError: a line in the middle is not JSON, or another process has the file open.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.is_gzip = path.suffix == ".gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.rows: list[dict[str, Any]] = self._recover() if path.exists() else []
+        self._file = path.open("ab")
+        try:
+            _lock(self._file, path)
+            rows, whole, size = _read_whole_lines(path)
+            if len(whole) != size:
+                logger.warning("%s: cut off the last line, which breaks off in the middle", path)
+                self._file.truncate(len(whole))
+            if whole and not whole.endswith(b"\n"):
+                self._write(b"\n")
+        except BaseException:
+            self._file.close()
+            raise
+        self.rows = rows
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Writes whole lines; when it returns, they are on the disk."""
+        """Writes whole lines; when it returns, they are on the disk.
+
+        Raises:
+            OSError: they could not be written; what was there before is safe.
+        """
         data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-        if not data:
-            return
-        with self.path.open("ab") as file:
-            # Any number of gzip members in a row is a gzip file.
-            file.write(gzip.compress(data) if self.is_gzip else data)
-            file.flush()
-            os.fsync(file.fileno())
+        if data:
+            self._write(data)
 
-    def compact(self) -> None:
-        """Makes a .gz one member, which is smaller than one per `append`."""
-        if self.is_gzip and self.path.exists():
-            self._replace(gzip.decompress(self.path.read_bytes()))
+    def close(self) -> None:
+        self._file.close()
 
-    def _recover(self) -> list[dict[str, Any]]:
-        raw = self.path.read_bytes()
-        data, is_torn = self._decompress(raw) if self.is_gzip else (raw, False)
-        *lines, tail = data.split(b"\n")
-        rows = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(
-                    f"{self.path}, line {number} is not JSON ({error}): mend it, or choose another output"
-                ) from error
-        whole = data[: len(data) - len(tail)]
-        if tail:
-            try:
-                rows.append(json.loads(tail))  # no beginning of an object is an object
-                whole = data + b"\n"
-            except ValueError:
-                logger.warning(
-                    "%s: cut off the last line (%d bytes), which breaks off in the middle", self.path, len(tail)
-                )
-        if is_torn or whole != data:
-            self._replace(whole)
-        return rows
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:  # past Python's buffer, which would try again when the file is closed
+            view = view[os.write(self._file.fileno(), view) :]
+        os.fsync(self._file.fileno())
 
-    def _decompress(self, raw: bytes) -> tuple[bytes, bool]:
-        """What can be read, and whether the last member is torn."""
-        data, is_torn = b"", False
-        while raw:
-            member = zlib.decompressobj(wbits=31)
-            try:
-                data += member.decompress(raw)
-            except zlib.error as error:
-                raise ValueError(f"{self.path} is no gzip file ({error}): choose another output") from error
-            raw, is_torn = member.unused_data, not member.eof
-        return data, is_torn
 
-    def _replace(self, data: bytes) -> None:
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_bytes(gzip.compress(data) if self.is_gzip else data)
-        temporary.replace(self.path)
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal that another process may be writing."""
+    return _read_whole_lines(path)[0]
+
+
+def read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """(parsed, as it is) of every line of a file that `replacing` wrote, gzipped if its name ends in .gz.
+
+    Raises:
+        ValueError: something in it is not JSON, or it is no gzip file.
+    """
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+        number = 1
+        try:
+            for line in lines:
+                yield _parse_object(line), line.rstrip(b"\n") + b"\n"
+                number += 1
+        except (ValueError, EOFError, gzip.BadGzipFile) as error:
+            raise ValueError(
+                f"{path}, line {number} is not JSON ({error}): mend it, or choose another output"
+            ) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path`, gzipped if that ends in .gz, when everything has been written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as raw:
+            if path.suffix == ".gz":
+                # Neither name nor time: the same lines are the same bytes.
+                with gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed, io.BufferedWriter(packed) as lines:
+                    yield lines
+            else:
+                yield raw
+            raw.flush()
+            os.fsync(raw.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], bytes, int]:
+    """Whole lines, parsed and as they are (the last may lack its line break), and the size of the file."""
+    data = path.read_bytes()
+    *lines, tail = data.split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(_parse_object(line))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is not JSON ({error}): mend it, or choose another output"
+            ) from error
+    if tail:
+        try:
+            rows.append(_parse_object(tail))  # no beginning of an object is an object
+        except ValueError:
+            return rows, data[: len(data) - len(tail)], len(data)
+    return rows, data, len(data)
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {type(row).__name__}")
+    return row
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Two programs that append to one file would tear each other's lines."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{path} is being written by another process: wait for it, or give every process its own --shard_index"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        logger.info("%s cannot be locked (%s)", path, error)

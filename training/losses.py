@@ -1,7 +1,7 @@
 """The draft losses: every step of an unroll against the target's distribution or the data's tokens.
 
 Legend: B batch, T sequence length, P positions whose next token is predicted, S slots that a step drafts from (T, or
-those drawn), M of them that it scores, C draft vocabulary, V target vocabulary, D hidden size.
+those drawn), M of them that it scores, K steps, C draft vocabulary, V target vocabulary, D hidden size.
 
 A step of shift s predicts, at slot t, the token x_{t+s}. Its label is x_{t+s}; its teacher is the target's distribution
 at position t + s - 1 (the one x_{t+s} was drawn from).
@@ -13,84 +13,20 @@ slots 0, 1, 2 with teachers at positions 1, 2, 3; a step of shift 3 at slots 0, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from heads import DraftStep
-from inference.target import Target
+from heads import DraftHeads, DraftStep
+from training.depth_weights import D_PACE, fixed_weights, weigh_by_d_pace
+from training.early_gradients import EarlyGradients, find_leaves
+from training.loss_terms import LossMixture, ScoredTokens, parse_loss
+from training.teacher import Teacher, rows_per_chunk
 
-LOSS_TYPES = ("cross_entropy", "distillation", "topk_distillation", "total_variation")
-# HASS (arXiv 2408.15766, section 3.1): how many of the teacher's best tokens count twice, and how much.
-TOP_K, TOP_K_WEIGHT = 10, 1.0
-# DSpark (arXiv 2607.05147, eq. 10): the L1 distance is the sum of |p - q|, twice the total variation.
-CROSS_ENTROPY_WEIGHT, L1_WEIGHT = 0.1, 0.9
-CHUNK_ELEMENTS = 2**25  # largest float32 logits tensor kept alive: 128 MiB
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """The target's view of a batch, at the P positions whose next token is predicted.
-
-    Attributes:
-        logits: [P, C] over the draft vocabulary, in the target's dtype; None when nothing is distilled.
-        hidden: [P, D] the states that the target's LM head reads, in the target's dtype.
-        rows: [B, T] int64, a position's row of `logits` and `hidden`; meaningless where no next token is predicted.
-        argmax: [B, T] int64, draft index of the target's most likely token over its WHOLE vocabulary; -1 when that
-            token is outside the draft vocabulary, or no next token is predicted.
-        labels: [B, T] int64, draft index of x_t; -1 when outside.
-        num_columns: C.
-    """
-
-    logits: Tensor | None
-    hidden: Tensor
-    rows: Tensor
-    argmax: Tensor
-    labels: Tensor
-    num_columns: int
-
-
-@torch.no_grad()
-def compute_teacher(
-    target: Target,
-    last_hidden: Tensor,
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    draft_token_ids: Tensor | None,
-    *,
-    loss_type: str,
-) -> Teacher:
-    """Runs the target's LM head where it is needed and in chunks, so that no [B, T, V] float32 tensor is ever alive.
-
-    Args:
-        last_hidden: [B, T, D] the target's post-norm states.
-        loss_mask: [B, T], 1 where x_t is to be predicted.
-        draft_token_ids: [C] target ids of the draft vocabulary; None = all.
-        loss_type: as in `draft_loss`; cross-entropy to the data's tokens needs no logits.
-    """
-    num_columns = target.vocab_size if draft_token_ids is None else draft_token_ids.numel()
-    is_used_BT = F.pad(loss_mask[:, 1:], (0, 1)).bool()
-    hidden_PD = last_hidden[is_used_BT]
-    argmax_P = torch.empty(hidden_PD.shape[0], dtype=torch.long, device=hidden_PD.device)
-    logits_PC = hidden_PD.new_empty(hidden_PD.shape[0], num_columns) if loss_type != "cross_entropy" else None
-    chunk = max(1, CHUNK_ELEMENTS // target.vocab_size)
-    for start in range(0, hidden_PD.shape[0], chunk):
-        part = slice(start, start + chunk)
-        full = target.compute_logits(hidden_PD[part])
-        argmax_P[part] = full.argmax(-1)
-        if logits_PC is not None:
-            logits_PC[part] = full if draft_token_ids is None else full[:, draft_token_ids]
-    labels = input_ids
-    if draft_token_ids is not None:
-        index = torch.full((target.vocab_size,), -1, dtype=torch.long, device=hidden_PD.device)
-        index[draft_token_ids] = torch.arange(num_columns, device=hidden_PD.device)
-        argmax_P, labels = index[argmax_P], index[input_ids]
-    argmax_BT = torch.full_like(input_ids, -1).masked_scatter(is_used_BT, argmax_P)
-    rows_BT = is_used_BT.flatten().cumsum(0).view_as(input_ids) - 1
-    return Teacher(logits_PC, hidden_PD, rows_BT, argmax_BT, labels, num_columns)
+BLOCK_ELEMENTS = 2**20  # logits that losses are computed of at a time on a CPU: 4 MiB in float32
 
 
 @dataclass
@@ -111,62 +47,164 @@ class LossOutput:
 
 
 def draft_loss(
-    steps: Sequence[DraftStep], teacher: Teacher, loss_mask: Tensor, *, loss_type: str, step_decay: float
+    steps: Sequence[DraftStep],
+    teacher: Teacher,
+    loss_mask: Tensor,
+    *,
+    loss_type: str,
+    step_decay: float = 1.0,
+    depth_weights: str | Sequence[float] | None = None,
+    keeps_graph: bool = False,
 ) -> LossOutput:
-    """sum over steps of step_decay^k x mean loss of step k (Medusa, section 2.2.1: lambda 0.8; EAGLE-3: 0.8^k).
-
-    The loss of a step is token_weight x the loss over its tokens, plus feature_weight x SmoothL1 between its states and
-    the target's (EAGLE, arXiv 2401.15077, section 3.2; the mean over D).
+    """sum over steps of the step's weight x the mean loss of the step.
 
     Args:
         teacher: of the same batch, loss mask and loss type.
         loss_mask: [B, T], 1 where x_t is to be predicted.
-        loss_type: `cross_entropy` to the data's tokens; `distillation`: soft cross-entropy to the teacher's softmax p
-            over the draft vocabulary; `topk_distillation`: that, plus `TOP_K_WEIGHT` x the sum of -p log q over the
-            teacher's best `TOP_K` tokens (HASS, arXiv 2408.15766, section 3.1), whatever the token_weight;
-            `total_variation`: 0.9 times the L1 distance to p, which is what is rejected, and 0.1 times the
-            cross-entropy to the data's tokens (DSpark, arXiv 2607.05147, eq. 10). Positions whose label (with a
-            teacher: the teacher's argmax) is outside the draft vocabulary get no loss; the mean runs over the positions
-            that have one.
+        loss_type: a loss or a mixture of them, as `training.loss_terms.parse_loss` reads it. Positions whose argmax
+            (for losses on the data's tokens alone: whose label) is outside the draft vocabulary get no loss; the mean
+            runs over the positions that have one.
+        step_decay: step k weighs step_decay^k ...
+        depth_weights: ... unless one weight for each step is given, or `d_pace`: each position's own, by how likely
+            the draft is to live that long (`training.depth_weights`).
+        keeps_graph: leave all gradients to the backward pass, and run the LM head again in it where its logits are too
+            many to be kept: for heads whose parameters are whole in passes alone (FSDP, ZeRO-3). `d_pace` does so, too,
+            and float16, whose gradients are too small for it until the loss is scaled.
 
     A step's `confidence` adds its binary cross-entropy to the chance 1 - TV(p, q) that the drafted token is accepted
-    (DSpark, eq. 8); without a teacher, to whether the best drafted token is the target's own.
+    (DSpark, eq. 8); without a distribution, to whether the best drafted token is the target's own.
     """
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type is {loss_type!r}; allowed are {', '.join(LOSS_TYPES)}")
+    mixture = parse_loss(loss_type)
+    is_d_pace = depth_weights == D_PACE
+    weights = fixed_weights(len(steps), step_decay=step_decay, depth_weights=depth_weights)
+    takes_early = torch.is_grad_enabled() and not (keeps_graph or is_d_pace or _computes_in_float16(steps[0].hidden))
+    early = EarlyGradients() if takes_early else None
+    scores = [
+        _score(step, teacher, loss_mask, mixture, wants_chances=is_d_pace, weight=weight, early=early)
+        for step, weight in zip(steps, weights, strict=True)
+    ]
+    own = _d_pace(steps, scores, loss_mask) if is_d_pace else [None] * len(steps)
     output = LossOutput(loss=steps[0].hidden.new_zeros((), dtype=torch.float32))
-    chunk = max(1, CHUNK_ELEMENTS // teacher.num_columns)
-    for k, step in enumerate(steps):
-        is_predicted_BS = step.read_ahead(loss_mask, step.shift).bool()
-        argmax_BS = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)
-        label_BS = step.read_ahead(teacher.labels, step.shift, fill=-1)
-        has_loss_BS = (label_BS if teacher.logits is None else argmax_BS) >= 0
-        is_scored_BS = is_predicted_BS & (has_loss_BS | (argmax_BS >= 0))
-        rows = _ScoredRows(
-            hidden=step.hidden[is_scored_BS],
-            teacher=step.read_ahead(teacher.rows, step.shift - 1)[is_scored_BS],
-            label=label_BS[is_scored_BS],
-            argmax=argmax_BS[is_scored_BS],
-            confidence=None if step.confidence is None else step.confidence[is_scored_BS],
-        )
+    for step, score, weight, own_M in zip(steps, scores, weights, own, strict=True):
         # No position at all: the graph still runs through the head, because DDP waits for every parameter's gradient.
-        total = torch.zeros_like(output.loss) if len(rows) else _touch(step)
-        top1 = top5 = torch.zeros_like(rows.label[:0].sum())
-        for start in range(0, len(rows), chunk):
-            args = (step, rows.part(start, start + chunk), teacher, loss_type)
-            if len(rows) > chunk and torch.is_grad_enabled():
-                loss, hits1, hits5 = checkpoint(_chunk_loss, *args, use_reentrant=False)
-            else:
-                loss, hits1, hits5 = _chunk_loss(*args)
-            total, top1, top5 = total + loss, top1 + hits1, top5 + hits5
-        count = (is_predicted_BS & has_loss_BS).sum()
-        output.loss = output.loss + step_decay**k * total / count.clamp(min=1)
+        losses_M = score.losses if own_M is None else score.losses * own_M
+        total = losses_M.sum() if len(losses_M) else _touch(step)
+        if early is None or not len(losses_M):
+            output.loss = output.loss + weight * total / score.count.clamp(min=1)
         output.loss_sums.append(total.detach())
-        output.loss_counts.append(count)
-        output.top1.append(top1)
-        output.top5.append(top5)
-        output.positions.append(is_predicted_BS.sum())
+        output.loss_counts.append(score.count)
+        output.top1.append(score.top1)
+        output.top5.append(score.top5)
+        output.positions.append(score.is_predicted.sum())
+    if early is not None and (loss := early.loss()) is not None:
+        output.loss = output.loss + loss
     return output
+
+
+def _computes_in_float16(hidden: Tensor) -> bool:
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return dtype == torch.float16
+
+
+def check_loss(loss_type: str, heads: DraftHeads) -> None:
+    """Raises:
+    ValueError: a loss of states, for heads whose steps do not estimate the target's.
+    """
+    if "states" in parse_loss(loss_type).reads and not heads.estimates_states:
+        raise ValueError(
+            f"got loss_type {loss_type!r}, but steps of {heads.config.head_type} heads do not estimate the target's "
+            "states: leave smooth_l1 out"
+        )
+
+
+@dataclass(frozen=True)
+class _StepScore:
+    """is_predicted, is_scored [B, S]; losses [M] of the scored, with gradients; chances [M] of their labels, detached,
+    empty unless wanted; count of positions with a loss; hits of the target's argmax."""
+
+    is_predicted: Tensor
+    is_scored: Tensor
+    losses: Tensor
+    chances: Tensor
+    count: Tensor
+    top1: Tensor
+    top5: Tensor
+
+
+def _score(
+    step: DraftStep,
+    teacher: Teacher,
+    loss_mask: Tensor,
+    mixture: LossMixture,
+    *,
+    wants_chances: bool,
+    weight: float,
+    early: EarlyGradients | None,
+) -> _StepScore:
+    is_predicted_BS = step.read_ahead(loss_mask, step.shift).bool()
+    argmax_BS = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)
+    label_BS = step.read_ahead(teacher.labels, step.shift, fill=-1)
+    has_loss_BS = is_predicted_BS & mixture.has_loss(label_BS, argmax_BS)
+    is_scored_BS = has_loss_BS | (is_predicted_BS & (argmax_BS >= 0))
+    rows = _ScoredRows(
+        hidden=step.hidden[is_scored_BS],
+        teacher=step.read_ahead(teacher.rows, step.shift - 1)[is_scored_BS],
+        label=label_BS[is_scored_BS],
+        argmax=argmax_BS[is_scored_BS],
+        confidence=None if step.confidence is None else step.confidence[is_scored_BS],
+    )
+    count = has_loss_BS.sum()
+    losses, chances = [], []
+    top1 = top5 = torch.zeros_like(rows.label[:0].sum())
+    chunk = rows_per_chunk(teacher.num_columns)
+    for start in range(0, len(rows), chunk):
+        args = (step, rows.part(start, start + chunk), teacher, mixture, wants_chances)
+        if early is not None:
+            loss, chance, hits1, hits5 = _early_chunk_loss(*args[:-1], weight / count.clamp(min=1), early)
+        elif len(rows) > chunk and torch.is_grad_enabled():
+            loss, chance, hits1, hits5 = checkpoint(_chunk_loss, *args, use_reentrant=False)
+        else:
+            loss, chance, hits1, hits5 = _chunk_loss(*args)
+        losses.append(loss)
+        chances.append(chance)
+        top1, top5 = top1 + hits1, top5 + hits5
+    empty = step.hidden.new_zeros(0, dtype=torch.float32)
+    return _StepScore(
+        is_predicted=is_predicted_BS,
+        is_scored=is_scored_BS,
+        losses=torch.cat(losses) if losses else empty,
+        chances=torch.cat(chances) if chances else empty,
+        count=count,
+        top1=top1,
+        top5=top5,
+    )
+
+
+def _d_pace(steps: Sequence[DraftStep], scores: Sequence[_StepScore], loss_mask: Tensor) -> list[Tensor]:
+    """Weights [M] of every step's scored positions, each by the steps that draft from the same slot. Tokens outside the
+    draft vocabulary have no chance."""
+    # The steps of a packed batch count the slots of all rows through.
+    length = loss_mask.shape[1] if steps[0].document_ids is None else loss_mask.numel()
+    chances, is_predicted = [], []
+    for step, score in zip(steps, scores, strict=True):
+        chances_BS = torch.zeros_like(score.is_scored, dtype=torch.float32)
+        chances.append(_by_slot(step, chances_BS.masked_scatter(score.is_scored, score.chances), length))
+        is_predicted.append(_by_slot(step, score.is_predicted, length))
+    weights_KBT = weigh_by_d_pace(torch.stack(chances), torch.stack(is_predicted))
+    found = []
+    for step, score, weights_BT in zip(steps, scores, weights_KBT, strict=True):
+        weights_BS = weights_BT if step.slots is None else weights_BT.gather(1, step.slots.clamp(min=0))
+        found.append(weights_BS[score.is_scored])
+    return found
+
+
+def _by_slot(step: DraftStep, values: Tensor, length: int) -> Tensor:
+    """Values [B, S] of a step's columns at their slots [B, T]; 0 where the step drafts from no slot."""
+    if step.slots is None:
+        return values
+    table = values.new_zeros(values.shape[0], length + 1)  # padding goes to the last column
+    return table.scatter(1, step.slots.where(step.slots >= 0, length), values)[:, :length]
 
 
 @dataclass(frozen=True)
@@ -188,6 +226,16 @@ class _ScoredRows:
         hidden, teacher, label, argmax = (x[start:end] for x in (self.hidden, self.teacher, self.label, self.argmax))
         return _ScoredRows(hidden, teacher, label, argmax, confidence)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that gradients go to."""
+        return [self.hidden] if self.confidence is None else [self.hidden, self.confidence]
+
+    def detach(self) -> _ScoredRows:
+        """The same rows, as leaves of a graph of their own."""
+        confidence = None if self.confidence is None else self.confidence.detach().requires_grad_()
+        return replace(self, hidden=self.hidden.detach().requires_grad_(), confidence=confidence)
+
 
 def _touch(step: DraftStep) -> Tensor:
     """Zero, through everything that a loss of the step would go through."""
@@ -195,36 +243,69 @@ def _touch(step: DraftStep) -> Tensor:
     return zero if step.confidence is None else zero + 0.0 * step.confidence[:1, :1].float().sum()
 
 
-def _chunk_loss(step: DraftStep, rows: _ScoredRows, teacher: Teacher, loss_type: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss of some rows, and hits of the target's argmax among the best 1 and 5. A label of -1 has no
-    cross-entropy; with a teacher, an argmax of -1 has no loss at all."""
-    logits = step.head(rows.hidden).float()
-    label_loss = F.cross_entropy(logits, rows.label, ignore_index=-1, reduction="none")  # [M]
-    if teacher.logits is None:
-        has_loss = rows.label >= 0
-        loss = step.token_weight * label_loss
-        accepted = (logits.detach().argmax(-1) == rows.argmax).float()
-    else:
-        has_loss = rows.argmax >= 0
-        p = teacher.logits[rows.teacher].float().softmax(-1)
-        if loss_type == "total_variation":
-            distance = (logits.softmax(-1) - p).abs().sum(-1)
-            loss = step.token_weight * (L1_WEIGHT * distance + CROSS_ENTROPY_WEIGHT * label_loss)
-        else:
-            loss = step.token_weight * F.cross_entropy(logits, p, reduction="none")
-        if loss_type == "topk_distillation":
-            best = p.topk(min(TOP_K, teacher.num_columns), dim=-1)
-            loss = loss - TOP_K_WEIGHT * (best.values * logits.log_softmax(-1).gather(-1, best.indices)).sum(-1)
-        if rows.confidence is not None:
-            accepted = 1 - 0.5 * (logits.detach().softmax(-1) - p).abs().sum(-1)
-    if step.feature_weight:
-        hidden, wanted = rows.hidden.float(), teacher.hidden[rows.teacher].float()
-        loss = loss + step.feature_weight * F.smooth_l1_loss(hidden, wanted, reduction="none").mean(-1)
+def _chunk_loss(
+    step: DraftStep, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, wants_chances: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses of some rows [m], 0 for those that have none; the draft's chances of their labels if wanted; and hits of
+    the target's argmax among the best 1 and 5."""
+    return _loss_of_logits(step.head(rows.hidden).float(), rows, teacher, mixture, wants_chances)
+
+
+def _early_chunk_loss(
+    step: DraftStep, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, weight: Tensor, early: EarlyGradients
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_chunk_loss`, whose weighed sum goes to `early` with its gradients, and is without them here.
+
+    On CPUs a few rows of logits at a time: what is computed of them stays in the cache.
+    """
+    leaf = rows.detach()
+    logits = step.head(leaf.hidden)
+    slopes = torch.empty_like(logits)
+    size = len(rows) if logits.device.type != "cpu" else max(1, BLOCK_ELEMENTS // logits.shape[1])
+    found = []
+    for start in range(0, len(rows), size):
+        part = leaf.part(start, start + size)
+        wide = logits[start : start + size].detach().float().requires_grad_()
+        found.append(_loss_of_logits(wide, part, teacher, mixture, wants_chances=False))
+        # The states' own losses, and the confidence's, reach `leaf` past the logits.
+        (found[-1][0].sum() * weight).backward(inputs=[wide, *leaf.tensors])
+        slopes[start : start + size] = 0 if wide.grad is None else wide.grad  # none: a loss of the states alone
+    losses, chances, hits1, hits5 = zip(*found, strict=True)
+    leaves = find_leaves(logits) or [leaf.hidden] * logits.requires_grad  # a head may hand its input on
+    gradients = dict(zip(leaves, torch.autograd.grad(logits, leaves, slopes), strict=True)) if leaves else {}
+    for tensor, source in zip(leaf.tensors, rows.tensors, strict=True):
+        reached = [x for x in (tensor.grad, gradients.pop(tensor, None)) if x is not None]
+        if reached:
+            gradients[source] = sum(reached[1:], reached[0])
+    loss = torch.cat([loss.detach() for loss in losses])
+    early.add(loss.sum() * weight, gradients.items())
+    return loss, torch.cat(chances), sum(hits1, hits1[0] * 0), sum(hits5, hits5[0] * 0)
+
+
+def _loss_of_logits(
+    logits: Tensor, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, wants_chances: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens = ScoredTokens(
+        logits=logits,
+        teacher_logits=None if teacher.logits is None else teacher.logits[rows.teacher],
+        label=rows.label,
+        argmax=rows.argmax,
+        hidden=rows.hidden,
+        target_hidden=teacher.hidden[rows.teacher],
+    )
+    loss = mixture(tokens)
     if rows.confidence is not None:
-        chance = accepted.clamp(0, 1)
-        loss = loss + F.binary_cross_entropy_with_logits(rows.confidence.float(), chance, reduction="none")
-    loss = (loss * has_loss).sum()
+        if teacher.logits is None:
+            accepted = (logits.detach().argmax(-1) == rows.argmax).float()
+        else:
+            accepted = tokens.overlap.detach().clamp(0, 1)
+        loss = loss + F.binary_cross_entropy_with_logits(rows.confidence.float(), accepted, reduction="none")
+    loss = loss * mixture.has_loss(rows.label, rows.argmax)
     with torch.no_grad():
         # Among the best 5: fewer than 5 columns score above it.
         better = (logits > logits.gather(1, rows.argmax.clamp(min=0)[:, None])).sum(-1)
-        return loss, (logits.argmax(-1) == rows.argmax).sum(), ((better < 5) & (rows.argmax >= 0)).sum()
+        chances = logits[:0, 0]
+        if wants_chances:
+            chances = tokens.log_q.gather(1, rows.label.clamp(min=0)[:, None])[:, 0].exp() * (rows.label >= 0)
+        hits = (logits.argmax(-1) == rows.argmax).sum(), ((better < 5) & (rows.argmax >= 0)).sum()
+        return loss, chances.detach(), *hits

@@ -19,6 +19,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         named_parameters: of the heads; those without gradients are left out.
         muon_learning_rate: of the orthogonalised updates, scaled by sqrt(max(1, rows / columns)); 0.02 to 0.05 fits.
         learning_rate, betas, eps: AdamW's.
+        more_groups: groups for AdamW besides, as optimizers of torch take them.
         weight_decay: of both, on matrices alone.
     """
 
@@ -31,6 +32,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        more_groups: Iterable[dict[str, Any]] = (),
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(
@@ -54,6 +56,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             for params, decay in ((lm_heads, weight_decay), (vectors, 0.0))
             if params
         ]
+        adamw_groups += more_groups
         muon_groups: list[dict[str, Any]] = [{"params": hidden}] if hidden else []
         self._members: list[torch.optim.Optimizer] = []
         if adamw_groups:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads
-from training.losses import CHUNK_ELEMENTS, compute_teacher
+from training.teacher import compute_teacher, rows_per_chunk
 
 
 @torch.inference_mode()
@@ -23,7 +23,7 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
 
     Args:
         heads: bound to their target.
-        batches: of `training.data.ConversationCollator`; only positions of the loss mask count.
+        batches: of `training.collation.ConversationCollator`; only positions of the loss mask count.
         num_ranks: R, those beyond the draft vocabulary are never right.
     """
     target, hits, positions = heads.target, None, None
@@ -39,7 +39,7 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
         if hits is None or positions is None:
             hits = torch.zeros(len(steps), num_ranks, dtype=torch.float64)
             positions = torch.zeros(len(steps), 1, dtype=torch.float64)
-        chunk = max(1, CHUNK_ELEMENTS // teacher.num_columns)
+        chunk = rows_per_chunk(teacher.num_columns)
         for depth, step in enumerate(steps):
             is_counted = step.read_ahead(loss_mask, step.shift).bool()
             wanted = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)[is_counted]

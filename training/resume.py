@@ -1,7 +1,12 @@
-"""Which checkpoint a run goes on from: the newest one that was written to its end."""
+"""Which checkpoint a run goes on from, and whether what follows will be the run that was interrupted.
+
+A resumed run equals the uninterrupted one, weight for weight and metric for metric, only where data, options and number
+of processes are the same: `describe_run` says what they are, every checkpoint carries that, `check_same_run` compares.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -9,13 +14,28 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, TrainerState, TrainingArguments
+
+from heads.adapter import CONFIG_FILE, WEIGHTS_FILE
+from training.checkpoints import RUN_FILE, read_run_file
+from training.command_line import default_of
 
 logger = logging.getLogger(__name__)
 
 # The files Trainer cannot go on without, in the order in which it writes them.
 _NEEDED = ("config.json", "model.safetensors", "trainer_state.json")
+# Options that change neither what is learned nor its order: what is measured, saved, shown and uploaded, how fast the
+# data is loaded, where the target stays and how its features are stored.
+_FREE = re.compile(
+    r"(logging_|save_|eval_|num_eval_|max_eval_|per_device_eval_|hub_|push_to_hub|report|project|trackio|log_level"
+    r"|disable_tqdm|output_dir|run_name|dry_run|early_stopping|metric_for_best|greater_is_better|load_best_model|resume_"
+    r"|restore_callback|include_num_input|num_proc|dataloader_(?!drop_last)|ddp_timeout|torch_empty_cache|skip_memory_"
+    r"|trust_remote_code|feature_|max_disk_gb|target_device_map|target_offload|shard_target).*"
+)
+# Where the conversations lie; not compared where the data itself is.
+_OF_DATA = re.compile(r"dataset.*|max_samples|skip_bad_lines")
 
 
 def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = True) -> Path | None:
@@ -45,44 +65,73 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
                 f"cannot resume from {folder}: {damage}; give a complete checkpoint, or true for the newest one"
             )
         return folder
-    for folder in folders:
+    newest = find_newest(Path(output_dir), warns=is_main_process)
+    if newest is None and is_main_process:
+        logger.warning("no complete checkpoint in %s: starting from the beginning", output_dir)
+    return newest
+
+
+def find_newest(output_dir: Path, *, warns: bool = False) -> Path | None:
+    """The newest complete checkpoint; with `warns` the damaged ones that are passed over are logged."""
+    for folder in sorted(output_dir.glob("checkpoint-*"), key=_step, reverse=True):
         damage = find_damage(folder)
         if damage is None:
             return folder
-        if is_main_process:
+        if warns:
             logger.warning("%s is passed over: %s", folder, damage)
-    if is_main_process:
-        logger.warning("no complete checkpoint in %s: starting from the beginning", output_dir)
     return None
 
 
 def find_damage(folder: Path) -> str | None:
-    """What a kill or a full disk left undone in a checkpoint of Trainer's, or None when it is complete.
+    """What a checkpoint lacks, or None when it is complete.
 
-    Trainer writes `trainer_state.json` last, so that a checkpoint with a whole one is complete; the other files are
-    looked at too, for copies that broke off.
+    Those that a run writes have their names when they are complete (`training.checkpoints`); but one may have been
+    copied or deleted halfway, or be transformers' own, which writes `trainer_state.json` last.
     """
     for name in _NEEDED:
         if not (folder / name).is_file():
             return f"{name} is missing"
-    for file in sorted(folder.iterdir()):
-        if file.suffix == ".json":
-            try:
-                json.loads(file.read_text(encoding="utf-8"))
-            except ValueError:
-                return f"{file.name} is cut off"
-        elif file.suffix == ".safetensors":
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except SafetensorError:
-                return f"{file.name} is cut off"
-        elif file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file):  # what torch.save writes
-            return f"{file.name} is cut off"
-    # DeepSpeed and FSDP keep the optimizer in folders.
-    if not (folder / "optimizer.pt").is_file() and not any(file.is_dir() for file in folder.iterdir()):
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    folders = [file for file in folder.iterdir() if file.is_dir()]
+    if adapter := _adapter_of(folder):
+        files += [adapter / CONFIG_FILE, adapter / WEIGHTS_FILE]
+        folders = [other for other in folders if other != adapter]
+    for file in files:
+        if not file.is_file():
+            return f"{file.relative_to(folder)} is missing"
+        if _is_cut_off(file):
+            return f"{file.relative_to(folder)} is cut off"
+    for pattern in ("rng_state*.pth", "metrics_*.safetensors") if (folder / RUN_FILE).is_file() else ():
+        if not any(folder.glob(pattern)):
+            return f"{pattern} is missing"
+    # FSDP writes optimizer.bin; or it keeps the optimizer in a folder, as DeepSpeed does.
+    if not folders and not any(file.name in ("optimizer.pt", "optimizer.bin") for file in files):
         return "optimizer.pt is missing (with save_only_model there is nothing to resume from)"
     return None
+
+
+def _adapter_of(folder: Path) -> Path | None:
+    """Where the adapter of heads that were trained with one is."""
+    try:
+        name = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("target_adapter")
+    except ValueError:
+        return None
+    return folder / name if name else None
+
+
+def _is_cut_off(file: Path) -> bool:
+    if file.suffix == ".json":
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            return True
+    elif file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return True
+    return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)  # what torch.save writes
 
 
 def check_same_heads(folder: Path, stored: PreTrainedConfig, wanted: PreTrainedConfig) -> None:
@@ -99,6 +148,80 @@ def check_same_heads(folder: Path, stored: PreTrainedConfig, wanted: PreTrainedC
         raise ValueError(
             f"{folder} holds heads with {found}: resume with the same options, or train in another output_dir"
         )
+
+
+def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -> dict[str, Any]:
+    """What two runs must share to be the same run, as JSON has it.
+
+    Args:
+        settings: every option, from `training.command_line.resolve_arguments`.
+        train_set: the tokenized conversations; of a stream (without a length) only the options can tell.
+    """
+    data = fingerprint(train_set) if isinstance(train_set, datasets.Dataset) else None
+    options = {
+        key: value
+        for key, value in settings.items()
+        if not (_FREE.fullmatch(key) or (data is not None and _OF_DATA.fullmatch(key)))
+    }
+    described = {"num_processes": num_processes, "training data": data, "options": options}
+    found: dict[str, Any] = json.loads(json.dumps(described, default=str))
+    return found
+
+
+def fingerprint(rows: datasets.Dataset) -> str:
+    """Number of rows and a hash of all their columns, in order: other data gives another text."""
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in rows.with_format("arrow").iter(1000):
+        for name in sorted(batch.column_names):
+            column = batch[name].combine_chunks()
+            is_list = hasattr(column, "value_lengths")
+            for part in (column.value_lengths(), column.flatten()) if is_list else (column,):
+                values = part.to_numpy(zero_copy_only=False)
+                digest.update(repr(part.to_pylist()).encode() if values.dtype == object else values.tobytes())
+    return f"{len(rows)} rows, {digest.hexdigest()}"
+
+
+def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> None:
+    """Refuses to go on from a checkpoint as another run.
+
+    Args:
+        now: from `describe_run`.
+        may_differ: warn instead (`--resume_with_changes`).
+
+    Raises:
+        ValueError: naming what differs, and both values.
+    """
+    stored = read_run_file(folder)
+    if stored is None:
+        logger.warning("%s does not say what it was trained with: see that data and options are the same", folder)
+        return
+    one, other = ({**run, **run["options"]} for run in (stored, now))
+    different = []
+    for key in sorted((one.keys() | other.keys()) - {"options", "seconds"}):
+        before, after = (run.get(key, default_of(key)) for run in (one, other))
+        if before != after:
+            different.append(f"{key} {before!r} (now {after!r})")
+    if not different:
+        return
+    if not may_differ:
+        raise ValueError(
+            f"{folder} was trained with {', '.join(different)}: to go on would not be the run that was interrupted. "
+            "Resume with the same data and options; or say --resume_with_changes true; or start a new run from its "
+            f"weights with --init_heads {folder}"
+        )
+    logger.warning("%s was trained with %s: what follows is not the interrupted run", folder, ", ".join(different))
+
+
+def is_finished(state: TrainerState, args: TrainingArguments) -> bool:
+    """Whether a run has made its last step at this checkpoint."""
+    callbacks: Any = state.stateful_callbacks or {}
+    stopped = callbacks.get("EarlyStoppingCallback", {}).get("attributes", {})
+    patience = getattr(args, "early_stopping_patience", None)
+    if patience is not None and stopped.get("early_stopping_patience_counter", 0) >= patience:
+        return True
+    if args.max_steps > 0:
+        return bool(state.global_step >= args.max_steps)
+    return state.epoch is not None and bool(state.epoch >= args.num_train_epochs)
 
 
 def _step(folder: Path) -> int:

@@ -7,37 +7,57 @@ import logging
 import platform
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import datasets
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState, set_seed
+from torch import nn
+from transformers import AutoTokenizer, EarlyStoppingCallback, TrainerState, set_seed
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
-from inference import Decoder, GenerationStats, Target
-from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, resolve_arguments
-from training.data import ConversationCollator, count_tokens, load_conversations, tokenize_conversations
-from training.resume import check_same_heads, find_checkpoint
+from heads.adapter import FOLDER
+from inference import Target
+from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments
+from training.checkpoints import read_run_file, write_file
+from training.collation import ConversationCollator, count_tokens
+from training.command_line import resolve_arguments
+from training.depth_weights import parse_depth_weights
+from training.evaluation import acceptance_meter, eval_prompts
+from training.feature_options import FeatureArguments, RowsOfRun, prepare_features
+from training.joint import JointArguments, JointModel, adapt_target
+from training.joint_trainer import JointTrainer
+from training.launching import check_launch, describe_launch, loading_whole
+from training.on_policy import OnPolicyArguments, OnPolicyRows, WriteReplies, check_on_policy
+from training.packing import pack_rows
+from training.reporters import check_reporters
+from training.resume import check_same_heads, check_same_run, describe_run, find_checkpoint, is_finished
+from training.run_arguments import RunArguments, pick
+from training.run_report import report_run
+from training.self_check import check_first_row
+from training.sharded_target import count_held
+from training.stopping import explain_full_disk
+from training.streaming import ConversationStream, check_streaming
+from training.target_identity import hash_tokenizer, identify_target
+from training.target_loading import PlacementArguments, check_placement, load_model
 from training.trainer import HeadsTrainer
+from training.training_sets import load_datasets
 
 logger = logging.getLogger(__name__)
 
 
 def run_training(
-    model_args: ModelArguments, data_args: DataArguments, training_args: HeadsTrainingArguments
+    model_args: ModelArguments, data_args: DataArguments, training_args: HeadsTrainingArguments, *more: Any
 ) -> dict[str, float]:
     """Trains heads as the arguments say, saves them in `output_dir` and returns the final metrics.
 
     With `--resume_from_checkpoint true` (or a folder) an interrupted run goes on from its newest complete checkpoint.
     """
-    return prepare_run(model_args, data_args, training_args).finish()
+    return prepare_run(model_args, data_args, training_args, *more).finish()
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,9 @@ class PreparedRun:
     trainer: HeadsTrainer
     output_dir: Path
     checkpoint: Path | None
+    tokenizer: Any
+    settings: dict[str, Any]
+    wants_report: bool = True
 
     def finish(self) -> dict[str, float]:
         """Trains, saves the heads and the record, and returns the final metrics."""
@@ -55,91 +78,183 @@ class PreparedRun:
         if trainer.eval_dataset is not None:
             metrics = _final_metrics(trainer)
         else:
+            cast(nn.Module, trainer.model).eval()  # adapters may have dropout
             metrics = {f"eval_{name}": value for name, value in (trainer.measure_acceptance or dict)().items()}
-        trainer.save_model(str(self.output_dir))
+        with explain_full_disk(trainer, "the trained heads"):
+            trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
+        distributed = {
+            **describe_launch(trainer.accelerator),
+            "target_parameters_per_process": count_held(trainer.target.model),
+        }
+        record = _make_record(metrics, trainer.state, seconds, distributed)
         if trainer.args.process_index == 0:
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)  # a pickle of those in training_config.yaml
-            _write_record(self.output_dir, metrics, trainer.state, seconds)
+            write_file(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
+        report_run(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
+        if trainer.args.push_to_hub:
+            trainer.push_to_hub()
         return metrics
 
 
 def prepare_run(
-    model_args: ModelArguments, data_args: DataArguments, training_args: HeadsTrainingArguments
+    model_args: ModelArguments, data_args: DataArguments, training_args: HeadsTrainingArguments, *more: Any
 ) -> PreparedRun:
     """Loads and checks what a run needs, and writes its configuration.
+
+    Args:
+        more: further objects of `training.command_line.ARGUMENT_CLASSES`; what is left out has its defaults.
 
     Raises:
         ValueError, OSError: for options, files and folders that are wrong.
     """
+    joint_args, placement = pick(more, JointArguments), pick(more, PlacementArguments)
+    feature_args, on_policy_args = pick(more, FeatureArguments), pick(more, OnPolicyArguments)
+    if placement.target_device_map is not None and training_args.n_gpu > 1:
+        training_args._n_gpu = 1  # the others are the target's
     if training_args.n_gpu > 1:
         raise ValueError(
             f"one process sees {training_args.n_gpu} GPUs, and heads do not train under DataParallel: start with "
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
         )
-    if getattr(training_args.deepspeed_plugin, "zero_stage", 0) == 3:
+    check_launch(training_args)
+    if joint_args.is_on and feature_args.features is not None:
         raise ValueError(
-            "ZeRO-3 would split the frozen target as well: use stage 1 or 2 (configs/deepspeed/zero2.json)"
+            f"got features {feature_args.features} with lora_r {joint_args.lora_r}: a target that is trained "
+            "gives other states at every step; leave one of the two out"
         )
+    check_streaming(data_args, training_args)
+    if joint_args.is_on and placement.shard_target != "none":
+        raise ValueError(
+            f"got shard_target {placement.shard_target} with lora_r {joint_args.lora_r}: a target that is trained too "
+            "stays whole on every process; leave one of the two out"
+        )
+    if data_args.packing and training_args.train_sampling_strategy == "group_by_length":
+        raise ValueError(
+            "got packing and train_sampling_strategy group_by_length: packed rows are of one length, and their "
+            "documents are grouped within each batch; leave one of the two out"
+        )
+    check_reporters(training_args.report_to)
     set_seed(training_args.seed)  # Trainer does so too, but after the heads have drawn their first weights
     is_main_process = training_args.process_index == 0
     checkpoint = find_checkpoint(
         training_args.output_dir, training_args.resume_from_checkpoint, is_main_process=is_main_process
     )
-    model = AutoModelForCausalLM.from_pretrained(
-        model_args.target,
-        dtype=model_args.target_dtype,
-        attn_implementation=model_args.attn_implementation,
-        trust_remote_code=model_args.trust_remote_code,
-    )
-    model.requires_grad_(False).eval().to(training_args.device)
-    target = Target(model)
+    stored_heads = _load_stored_heads(model_args, checkpoint)
+    model = load_model(model_args, placement, training_args.device, num_processes=training_args.world_size)
+    target = Target(adapt_target(model, stored_heads, joint_args))
+    check_placement(target, training_args.device)
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
-    heads = _make_heads(model_args, target, checkpoint)
+    heads = _make_heads(model_args, target, stored_heads, checkpoint, joint_args)
 
-    data_args = _fit_to_target(data_args, target, is_main_process=is_main_process)
+    data_args = fit_to_target(data_args, target, is_main_process=is_main_process)
     with training_args.main_process_first(desc="tokenizing conversations"):
-        train_set, eval_set = load_datasets(data_args, tokenizer, seed=training_args.seed)
+        train_set, eval_set = load_datasets(
+            data_args,
+            tokenizer,
+            seed=training_args.seed,
+            rank=training_args.process_index,
+            num_processes=training_args.world_size,
+        )
     if heads.wants_token_counts:
-        heads.fit_vocabulary(count_tokens(train_set, target.vocab_size))
+        is_stream = isinstance(train_set, ConversationStream)
+        counted = train_set.first_rows(data_args.vocabulary_rows) if is_stream else train_set
+        heads.fit_vocabulary(count_tokens(counted, target.vocab_size))
 
-    measure_acceptance = _acceptance_meter(
-        target, heads, _eval_prompts(data_args, eval_set, tokenizer, target), data_args.eval_max_new_tokens
+    settings = resolve_arguments(model_args, data_args, training_args, *more)
+    description = describe_run(settings, train_set, training_args.world_size)
+    if checkpoint is not None:
+        check_same_run(checkpoint, description, may_differ=training_args.resume_with_changes)
+    measure_acceptance = acceptance_meter(
+        target, heads, eval_prompts(data_args, eval_set, tokenizer, target), data_args.eval_max_new_tokens
     )
-    trainer = HeadsTrainer(
+    features = prepare_features(
+        feature_args,
         target=target,
+        heads=heads,
+        rows=RowsOfRun(train_set, eval_set, data_args.dataset, data_args.max_length, hash_tokenizer(tokenizer)),
+        loss_type=training_args.loss_type or heads.default_loss,
+        collate=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
+        identify=partial(identify_target, target, model_args.target),
+        rank=training_args.process_index,
+    )
+    if data_args.packing:  # behind whatever reads single conversations
+        with training_args.main_process_first(desc="packing conversations"):
+            seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
+            if not isinstance(train_set, ConversationStream):  # which packs its rows itself
+                train_set = pack_rows(train_set, data_args.max_length, seed=seed)
+            eval_set = None if eval_set is None else pack_rows(eval_set, data_args.max_length, seed=seed)
+    if on_policy_args.is_on:
+        check_on_policy(
+            train_set,
+            has_packing=data_args.packing,
+            has_stored_features=feature_args.features is not None,
+            has_persistent_workers=training_args.dataloader_persistent_workers,
+        )
+        train_set = OnPolicyRows(train_set)
+    model_of_run = JointModel(heads, target, joint_args) if joint_args.is_on else heads
+    trainer = (JointTrainer if joint_args.is_on else HeadsTrainer)(
+        target=target,
+        features=features.source,
         loss_type=training_args.loss_type or heads.default_loss,
         step_decay=training_args.step_decay or heads.default_step_decay,
+        depth_weights=parse_depth_weights(training_args.depth_weights),
         measure_acceptance=measure_acceptance,
         muon_learning_rate=training_args.muon_learning_rate,
-        model=heads,
+        run_description=description,
+        model=model_of_run,
         args=training_args,
         train_dataset=train_set,
         eval_dataset=eval_set,
-        data_collator=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
+        data_collator=features.collate,
+        callbacks=features.callbacks,
     )
+    check_first_row(target, features, train_set, heads.feature_layers)
+    if isinstance(train_set, OnPolicyRows):
+        has_trained_heads = stored_heads is not None
+        settings_of_rows: dict[str, Any] = {"max_length": data_args.max_length, "drafts_at_once": has_trained_heads}
+        trainer.add_callback(WriteReplies(trainer, train_set, tokenizer, on_policy_args, **settings_of_rows))
+        if checkpoint is not None:
+            train_set.load(checkpoint)
+    if training_args.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(training_args.early_stopping_patience))
     output_dir = Path(training_args.output_dir)
-    settings = resolve_arguments(model_args, data_args, training_args)
-    if is_main_process:  # now, so that an interrupted run says what it was
+    if is_main_process and not pick(more, RunArguments).dry_run:  # now, so that an interrupted run says what it was
         output_dir.mkdir(parents=True, exist_ok=True)
-        _write(output_dir / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
-    return PreparedRun(trainer, output_dir, checkpoint)
+        write_file(output_dir / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
+    wants_report = pick(more, RunArguments).report
+    return PreparedRun(trainer, output_dir, checkpoint, tokenizer, settings, wants_report)
 
 
-def _make_heads(model_args: ModelArguments, target: Target, checkpoint: Path | None) -> DraftHeads:
-    """Untrained heads, those to continue from, or those of the checkpoint to resume: with the vocabulary they were
-    trained for, whatever the data would give now."""
+def _load_stored_heads(model_args: ModelArguments, checkpoint: Path | None) -> DraftHeads | None:
+    """Those of the checkpoint to resume, or those to continue from: with the vocabulary they were trained for, whatever
+    the data would give now."""
     stored = checkpoint or model_args.init_heads
+    if stored is None:
+        return None
+    with loading_whole():
+        heads: DraftHeads = DraftHeads.from_pretrained(stored, dtype=torch.float32)
+    return heads
+
+
+def _make_heads(
+    model_args: ModelArguments,
+    target: Target,
+    stored: DraftHeads | None,
+    checkpoint: Path | None,
+    joint_args: JointArguments,
+) -> DraftHeads:
+    """The stored heads, or untrained ones, bound to the target."""
     if stored is None:
         assert model_args.head_type is not None
         return create_heads(model_args.head_type, target, **model_args.parse_head_overrides())
-    heads: DraftHeads = DraftHeads.from_pretrained(stored, dtype=torch.float32)
     if checkpoint is not None and model_args.head_type is not None:
-        wanted = HEAD_TYPES[model_args.head_type].config_class
-        check_same_heads(checkpoint, heads.config, wanted.from_target(target, **model_args.parse_head_overrides()))
-    return heads.bind(target)
+        wanted = HEAD_TYPES[model_args.head_type].config_class.from_target(target, **model_args.parse_head_overrides())
+        wanted.target_adapter = FOLDER if joint_args.is_on else None
+        check_same_heads(checkpoint, stored.config, wanted)
+    return stored.bind(target)
 
 
-def _fit_to_target(data_args: DataArguments, target: Target, *, is_main_process: bool) -> DataArguments:
+def fit_to_target(data_args: DataArguments, target: Target, *, is_main_process: bool) -> DataArguments:
     """Rows no longer than the target's position limit."""
     limit = target.max_length
     if limit is None or data_args.max_length <= limit:
@@ -155,20 +270,23 @@ def _fit_to_target(data_args: DataArguments, target: Target, *, is_main_process:
 
 
 def _train(trainer: HeadsTrainer, checkpoint: Path | None) -> float:
-    """Trains; returns the seconds this took, evaluations included."""
-    begin = time.perf_counter()
+    """Trains; returns the seconds this took, evaluations and what came before an interruption included."""
+    trainer.clock.start()
     if checkpoint is None:
         trainer.train()
-        return time.perf_counter() - begin
+        return trainer.clock.seconds
+    seconds_before: float = (read_run_file(checkpoint) or {}).get("seconds", 0.0)
+    trainer.clock.start(seconds_before)
+    trainer.args.eval_on_start = False  # that was before the first step
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    if not 0 < trainer.args.max_steps <= state.global_step:
+    if not is_finished(state, trainer.args):
         trainer.train(resume_from_checkpoint=str(checkpoint))
-        return time.perf_counter() - begin
+        return trainer.clock.seconds
     # Interrupted after its last step: Trainer would make one more.
     trainer.state = state
     if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
         trainer._load_best_model()
-    return 0.0
+    return seconds_before
 
 
 def _final_metrics(trainer: HeadsTrainer) -> dict[str, float]:
@@ -183,91 +301,27 @@ def _final_metrics(trainer: HeadsTrainer) -> dict[str, float]:
     return metrics
 
 
-def load_datasets(
-    data_args: DataArguments, tokenizer: Any, *, seed: int
-) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Tokenized training and held-out conversations; the latter None when there is nothing to hold out."""
+def hide_secrets(words: Sequence[str]) -> list[str]:
+    """A command line without the values of options that end in `token`: records and reports are uploaded.
 
-    def load(paths: Sequence[str], split: str, max_samples: int | None) -> datasets.Dataset:
-        conversations = load_conversations(
-            paths, split=split, max_samples=max_samples, skip_bad_lines=data_args.skip_bad_lines
-        )
-        return tokenize_conversations(
-            conversations, tokenizer, max_length=data_args.max_length, num_proc=data_args.num_proc
-        )
-
-    train_set = load(data_args.dataset, data_args.dataset_split, data_args.max_samples)
-    if data_args.eval_dataset:
-        return train_set, load(data_args.eval_dataset, data_args.eval_split, data_args.max_eval_samples or None)
-    if data_args.validation_fraction == 0 or len(train_set) < 2:
-        return train_set, None
-    parts = train_set.train_test_split(test_size=data_args.validation_fraction, seed=seed)
-    held_out = parts["test"]
-    if data_args.max_eval_samples:
-        held_out = held_out.select(range(min(data_args.max_eval_samples, len(held_out))))
-    return parts["train"], held_out
-
-
-def _eval_prompts(
-    data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any, target: Target
-) -> list[list[int]]:
-    """Token ids of the prompts that acceptance is measured on: up to the first assistant token of held-out
-    conversations, or the first turns of a prompt file.
-
-    Raises:
-        ValueError: naming file and line, before training rather than at its first evaluation.
+    >>> hide_secrets(["--hub_token", "hf_1", "--push_to_hub_token=hf_2", "--max_steps", "3"])
+    ['--hub_token', '...', '--push_to_hub_token=...', '--max_steps', '3']
     """
-    if data_args.eval_prompts is not None:
-        return list(islice(_read_prompts(Path(data_args.eval_prompts), tokenizer, target), data_args.num_eval_prompts))
-    if eval_set is None:
-        return []
-    rows = eval_set.select(range(min(data_args.num_eval_prompts, len(eval_set))))
-    return [row["input_ids"][: row["loss_mask"].index(1)] for row in rows if row["loss_mask"][0] == 0]
+    shown, is_secret = [], False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        is_option = option.startswith("--") and option.endswith("token")
+        shown.append(f"{option}=..." if is_option and equals else "..." if is_secret else word)
+        is_secret = is_option and not equals
+    return shown
 
 
-def _read_prompts(path: Path, tokenizer: Any, target: Target) -> Iterator[list[int]]:
-    if not path.is_file():
-        raise ValueError(f"eval_prompts is {path}, which is no file; give JSON lines of {{'turns': ['...']}}")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            turn = json.loads(line)["turns"][0]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: expected {{'turns': ['...']}} ({error!r})") from error
-        messages = [{"role": "user", "content": turn}]
-        prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        if target.max_length is not None and len(prompt) >= target.max_length:
-            raise ValueError(
-                f"{path}, line {number}: the prompt has {len(prompt)} tokens, the target takes fewer than "
-                f"{target.max_length} ({target.length_limit_reason}); leave it out"
-            )
-        yield prompt
-
-
-def _acceptance_meter(
-    target: Target, heads: DraftHeads, prompts: list[list[int]], max_new_tokens: int
-) -> Callable[[], dict[str, float]] | None:
-    """Decodes the prompts greedily with the heads as they are; every process does the same, so none waits."""
-    if not prompts:
-        return None
-
-    def measure() -> dict[str, float]:
-        decoder = Decoder(target, heads)
-        stats = GenerationStats()
-        for prompt in prompts:
-            input_ids = torch.tensor([prompt], device=target.device)
-            mask = torch.ones_like(input_ids)
-            stats += decoder.generate(input_ids, mask, max_new_tokens=max_new_tokens, do_sample=False).stats
-        return {"acceptance_length": stats.acceptance_length}
-
-    return measure
-
-
-def _write_record(directory: Path, metrics: dict[str, float], state: TrainerState, seconds: float) -> None:
-    """`training_record.json`: command, versions, metrics, and what the training took (since it was last resumed)."""
-    record = {
-        "command": shlex.join(["train_heads.py", *sys.argv[1:]]),
+def _make_record(
+    metrics: dict[str, float], state: TrainerState, seconds: float, distributed: dict[str, Any]
+) -> dict[str, Any]:
+    """`training_record.json`: command, versions, metrics, how processes shared the work, and what the training took."""
+    return {
+        "command": shlex.join(["train_heads.py", *hide_secrets(sys.argv[1:])]),
         "training": {
             "seconds": round(seconds, 1),
             "threads": torch.get_num_threads(),
@@ -275,15 +329,8 @@ def _write_record(directory: Path, metrics: dict[str, float], state: TrainerStat
             "tokens": state.num_input_tokens_seen,
             "epochs": state.epoch,
         },
+        "distributed": distributed,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "platform": platform.platform(),
         "metrics": metrics,
     }
-    _write(directory / "training_record.json", json.dumps(record, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file completely or not at all."""
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)

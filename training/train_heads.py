@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,16 +19,35 @@ def main() -> int:
 
     if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
         sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
-    from training.arguments import parse_arguments
+    from training.command_line import parse_arguments
+    from training.conversations import BadLineError
+    from training.dry_run import dry_run
+    from training.dry_run_table import show
+    from training.lost_processes import naming_lost_processes
     from training.run import prepare_run
+    from training.run_arguments import RunArguments, pick
+    from training.stopping import TrainingStoppedError
 
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR  # one process speaks for all
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    level = logging.INFO if is_main_process else logging.ERROR  # one process speaks for all
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     try:
-        run = prepare_run(*parse_arguments())
+        arguments = parse_arguments()
+        if pick(arguments, RunArguments).dry_run:
+            found = dry_run(*arguments)
+            if is_main_process:
+                show(found)
+            return 1 if found.problems else 0
+        run = prepare_run(*arguments)
     except (ValueError, OSError) as error:
+        if not is_main_process:
+            time.sleep(5)  # the first process says the same, and the launcher then ends this one
         sys.exit(f"train_heads.py: {error}")
-    run.finish()  # what goes wrong in here keeps its traceback
+    try:
+        with naming_lost_processes(run.output_dir):
+            run.finish()  # what else goes wrong in here keeps its traceback
+    except (TrainingStoppedError, BadLineError) as error:  # the latter in a stream
+        sys.exit(f"train_heads.py: {error}")
     return 0
 
 

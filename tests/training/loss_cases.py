@@ -5,6 +5,8 @@ Legend: B batch, T sequence length, C draft vocabulary, V target vocabulary, D h
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,17 @@ from torch import Tensor, nn
 from heads import DraftStep
 from inference import Target
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses import LOSS_TYPES, LossOutput, Teacher, compute_teacher, draft_loss
+from training.losses import LossOutput, draft_loss
+from training.teacher import Teacher, compute_teacher
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 12, 32, 128
+# What is read of a position: the token alone, the distribution, both, and states besides.
+LOSS_TYPES = (
+    "cross_entropy",
+    "distillation",
+    "1.8*total_variation+0.1*cross_entropy",
+    "1.5*smooth_l1+0.1*distillation+topk_distillation",
+)
 every_loss = pytest.mark.parametrize("loss_type", LOSS_TYPES)
 
 
@@ -23,12 +33,9 @@ class Case:
 
     Args:
         draft_size: size of the draft vocabulary; None = all of the target's tokens.
-        **weights: of the steps.
     """
 
-    def __init__(
-        self, draft_size: int | None = None, seed: int = 0, shifts: tuple[int, ...] = (2, 3, 4), **weights: float
-    ) -> None:
+    def __init__(self, draft_size: int | None = None, seed: int = 0, shifts: tuple[int, ...] = (2, 3, 4)) -> None:
         torch.manual_seed(seed)
         self.target = Target(tiny_target("llama"))
         self.input_ids = random_prompt(LENGTH, seed=seed, batch_size=BATCH)
@@ -48,17 +55,16 @@ class Case:
                 head.weight.copy_(self.target.lm_head.weight[rows])
                 ahead = torch.roll(self.last_hidden, 1 - shift, dims=1)
                 hidden.copy_(ahead + 0.7 * torch.randn_like(ahead))
-        self.steps = [DraftStep(*step, **weights) for step in zip(shifts, self.hidden, self.heads, strict=True)]
+        self.steps = [DraftStep(*step) for step in zip(shifts, self.hidden, self.heads, strict=True)]
 
     def teacher(self, loss_type: str) -> Teacher:
         return compute_teacher(
             self.target, self.last_hidden, self.input_ids, self.loss_mask, self.draft_token_ids, loss_type=loss_type
         )
 
-    def run(self, loss_type: str, step_decay: float = 0.8) -> LossOutput:
-        return draft_loss(
-            self.steps, self.teacher(loss_type), self.loss_mask, loss_type=loss_type, step_decay=step_decay
-        )
+    def run(self, loss_type: str, step_decay: float = 0.8, **options: Any) -> LossOutput:
+        teacher = self.teacher(loss_type)
+        return draft_loss(self.steps, teacher, self.loss_mask, loss_type=loss_type, step_decay=step_decay, **options)
 
     def gradients(self) -> list[Tensor]:
         tensors = [*self.hidden, *(head.weight for head in self.heads)]
@@ -70,7 +76,7 @@ class Case:
 
 
 class Reference:
-    """The same by loops over rows, slots and steps."""
+    """The same by loops over rows, slots and steps, of the losses in `LOSS_TYPES`."""
 
     def __init__(self, case: Case, loss_type: str, step_decay: float = 0.8) -> None:
         ids = list(range(VOCAB)) if case.draft_token_ids is None else case.draft_token_ids.tolist()
@@ -93,25 +99,25 @@ class Reference:
                     if (label if loss_type == "cross_entropy" else best) not in ids:
                         continue
                     log_q = scores.log_softmax(-1)
+                    p = target_logits[ids].softmax(-1)
                     if loss_type == "cross_entropy":
-                        loss = -log_q[ids.index(label)] * step.token_weight
-                    elif loss_type == "total_variation":
-                        p = target_logits[ids].softmax(-1)
-                        loss = 0.9 * (p - log_q.exp()).abs().sum() * step.token_weight
+                        loss = -log_q[ids.index(label)]
+                    elif loss_type == "distillation":
+                        loss = -(p * log_q).sum()
+                    elif loss_type == "1.8*total_variation+0.1*cross_entropy":
+                        loss = 0.9 * (p - log_q.exp()).abs().sum()
                         if label in ids:
-                            loss = loss - 0.1 * log_q[ids.index(label)] * step.token_weight
+                            loss = loss - 0.1 * log_q[ids.index(label)]
                     else:
-                        p = target_logits[ids].softmax(-1)
-                        loss = -(p * log_q).sum() * step.token_weight
-                    if loss_type == "topk_distillation":
+                        assert loss_type == "1.5*smooth_l1+0.1*distillation+topk_distillation"
+                        loss = -0.1 * (p * log_q).sum()
                         for i in sorted(range(len(ids)), key=lambda i: -p[i].item())[:10]:
                             loss = loss - p[i] * log_q[i]
-                    for mine, wanted in zip(
-                        step.hidden[row, slot], case.last_hidden[row, slot + step.shift - 1], strict=True
-                    ):
-                        gap = (mine - wanted).abs()
-                        distance = gap**2 / 2 if gap < 1 else gap - 0.5
-                        loss = loss + step.feature_weight * distance / HIDDEN
+                        for mine, wanted in zip(
+                            step.hidden[row, slot], case.last_hidden[row, slot + step.shift - 1], strict=True
+                        ):
+                            gap = (mine - wanted).abs()
+                            loss = loss + 1.5 * (gap**2 / 2 if gap < 1 else gap - 0.5) / HIDDEN
                     losses.append(loss)
             if losses:
                 self.loss = self.loss + step_decay**k * torch.stack(losses).mean()

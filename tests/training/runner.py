@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
-from training.arguments import parse_arguments
+from tests.tiny_targets import tiny_target
+from training.command_line import parse_arguments
 from training.run import run_training
 from training.trainer import HeadsTrainer
 
@@ -22,6 +27,18 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )
+
+
+def save_chat_target(folder: Path) -> Path:
+    """A Llama of 60 tokens with a tokenizer of one token per word and a chat template, saved in the folder."""
+    tiny_target("llama", vocab_size=60, num_hidden_layers=4, initializer_range=0.2).save_pretrained(folder)
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate([*SPECIAL, *WORDS])}, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<|end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[1:3])})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_conversations(path: Path, *, count: int = 24, words: list[str] = WORDS, seed: int = 0) -> Path:
@@ -65,6 +82,7 @@ class Runner:
             "bf16": False,
             "use_cpu": True,
             "disable_tqdm": True,
+            "report": False,
         }
 
     def arguments(self, **options: Any) -> list[str]:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import TrainingArguments
 
-from training.arguments import ARGUMENT_CLASSES, parse_arguments, resolve_arguments
+from training.arguments import DataArguments
+from training.command_line import ARGUMENT_CLASSES, parse_arguments, resolve_arguments
 
 REQUIRED = ["--target", "t", "--head_type", "kind", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
 
@@ -28,7 +30,7 @@ def test_yaml_alone(tmp_path: Path) -> None:
         "learning_rate: 1e-3\nbf16: false\nuse_cpu: true\nmax_samples: null\nmax_steps: -1\n"
         "lr_scheduler_kwargs: {num_cycles: 0.5}\n",
     )
-    model, data, training = parse_arguments(["--config", config])
+    model, data, training, *_ = parse_arguments(["--config", config])
     assert model.parse_head_overrides() == {"num_heads": 4, "rope": [1, 2]}
     assert data.dataset == ["a.jsonl", "b.jsonl"]
     assert data.max_samples is None
@@ -52,13 +54,20 @@ def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
     )
     flags = ["--target", "flag", "--dataset", "c", "--max-length", "7", "--no_bf16"]
     overrides = ["--head_overrides", "num_heads=5", "--head_overrides", "name=x", "other=1e-5"]
-    model, data, training = parse_arguments([*flags, "--config", config, *overrides])
+    model, data, training, *_ = parse_arguments([*flags, "--config", config, *overrides])
     assert (model.target, data.dataset, data.max_length, training.bf16) == ("flag", ["c"], 7, False)
     assert model.parse_head_overrides() == {"num_heads": 5, "num_layers": 2, "name": "x", "other": 1e-5}
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of machines that have CPUs alone")
+def test_bfloat16_on_cpus_needs_no_further_option() -> None:
+    _, _, training, *_ = parse_arguments([*REQUIRED[:6], "--bf16", "true"])
+    assert training.bf16
+    assert (training.device.type, training.use_cpu) == ("cpu", False)  # as it was given, for machines with accelerators
+
+
 def test_defaults_leave_the_machine_alone() -> None:
-    _, _, training = parse_arguments(REQUIRED)
+    _, _, training, *_ = parse_arguments(REQUIRED)
     assert training.report_to == []
     assert training.remove_unused_columns is False
     assert training.prediction_loss_only is True
@@ -78,6 +87,10 @@ def test_defaults_leave_the_machine_alone() -> None:
         ([*REQUIRED, "--max_length", "many"], "max_length.*invalid int value: 'many'"),
         ([*REQUIRED, "--max_length", "0"], "got max_length 0: it must be at least 1"),
         ([*REQUIRED, "--num_eval_prompts", "-1"], "got num_eval_prompts -1"),
+        ([*REQUIRED, "--shuffle_buffer", "5"], "got shuffle_buffer 5 without streaming"),
+        ([*REQUIRED, "--vocabulary_rows", "5"], "got vocabulary_rows 5 without streaming"),
+        ([*REQUIRED, "--max_disk_gb", "5"], "got max_disk_gb 5.0 without feature_mode hybrid"),
+        ([*REQUIRED, "--features", "d", "--feature_shard_mb", "5"], "got feature_shard_mb 5.0 without feature_mode"),
         ([*REQUIRED, "--eval_split", "test"], "got eval_split 'test' without eval_dataset"),
         (
             [*REQUIRED[:5], "some/set", "--eval_dataset", "other", "some/set", "--eval_split", "train"],
@@ -90,7 +103,12 @@ def test_defaults_leave_the_machine_alone() -> None:
         ([*REQUIRED, "--validation_fraction", "1.5"], r"got validation_fraction 1.5: it is a share, from 0 to below 1"),
         ([*REQUIRED, "--step_decay", "0"], "got step_decay 0.0: it must be above 0"),
         ([*REQUIRED, "--muon_learning_rate", "0"], "got muon_learning_rate 0.0: it must be above 0"),
-        ([*REQUIRED, "--loss_type", "hinge"], "loss_type.*'hinge'.*cross_entropy"),
+        ([*REQUIRED, "--loss_type", "hinge"], "loss_type is 'hinge'.*cross_entropy"),
+        ([*REQUIRED, "--depth_weights", "d_pac"], "got depth_weights 'd_pac': give d_pace, or one number"),
+        (
+            [*REQUIRED, "--depth_weights", "1,0.5", "--step_decay", "0.8"],
+            "depth_weights '1,0.5' and step_decay 0.8",
+        ),
         ([*REQUIRED, "--target_dtype", "int8"], "target_dtype.*int8.*bfloat16"),
         ([*REQUIRED, "--init_heads", "h"], "give head_type to create heads, or init_heads"),
         (["--target", "t", "--dataset", "d"], "give head_type to create heads, or init_heads"),
@@ -161,3 +179,60 @@ def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "--config FILE.yaml" in text
     assert "--head_overrides" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset_weights": [1.0]}, "got 1 dataset_weights for 2 of dataset: give one for each"),
+        ({"dataset_weights": [1.0, 0.0]}, "each must be above 0"),
+        ({"stopping_strategy": "all_exhausted"}, "without dataset_weights"),
+        ({"dataset_split": ["a", "b", "c"]}, "got 3 of dataset_split for 2 of dataset"),
+        ({"columns": ["prompt"]}, "got columns 'prompt': write ROLE=COLUMN"),
+        ({"columns": ["prompt=a"]}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
+        ({"dataset_format": "sharegtp"}, r"did you mean 'sharegpt'\?"),
+        ({"dataset_split": ["a", "b"], "eval_dataset": ["some/b"], "eval_split": "b"}, "evaluates on what is learned"),
+    ],
+)
+def test_sources_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataArguments(dataset=["some/a", "some/b"], **options)
+
+
+def test_columns_and_weights_are_read_from_yaml_and_back(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "target: t\nhead_type: kind\nbf16: false\nuse_cpu: true\ndataset: [a.jsonl, b.parquet]\n"
+        "dataset_weights: [0.7, 3]\ncolumns: {prompt: question, response: solution}\n"
+    )
+    arguments = parse_arguments(["--config", str(config)])
+    assert arguments[1].dataset_weights == [0.7, 3.0]
+    assert arguments[1].record_format().columns == {"prompt": "question", "response": "solution"}
+    config.write_text(yaml.safe_dump(resolve_arguments(*arguments)))
+    assert parse_arguments(["--config", str(config)])[1] == arguments[1]
+    said = parse_arguments(["--config", str(config), "--columns", "messages=dialog"])[1]
+    assert said.record_format().columns == {"messages": "dialog"}
+
+
+class TestBase:
+    def test_a_file_changes_another(self, tmp_path: Path) -> None:
+        """A key replaces the base's whole value, and the command line wins over both."""
+        (tmp_path / "deep").mkdir()
+        shared = {"target": "t", "dataset": ["d"], "head_type": "medusa", "head_overrides": {"num_heads": 2}, "seed": 3}
+        (tmp_path / "shared.yaml").write_text(yaml.safe_dump(shared))
+        (tmp_path / "middle.yaml").write_text("base: shared.yaml\nseed: 4\nhead_overrides: {num_layers: 2}\n")
+        (tmp_path / "deep" / "one.yaml").write_text("base: ../middle.yaml\ndataset: e\n")
+        words = ["--config", str(tmp_path / "deep" / "one.yaml"), "--use_cpu", "true"]
+        model, data, training, *_ = parse_arguments(words)
+        assert (model.target, data.dataset, training.seed) == ("t", ["e"], 4)
+        assert model.parse_head_overrides() == {"num_layers": 2}
+        assert parse_arguments([*words, "--seed", "5"])[2].seed == 5
+
+    def test_circles_and_missing_files(self, tmp_path: Path) -> None:
+        (tmp_path / "one.yaml").write_text("base: other.yaml\n")
+        (tmp_path / "other.yaml").write_text("base: one.yaml\n")
+        with pytest.raises(ValueError, match=r"one.yaml is its own base, by way of 2 files"):
+            parse_arguments(["--config", str(tmp_path / "one.yaml")])
+        (tmp_path / "other.yaml").write_text("base: nowhere.yaml\n")
+        with pytest.raises(ValueError, match=r"nowhere.yaml: cannot read it"):
+            parse_arguments(["--config", str(tmp_path / "one.yaml")])

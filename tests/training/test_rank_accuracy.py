@@ -66,7 +66,7 @@ def test_equals_a_loop_over_positions(
 
     # Chunks of three rows, the last one smaller; and one chunk for all.
     for elements in (3 * len(token_ids), 2**25):
-        monkeypatch.setattr("training.rank_accuracy.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("training.teacher.CHUNK_ELEMENTS", elements)
         assert torch.equal(measure_rank_accuracy(heads, batches, num_ranks=NUM_RANKS), expected)
 
 

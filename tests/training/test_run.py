@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -32,9 +31,10 @@ from tests.training.runner import (
     write_conversations,
 )
 from training import train_heads
-from training.arguments import parse_arguments
-from training.run import load_datasets, run_training
+from training.command_line import parse_arguments
+from training.run import hide_secrets, run_training
 from training.trainer import HeadsTrainer
+from training.training_sets import load_datasets
 
 # A frozen LM head starts near the entropy of a random target's distribution; the data's tokens can be learned.
 LEARNABLE: dict[str, dict[str, Any]] = {
@@ -58,6 +58,7 @@ class TestARun:
 
         files = {path.name for path in train.output_dir.iterdir()}
         assert files == {
+            "README.md",
             "checkpoint-30",
             "config.json",
             "model.safetensors",
@@ -186,7 +187,7 @@ class TestARun:
 
 class TestHeldOutConversations:
     def load(self, train: Runner, **options: Any) -> tuple[list[Any], list[Any]]:
-        _, data_args, _ = parse_arguments(train.arguments(**options))
+        _, data_args, *_ = parse_arguments(train.arguments(**options))
         rows, held_out = load_datasets(data_args, AutoTokenizer.from_pretrained(train.defaults["target"]), seed=0)
         assert held_out is not None
         return list(rows), list(held_out)
@@ -201,7 +202,7 @@ class TestHeldOutConversations:
     def test_a_hub_dataset_is_read_at_its_own_split(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         read = []
 
-        def load_dataset(name: str, split: str) -> datasets.Dataset:
+        def load_dataset(name: str, subset: None, *, split: str, streaming: bool) -> datasets.Dataset:
             read.append((name, split))
             turns = [{"role": role, "content": "word1 word2"} for role in ("user", "assistant")]
             return datasets.Dataset.from_list([{"messages": turns}] * 2)
@@ -299,14 +300,8 @@ class TestBadInput:
         with pytest.raises(ValueError, match="from somewhere deep inside"):
             train_heads.main()
 
-    def test_zero_3(self, train: Runner) -> None:
-        model, data, training = parse_arguments(train.arguments())
-        training.deepspeed_plugin = SimpleNamespace(zero_stage=3)
-        with pytest.raises(ValueError, match="ZeRO-3 would split the frozen target as well: use stage 1 or 2"):
-            run_training(model, data, training)
-
     def test_several_gpus_in_one_process(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, data, training = parse_arguments(train.arguments())
+        model, data, training, *_ = parse_arguments(train.arguments())
         monkeypatch.setattr(type(training), "n_gpu", 2)
         with pytest.raises(ValueError, match=r"one process sees 2 GPUs.*accelerate launch --num_processes N"):
             run_training(model, data, training)
@@ -315,3 +310,8 @@ class TestBadInput:
         create_heads("medusa", tiny_target("llama")).save_pretrained(tmp_path / "others")
         with pytest.raises(ValueError, match=r"vocabulary size 128, this target .* has 60"):
             train(init_heads=tmp_path / "others", head_type=None, head_overrides=None)
+
+
+def test_records_hold_no_secrets() -> None:
+    words = ["--hub_token", "hf_1", "--hub_token=hf_2", "--max_steps", "3"]
+    assert hide_secrets(words) == ["--hub_token", "...", "--hub_token=...", "--max_steps", "3"]

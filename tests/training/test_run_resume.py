@@ -23,6 +23,7 @@ from tests.training.runner import (
     write_conversations,
 )
 from training import run as run_module
+from training.stopping import TrainingStoppedError
 from training.trainer import HeadsTrainer
 
 
@@ -60,6 +61,22 @@ class TestResume:
         assert_same(train.weights(), uninterrupted)
         state = json.loads((train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
         assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
+
+    def test_goes_on_behind_what_is_measured_at_the_end_of_an_epoch(self, train: Runner) -> None:
+        options = {**self.SAVED, "eval_strategy": "epoch", "save_steps": 5, "max_steps": 12}
+        train(**options)
+        weights = train.weights()
+
+        def measured(step: int) -> list[int]:
+            state = json.loads((train.output_dir / f"checkpoint-{step}" / "trainer_state.json").read_text())
+            return [entry["step"] for entry in state["log_history"] if "eval_loss" in entry]
+
+        assert (measured(5), measured(10), measured(12)) == ([5], [5, 10], [5, 10, 12])
+        for step in (10, 12):
+            shutil.rmtree(train.output_dir / f"checkpoint-{step}")
+        train(**options, resume_from_checkpoint=True)
+        assert measured(12) == [5, 10, 12]
+        assert_same(train.weights(), weights)
 
     @needs_muon
     def test_goes_on_with_muon(self, train: Runner, uninterrupted: dict[str, Tensor]) -> None:
@@ -99,10 +116,11 @@ class TestResume:
             save(content, path, *args, **kwargs)
 
         monkeypatch.setattr(torch, "save", fail_at_the_third_optimizer)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(TrainingStoppedError, match=r"checkpoint-6 could not be written .*No space left"):
             train(**self.SAVED)
         monkeypatch.setattr(torch, "save", save)
-        assert (train.output_dir / "checkpoint-6" / "model.safetensors").exists()
+        assert not (train.output_dir / "checkpoint-6").exists()
+        assert not (train.output_dir / ".incomplete-checkpoint").exists(), "the space is needed"
         train(**self.SAVED, resume_from_checkpoint=True)
         assert_same(train.weights(), uninterrupted)
 
@@ -112,7 +130,7 @@ class TestResume:
         self.interrupt(train, 5)
         vocabulary = load_file(train.output_dir / "checkpoint-4" / "model.safetensors")["d2t"]
         write_conversations(conversations, words=WORDS[::-1][:30], seed=5)
-        train(**self.SAVED, resume_from_checkpoint=True)
+        train(**self.SAVED, resume_from_checkpoint=True, resume_with_changes=True)
         assert torch.equal(train.weights()["d2t"], vocabulary)
         shutil.rmtree(train.output_dir)
         train(max_steps=1)
@@ -140,8 +158,122 @@ class TestResume:
         with pytest.raises(ValueError, match=r"checkpoint-4 holds heads with ttt_steps 2 \(now 3\): resume"):
             train(resume_from_checkpoint=True, head_overrides=["ttt_steps=3", "draft_vocab_size=40"])
 
+    def test_another_run_is_refused(self, train: Runner) -> None:
+        """Everything that differs is named at once."""
+        self.interrupt(train, 5)
+        changes: dict[str, Any] = {
+            "loss_type": "cross_entropy",
+            "max_length": 63,
+            "max_steps": 9,
+            "per_device_train_batch_size": 2,
+            "seed": 1,
+            "train_sampling_strategy": "group_by_length",
+        }
+        with pytest.raises(ValueError, match="checkpoint-4 was trained with ") as error:
+            train(**{**self.SAVED, **changes}, resume_from_checkpoint=True)
+        different = (
+            "loss_type None (now 'cross_entropy'), max_length 64 (now 63), max_steps 8 (now 9), "
+            "per_device_train_batch_size 4 (now 2), seed 42 (now 1), train_sampling_strategy 'random' (now "
+            "'group_by_length'), training data '18 rows, "
+        )
+        assert different in str(error.value)
+        assert "--resume_with_changes true; or start a new run" in str(error.value)
+
+    def test_other_data_are_refused_and_moved_ones_are_not(
+        self, train: Runner, conversations: Path, uninterrupted: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.interrupt(train, 5)
+        moved = conversations.rename(conversations.with_name("moved.jsonl"))
+        write_conversations(conversations, seed=5)
+        with pytest.raises(ValueError, match=r"with training data '18 rows, \w{32}' \(now '18 rows, \w{32}'\): to"):
+            train(**self.SAVED, resume_from_checkpoint=True)
+        measured = {"num_eval_prompts": 1, "logging_steps": 3}  # changes nothing that is learned
+        train(**self.SAVED, **measured, resume_from_checkpoint=True, dataset=moved)
+        assert_same(train.weights(), uninterrupted)
+        state = json.loads((train.output_dir / "checkpoint-4" / "run.json").read_text())
+        (train.output_dir / "checkpoint-8" / "run.json").write_text(json.dumps({**state, "num_processes": 2}))
+        with pytest.raises(ValueError, match=r"checkpoint-8 was trained with num_processes 2 \(now 1\)"):
+            train(**self.SAVED, resume_from_checkpoint=True, dataset=moved)
+        train(**self.SAVED, resume_from_checkpoint=True, resume_with_changes=True, dataset=moved)
+        assert "num_processes 2 (now 1): what follows is not the interrupted run" in caplog.text
+
     def test_nothing_to_resume_starts_from_the_beginning(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             train(max_steps=1, resume_from_checkpoint=True)
         assert "no complete checkpoint in" in caplog.text
         assert train.weights()
+
+
+def test_what_is_learned_does_not_depend_on_what_is_measured(train: Runner) -> None:
+    """Though both draw random numbers."""
+    options = {"head_type": "eagle", "head_overrides": None}
+    train(**options)
+    weights = train.weights()
+    train(**options, eval_strategy="steps", eval_steps=2)
+    assert_same(train.weights(), weights)
+
+
+class TestBestCheckpoint:
+    """A huge learning rate: the heads only get worse."""
+
+    WORSE: dict[str, Any] = {  # noqa: RUF012
+        "learning_rate": 2.0,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+
+    def test_the_best_by_acceptance_length_is_kept_and_on_request_the_result(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lengths = iter([1.5, 2.5, 2.0, 1.0])
+        monkeypatch.setattr(run_module, "acceptance_meter", lambda *_: lambda: {"acceptance_length": next(lengths)})
+        metrics = train(**self.WORSE, max_steps=4, save_total_limit=2, load_best_model_at_end=True)
+        assert metrics["eval_acceptance_length"] == 2.5
+        kept = {folder.name for folder in train.output_dir.glob("checkpoint-*")}
+        assert kept == {"checkpoint-2", "checkpoint-4"}
+        state = json.loads((train.output_dir / "checkpoint-4" / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == str(train.output_dir / "checkpoint-2")
+        best = json.loads((train.output_dir / "checkpoint-2" / "trainer_state.json").read_text())
+        assert best["best_model_checkpoint"] == str(train.output_dir / "checkpoint-2")
+        assert_same(train.weights(), load_file(train.output_dir / "checkpoint-2" / "model.safetensors"))
+
+    def test_early_stopping_goes_on_counting_after_an_interruption(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = {**self.WORSE, "early_stopping_patience": 3, "metric_for_best_model": "loss", "save_total_limit": 0}
+        expected = train(**options)
+        assert {folder.name for folder in train.output_dir.glob("*-4")} == {"checkpoint-4"}
+        assert not (train.output_dir / "checkpoint-5").exists()
+        weights = train.weights()
+        shutil.rmtree(train.output_dir)
+        with monkeypatch.context() as patch:
+            interrupt_at_step(3, patch)
+            with pytest.raises(InterruptedRunError):
+                train(**options)
+        assert train(**options, resume_from_checkpoint=True)["eval_loss"] == expected["eval_loss"]
+        assert_same(train.weights(), weights)
+        assert not (train.output_dir / "checkpoint-5").exists()
+        interrupt_at_step(4, monkeypatch)  # stopped is finished
+        train(**options, resume_from_checkpoint=True)
+        assert_same(train.weights(), weights)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"early_stopping_patience": 0}, "early_stopping_patience 0: it must be at least 1"),
+            ({"early_stopping_patience": 2, "eval_strategy": "no"}, "2 without evaluations: give eval_strategy"),
+            ({"early_stopping_patience": 2, "num_eval_prompts": 0}, "acceptance_length, but there is no prompt to"),
+        ],
+    )
+    def test_what_cannot_be_measured_is_refused(self, train: Runner, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            train(**{**self.WORSE, **options})
+
+    def test_without_prompts_there_is_no_best_one(self, train: Runner) -> None:
+        train(**self.WORSE, num_eval_prompts=0, max_steps=1)
+        state = json.loads((train.output_dir / "checkpoint-1" / "trainer_state.json").read_text())
+        assert state["best_metric"] is None

@@ -17,9 +17,10 @@ from inference import Target
 from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from training.arguments import HeadsTrainingArguments
-from training.data import ConversationCollator
-from training.losses import compute_teacher, draft_loss
+from training.collation import ConversationCollator
+from training.losses import draft_loss
 from training.optimizer import MuonWithAdamW
+from training.teacher import compute_teacher
 from training.trainer import HeadsTrainer
 
 Rows = list[dict[str, list[int]]]
@@ -57,7 +58,7 @@ def make_heads(target: Target, head_type: str, **overrides: Any) -> DraftHeads:
 def make_trainer(
     target: Target, heads: DraftHeads, output_dir: Path, rows: Rows, *, eval_rows: Rows | None = None, **options: Any
 ) -> HeadsTrainer:
-    names = ("measure_acceptance", "muon_learning_rate", "callbacks")
+    names = ("depth_weights", "measure_acceptance", "muon_learning_rate", "callbacks")
     ours = {name: options.pop(name) for name in names if name in options}
     step_decay = options.pop("step_decay", 0.8)
     defaults = {
@@ -85,7 +86,7 @@ def make_trainer(
     )
 
 
-def mean_loss(target: Target, heads: DraftHeads, rows: Rows, step_decay: float = 0.8) -> Tensor:
+def mean_loss(target: Target, heads: DraftHeads, rows: Rows, step_decay: float = 0.8, **options: Any) -> Tensor:
     """The loss of rows as one batch."""
     batch = ConversationCollator(0)(rows)
     encoded = target.encode(batch["input_ids"], batch["attention_mask"], feature_layers=heads.feature_layers)
@@ -98,7 +99,9 @@ def mean_loss(target: Target, heads: DraftHeads, rows: Rows, step_decay: float =
         loss_type=heads.default_loss,
     )
     steps = heads.unroll(encoded.features, batch["input_ids"])
-    return draft_loss(steps, teacher, batch["loss_mask"], loss_type=heads.default_loss, step_decay=step_decay).loss
+    return draft_loss(
+        steps, teacher, batch["loss_mask"], loss_type=heads.default_loss, step_decay=step_decay, **options
+    ).loss
 
 
 class TestAccumulation:
@@ -175,6 +178,18 @@ class TestEvaluation:
             top1, top5 = metrics[f"eval_top1_depth{depth}"], metrics[f"eval_top5_depth{depth}"]
             assert 0 <= top1 <= top5 <= 1
         assert f"eval_top1_depth{depths + 1}" not in metrics
+
+    @pytest.mark.parametrize("depth_weights", ["d_pace", (1.0, 0.0, 0.25)])
+    def test_weighs_steps_as_training_does(
+        self, target: Target, depth_weights: str | tuple[float, ...], tmp_path: Path
+    ) -> None:
+        heads = make_heads(target, "medusa", num_heads=3)
+        rows = make_rows(UNEVEN)
+        options: dict[str, Any] = {"depth_weights": depth_weights, "per_device_eval_batch_size": 2}
+        metrics = make_trainer(target, heads, tmp_path, [], eval_rows=rows, **options).evaluate()
+        expected = mean_loss(target, heads, rows, depth_weights=depth_weights)
+        assert metrics["eval_loss"] == pytest.approx(expected.item(), rel=1e-4)
+        assert abs(expected - mean_loss(target, heads, rows)) > 0.01
 
     def test_accuracy_is_the_share_of_the_targets_own_tokens(self, target: Target, tmp_path: Path) -> None:
         """An untrained Medusa head repeats the LM head: right where the target says the same token twice."""
@@ -369,15 +384,19 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights(target: Target, head_
     assert math.isfinite(trainer.state.log_history[0]["grad_norm"])
 
 
-def test_a_checkpoint_that_is_written_again_is_incomplete_until_its_end(
+def test_a_checkpoint_that_is_written_again_is_the_old_one_until_the_new_one_is_whole(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = make_heads(target, "medusa")
     rows = make_rows(UNEVEN[:1])
-    make_trainer(target, heads, tmp_path, rows, save_strategy="steps", save_steps=1).train()
-    assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
-    trainer = make_trainer(target, heads, tmp_path, rows, save_strategy="steps", save_steps=1)
-    monkeypatch.setattr(trainer, "_save_rng_state", lambda folder: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        trainer.train()
-    assert not (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
+    options = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1, "warmup_steps": 0}
+    make_trainer(target, heads, tmp_path, rows, **options).train()
+    before = {file.name: file.read_bytes() for file in (tmp_path / "checkpoint-1").iterdir()}
+    trainer = make_trainer(target, heads, tmp_path, rows, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_save_rng_state", lambda folder: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            trainer.train()
+    assert {file.name: file.read_bytes() for file in (tmp_path / "checkpoint-1").iterdir()} == before
+    make_trainer(target, heads, tmp_path, rows, **options).train()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").read_bytes() != before["model.safetensors"]

@@ -1,0 +1,41 @@
+"""Stores the target's states of a data set, which training/train_heads.py --features then reads.
+
+    # what a training configuration needs, from the same data
+    python scripts/extract_features.py --config configs/train/eagle3-chat-13m.yaml --output_dir outputs/features
+
+    # for several kinds of heads at once: the layers by number
+    python scripts/extract_features.py --target examples/chat-13m --dataset chat.jsonl.gz \
+        --feature_layers 2 8 13 --output_dir outputs/features-all
+
+Of a configuration's file it takes what both programs know; the rest is training's. Disk use is printed first, and
+refused where it does not fit. Run the same command again to go on after a kill or a full disk. Several processes
+(torchrun, srun, accelerate launch) share the work: each takes its part of the shards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    # Launched as a file, Python looks for packages in scripts/; ours stand beside it.
+    sys.path.insert(0, str(ROOT))
+    from training.extraction import extract_features
+    from training.extraction_options import parse_extraction
+
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        extract_features(*parse_extraction(sys.argv[1:]), rank=rank, num_processes=num_processes, say=print)
+    except (ValueError, OSError) as error:
+        sys.exit(f"extract_features.py: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Shows which tokens of conversations training would learn, and counts conversations, turns and tokens.
+
+    python scripts/inspect_data.py --target examples/chat-13m --dataset examples/conversations.jsonl.gz
+    python scripts/inspect_data.py --config configs/train/medusa-chat-13m.yaml --num_rows 5 --json outputs/data.json
+
+Options of the data are those of training/train_heads.py, from its configuration file as well. On a terminal, what is
+learned is green and special tokens stand out (`bench` extra); elsewhere, what is learned stands between [[ and ]].
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from training.arguments import DataArguments
+from training.command_line import parse_arguments
+from training.data_statistics import MeasuredSet, SetStatistics, measure_sets, total_statistics
+from training.reply_spans import find_special_ids
+
+
+@dataclass
+class InspectArguments:
+    """Options of inspect_data.py."""
+
+    target: str = field(metadata={"help": "The target whose tokenizer and chat template are used: a folder or hub id."})
+    num_rows: int = field(default=3, metadata={"help": "Conversations shown of each set."})
+    json: str | None = field(default=None, metadata={"help": "JSON file to write the counts to."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the target."})
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 0:
+            raise ValueError(f"got num_rows {self.num_rows}: give 0 (none) or more")
+
+
+def main(argv: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        args, data_args = parse_arguments(argv, (InspectArguments, DataArguments))
+        tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+        measured = measure_sets(data_args, tokenizer)
+    except (ValueError, OSError) as error:
+        sys.exit(f"inspect_data.py: {error}")
+    show = make_printer()
+    for each in measured:
+        for index in range(min(args.num_rows, len(each.rows))):
+            show([(f"--- {each.statistics.name}, conversation {index + 1}\n", "")])
+            show([*describe_row(each.rows[index], tokenizer), ("\n", "")])
+    total = total_statistics(measured)
+    for statistics in [each.statistics for each in measured] + ([total] if len(measured) > 1 else []):
+        show([(format_statistics(statistics, data_args), "")])
+    if args.json:
+        write_json(Path(args.json), args.target, measured, total)
+    return 0
+
+
+def describe_row(row: dict[str, list[int]], tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """Text of a row in pieces, each with what it is: "", "special", "trained" or "trained special"."""
+    special = find_special_ids(tokenizer)
+    ids, mask = row["input_ids"], row["loss_mask"]
+    kinds = [
+        " ".join(["trained"] * bit + ["special"] * (token in special)) for token, bit in zip(ids, mask, strict=True)
+    ]
+    written = 0  # characters: tokens decoded by themselves lose spaces and parts of characters
+    for end in range(1, len(ids) + 1):
+        if end < len(ids) and kinds[end] == kinds[end - 1]:
+            continue
+        text = tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
+        yield text[written:], kinds[end - 1]
+        written = len(text)
+
+
+def make_printer() -> Any:
+    """A function that prints pieces: in colour on a terminal, else with markers around what is trained."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.text import Text
+        except ImportError:
+            print("in colour with: pip install 'draftsmith[bench]'", file=sys.stderr)
+        else:
+            styles = {"": "dim", "special": "dim cyan", "trained": "green", "trained special": "bold magenta"}
+            console = Console(highlight=False)
+            return lambda pieces: console.print(Text.assemble(*((text, styles[kind]) for text, kind in pieces)))
+    return lambda pieces: print(mark(pieces))
+
+
+def mark(pieces: list[tuple[str, str]]) -> str:
+    """[("Yo", "trained"), ("<end>", "trained special"), ("\\n", "")] -> "[[Yo<end>]]\\n"."""
+    text, is_open = "", False
+    for piece, kind in pieces:
+        if kind.startswith("trained") != is_open:
+            is_open = not is_open
+            text += "[[" if is_open else "]]"
+        text += piece
+    return text + ("]]" if is_open else "")
+
+
+def format_statistics(counts: SetStatistics, data_args: DataArguments) -> str:
+    lines = [
+        f"{counts.name}: {counts.num_conversations} conversations of {counts.num_records} records",
+        *(f"  dropped {number}: {reason}" for reason, number in counts.dropped.items()),
+        f"  turns {counts.num_turns}, of which {counts.num_replies} are the assistant's",
+        f"  tokens {counts.num_tokens}, of which {counts.num_trained_tokens} have a loss ({counts.trained_share:.1%})",
+        "  tokens of a conversation, by quantile: "
+        + ", ".join(f"{quantile}: {length}" for quantile, length in counts.lengths.items()),
+        f"  {counts.num_at_max_length} have max_length ({data_args.max_length}) tokens; what follows is cut off",
+    ]
+    if data_args.dataset_weights and not data_args.streaming:
+        lines.append(f"  an epoch of the mixture draws {counts.num_draws} conversations")
+    return "\n".join(lines)
+
+
+def write_json(path: Path, target: str, measured: list[MeasuredSet], total: SetStatistics) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"target": target, "sets": [each.statistics.to_dict() for each in measured], "total": total.to_dict()}
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""What inspect_data.py shows and counts, and what it and a training run say of bad input: one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoTokenizer
+
+from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.training.conversation_cases import sharegpt, write
+from tests.training.runner import Runner, save_chat_target
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import inspect_data
+
+from training.chat_tokens import tokenize_conversation
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def train(target_path: Path, tmp_path: Path) -> Runner:
+    return Runner(target_path, tmp_path / "unused.jsonl", tmp_path / "heads")
+
+
+def inspect(*options: Any) -> None:
+    assert inspect_data.main(["--target", str(CHAT_TARGET), *map(str, options)]) == 0
+
+
+def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compressed = (REPOSITORY / "examples" / "conversations.jsonl.gz").read_bytes()
+    lines = gzip.decompress(compressed).decode().splitlines()[:20]
+    long = sharegpt("Hi", "Yo " * 200)
+    files = [
+        write(tmp_path / "a.jsonl", [*lines, "{", sharegpt("Hi"), sharegpt("Yo"), long]),
+        write(tmp_path / "b.jsonl", [{"prompt": "Hi", "response": "Yo"}] * 3),
+    ]
+    report = tmp_path / "out" / "counts.json"
+    inspect("--dataset", *files, "--max_length", 99, "--json", report, "--dataset_weights", 1, 1, "--num_rows", 1)
+    tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
+    lengths, num_trained, num_turns = [], 0, 0
+    for record in [*map(json.loads, lines), long]:
+        roles = {"human": "user", "gpt": "assistant"}
+        messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+        ids, mask = tokenize_conversation(messages, tokenizer)
+        lengths.append(len(ids[:99]))
+        num_trained += sum(mask[:99])
+        num_turns += len(messages)
+    found = json.loads(report.read_text())
+    first, second = found["sets"]
+    assert (first["num_records"], first["num_conversations"]) == (24, 21)
+    assert first["dropped"] == {
+        "no token of the assistant's within max_length=99": 2,
+        "Expecting property name enclosed in double quotes, column 2": 1,
+    }
+    assert (first["num_tokens"], first["num_trained_tokens"]) == (sum(lengths), num_trained)
+    assert first["trained_share"] == round(num_trained / sum(lengths), 4)
+    assert (first["num_turns"], first["num_at_max_length"]) == (num_turns, lengths.count(99))
+    assert first["lengths"]["0.5"] == sorted(lengths)[10]
+    assert (first["lengths"]["0"], first["lengths"]["1"]) == (min(lengths), max(lengths))
+    assert second["num_draws"] == second["num_conversations"] == 3  # it is exhausted first
+    assert found["total"]["num_tokens"] == first["num_tokens"] + second["num_tokens"]
+    assert found["total"]["dropped"] == first["dropped"]
+    output = capsys.readouterr().out
+    assert f"{files[0]}: 21 conversations of 24 records\n  dropped 2: no token" in output
+    assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo<|im_end|>]]\n" in output
+
+
+def test_pieces_of_a_row_are_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """Characters of several tokens, of which one begins the reply; special tokens apart."""
+    tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
+    messages = [{"role": "user", "content": "🙂 é"}, {"role": "assistant", "content": "🙂 [[a]]"}]
+    ids, mask = tokenize_conversation(messages, tokenizer)
+    pieces = [*inspect_data.describe_row({"input_ids": ids, "loss_mask": mask}, tokenizer)]
+    assert "".join(text for text, _ in pieces) == tokenizer.decode(ids)
+    assert [(text, kind) for text, kind in pieces if "trained" in kind] == [
+        ("🙂 [[a]]", "trained"),
+        ("<|im_end|>", "trained special"),
+    ]
+    assert Counter(kind for _, kind in pieces)["special"] == 3
+    assert inspect_data.mark([("a", ""), ("Yo", "trained"), ("<e>", "trained special")]) == "a[[Yo<e>]]"
+
+
+def test_a_training_config_and_a_stream_are_inspected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target_path: Path
+) -> None:
+    data = write(tmp_path / "a.jsonl", [{"prompt": "word1", "response": "word2"}] * 5)
+    config = tmp_path / "c.yaml"
+    config.write_text(f"target: {target_path}\nhead_type: medusa\nlearning_rate: 0.1\ndataset: {data}\nmax_steps: 3\n")
+    assert inspect_data.main(["--config", str(config), "--num_rows", "0"]) == 0
+    assert "5 conversations of 5 records" in capsys.readouterr().out
+    assert inspect_data.main(["--config", str(config), "--streaming", "true", "--vocabulary_rows", "3"]) == 0
+    output = capsys.readouterr().out
+    assert "3 conversations of 3 records" in output
+    assert re.search(r"<\|user\|> ?word1 ?<\|end\|> ?<\|assistant\|>\[\[ ?word2 ?<\|end\|>\]\]", output)
+    with pytest.raises(
+        SystemExit, match=r"inspect_data.py: unknown key 'datset' on the command line; did you mean 'dataset'\?"
+    ):
+        inspect_data.main(["--config", str(config), "--datset", "x"])
+
+
+GOOD = {"prompt": "word1", "response": "word2"}
+
+
+def damaged(path: Path, content: bytes, cut: int) -> str:
+    path.write_bytes(content[:cut])
+    return str(path)
+
+
+def parquet(folder: Path) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD] * 5), folder / "whole")
+    return damaged(folder / "a.parquet", (folder / "whole").read_bytes(), -30)
+
+
+def template(text: str | None) -> Callable[[Path, Path], dict[str, Any]]:
+    def save(folder: Path, target: Path) -> dict[str, Any]:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer.chat_template = text
+        for file in target.iterdir():
+            if "chat_template" not in file.name:
+                (folder / file.name).write_bytes(file.read_bytes())
+        tokenizer.save_pretrained(folder)
+        return {"target": folder, "dataset": write(folder / "a.jsonl", [GOOD])}
+
+    return save
+
+
+BAD_INPUT: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
+    "a wrong column": (
+        lambda folder, _: {
+            "dataset": write(folder / "a.jsonl", [GOOD]),
+            "columns": ["prompt=promt", "response=response"],
+        },
+        r"a.jsonl, line 1: expected the column 'promt'; there are \['prompt', 'response'\] \(nearest: 'prompt'\)",
+    ),
+    "broken JSON": (lambda folder, _: {"dataset": write(folder / "a.jsonl", ["{"])}, "a.jsonl, line 1: Expecting prop"),
+    "a damaged gzip file": (
+        lambda folder, _: {
+            "dataset": damaged(folder / "a.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 9), -12)
+        },
+        r"a.jsonl.gz, line 1: the file cannot be read from here on \(",
+    ),
+    "a damaged Parquet file": (
+        lambda folder, _: {"dataset": parquet(folder)},
+        r"a.parquet, line 1: the file cannot be read from here on \(Parquet magic bytes not found",
+    ),
+    "an empty file": (lambda folder, _: {"dataset": write(folder / "a.jsonl", [])}, "line 1: the file is empty"),
+    "a missing file": (lambda folder, _: {"dataset": folder / "no.jsonl"}, "no.jsonl does not exist; give an existing"),
+    "an unknown role": (
+        lambda folder, _: {
+            "dataset": write(folder / "a.jsonl", [{"messages": [{"role": "narrator", "content": "word1"}]}])
+        },
+        "a.jsonl, line 1: unknown role 'narrator'; known roles: human",
+    ),
+    "a template that drops replies": (
+        template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"),
+        "the chat template writes a reply's text 0 times; it must be once",
+    ),
+    "a template that refuses": (template("{{ raise_exception('never') }}"), r"the chat template refuses it \(never\)"),
+    "no token to train on": (
+        lambda folder, _: {"dataset": write(folder / "a.jsonl", [sharegpt("word1")])},
+        "no token of the assistant's within max_length=64",
+    ),
+    "no chat template": (template(None), "the target's tokenizer has no chat template: set tokenizer.chat_template"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_clear_line(
+    name: str, tmp_path: Path, target_path: Path, train: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, message = BAD_INPUT[name]
+    options = {"target": target_path, "max_length": 64, **make(tmp_path, target_path)}
+    with pytest.raises(ValueError, match=message) as error:  # of which train_heads.py makes a line
+        train(**options, num_eval_prompts=0)
+    assert "\n" not in str(error.value)
+    words = [
+        word
+        for key, value in options.items()
+        for word in (f"--{key}", *(value if isinstance(value, list) else [value]))
+    ]
+    exit_line = ""
+    try:
+        inspect_data.main([*map(str, words)])
+    except SystemExit as exit_:
+        exit_line = str(exit_)
+    # What is counted is no error here.
+    told = exit_line or capsys.readouterr().out
+    assert re.search(message, told)
+    assert "\n" not in exit_line

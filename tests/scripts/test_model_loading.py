@@ -1,0 +1,60 @@
+"""Programs apply the adapter that heads bring, and refuse heads that need another target."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads import DraftHeads, create_heads
+from inference import Decoder, Target
+from tests.conftest import REPOSITORY
+from tests.tiny_targets import random_prompt, tiny_target
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from benchmark_matrix import load_all_heads
+from model_loading import load_drafter, load_heads
+
+peft = pytest.importorskip("peft", reason="peft is an optional extra")
+
+# peft asks transformers by a name that transformers has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders: two heads with an adapter each, and heads without."""
+    folder = tmp_path_factory.mktemp("heads")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    for name in ("one", "two"):
+        model = peft.get_peft_model(tiny_target("llama").requires_grad_(False), config).eval()
+        heads = create_heads("medusa", Target(model), num_heads=2)
+        heads.belong_to_adapter(model)
+        heads.save_pretrained(folder / name)
+    create_heads("medusa", tiny_target("llama"), num_heads=1).save_pretrained(folder / "plain")
+    return folder
+
+
+def test_the_adapter_is_merged_into_the_target_that_is_there(stored: Path) -> None:
+    target, prompt = Target(tiny_target("llama")), random_prompt(7)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    before = Decoder(target).generate(prompt, **options).sequences
+    drafter = load_drafter(target, None, heads=str(stored / "one"), ngrams=True)
+    text = Decoder(target, drafter).generate(prompt, **options).sequences
+    assert torch.equal(text, Decoder(target).generate(prompt, **options).sequences)
+    heads: DraftHeads = DraftHeads.from_pretrained(stored / "one")
+    adapted = heads.apply_adapter(tiny_target("llama"), merge=True).model
+    assert torch.equal(text, adapted.generate(prompt, **options))
+    assert not torch.equal(text, before)
+    again = Decoder(target, load_heads(str(stored / "one"), target)).generate(prompt, **options).sequences
+    assert torch.equal(again, text), "it was added twice"
+
+
+@pytest.mark.parametrize("names", [("one", "two"), ("one", "plain"), ("plain", "one")])
+def test_heads_for_different_targets_do_not_run_together(stored: Path, names: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match="run the program for each of them by itself"):
+        load_all_heads([str(stored / name) for name in names], Target(tiny_target("llama")), is_only_target=True)

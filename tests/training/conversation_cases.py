@@ -1,0 +1,70 @@
+"""Conversations, chat templates and files for tests of what training reads."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from training.chat_tokens import tokenize_conversation
+
+TWO_TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yo"},
+    {"role": "user", "content": "Yo"},
+    {"role": "assistant", "content": "Hi"},
+]
+MARKED_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Qwen3's does, it writes an empty thought before a reply, if that is the last one, and drops earlier thoughts.
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'].split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN_TEXT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+STRICT_TEMPLATE = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user must begin') }}{% endif %}"
+
+
+def to_dataset(*conversations: list[dict[str, Any]]) -> datasets.Dataset:
+    """As `load_conversations` gives them."""
+    texts = [json.dumps({"messages": messages}) for messages in conversations]
+    return datasets.Dataset.from_dict({"conversation": texts})
+
+
+def to_messages(conversations: datasets.Dataset) -> list[Any]:
+    return [json.loads(text)["messages"] for text in conversations["conversation"]]
+
+
+def learned_text(messages: list[dict[str, Any]], tokenizer: Any, **options: Any) -> list[str]:
+    """The text of each run of tokens under the mask."""
+    input_ids, loss_mask = tokenize_conversation(messages, tokenizer, **options)
+    runs: list[list[int]] = []
+    for position, (token, bit) in enumerate(zip(input_ids, loss_mask, strict=True)):
+        if bit and (position == 0 or not loss_mask[position - 1]):
+            runs.append([])
+        if bit:
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs]
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    data = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+def sharegpt(*texts: str) -> dict[str, Any]:
+    roles = ("human", "gpt")
+    return {"conversations": [{"from": roles[index % 2], "value": text} for index, text in enumerate(texts)]}

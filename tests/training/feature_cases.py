@@ -1,0 +1,85 @@
+"""What tests of stored features share: rows, a store of them, and a disk that is full."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from torch import Tensor
+
+from inference import Target
+from tests.training.test_trainer import UNEVEN, make_rows
+from training.collation import ConversationCollator
+from training.extraction import Extraction, plan_shards
+from training.extraction_options import ExtractionArguments, plan_tensors
+from training.feature_store import FeatureStore, StoreSettings
+from training.features import OnlineFeatures, TargetStates
+from training.target_identity import identify_target
+
+ROWS = sorted(make_rows(UNEVEN), key=lambda row: len(row["input_ids"]))
+COLLATE = ConversationCollator(0)
+
+
+def make_extraction(
+    target: Target, folder: Path, layers: list[int], *, shard_bytes: int = 10**6, **options: Any
+) -> Extraction:
+    """Of `ROWS`, all of them in one batch unless `batch_size` says otherwise."""
+    args = ExtractionArguments(output_dir=str(folder), **{"batch_size": len(ROWS), **options})
+    settings = StoreSettings(
+        target=identify_target(target, "tiny"),
+        tensors=plan_tensors(layers, args, target.num_layers),
+        dtype="float32" if args.features_dtype == "auto" else args.features_dtype,
+        teacher_top_k=args.teacher_top_k,
+        dataset=["rows"],
+        max_length=64,
+        tokenizer_hash="",
+    )
+    rows = datasets.Dataset.from_list(ROWS)
+    plan = plan_shards(rows, bytes_per_token=settings.bytes_per_token, shard_bytes=shard_bytes)
+    settings = replace(
+        settings,
+        num_shards=len(plan.shards),
+        num_rows=plan.num_rows,
+        num_tokens=plan.num_tokens,
+        data_hash=plan.data_hash,
+    )
+    return Extraction(target, rows, plan, settings, args, layers=layers)
+
+
+def run_extraction(extraction: Extraction, progress: Callable[[int], Any] = lambda tokens: None) -> int:
+    return extraction.run(rank=0, num_processes=1, progress=progress)
+
+
+def store_rows(target: Target, folder: Path, layers: list[int], **options: Any) -> FeatureStore:
+    run_extraction(make_extraction(target, folder, layers, **options))
+    return FeatureStore(folder)
+
+
+def count_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the batch size at every batch that the target computes."""
+    sizes: list[int] = []
+    compute = OnlineFeatures.__call__
+
+    def counted(self: OnlineFeatures, batch: Mapping[str, Tensor]) -> TargetStates:
+        sizes.append(len(batch["input_ids"]))
+        return compute(self, batch)
+
+    monkeypatch.setattr(OnlineFeatures, "__call__", counted)
+    return sizes
+
+
+@contextmanager
+def limited_file_size(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond it: as on a full disk, writing fails in the middle of one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,0 +1,224 @@
+"""Reading conversations from files, folders and hub ids."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoTokenizer
+
+from tests.conftest import CHAT_TARGET, HF_HOME
+from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
+from training.chat_tokens import tokenize_conversations
+from training.conversations import BadLineError, load_conversations
+
+
+def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
+    rows = [sharegpt("Hi", "Yo", "Yo", "Hi"), {"messages": TWO_TURNS}, {"conversations": TWO_TURNS, "id": 3}]
+    array = json.dumps(rows, indent=1)
+    files = [
+        write(tmp_path / "a.jsonl", rows),
+        write(tmp_path / "b.jsonl.gz", rows),
+        write(tmp_path / "c.json", rows),
+        write(tmp_path / "d.json", [array]),
+        write(tmp_path / "e.json.gz", [array]),
+        write(tmp_path / "f.jsonl", ["\ufeff" + "\n".join(map(json.dumps, rows))]),  # as Windows programs begin files
+    ]
+    for file in files:
+        dataset = load_conversations([file])
+        assert dataset.column_names == ["conversation"]
+        assert to_messages(dataset) == [TWO_TURNS] * 3
+    (tmp_path / "notes.txt").write_text("not data")
+    assert len(load_conversations([str(tmp_path)])) == 18
+    assert len(load_conversations([files[0], files[1]], max_samples=4)) == 4
+
+
+def test_roles_are_those_of_the_template(tmp_path: Path) -> None:
+    turns = [{"from": role, "value": role} for role in ("system", "human", "gpt", "user", "assistant")]
+    (messages,) = to_messages(load_conversations([write(tmp_path / "a.jsonl", [{"conversations": turns}])]))
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_order_and_limit(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.jsonl", [sharegpt(f"{name}{i}", "Yo") for i in range(3)]) for name in "ab"]
+    texts = [messages[0]["content"] for messages in to_messages(load_conversations(files, max_samples=4))]
+    assert texts == ["a0", "a1", "a2", "b0"]
+    assert len(load_conversations(files, max_samples=3)) == 3
+    assert len(load_conversations(files, max_samples=99)) == 6
+    assert len(load_conversations([str(tmp_path)], max_samples=3)) == 3
+
+
+BAD_LINES = {
+    "": "the line is empty",
+    '{"conversations": [': "Expecting value",
+    "[]": "expected an object, got list",
+    '{"text": "Hi"}': "got the columns ['text'], which are of no known layout (nearest: ",
+    '{"messages": []}': "expected a non-empty list",
+    '{"messages": ["Hi"]}': "expected a turn with role and content, got str",
+    '{"messages": [{"role": "narrator", "content": "Hi"}]}': "unknown role 'narrator'; known roles: human",
+    '{"messages": [{"role": "user", "content": null}]}': "content of a user turn is NoneType",
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json"])
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.items())
+def test_bad_lines_are_named(tmp_path: Path, line: str, message: str, suffix: str) -> None:
+    file = write(tmp_path / f"a{suffix}", [sharegpt("Hi", "Yo"), line, sharegpt("Hi", "Yo")])
+    with pytest.raises(BadLineError) as error:
+        load_conversations([file])
+    assert f"{file}, line 2: " in str(error.value)
+    assert message in str(error.value)
+    assert "--skip_bad_lines" in str(error.value)
+
+
+def test_bad_lines_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*BAD_LINES, sharegpt("Hi", "Yo"), "", sharegpt("Yo", "Hi")]
+    file = write(tmp_path / "a.jsonl", rows)
+    for _ in range(2):  # the second time from the cache
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert len(load_conversations([file], skip_bad_lines=True)) == 2
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert warning.startswith(f"skipped {len(BAD_LINES) + 1} malformed lines; the first: {file}, line 1: the line")
+    with pytest.raises(BadLineError):
+        load_conversations([file])
+
+
+def test_a_torn_file_is_a_bad_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    data = gzip.compress((json.dumps(sharegpt("Hi", "Yo")) + "\n").encode())
+    file.write_bytes(data + data[:-9])
+    with pytest.raises(BadLineError, match="line 3: the file cannot be read from here on"):
+        load_conversations([str(file)])
+    assert len(load_conversations([str(file)], skip_bad_lines=True)) == 2
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    write(file, [sharegpt("Hi", "Yo")])
+    assert to_messages(load_conversations([str(file)]))[0][0]["content"] == "Hi"
+    changed = file.stat().st_mtime_ns
+    write(file, [sharegpt("Ha", "Yo")])
+    os.utime(file, ns=(changed + 1, changed + 1))
+    assert to_messages(load_conversations([str(file)]))[0][0]["content"] == "Ha"
+
+
+def test_the_cache_is_the_tests_own() -> None:
+    assert Path(datasets.config.HF_DATASETS_CACHE).is_relative_to(HF_HOME)
+
+
+def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo")])
+    rows = tokenize_conversations(load_conversations([file]), tokenizer, max_length=64)
+    fail = pytest.fail  # neither reads nor tokenizes a second time
+    monkeypatch.setattr("training.conversations.read_records", lambda path: fail("read again"))
+    again = AutoTokenizer.from_pretrained(CHAT_TARGET)
+    monkeypatch.setattr(
+        "training.chat_tokens.tokenize_conversation", lambda messages, tokenizer: fail("tokenized again")
+    )
+    assert tokenize_conversations(load_conversations([file]), again, max_length=64).to_dict() == rows.to_dict()
+
+
+def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
+    for path in (str(tmp_path / "nowhere"), "nowhere.jsonl", "./nowhere"):
+        with pytest.raises(ValueError, match="does not exist; give an existing file"):
+            load_conversations([path])
+    with pytest.raises(ValueError, match=r"has no files ending in \.json,"):
+        load_conversations([str(tmp_path)])
+    for suffix, rows in ((".jsonl", []), (".jsonl.gz", []), (".json", ["[]"])):
+        empty = write(tmp_path / f"a{suffix}", rows)
+        with pytest.raises(BadLineError, match="line 1: the file is empty"):
+            load_conversations([empty])
+        with pytest.raises(ValueError, match="no conversations in"):
+            load_conversations([empty], skip_bad_lines=True)
+    with pytest.raises(ValueError, match="max_samples is 0"):
+        load_conversations([empty], max_samples=0)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the hub has them, with two subsets, one of them with two splits: `datasets` reads both alike."""
+    folder = tmp_path_factory.mktemp("repository")
+    card = "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n"
+    card += "  - {split: test, path: main/test-*}\n- config_name: other\n  data_files: other/*\n---\n"
+    (folder / "README.md").write_text(card)
+    rows = [{"messages": TWO_TURNS, "conversations": None}, {"messages": None, "conversations": None}]
+    write_parquet(folder / "main" / "train-00000.parquet", rows[:1] * 3)
+    write_parquet(folder / "main" / "test-00000.parquet", rows)
+    write_parquet(folder / "other" / "train-00000.parquet", [{"question": "1 + 1?", "answer": "#### 2"}])
+    write(folder / "leftover.jsonl", ["not part of any subset"])
+    return folder
+
+
+def test_repositories_have_subsets_and_splits(repository: Path) -> None:
+    name = f"{repository}:main"
+    assert to_messages(load_conversations([name])) == [TWO_TURNS] * 3
+    assert len(load_conversations([name], max_samples=2)) == 2
+    (other,) = to_messages(load_conversations([f"{repository}:other"]))
+    assert [message["content"] for message in other] == ["1 + 1?", "#### 2"]
+    with pytest.raises(BadLineError, match=r":main \(test\), row 2: got the columns"):
+        load_conversations([name], split="test")
+    assert to_messages(load_conversations([name], split="test", skip_bad_lines=True)) == [TWO_TURNS]
+
+
+def test_what_a_repository_lacks_is_named(repository: Path) -> None:
+    for name, split, message in (
+        (f"{repository}", "train", "pick one among the available configs.*. A subset is named"),
+        (f"{repository}:major", "train", "'major' not found. Available: .'main', 'other'"),
+        (f"{repository}:main", "validation", r"Unknown split \"validation\". Should be one of .'train', 'test'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_conversations([name], split=split)
+
+
+def test_parquet_files_read_as_json_does(tmp_path: Path) -> None:
+    """A table has every key in every row, null where there is none; nested ones are dropped."""
+    calls = [{"type": "function", "function": {"name": "look", "arguments": json.dumps({"at": "x"})}}]
+    rows = [
+        {"messages": TWO_TURNS},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]},
+        {"messages": [TWO_TURNS[0], {"role": "assistant", "content": None, "tool_calls": calls}]},
+    ]
+    table = [{"messages": None, "conversations": None, **row} for row in rows]
+    files = [write_parquet(tmp_path / "a.parquet", table), write(tmp_path / "b.jsonl", rows)]
+    tables, lines = (load_conversations([file])["conversation"][:] for file in files)
+    assert tables == lines
+    assert json.loads(tables[2])["messages"][1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}],
+    }
+    assert load_conversations([str(tmp_path)])["conversation"][:] == [*tables, *lines]
+
+
+@pytest.mark.parametrize("cut", [40, -30])
+def test_a_damaged_parquet_file_is_named(tmp_path: Path, cut: int, repository: Path) -> None:
+    file = Path(write_parquet(tmp_path / "a.parquet", [{"messages": TWO_TURNS}] * 5))
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(BadLineError, match=r"a\.parquet, line 1: the file cannot be read from here on"):
+        load_conversations([str(file)])
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    file.rename(tmp_path / "set" / "data" / "train-0.parquet")
+    with pytest.raises(ValueError, match=r"set \(train\) cannot be read: "):
+        load_conversations([str(tmp_path / "set")])
+
+
+def test_half_a_surrogate_pair_is_a_bad_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [sharegpt("Hi", "\ud83d"), sharegpt("Hi", "\ud83d\ude42")])
+    with pytest.raises(BadLineError, match=r"line 1: .*surrogates not allowed"):
+        load_conversations([file])
+    assert to_messages(load_conversations([file], skip_bad_lines=True))[0][1]["content"] == "\U0001f642"

@@ -1,0 +1,165 @@
+"""Turns from a server: the same as decoded here, through faults that pass; and faults that do not, told clearly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inference import Decoder
+from tests.training.openai_server import Fault, OpenAIServer, serving
+from training import endpoint_replies
+from training.endpoint_replies import EndpointReplies
+from training.reply_decoding import TurnDecoder, TurnSettings
+from training.reply_sources import DecodedReplies, ReplySource, TurnRequest
+from training.synthesis import Synthesizer
+from training.synthesis_prompts import Conversation, plan_self_synthesis, read_prompts
+from training.turn_template import TurnTemplate
+
+SETTINGS = TurnSettings(max_new_tokens=24, temperature=1.5, top_p=0.98)
+STOP_IDS = {3, 10, 20, 30, 40}  # several, or the tiny target would hardly come to an end
+USER = [{"role": "user", "content": "word1 word2"}]
+
+
+@pytest.fixture(scope="module")
+def server(target_path: Path) -> Iterator[OpenAIServer]:
+    decoder = Decoder(AutoModelForCausalLM.from_pretrained(target_path).eval())
+    with serving(decoder, AutoTokenizer.from_pretrained(target_path)) as running:
+        running.stop_ids = {"user": STOP_IDS, "assistant": STOP_IDS}
+        yield running
+
+
+@pytest.fixture
+def connect(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EndpointReplies]]:
+    monkeypatch.setattr(endpoint_replies, "_FIRST_WAIT", 0.01)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    server.key = server.override = None
+    server.bodies.clear()
+    server.faults.clear()
+    server.max_in_flight = 0
+    sources = []
+
+    def connect_to(url: str = server.url, model: str = "tiny", **options: Any) -> EndpointReplies:
+        options = {"concurrency": 3, "max_retries": 4, "timeout": 20.0, **options}
+        source = EndpointReplies(url, model, server.template, server.stop_ids, SETTINGS, **options)
+        sources.append(source)
+        return source
+
+    yield connect_to
+    for source in sources:
+        source.close()
+
+
+def write(source: ReplySource, conversations: list[Conversation]) -> list[dict[str, Any]]:
+    """Rows of all conversations by id, those of no use included."""
+    finished = [each for some in Synthesizer(source, seed=0).write(conversations) for each in some]
+    return sorted((each.to_row("messages") for each in finished), key=lambda row: str(row["id"]))
+
+
+@pytest.mark.parametrize("mode", ["self", "regenerate"])
+def test_a_server_writes_what_decoding_here_writes(
+    mode: str, server: OpenAIServer, connect: Callable[..., EndpointReplies], conversations: Path
+) -> None:
+    def plan() -> list[Conversation]:
+        return plan_self_synthesis(16, seed=0, num_turns=1) if mode == "self" else read_prompts(conversations)[:16]
+
+    template = TurnTemplate(server.template.tokenizer)
+    writer = TurnDecoder(server.decoder, SETTINGS, batch_size=8, special_ids=template.special_ids)
+    expected = write(DecodedReplies(writer, template, server.stop_ids), plan())
+    kinds = {row.get("ended_by", "good") for row in expected}
+    assert "good" in kinds
+    assert len(kinds) >= 3, "this test must see bad replies as well"
+
+    server.faults.extend([(429, {"Retry-After": "0"}, "slow down"), (503, {}, "loading"), None, (500, {}, "oops")])
+    source = connect()
+    assert write(source, plan()) == expected
+    effort = source.take_effort()
+    assert effort["num_retries"] == 4
+    assert effort["num_tokens"] == writer.stats.num_new_tokens
+    assert 1 < server.max_in_flight <= 3
+    paths = {body["path"] for body in server.bodies}
+    assert paths == {"/v1/chat/completions", *(["/v1/completions"] if mode == "self" else [])}
+    assert all(body["model"] == "tiny" and "top_k" not in body for body in server.bodies)
+
+
+def ask(source: EndpointReplies, role: Any = "assistant") -> str:
+    """The problem of one turn."""
+    ((_, reply),) = source.exchange([TurnRequest(USER if role == "assistant" else [], role, 0)])
+    return reply.problem
+
+
+def test_prompts_that_are_too_long_are_told_from_bad_requests(
+    server: OpenAIServer, connect: Callable[..., EndpointReplies]
+) -> None:
+    server.faults.append((400, {}, "This model's maximum context length is 256 tokens. However, you requested 300"))
+    assert ask(connect()) == "prompt too long"
+    server.faults.append((400, {}, "temperature must be a number"))
+    with pytest.raises(ValueError, match=r"refuses the request with status 400: .*temperature must be a number"):
+        ask(connect())
+
+
+@pytest.mark.parametrize(
+    ("choice", "problem"),
+    [
+        ({"message": {"content": "word1"}, "finish_reason": "stop"}, ""),
+        ({"message": {"content": "word1 <|end|>"}, "finish_reason": "stop"}, ""),
+        ({"message": {"content": "word1"}, "finish_reason": "length"}, "truncated"),
+        ({"message": {"content": None}, "finish_reason": "stop"}, "empty"),
+        ({"message": {"content": "word1 <|user|> word1"}, "finish_reason": "stop"}, "special token inside"),
+        ({"message": {"content": "word1 word2 " * 12}, "finish_reason": "length"}, "looping"),
+        ({"message": {"content": None}, "finish_reason": "tool_calls"}, "ended by tool_calls"),
+    ],
+    ids=str,
+)
+def test_answers_are_judged(
+    choice: dict[str, Any], problem: str, server: OpenAIServer, connect: Callable[..., EndpointReplies]
+) -> None:
+    server.override = {"choices": [choice]}
+    assert ask(connect()) == problem
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "other"}, "does not serve 'other', but tiny: name one with --endpoint_model"),
+        ({"url": "localhost:8000"}, "the endpoint is 'localhost:8000': give its base URL"),
+    ],
+)
+def test_wrong_endpoints_are_told(options: dict[str, str], message: str, connect: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError) as error:
+        connect(**options)
+    assert message in str(error.value)
+
+
+def test_a_server_that_is_not_there_or_stays_away(server: OpenAIServer, connect: Callable[..., Any]) -> None:
+    with pytest.raises(
+        ConnectionError, match=r"gave no answer in 2 attempts; the last: URLError.*run the same command"
+    ):
+        connect("http://127.0.0.1:9/v1", max_retries=1)  # the port of "discard"
+    faults: list[Fault] = [(503, {}, "loading")] * 3
+    server.faults.extend(faults)
+    with pytest.raises(ConnectionError, match=r"in 3 attempts; the last: status 503: .*loading"):
+        ask(connect(max_retries=2))
+
+
+def test_the_key_is_read_from_the_environment(
+    server: OpenAIServer, connect: Callable[..., EndpointReplies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = "secret"
+    with pytest.raises(ValueError, match="wants a key: set the environment variable OPENAI_API_KEY"):
+        ask(connect())
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    with pytest.raises(ValueError, match="does not accept the key in the environment variable") as error:
+        ask(connect())
+    assert "wrong" not in str(error.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert ask(connect(), "user") in ("", "truncated", "special token inside", "looping", "empty")
+
+
+def test_answers_of_another_form_are_told(server: OpenAIServer, connect: Callable[..., EndpointReplies]) -> None:
+    server.override = {"output": "Hi"}
+    with pytest.raises(ValueError, match="answered in another form than OpenAI's"):
+        ask(connect())

@@ -1,0 +1,129 @@
+"""Stored features that are not what they were: every damage is told, and what to do."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference import Target
+from tests.tiny_targets import tiny_target
+from tests.training.feature_cases import ROWS, limited_file_size, make_extraction, run_extraction, store_rows
+from training.feature_store import DiskFullError, FeatureStore, StoredRow, verify_shard, write_shard
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama").requires_grad_(False))
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:
+    store = store_rows(target, tmp_path, [2], shard_bytes=10**4, teacher_top_k=4)
+    assert store.num_finished > 1
+    for row in ROWS:
+        found = store.read(torch.tensor(row["input_ids"]), ["loss_mask", "hidden.2", "last", "top.token_ids"])
+        assert found is not None
+        assert found["loss_mask"].tolist() == row["loss_mask"]
+        assert found["hidden.2"].shape == found["last"].shape == (len(row["input_ids"]), target.hidden_size)
+        logits = target.compute_logits(found["last"])
+        assert torch.equal(logits.topk(4).indices.int(), found["top.token_ids"])
+    assert store.read(torch.tensor(ROWS[0]["input_ids"][1:]), ["last"]) is None
+    copy = pickle.loads(pickle.dumps(store))  # to workers that are spawned
+    assert copy.read(torch.tensor(ROWS[0]["input_ids"]), ["last"]) is not None
+
+
+def test_size_is_as_estimated(tmp_path: Path, target: Target) -> None:
+    extraction = make_extraction(target, tmp_path, [2], shard_bytes=10**4, teacher_top_k=4)
+    assert extraction.size_left() == extraction.size()
+    run_extraction(extraction)
+    files = list(tmp_path.glob("*.safetensors"))
+    written = sum(file.stat().st_size for file in files)
+    assert 0 <= written - extraction.size() < 2000 * len(files)
+    assert extraction.size_left() == 0
+    settings = extraction.settings
+    assert settings.bytes_per_token == 5 + 2 * 32 * 4 + 4 * (4 + 4) + 4
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1  # of a state
+    path.write_bytes(data)
+
+
+def take_anothers(path: Path) -> None:
+    """A whole shard, of the same size, that is not the one its .json is about."""
+    other = make_extraction_of_zeros(path.parent / "other")
+    path.write_bytes(other.read_bytes())
+
+
+def make_extraction_of_zeros(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "index.json").write_text("{}")
+    rows = []
+    for row in ROWS:
+        size = len(row["input_ids"])
+        zeros = {name: torch.zeros(size, 32) for name in ("hidden.2", "last")}
+        rows.append(StoredRow(torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"]), zeros))
+    write_shard(folder, "shard-00000", rows)
+    return folder / "shard-00000.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_off, r"damaged: it has \d+ bytes of \d+. Delete it and shard-00000.json and extract again"),
+        (flip_a_bit, r"damaged: row \d of \S+ does not have the checksum"),
+        (take_anothers, r"damaged: its rows are not those it was written with"),
+        (Path.unlink, r"damaged: it is missing"),
+    ],
+)
+def test_damaged_shards(target: Target, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    store_rows(target, tmp_path, [2])
+    damage(tmp_path / "shard-00000.safetensors")
+    with pytest.raises(ValueError, match=message):
+        verify_shard(tmp_path, "shard-00000")
+
+    def read_all() -> None:
+        store = FeatureStore(tmp_path)
+        for row in ROWS:
+            store.read(torch.tensor(row["input_ids"]), ["hidden.2", "last"])
+
+    with pytest.raises(ValueError, match=message):
+        read_all()
+    assert run_extraction(make_extraction(target, tmp_path, [2])) == sum(len(row["input_ids"]) for row in ROWS)
+    read_all()
+
+
+def test_no_store(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no features .* write them with scripts/extract_features.py"):
+        FeatureStore(tmp_path)
+    (tmp_path / "index.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(ValueError, match="has format 99, this release reads 1"):
+        FeatureStore(tmp_path)
+
+
+def test_a_full_disk_leaves_the_finished_shards(target: Target, tmp_path: Path) -> None:
+    """The shards' sizes rise with their rows; the first ones fit, the last does not."""
+    extraction = make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1)
+    sizes = [extraction.settings.size_of(1, len(row["input_ids"])) for row in ROWS]
+    assert sizes == sorted(sizes)
+    with (
+        limited_file_size(sizes[-1]),
+        pytest.raises(DiskFullError, match=r"shard-00004 .*: make room and run the same"),
+    ):
+        run_extraction(extraction)
+    assert not list(tmp_path.glob(".*"))
+    done = len(FeatureStore(tmp_path))
+    assert done == len(ROWS) - 1
+    assert run_extraction(make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1)) == len(
+        ROWS[-1]["input_ids"]
+    )
+    assert len(FeatureStore(tmp_path)) == len(ROWS)

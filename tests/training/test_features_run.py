@@ -1,0 +1,277 @@
+"""Whole runs on stored features: extracted, trained from, refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_targets import tiny_target
+from tests.training.feature_cases import count_computed
+from tests.training.runner import (
+    WORDS,
+    InterruptedRunError,
+    Runner,
+    assert_same,
+    interrupt_at_step,
+    write_conversations,
+)
+from training.extraction import Extraction, extract_features
+from training.extraction_options import parse_extraction
+from training.feature_store import FeatureStore
+
+# One row at a time, so that every pass has the shape it has online: what is stored is then the same bit for bit.
+ALONE: dict[str, Any] = {
+    "per_device_train_batch_size": 1,
+    "max_steps": None,
+    "num_train_epochs": 2,
+    "num_eval_prompts": 0,
+    "validation_fraction": 0,
+    "gradient_accumulation_steps": 4,
+    "max_samples": 8,
+    "head_overrides": ["ttt_steps=1", "draft_vocab_size=40"],
+}
+
+Extract = Callable[..., int]
+
+
+@pytest.fixture
+def extract(target_path: Path, conversations: Path, tmp_path: Path) -> Extract:
+    """Extracts what `Runner` trains on into `folder`; options as on the command line."""
+
+    def run(folder: Path = tmp_path / "features", *, rank: int = 0, num_processes: int = 1, **options: Any) -> int:
+        defaults = {"target": target_path, "dataset": conversations, "max_length": 64, "head_type": "eagle3"}
+        words = []
+        for key, value in {"output_dir": folder, "batch_size": 1, **defaults, **options}.items():
+            if value is not None:
+                words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+        return extract_features(*parse_extraction(words), rank=rank, num_processes=num_processes)
+
+    return run
+
+
+def test_online_offline_and_hybrid_train_the_same_heads(
+    train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs, bit for bit; offline, the target runs for nothing but checks; hybrid, in the first epoch alone."""
+    extract()
+    passes = count_computed(monkeypatch)
+    train(**ALONE)
+    online, computed = train.weights(), len(passes)
+    num_rows = ALONE["max_samples"]
+    assert computed == 2 * num_rows + 1  # the self-check's
+    passes.clear()
+    train(**ALONE, features=tmp_path / "features")
+    assert_same(online, train.weights())
+    assert passes == []
+    train(**ALONE, features=tmp_path / "hybrid", feature_mode="hybrid")
+    assert_same(online, train.weights())
+    assert len(passes) == num_rows + 1
+    passes.clear()
+    # What one run has filled serves another, in either mode.
+    train(**ALONE, features=tmp_path / "hybrid")
+    assert_same(online, train.weights())
+    assert passes == []
+
+
+def test_a_hybrid_run_that_is_resumed_reads_what_it_had_computed(train: Runner, tmp_path: Path) -> None:
+    """Bit for bit, though in the second epoch other texts share a batch, with which they would be rounded otherwise."""
+    options = {"feature_mode": "hybrid", "save_strategy": "steps", "save_steps": 2, "num_eval_prompts": 0}
+    train(**options, features=tmp_path / "whole", max_steps=10)
+    weights = train.weights()
+    train.output_dir = train.defaults["output_dir"] = tmp_path / "interrupted"
+    options["features"] = tmp_path / "whole"
+    for file in (tmp_path / "whole").glob("cache-*"):
+        file.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at_step(3, patch)
+        with pytest.raises(InterruptedRunError):
+            train(**options, max_steps=10)
+    train(**options, max_steps=10, resume_from_checkpoint=True)
+    assert_same(weights, train.weights())
+
+
+def test_processes_that_load_data_read_the_features(train: Runner, extract: Extract, tmp_path: Path) -> None:
+    extract()
+    train(features=tmp_path / "features")
+    weights = train.weights()
+    train(features=tmp_path / "features", dataloader_num_workers=1)
+    assert_same(weights, train.weights())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_kill_leaves_whole_shards(
+    train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 while the third shard is computed; the same command then writes what is missing, and verifies the rest.
+    Two processes, one after the other, write the same."""
+    options = {"shard_mb": 0.03}
+    total = extract(tmp_path / "whole", **options)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert len(whole) > 9
+
+    run = Extraction.run
+
+    def killed(self: Extraction, *, rank: int, num_processes: int, progress: Any) -> int:
+        def report(tokens: int) -> None:
+            if len(list(self.folder.glob("shard-*.json"))) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return run(self, rank=rank, num_processes=num_processes, progress=report)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(Extraction, "run", killed)
+        extract(**options)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    folder = tmp_path / "features"
+    assert len(list(folder.glob("shard-*.json"))) == 2
+    before = FeatureStore(folder)
+    with pytest.raises(ValueError, match=r"is not finished: 2 of \d+ shards .* Run the same extract_features.py"):
+        train(features=folder)
+    assert 0 < extract(**options) < total
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name in whole} == whole
+    assert len(FeatureStore(folder)) == 24 > len(before)
+    assert extract(**options) == 0
+
+    two = tmp_path / "two"
+    assert extract(two, rank=1, num_processes=2, **options) + extract(two, num_processes=2, **options) == total
+    assert {path.name: path.read_bytes() for path in two.iterdir()} == whole
+
+
+@pytest.fixture(scope="module")
+def other_target(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the same shape and tokenizer."""
+    folder = tmp_path_factory.mktemp("other")
+    for file in target_path.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tiny_target("llama", seed=3, vocab_size=60, num_hidden_layers=4, initializer_range=0.2).save_pretrained(folder)
+    return folder
+
+
+class TestRefusals:
+    def test_features_that_are_not_this_runs(
+        self, train: Runner, extract: Extract, other_target: Path, tmp_path: Path
+    ) -> None:
+        extract(feature_layers=[2], head_type=None, max_samples=20)
+        stored = {"features": tmp_path / "features"}
+        medusa = {"head_type": "medusa", "head_overrides": None, **stored}
+        for options, message in (
+            (
+                {**medusa, "target": other_target},
+                "states of another target .* differ in weights_hash. Train for",
+            ),
+            (
+                {**medusa, "target_dtype": "bfloat16"},
+                "this run's target is in bfloat16: give --target_dtype float32",
+            ),
+            (
+                stored,
+                "holds hidden.2, last, and these eagle3 heads read .* extract again with --head_type eagle3",
+            ),
+            (medusa, r"lacks \d+ of the \d+ training texts .*with the same options, so the data has changed"),
+            ({**medusa, "max_length": 20}, "max_length was 64, now 20"),
+            (
+                {**medusa, "feature_mode": "hybrid"},
+                "holds hidden.2, last in float32; .* fill another folder, or train",
+            ),
+            ({"features": tmp_path / "nowhere"}, "holds no features .* scripts/extract_features.py --output_dir"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                train(**options)
+        # The rows in it are of use to any kind that reads the last state, whatever else is stored.
+        assert train(**medusa, max_samples=20)["eval_loss"] > 0
+
+    def test_a_loss_on_states_that_were_not_stored(self, train: Runner, extract: Extract, tmp_path: Path) -> None:
+        extract(teacher_top_k=8, store_last_hidden=False)
+        with pytest.raises(ValueError, match=r"without the last state .* which the loss smooth_l1 compares"):
+            train(features=tmp_path / "features", loss_type="smooth_l1")
+        assert train(features=tmp_path / "features", num_eval_prompts=0)["eval_loss"] > 0
+
+    def test_a_self_check_that_fails_stops_the_run(
+        self, train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever writes states before the norm and says that they are behind it."""
+        extract(last_state="pre-norm")
+        index = tmp_path / "features" / "index.json"
+        index.write_text(index.read_text().replace('"last": "pre-norm"', '"last": "post-norm"'))
+        with pytest.raises(ValueError, match="before the final norm, stored as if they were behind it"):
+            train(features=tmp_path / "features")
+
+    def test_a_target_that_is_trained(self, train: Runner, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"got features \S+ with lora_r 4: .* leave one of the two out"):
+            train(features=tmp_path / "features", lora_r=4)
+
+    def test_no_room(self, train: Runner, extract: Extract, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"would take 0\.000286 GB more in \S+, and 1e-05 GB are allowed by"):
+            extract(max_disk_gb=1e-5)
+        assert not (tmp_path / "features").exists()
+        with pytest.raises(ValueError, match="are allowed by --max_disk_gb: choose another disk"):
+            train(features=tmp_path / "features", feature_mode="hybrid", max_disk_gb=1e-5)
+
+    def test_an_extraction_of_something_else(self, extract: Extract, other_target: Path, tmp_path: Path) -> None:
+        extract()
+        for options, message in (
+            ({"max_length": 16}, "holds other features .*max_length was 64, now 16.*give another --output_dir"),
+            ({"teacher_top_k": 4}, "teacher_top_k was None, now 4"),
+            ({"target": other_target}, "states of another target"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                extract(**options)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"feature_layers": [9]}, r"got feature layers \[9\]: the target has 0 \(embeddings\) to 4 \(last\)"),
+            ({"head_type": "medusas"}, "got head_type 'medusas'; allowed are .*medusa"),
+            ({"head_type": "medusa", "store_last_hidden": False, "teacher_top_k": 4}, "layer 4 is the last state"),
+            ({"store_last_hidden": False}, "without teacher_top_k: nothing would be left to teach from"),
+            (
+                {"store_last_hidden": False, "teacher_top_k": 4, "last_state": "pre-norm"},
+                "got store_last_hidden false and last_state 'pre-norm'",
+            ),
+            ({"shard_target": "fsdp2"}, "got shard_target fsdp2: each process extracts texts of its own"),
+            ({"shard_mb": 0}, "got shard_mb 0.0: it must be above 0"),
+        ],
+    )
+    def test_options(self, extract: Extract, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            extract(**options)
+
+
+def test_a_training_configuration_names_what_to_extract(extract: Extract, train: Runner, tmp_path: Path) -> None:
+    """What the two programs share; its learning rate and its output_dir are training's."""
+    config = tmp_path / "train.yaml"
+    config.write_text(f"max_length: 32\nlearning_rate: 0.1\nhead_type: medusa\noutput_dir: {tmp_path / 'heads'}\n")
+    assert extract(config=config, max_length=None, head_type=None) > 0
+    settings = FeatureStore(tmp_path / "features").settings
+    assert (settings.max_length, list(settings.tensors)) == (32, ["last"])
+    assert not (tmp_path / "heads").exists()
+    config.write_text("learning_rates: 0.1\n")
+    with pytest.raises(ValueError, match=r"unknown key 'learning_rates' .* did you mean 'learning_rate'"):
+        extract(config=config)
+
+
+def test_features_of_another_data_set_are_found_by_their_text(train: Runner, extract: Extract, tmp_path: Path) -> None:
+    """Order, split and duplicates are not part of the store."""
+    more = write_conversations(tmp_path / "more.jsonl", words=WORDS, seed=5)
+    both = tmp_path / "both.jsonl"
+    first = Path(str(train.defaults["dataset"])).read_text()
+    both.write_text(more.read_text() + first + first)
+    extract(dataset=both)
+    assert len(FeatureStore(tmp_path / "features")) == 48
+    stored = {"features": tmp_path / "features", "num_eval_prompts": 0, "max_steps": 1}
+    train(**stored)
+    train(**stored, packing=True)
+    train(**stored, streaming=True, vocabulary_rows=5)
+    # Of a mixture everything is stored, whatever an epoch draws.
+    mixture = {"dataset": [more, train.defaults["dataset"]], "dataset_weights": [1, 2]}
+    extract(tmp_path / "mixed", **mixture, max_samples=20)
+    assert len(FeatureStore(tmp_path / "mixed")) == 40
+    train(**stored, **mixture)
+    with pytest.raises(ValueError, match=r"got streaming: .* or let training store what it reads"):
+        extract(streaming=True)

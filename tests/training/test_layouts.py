@@ -1,0 +1,168 @@
+"""Records of well-known sets, in their own columns, as conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from training.layouts import LAYOUTS, RecordFormat, parse_conversation, parse_record
+
+ADD = "Add the numbers."
+PLAIN = [{"role": "user", "content": ADD}, {"role": "assistant", "content": "2"}]
+WITH_INPUT = [{"role": "user", "content": f"{ADD}\n\n1, 1"}, {"role": "assistant", "content": "2"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+SHAREGPT = [{"from": "human", "value": ADD}, {"from": "gpt", "value": "2"}]
+
+# Columns as the sets publish them (rows of our own) -> what they mean, and under which names they can be asked for.
+RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]], set[str]]] = [
+    ({"id": "1", "conversations": SHAREGPT}, PLAIN, {"sharegpt", "magpie"}),
+    ({"conversations": SHAREGPT, "system": "Be brief."}, [SYSTEM, *PLAIN], {"sharegpt", "magpie"}),
+    ({"messages": PLAIN, "system": "Be brief."}, [SYSTEM, *PLAIN], {"messages", "ultrachat"}),
+    ({"prompt": ADD, "prompt_id": "7f", "messages": PLAIN}, PLAIN, {"messages", "ultrachat"}),
+    ({"id": "0", "data": [ADD, "2", ADD, "2"]}, PLAIN * 2, {"ultrachat"}),
+    (
+        {
+            "conversation_id": "5",
+            "instruction": "other",
+            "response": "other",
+            "conversations": SHAREGPT,
+            "gen_tps": 3.5,
+        },
+        PLAIN,
+        {"magpie", "sharegpt"},
+    ),
+    ({"uuid": "a", "instruction": ADD, "response": "2", "task_category": "Math"}, PLAIN, {"magpie", "dolly"}),
+    ({"question": ADD, "answer": "2"}, PLAIN, {"gsm8k"}),
+    ({"instruction": ADD, "input": "", "output": "2"}, PLAIN, {"alpaca", "codealpaca"}),
+    ({"instruction": ADD, "input": "1, 1", "output": "2", "text": "..."}, WITH_INPUT, {"alpaca", "codealpaca"}),
+    ({"instruction": ADD, "output": "2", "system": "Be brief."}, [SYSTEM, *PLAIN], {"alpaca", "codealpaca"}),
+    ({"instruction": ADD, "context": "1, 1", "response": "2", "category": "qa"}, WITH_INPUT, {"dolly"}),
+    ({"prompt": ADD, "completion": "2"}, PLAIN, {"prompt_completion", "codealpaca"}),
+    ({"prompt": PLAIN[:1], "completion": PLAIN[1:]}, PLAIN, {"prompt_completion"}),
+    ({"prompt": ADD, "response": "2"}, PLAIN, {"prompt_response"}),
+    ({"prompt": ADD, "chosen": "2", "rejected": "3"}, PLAIN, {"preference"}),
+    ({"prompt": ADD, "chosen": PLAIN, "rejected": PLAIN}, PLAIN, {"preference"}),
+    ({"prompt": ADD, "chosen": PLAIN[1:], "rejected": PLAIN[1:]}, PLAIN, {"preference"}),
+    ({"system_prompt": "Be brief.", "question": ADD, "response": "2"}, [SYSTEM, *PLAIN], {"openorca"}),
+    ({"query": ADD, "response": "2", "type": "GSM_Rephrased"}, PLAIN, {"metamath"}),
+    ({"conversation": PLAIN, "model": "x", "language": "English"}, PLAIN, {"lmsys"}),
+]
+
+
+@pytest.mark.parametrize(("record", "messages", "names"), RECORDS)
+def test_layouts_of_known_sets(record: dict[str, Any], messages: list[dict[str, Any]], names: set[str]) -> None:
+    as_table = {"id": None, "messages": None, "input": None, "system": None, "tools": None, **record}
+    for name in ("auto", *names):
+        assert parse_conversation(record, RecordFormat(name)) == messages
+        assert parse_conversation(as_table, RecordFormat(name)) == messages
+    for name in LAYOUTS.keys() - names:
+        if not any(set(layout.required) <= record.keys() for layout in LAYOUTS[name]):
+            with pytest.raises(ValueError, match=r"expected the column .*; there are \['"):
+                parse_conversation(record, RecordFormat(name))
+
+
+def test_every_layout_is_tried() -> None:
+    assert set(LAYOUTS) == set().union(*(names for *_, names in RECORDS))
+
+
+def test_columns_can_be_named() -> None:
+    record = {
+        "problem": ADD,
+        "given": "1, 1",
+        "solution": "2",
+        "persona": "Be brief.",
+        "answer": "no",
+        "question": "no",
+    }
+    columns = {"prompt": "problem", "response": "solution"}
+    assert parse_conversation(record, RecordFormat(columns=columns)) == PLAIN
+    columns |= {"context": "given", "system": "persona"}
+    assert parse_conversation(record, RecordFormat(columns=columns)) == [SYSTEM, *WITH_INPUT]
+    assert parse_conversation({"dialog": [ADD, "2"]}, RecordFormat(columns={"messages": "dialog"})) == PLAIN
+    assert parse_conversation({"dialog": SHAREGPT}, RecordFormat(columns={"messages": "dialog"})) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "message"),
+    [
+        (
+            {"problem": "", "solution": ""},
+            {"columns": {"prompt": "problme", "response": "solution"}},
+            r"'problme'; there are \['problem', 'solution'\] \(nearest: 'problem'\); name them with --columns",
+        ),
+        (
+            {"problem": "", "solution": ""},
+            {"columns": {"prompt": "problem", "response": "solution", "system": "sys"}},
+            r"expected the column 'sys'",
+        ),
+        (
+            {"question": "", "anwser": ""},
+            {"name": "gsm8k"},
+            r"'question' and 'answer'; .*nearest: 'question'",
+        ),
+        ({"question": "", "anwser": ""}, {}, r"no known layout \(nearest: gsm8k, with question and answer\)"),
+        ({"prompt": 3, "response": ""}, {}, "`prompt` is int, expected text"),
+        ({"prompt": "", "response": None}, {"columns": {"prompt": "prompt", "response": "response"}}, "is NoneType"),
+        ({"messages": [{"role": ["user"], "content": ""}]}, {}, "unknown role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, {}, "of type 'image', and only"),
+        ({"messages": [{"role": "user", "content": ""}], "tools": 3}, {}, "`tools` is int, expected a list of JSON"),
+        ({"conversations": SHAREGPT, "system": 3}, {}, "`system` is int, expected text"),
+        ({"messages": [{"role": "gpt", "content": "", "tool_calls": "x"}]}, {}, "tool_calls of a gpt turn are str"),
+        ({"messages": [{"role": "gpt", "content": "", "tool_calls": [{"id": "1"}]}]}, {}, "names no function"),
+    ],
+)
+def test_what_cannot_be_read_is_named(record: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_conversation(record, RecordFormat(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "alpacca"}, r"did you mean 'alpaca'\?"),
+        ({"columns": {"prompt": "a"}}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
+        ({"columns": {"prompt": "a", "response": "b", "messages": "c"}}, "name messages=COLUMN, or"),
+        ({"columns": {"promt": "a", "response": "b"}}, "got columns promt=a: name one of messages, prompt"),
+        ({"name": "gsm8k", "columns": {"messages": "c"}}, "give one of the two"),
+    ],
+)
+def test_formats_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RecordFormat(**settings)
+
+
+def test_turns_keep_what_templates_read() -> None:
+    """Thoughts, tool calls with their arguments as an object, and what answers them; parts of text are joined."""
+    function = {"name": "look", "arguments": '{"at": "x"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    record = {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+            {"role": "user", "content": ADD, "weight": 1},
+            {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "look"},
+            {"role": "ipython", "content": "2"},
+            {"from": "function_call", "value": "look()"},
+            {"role": "assistant", "content": "2", "tool_calls": [function]},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "look", "parameters": {}}}]',
+    }
+    parsed = {"name": "look", "arguments": {"at": "x"}}
+    assert parse_record(record) == {
+        "messages": [
+            SYSTEM,
+            {"role": "user", "content": ADD},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "Hm.",
+                "tool_calls": [{"id": "c1", "type": "function", "function": parsed}],
+            },
+            {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "look"},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "look()"},
+            {"role": "assistant", "content": "2", "tool_calls": [parsed]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+    }

@@ -1,0 +1,108 @@
+"""Turns that the target writes: those of `generate`, whatever heads, tree and batch; and what is wrong with them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Decoder, DynamicTree, NgramDrafter
+from tests.tiny_targets import random_prompt, tiny_target
+from training.reply_decoding import TurnDecoder, TurnSettings, find_problem, is_looping, turn_seed
+
+STOP_IDS = set(range(20, 26))
+PROMPTS = [random_prompt(length, seed=length)[0].tolist() for length in (3, 30, 9, 4, 17, 9, 25)]
+SEEDS = [turn_seed(5, f"row {row}", 1) for row in range(len(PROMPTS))]
+
+
+@cache
+def shared_decoder(family: str = "llama", *, has_drafter: bool = False) -> Decoder:
+    drafter = NgramDrafter() if has_drafter else None
+    return Decoder(tiny_target(family), drafter, tree=DynamicTree(depth=3, top_k=2, num_nodes=6) if drafter else None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_turns_are_those_of_plain_generate(family: str) -> None:
+    """Rows of a batch with a drafter against transformers' `generate` for each of them alone."""
+    decoder = shared_decoder(family, has_drafter=True)
+    writer = TurnDecoder(decoder, TurnSettings(max_new_tokens=70, temperature=0), batch_size=4)
+    turns = writer.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
+    lengths = set()
+    for prompt, turn in zip(PROMPTS, turns, strict=True):
+        ids = torch.tensor([prompt])
+        alone = decoder.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=70, do_sample=False,
+            eos_token_id=sorted(STOP_IDS), pad_token_id=0,
+        )  # fmt: skip
+        assert turn.token_ids == alone[0, ids.shape[1] :].tolist()
+        lengths.add(len(turn.token_ids))
+    assert len(lengths) > 3, "rows must leave the batch at different times for this test to mean anything"
+    assert writer.stats.num_new_tokens == sum(len(turn.token_ids) for turn in turns)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}], ids=str)
+def test_sampled_turns_depend_on_their_seed_alone(settings: dict[str, Any]) -> None:
+    """One by one and plain = together, backwards and drafted."""
+    sampling = TurnSettings(max_new_tokens=20, **settings)
+    alone = TurnDecoder(shared_decoder(), sampling, batch_size=1)
+    together = TurnDecoder(shared_decoder(has_drafter=True), sampling, batch_size=5)
+    expected = alone.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
+    assert together.write(PROMPTS[::-1], stop_ids=STOP_IDS, seeds=SEEDS[::-1]) == expected[::-1]
+    assert alone.write(PROMPTS, stop_ids=STOP_IDS, seeds=[seed + 1 for seed in SEEDS]) != expected
+
+
+def test_seeds_name_run_conversation_and_turn() -> None:
+    seeds = {turn_seed(seed, name, turn) for seed in range(3) for name in ("a", "b", "1", "11") for turn in range(12)}
+    assert len(seeds) == 3 * 4 * 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert turn_seed(0, "a", 0) == turn_seed(0, "a", 0) == 7588792172602473380, "other seeds are other data"
+
+
+def test_prompts_without_room_are_told_from_others() -> None:
+    writer = TurnDecoder(shared_decoder(), TurnSettings(max_new_tokens=236), batch_size=2)  # of 256 positions
+    turns = writer.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
+    too_long = [turn.problem == "prompt too long" for turn in turns]
+    assert too_long == [len(prompt) > 20 for prompt in PROMPTS]
+    assert all(bool(turn.token_ids) != is_long for turn, is_long in zip(turns, too_long, strict=True))
+    with pytest.raises(ValueError, match="target has 256 positions"):
+        TurnDecoder(shared_decoder(), TurnSettings(max_new_tokens=256))
+
+
+def test_bad_turns_are_told_from_good_ones() -> None:
+    yes = [40, 41, 42, 43]
+    expected = {
+        (*yes, 2): "",
+        (*yes,): "truncated",
+        (2,): "empty",
+        (): "truncated",
+        (*yes, 1, *yes, 2): "special token inside",
+        (*[7, 8] * 12, 2): "looping",
+        (*[7, 8] * 12,): "looping",
+    }
+    assert {tokens: find_problem(tokens, {2}, {0, 1, 2}) for tokens in expected} == expected
+
+
+def test_loops() -> None:
+    assert is_looping([7, 8] * 12)
+    assert not is_looping([7, 8] * 11)
+    assert not is_looping(list(range(30)))
+    assert is_looping([1, 2, 3, *[5] * 24])
+    assert not is_looping([*[5] * 24, 1])
+    assert is_looping(list(range(32)) * 4)
+    assert not is_looping(list(range(33)) * 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TurnSettings(**changes)

@@ -1,0 +1,173 @@
+"""The mask against the templates written out by hand, over conversations of every kind."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from tests.conftest import CHAT_TARGET
+from tests.training.chat_templates import TEMPLATES, ChatTemplate, RefusedError
+from tests.training.conversation_cases import learned_text
+from training.chat_tokens import tokenize_conversation
+from training.reply_spans import find_thought_end
+
+TOKENIZER = AutoTokenizer.from_pretrained(CHAT_TARGET)
+WORDS = [
+    "Hi",
+    "Yo",
+    "a",
+    " ",
+    "\n",
+    "<think>",
+    "</think>",
+    "é",
+    "🙂",
+    "<",
+    "@@",
+    "<|im_end|>",
+    "assistant",
+    "\n\n",
+    "]",
+]
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
+REPLIES = TEXTS.map(
+    lambda text: text.replace("think", "")
+)  # a reply with a mark that is none can be any template's own
+THOUGHTS = st.sampled_from(["", "\n", "Hm", "Hm\nso\n"])
+CALLS = [{"type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Any order of roles, with a bias to the usual one; thoughts in either form; calls and results."""
+    messages: list[dict[str, Any]] = []
+    if draw(st.integers(0, 3)) == 0:
+        messages.append({"role": "system", "content": draw(TEXTS)})
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(TEXTS)})
+        for _ in range(draw(st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2]))):
+            messages.append({**draw(replies()), "tool_calls": CALLS * draw(st.integers(1, 2))})
+            messages += [{"role": "tool", "content": draw(TEXTS)}] * draw(st.integers(1, 2))
+        messages += [draw(replies()) for _ in range(draw(st.sampled_from([1, 1, 1, 1, 1, 1, 1, 1, 0, 2])))]
+    return draw(st.permutations(messages)) if draw(st.integers(0, 9)) == 0 else messages
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> dict[str, Any]:
+    form = draw(st.integers(0, 3))
+    if form == 0:
+        return {"role": "assistant", "content": f"<think>\n{draw(THOUGHTS)}\n</think>\n\n{draw(REPLIES)}"}
+    if form == 1:
+        return {"role": "assistant", "content": draw(REPLIES), "reasoning_content": draw(THOUGHTS)}
+    return {"role": "assistant", "content": draw(REPLIES)}
+
+
+def expected_mask(
+    template: ChatTemplate, messages: list[dict[str, Any]], *, train_on_thinking: bool
+) -> tuple[str, list[int]]:
+    """The text, and for each token whether the assistant wrote the character it begins with."""
+    text, is_learned = "", []
+    for kind, pieces in groupby(template.pieces(messages), key=lambda piece: piece[1]):
+        written = "".join(piece for piece, _ in pieces)
+        thought = ""
+        if kind == "reply" and not train_on_thinking:
+            opened = "" if re.search(r"<think>\s*$", text) else r"\s*<think>"
+            match = re.match(rf"{opened}.*?(</think>|$)", written, re.DOTALL)
+            thought = match[0] if match else ""
+        text += written
+        is_learned += [False] * len(thought) + [kind == "reply"] * (len(written) - len(thought))
+    offsets = TOKENIZER(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return text, [int(is_learned[start]) for start, _ in offsets]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_mask_is_what_the_assistant_writes(name: str) -> None:
+    template = TEMPLATES[name]
+    TOKENIZER.chat_template = template.jinja
+    num_learned = num_thoughts = 0
+
+    @settings(max_examples=50, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+    @given(conversations())
+    def compare(messages: list[dict[str, Any]]) -> None:
+        nonlocal num_learned, num_thoughts
+        try:
+            text, mask = expected_mask(template, messages, train_on_thinking=True)
+        except RefusedError:
+            with pytest.raises(TemplateError):
+                tokenize_conversation(messages, TOKENIZER)
+            return
+        input_ids, loss_mask = tokenize_conversation(messages, TOKENIZER)
+        assert TOKENIZER.decode(input_ids) == text
+        assert loss_mask == mask
+        without = tokenize_conversation(messages, TOKENIZER, train_on_thinking=False)
+        assert without == (input_ids, expected_mask(template, messages, train_on_thinking=False)[1])
+        num_learned += any(mask)
+        num_thoughts += without[1] != mask
+
+    compare()
+    assert num_learned > 8  # `merging` refuses those that do not alternate
+    assert (num_thoughts > 0) == (name != "forgetting")
+
+
+@pytest.mark.parametrize(
+    ("text", "begin", "expected"),
+    [
+        ("<think>a</think>b", 0, 16),
+        ("<think>a</think>b", 7, 16),
+        ("x \n<think>a b", 1, 13),
+        ("[THINK]a[/THINK]b", 0, 16),
+        ("b <think>a</think>", 0, None),
+        ("b", 0, None),
+    ],
+)
+def test_thoughts_are_found_at_the_beginning(text: str, begin: int, expected: int | None) -> None:
+    assert find_thought_end(text, begin, len(text)) == expected
+
+
+def test_tools_are_rendered_and_calls_are_learned() -> None:
+    TOKENIZER.chat_template = TEMPLATES["thinking"].jinja
+    messages = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "<think>\nHm\n</think>\n\nI look.", "tool_calls": CALLS},
+        {"role": "tool", "content": "x"},
+        {"role": "assistant", "content": "There.", "reasoning_content": "So"},
+    ]
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    call = '\n<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call><|im_end|>'
+    said = ["<think>\nHm\n</think>\n\nI look." + call, "<think>\nSo\n</think>\n\nThere.<|im_end|>"]
+    assert learned_text(messages, TOKENIZER, tools=tools) == said
+    answers = ["\n\nI look." + call, "\n\nThere.<|im_end|>"]
+    assert learned_text(messages, TOKENIZER, tools=tools, train_on_thinking=False) == answers
+    text = TOKENIZER.decode(tokenize_conversation(messages, TOKENIZER, tools=tools)[0])
+    assert text.startswith('<|im_start|>tools\n[{"type": "function", "function": {"name": "look"}}]<|im_end|>\n')
+
+
+def test_markers_say_where_replies_are_to_the_character() -> None:
+    """An empty reply, and thoughts between the markers; transformers' own mask takes the empty one for all the rest."""
+    TOKENIZER.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    replies = ["", "<think>a</think>Yo", "Hi "]
+    messages = [
+        message
+        for reply in replies
+        for message in ({"role": "user", "content": "a"}, {"role": "assistant", "content": reply})
+    ]
+    said = ["<|im_end|>", "<think>a</think>Yo<|im_end|>", "Hi <|im_end|>"]
+    assert learned_text(messages, TOKENIZER) == said
+    answers = ["<|im_end|>", "Yo<|im_end|>", "Hi <|im_end|>"]
+    assert learned_text(messages, TOKENIZER, train_on_thinking=False) == answers
+
+
+def test_a_template_that_drops_what_the_assistant_says_is_named() -> None:
+    TOKENIZER.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="writes a reply's text 0 times; it must be once"):
+        tokenize_conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], TOKENIZER)

@@ -1,0 +1,106 @@
+"""The self-check finds states that are not the target's, and says what is likely wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference import Target
+from tests.tiny_targets import LEFT_OUT, tiny_target
+from tests.training.feature_cases import COLLATE, ROWS
+from training.features import FeatureSource, OnlineFeatures, TargetStates
+from training.self_check import NUM_TOKENS, check_features
+from training.top_logits import take_top_logits
+
+LAYERS = (2, 6)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama").requires_grad_(False))
+
+
+def check(target: Target, source: FeatureSource | None = None, dtype: torch.dtype = torch.float32) -> float:
+    return check_features(target, source or OnlineFeatures(target, LAYERS), LAYERS, COLLATE(ROWS[-1:]), dtype=dtype)
+
+
+class Wrong:
+    """Online features with something wrong."""
+
+    def __init__(self, target: Target, **changes: Tensor | None) -> None:
+        self.online = OnlineFeatures(target, LAYERS)
+        self.changes = changes
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
+        return replace(self.online(batch), **self.changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        (family, dtype)
+        for family, dtype in (
+            ("llama", torch.float32),
+            ("gemma3", torch.float32),
+            ("gemma2", torch.bfloat16),
+            ("granite", torch.float32),
+            ("cohere2", torch.bfloat16),
+            ("olmo2", torch.bfloat16),
+        )
+        if family not in LEFT_OUT
+    ],
+)
+def test_right_states_pass(family: str, dtype: torch.dtype) -> None:
+    """Scaled logits, soft-capped ones, scaled embeddings, and what bfloat16 rounds."""
+    assert check(Target(tiny_target(family).to(dtype)), dtype=dtype) < 0.5
+
+
+def test_it_is_one_short_pass(target: Target) -> None:
+    passes: list[int] = []
+    hook = target.model.model.layers[0].register_forward_hook(
+        lambda module, args, output: passes.append(args[0].shape[1])
+    )
+    check(target)
+    hook.remove()
+    assert passes == [COLLATE(ROWS[-1:])["input_ids"].shape[1], NUM_TOKENS]  # the batch's own features, and the check
+
+
+def test_states_before_the_norm(target: Target) -> None:
+    kept: list[Tensor] = []
+    hook = target.model.model.norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    OnlineFeatures(target, LAYERS)(COLLATE(ROWS[-1:]))
+    hook.remove()
+    with pytest.raises(ValueError, match=r"differ by up to \d.* over 32 tokens .* before the final norm"):
+        check(target, Wrong(target, last_hidden=kept[0]))
+
+
+def test_logits_that_the_model_scales(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "_scale_logits", lambda raw: raw / 1.5)
+    with pytest.raises(ValueError, match=r"The model's logits are 1\.5 times those of its LM head"):
+        check(target)
+
+
+def test_another_checkpoint(target: Target) -> None:
+    other = Target(tiny_target("llama", seed=9))
+    states = OnlineFeatures(other, LAYERS)(COLLATE(ROWS[-1:]))
+    with pytest.raises(
+        ValueError, match=r"states of layer 2 .* differ from the target's by \d.*: they were stored by another"
+    ):
+        check(target, Wrong(target, features=states.features))
+    with pytest.raises(
+        ValueError, match=r"allowed 0\.01\) over 32 tokens of the first row\. They are of another checkpoint"
+    ):
+        check(target, Wrong(target, last_hidden=states.last_hidden))
+
+
+def test_a_stored_teacher(target: Target) -> None:
+    states = OnlineFeatures(target, LAYERS)(COLLATE(ROWS[-1:]))
+    logits = target.compute_logits(states.last_hidden)
+    bare = states.last_hidden[..., :0]
+    assert check(target, Wrong(target, last_hidden=bare, top_logits=take_top_logits(logits, 6))) < 1e-2
+    with pytest.raises(ValueError, match="The stored teacher is that of another model"):
+        check(target, Wrong(target, last_hidden=bare, top_logits=take_top_logits(logits * 1.2, 6)))

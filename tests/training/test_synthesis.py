@@ -1,0 +1,153 @@
+"""Conversations written turn by turn: own replies in the context, what is given kept, and what ends one."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from inference import Decoder
+from training.reply_decoding import TurnDecoder, TurnSettings, turn_seed
+from training.reply_sources import DecodedReplies, Reply, TurnRequest, describe_effort
+from training.synthesis import Synthesizer
+from training.synthesis_prompts import Conversation, read_prompts
+from training.turn_template import TurnTemplate
+
+STOP_IDS = {3, 10, 20, 30, 40}  # several, or the tiny target would hardly come to an end
+MAX_NEW_TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def model(target_path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(target_path).eval()
+
+
+@pytest.fixture
+def source(model: PreTrainedModel, target_path: Path) -> DecodedReplies:
+    template = TurnTemplate(AutoTokenizer.from_pretrained(target_path))
+    writer = TurnDecoder(Decoder(model), TurnSettings(MAX_NEW_TOKENS, temperature=0.0), batch_size=3)
+    return DecodedReplies(writer, template, {"user": STOP_IDS, "assistant": STOP_IDS})
+
+
+def play(source: DecodedReplies, plan: Sequence[Conversation]) -> list[Conversation]:
+    return [each for some in Synthesizer(source, seed=0).write(plan) for each in some]
+
+
+def test_own_replies_stay_in_the_context(source: DecodedReplies, model: PreTrainedModel, tmp_path: Path) -> None:
+    """Every reply against `generate` behind all that stands before it: system prompt, tools, own replies."""
+    roles = ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    rows = [
+        {"messages": [{"role": role, "content": f"word{(5 * row + place) % 56}"} for place, role in enumerate(roles)]}
+        for row in range(14)
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = source.template.tokenizer
+    finished = play(source, read_prompts(path))
+    assert len(finished) == len(rows)
+    num_replies = []
+    for conversation in finished:
+        messages = conversation.messages
+        replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if conversation.is_of_use:
+            assert [message["role"] for message in messages] == roles[: len(messages)]
+            assert (len(messages) == len(roles)) == (not conversation.problem)
+        for place in replies:
+            prompt = tokenizer.apply_chat_template(
+                messages[:place], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            prompt.pop("token_type_ids", None)
+            alone = model.generate(
+                **prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=sorted(STOP_IDS), pad_token_id=0
+            )
+            new = alone[0, prompt["input_ids"].shape[1] :]
+            assert messages[place]["content"] == tokenizer.decode(new[:-1])
+        num_replies.append(len(replies))
+    assert {2, 3} <= {*num_replies}, "some conversations must have several replies for this test to mean anything"
+    assert {"", "assistant turn truncated"} <= {conversation.problem for conversation in finished}
+
+
+def test_a_template_that_refuses_a_conversation_drops_it(source: DecodedReplies) -> None:
+    source.template.tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        + source.template.tokenizer.chat_template
+    )
+    given = [{"role": role, "content": "word1"} for role in ("system", "user")]
+    plan = [
+        Conversation("bad", "s", deque([*given, "assistant"])),
+        Conversation("good", "s", deque([given[1], "assistant"])),
+    ]
+    problems = {conversation.id: conversation.problem for conversation in play(source, plan)}
+    assert problems["bad"] == "assistant turn refused by the chat template (no system here)"
+    assert "template" not in problems["good"]
+
+
+class ScriptedSource:
+    """Answers one request at a time, the newest first, with what `problems` says of each turn's place."""
+
+    capacity = 4
+
+    def __init__(self, problems: dict[int, str]) -> None:
+        self.problems = problems
+        self.open: list[TurnRequest] = []
+        self.asked: list[TurnRequest] = []
+        self.most_open = 0
+
+    def exchange(self, requests: Sequence[TurnRequest]) -> list[tuple[TurnRequest, Reply]]:
+        self.open += requests
+        self.asked += requests
+        self.most_open = max(self.most_open, len(self.open))
+        request = self.open.pop()
+        return [(request, Reply("text", 2, self.problems.get(len(request.messages), "")))]
+
+    def take_effort(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("problems", "keep_truncated", "num_messages", "problem"),
+    [
+        ({}, False, 4, ""),
+        ({3: "looping"}, False, 2, "assistant turn looping"),
+        ({2: "empty"}, False, 2, "user turn empty"),
+        ({1: "truncated"}, False, 0, "assistant turn truncated"),
+        ({1: "truncated"}, True, 2, "assistant turn truncated"),
+        ({3: "truncated"}, True, 4, "assistant turn truncated"),
+        ({2: "truncated"}, True, 2, "user turn truncated"),
+    ],
+)
+def test_a_turn_of_no_use_ends_its_conversation(
+    problems: dict[int, str], keep_truncated: bool, num_messages: int, problem: str
+) -> None:
+    """Whatever the order of the answers; and the source is kept busy."""
+    source = ScriptedSource(problems)
+    plan = [Conversation(f"c{i}", "s", deque(["user", "assistant"] * 2)) for i in range(9)]
+    finished = [
+        each for some in Synthesizer(source, seed=5, keep_truncated=keep_truncated).write(plan) for each in some
+    ]
+    assert sorted(each.id for each in finished) == [f"c{i}" for i in range(9)]
+    for conversation in finished:
+        assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * (num_messages // 2)
+        assert conversation.problem == problem
+        assert conversation.is_of_use == (num_messages > 0)
+    assert source.most_open == 4
+    assert {request.seed for request in source.asked} == {
+        turn_seed(5, f"c{i}", place) for i in range(9) for place in range(len(source.asked) // 9)
+    }
+
+
+def test_efforts_of_processes_add_up() -> None:
+    one = {"seconds": 2.0, "num_tokens": 30, "num_verify_steps": 10, "num_accepted": 5}
+    two = {"seconds": 3.0, "num_tokens": 20, "num_verify_steps": 10, "num_accepted": 15}
+    described = describe_effort([one, two])
+    assert described["process_seconds"] == 5.0
+    assert described["tokens_per_process_second"] == 10.0
+    assert described["acceptance_length"] == 2.0
+    assert describe_effort([]) == {"process_seconds": 0.0}

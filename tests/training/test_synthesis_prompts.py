@@ -1,0 +1,151 @@
+"""Which turns are to be written: prompts in every form, their ids, tools, and how many are taken."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from training.layouts import RecordFormat
+from training.synthesis_prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
+
+
+def write(path: Path, *rows: Any) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def outline(conversation: Conversation) -> list[str]:
+    """Given messages as role:content, turns to be written as their role."""
+    return [step if isinstance(step, str) else f"{step['role']}:{step['content']}" for step in conversation.script]
+
+
+def chat(*turns: str) -> dict[str, Any]:
+    """{"messages"} of "role:content"."""
+    return {"messages": [dict(zip(("role", "content"), turn.split(":"), strict=True)) for turn in turns]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"turns": ["Hi", "Bye"]},
+        {"conversations": [{"from": a, "value": b} for a, b in [("human", "Hi"), ("gpt", "Yo"), ("user", "Bye")]]},
+        chat("user:Hi", "user:Bye"),
+        chat("assistant:Welcome", "user:Hi", "assistant:Yo", "user:Bye", "assistant:Yo"),
+    ],
+    ids=str,
+)
+def test_prompts_are_read_in_every_form(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = write(tmp_path / "prompts.jsonl.gz", row)
+    (conversation,) = read_prompts(path)
+    assert outline(conversation) == ["user:Hi", "assistant", "user:Bye", "assistant"]
+    assert conversation.id == read_prompts(path)[0].id
+    assert outline(read_prompts(path, max_turns=1)[0]) == ["user:Hi", "assistant"]
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl does not exist"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+
+
+def test_columns_may_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"problem": "Hi", "solution": "Yo"})
+    with pytest.raises(ValueError, match="name them with --columns"):
+        read_prompts(path)
+    (conversation,) = read_prompts(
+        path, record_format=RecordFormat.parse("auto", ["prompt=problem", "response=solution"])
+    )
+    assert outline(conversation) == ["user:Hi", "assistant"]
+
+
+def test_system_prompts_and_tool_results_are_kept(tmp_path: Path) -> None:
+    row = chat(
+        "system:Be brief.", "user:Weather?", "assistant:call", "tool:sunny", "tool:20 C", "assistant:Sunny.", "user:Ok",
+        "assistant:Bye", "tool:nothing",
+    )  # fmt: skip
+    (conversation,) = read_prompts(write(tmp_path / "prompts.jsonl", row))
+    assert outline(conversation) == [
+        "system:Be brief.", "user:Weather?", "assistant", "tool:sunny", "tool:20 C", "assistant", "user:Ok",
+        "assistant", "tool:nothing", "assistant",
+    ]  # fmt: skip
+    (first_turn,) = read_prompts(tmp_path / "prompts.jsonl", max_turns=1)
+    assert outline(first_turn) == outline(conversation)[:6]
+
+
+def test_parquet_layouts_and_tools_are_read(tmp_path: Path) -> None:
+    """What training reads, and folders of it; tools go to the template and into the output."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    write(tmp_path / "a.jsonl", {**chat("user:Weather?", "assistant:call", "tool:sunny"), "tools": tools})
+    rows = {"instruction": ["Add.", "Add."], "input": ["1 + 1", None], "output": ["2", "3"]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "b.parquet")
+    first, *others = read_prompts(tmp_path)
+    assert first.tools == first.to_row("messages")["tools"] == tools
+    assert [outline(other) for other in others] == [["user:Add.\n\n1 + 1", "assistant"], ["user:Add.", "assistant"]]
+    assert "tools" not in others[0].to_row("messages")
+
+
+def test_scripts_are_played_turn_by_turn() -> None:
+    (one,) = plan_self_synthesis(1, seed=3, num_turns=2)
+    assert one.id == "self-3-0"
+    roles = []
+    while (role := one.next_role()) is not None:
+        one.add_turn(role, f"{role} text", 5)
+        roles.append(role)
+    assert roles == ["user", "assistant"] * 2
+    assert one.to_row("messages")["messages"] == [{"role": role, "content": f"{role} text"} for role in roles]
+    row = one.to_row("sharegpt")
+    assert [turn["from"] for turn in row["conversations"]] == ["human", "gpt"] * 2
+    assert row["turn_tokens"] == [5] * 4
+    assert "ended_by" not in row
+
+
+def test_what_waits_for_a_reply_is_taken_back(tmp_path: Path) -> None:
+    (one,) = read_prompts(
+        write(tmp_path / "p.jsonl", chat("system:S", "user:Hi", "assistant:Yo", "tool:t", "user:Bye"))
+    )
+    assert one.next_role() == "assistant"
+    assert not one.is_of_use
+    one.add_turn("assistant", "Hello", 3)
+    assert one.next_role() == "assistant"
+    assert [message["role"] for message in one.messages] == ["system", "user", "assistant", "tool"]
+    one.end("assistant turn empty")
+    assert one.next_role() is None
+    assert [message["role"] for message in one.messages] == ["system", "user", "assistant"]
+    assert one.is_of_use
+    assert one.to_row("messages")["ended_by"] == "assistant turn empty"
+
+
+def test_bad_prompts_are_named(tmp_path: Path) -> None:
+    good = chat("system:Be brief.", "user:Hi")
+    path = write(tmp_path / "prompts.jsonl", good, {"turns": [3]})
+    with pytest.raises(ValueError, match="line 2: the content of a user turn is int"):
+        read_prompts(path)
+    with pytest.raises(ValueError, match="nobody asks anything"):
+        read_prompts(write(path, chat("system:Be brief.", "assistant:Hi")))
+
+
+def test_prompts_that_share_an_id_are_refused(tmp_path: Path) -> None:
+    """A resumed run knows by the ids what is done."""
+    path = tmp_path / "prompts.jsonl"
+    one = {"id": "a", **chat("user:Hi")}
+    for other in ({"turns": ["Bye"]}, {"turns": ["Hi", "Bye"]}, chat("system:Be brief.", "user:Hi")):
+        write(path, one, {"turns": ["Bye"]}, {"id": "a", **other})
+        with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: another prompt above has the id 'a'"):
+            read_prompts(path)
+    write(path, one, {"id": "b", "turns": ["Hi"]}, one)
+    assert [conversation.id for conversation in read_prompts(path)] == ["a", "b"]
+
+
+def test_more_prompts_are_those_and_others() -> None:
+    prompts = plan_self_synthesis(50, seed=0, num_turns=1)
+    ids = [conversation.id for conversation in prompts]
+    chosen = [[conversation.id for conversation in choose_prompts(prompts, count, seed=1)] for count in (10, 20, 50)]
+    for fewer, more in itertools.pairwise(chosen):
+        assert set(fewer) < set(more)
+    assert all(names == [name for name in ids if name in names] for names in chosen), "in their order"
+    assert chosen[0] != ids[:10]
+    assert choose_prompts(prompts, None, seed=1) == choose_prompts(prompts, 99, seed=1) == prompts

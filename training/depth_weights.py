@@ -1,0 +1,78 @@
+"""How much each drafting step weighs in the loss: a fixed decay, a list, or D-PACE.
+
+Legend: B batch, T sequence length, K steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+D_PACE = "d_pace"
+SMOOTHING = 0.5  # alpha of D-PACE (arXiv 2605.18810): how much of a step's weight stays where the draft is still wrong
+
+
+def parse_depth_weights(text: str | None) -> str | tuple[float, ...] | None:
+    """`d_pace`, or one number for each step.
+
+    >>> parse_depth_weights("1, 0.8, 0.5")
+    (1.0, 0.8, 0.5)
+
+    Raises:
+        ValueError: for anything else, negative numbers, or zeros alone.
+    """
+    if text is None or text == D_PACE:
+        return text
+    try:
+        weights = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        weights = ()
+    if not weights or not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        raise ValueError(
+            f"got depth_weights {text!r}: give d_pace, or one number of at least 0 for each drafting step, not all 0, "
+            "such as 1,0.8,0.5"
+        )
+    return weights
+
+
+def fixed_weights(
+    num_steps: int, *, step_decay: float, depth_weights: str | Sequence[float] | None
+) -> tuple[float, ...]:
+    """Of each step: step_decay^k (Medusa, section 2.2.1: lambda 0.8; EAGLE-3: 0.8^k), the list's, or 1 under D-PACE,
+    whose weights are each position's own.
+
+    Raises:
+        ValueError: the list has another length.
+    """
+    if depth_weights is None:
+        return tuple(step_decay**k for k in range(num_steps))
+    if depth_weights == D_PACE:
+        return (1.0,) * num_steps
+    if len(depth_weights) != num_steps:
+        raise ValueError(
+            f"got {len(depth_weights)} depth_weights for heads that are trained over {num_steps} drafting steps: give "
+            f"{num_steps} numbers"
+        )
+    return tuple(float(weight) for weight in depth_weights)
+
+
+@torch.no_grad()
+def weigh_by_d_pace(chances: Tensor, is_predicted: Tensor) -> Tensor:
+    """D-PACE (arXiv 2605.18810): what the log-probability of step k is worth to the expected number of accepted tokens.
+
+    With c_k = (1 - alpha) q_k(x) + alpha and P_k = c_1 ... c_k, the smoothed chance that a draft lives through step k,
+    the weight of step k is P_k + ... + P_K over the steps that predict anything. It is a constant of the loss.
+
+    Args:
+        chances: [K, B, T], q_k(x), the draft's probability of the token x that step k should predict.
+        is_predicted: [K, B, T] bool; what is not predicted neither ends a draft nor lengthens it.
+
+    Returns:
+        [K, B, T]; 0 where nothing is predicted.
+
+    Worked example: chances 0.5, 0 give c = 0.75, 0.5, so P = 0.75, 0.375 and the weights 1.125, 0.375.
+    """
+    lives = torch.where(is_predicted, (1 - SMOOTHING) * chances + SMOOTHING, 1.0).cumprod(0) * is_predicted
+    return lives.flip(0).cumsum(0).flip(0) * is_predicted

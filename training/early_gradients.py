@@ -1,0 +1,69 @@
+"""Losses whose gradients are taken while the logits are there: neither are logits kept for the backward pass, nor is
+the LM head run again in it.
+
+A loss that is a sum of chunks, each a function of its own rows and of shared parameters, has its gradients added up
+chunk by chunk; the backward pass then only multiplies them by what it comes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class EarlyGradients:
+    """Adds up a loss and its gradients."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._inputs: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._places: dict[int, int] = {}  # of inputs that several chunks share
+
+    def add(self, loss: Tensor, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """A chunk's loss (a scalar), and its gradient with respect to each input it depends on."""
+        self._total = loss.detach() if self._total is None else self._total + loss.detach()
+        for leaf, gradient in gradients:
+            if (place := self._places.setdefault(id(leaf), len(self._inputs))) == len(self._inputs):
+                self._inputs.append(leaf)
+                self._gradients.append(gradient)
+            else:
+                self._gradients[place] += gradient
+
+    def loss(self) -> Tensor | None:
+        """What was added up, in the graph of the inputs; None when nothing was."""
+        if self._total is None:
+            return None
+        return cast(Tensor, _KnownGradients.apply(self._total, len(self._inputs), *self._inputs, *self._gradients))
+
+
+class _KnownGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, count: int, *inputs_gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs_gradients[count:])
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: Sequence[Tensor] = ctx.saved_tensors
+        return None, None, *(gradient * grads[0] for gradient in gradients), *(None for _ in gradients)
+
+
+def find_leaves(output: Tensor) -> list[Tensor]:
+    """The tensors at the ends of an output's graph: parameters, and what was detached to be one."""
+    leaves: list[Tensor] = []
+    seen, waiting = set(), [output.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [behind for behind, _ in node.next_functions]
+    return leaves

@@ -1,0 +1,334 @@
+"""The target's states on disk: shards in safetensors, found by what the rows say.
+
+A store is a folder. `index.json` says what was stored and of which target (`StoreSettings`). Every shard is two files:
+`NAME.safetensors`, and `NAME.json`, which is written last, so that a shard with one is complete. A row is one tokenized
+conversation; its states depend on its tokens alone, so it is looked up by them, whatever the order, the batches, the
+packing or the loss mask of a later run.
+
+Legend: R rows of a shard, N tokens of all of them (no padding), T tokens of a row, D hidden size, K teacher's best
+tokens.
+
+    lengths [R] int64, keys [R] int64      tokens of each row, and the hash of their ids
+    checksums [R, columns] int64           of each row's part of every tensor below, in the order of their names
+    input_ids [N] int32, loss_mask [N] uint8
+    hidden.I [N, D]                        the input of layer I: the residual stream, before any norm
+    last [N, D]                            the last state, after the final norm or (if the index says so) before it
+    top.values [N, K], top.token_ids [N, K] int32, top.log_sum_exp [N] float32
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FORMAT = 1
+_ROW_TENSORS = ("lengths", "keys", "checksums")
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """Which target states are of.
+
+    Attributes:
+        name: folder or hub id, for messages only.
+        config_hash: of its configuration's values that are not defaults.
+        weights_hash: of its token embedding and its LM head, in `dtype`.
+    """
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    dtype: str
+    config_hash: str
+    weights_hash: str
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """What a store holds, as `index.json` says it.
+
+    Attributes:
+        tensors: name -> "post-norm", "pre-norm" or "logits".
+        dtype: of the states.
+        teacher_top_k: K, or None.
+        dataset, max_length, tokenizer_hash: where the rows come from, for messages.
+        num_rows, num_tokens, num_shards, data_hash: of the extraction that was planned; None for a cache that grows.
+    """
+
+    target: TargetIdentity
+    tensors: dict[str, str]
+    dtype: str
+    teacher_top_k: int | None
+    dataset: list[str]
+    max_length: int
+    tokenizer_hash: str
+    num_rows: int | None = None
+    num_tokens: int | None = None
+    num_shards: int | None = None
+    data_hash: str | None = None
+    format: int = FORMAT
+
+    @property
+    def last_state(self) -> Literal["post-norm", "pre-norm"] | None:
+        return self.tensors.get("last")  # type: ignore[return-value]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Exact, for the tensors [N, ...] of a shard."""
+        size: int = getattr(torch, self.dtype).itemsize
+        states = sum(name.startswith("hidden.") or name == "last" for name in self.tensors)
+        top = (size + 4) * self.teacher_top_k + 4 if self.teacher_top_k else 0
+        return 4 + 1 + states * self.target.hidden_size * size + top
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Exact, for the tensors [R, ...] of a shard."""
+        return 8 * (2 + 2 + len(self.tensors))
+
+    def size_of(self, num_rows: int, num_tokens: int) -> int:
+        """Bytes of so many rows, but for what safetensors says in front of each shard (below 2 kB)."""
+        return num_tokens * self.bytes_per_token + num_rows * self.bytes_per_row
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """input_ids: [T]. loss_mask: [T]. tensors: by the names of `StoreSettings.tensors`, each [T, ...]."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    tensors: Mapping[str, Tensor]
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Those with a value per token, as they are stored: sorted by name, contiguous, on the CPU."""
+        row = {"input_ids": self.input_ids.int(), "loss_mask": self.loss_mask.byte(), **self.tensors}
+        return {name: row[name].cpu().contiguous() for name in sorted(row)}
+
+
+def hash_tokens(input_ids: Tensor) -> int:
+    """The key of a row: a signed 64-bit hash of its ids ([T], any integer dtype)."""
+    return _digest(input_ids.int().cpu().contiguous())
+
+
+def hash_text(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _digest(tensor: Tensor) -> int:
+    unsigned = xxhash.xxh3_64_intdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
+
+
+class DiskFullError(OSError):
+    """There is no room for a shard; those before it are complete."""
+
+
+def write_shard(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
+    """Writes rows as one complete shard, or leaves none.
+
+    Raises:
+        DiskFullError: what is missing, and how to go on.
+    """
+    parts = [row.all_tensors() for row in rows]
+    tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    tensors["lengths"] = torch.tensor([len(row.input_ids) for row in rows])
+    tensors["keys"] = torch.tensor([_digest(part["input_ids"]) for part in parts])
+    tensors["checksums"] = torch.tensor([[_digest(value) for value in part.values()] for part in parts])
+    scratch = folder / f".{name}.{os.getpid()}.tmp"
+    try:
+        save_file(tensors, scratch)
+        shutil.copymode(folder / "index.json", scratch)  # safetensors writes for the owner alone
+        with scratch.open("rb") as file:
+            os.fsync(file.fileno())
+        about = {
+            "rows": len(rows),
+            "tokens": int(tensors["lengths"].sum()),
+            "bytes": scratch.stat().st_size,
+            "checksum": _root(tensors),
+        }
+        scratch.replace(folder / f"{name}.safetensors")
+        write_whole(folder / f"{name}.json", json.dumps(about) + "\n")
+    except (OSError, SafetensorError) as error:  # safetensors has no error of its own for a full disk
+        scratch.unlink(missing_ok=True)
+        size = sum(value.nbytes for value in tensors.values())
+        raise DiskFullError(
+            f"cannot write {name} ({size / 1e9:.3g} GB) to {folder}: {error}. The shards before it are complete: make "
+            "room and run the same command again, which goes on behind them"
+        ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file completely or not at all; several processes may write the same one."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _root(tensors: Mapping[str, Tensor]) -> str:
+    """The checksum of a shard: of its rows' checksums, keys and lengths."""
+    together = torch.cat([tensors[name].reshape(-1) for name in _ROW_TENSORS])
+    return f"{_digest(together) % (1 << 64):016x}"
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """path; version: which file that was; columns: names of the tensors with checksums, in order; lengths, starts [R];
+    keys, checksums as stored."""
+
+    path: Path
+    version: tuple[int, int]
+    columns: list[str]
+    lengths: list[int]
+    starts: list[int]
+    keys: list[int]
+    checksums: Tensor
+
+
+@lru_cache(maxsize=64)
+def _open(path: Path, version: tuple[int, int]) -> Any:
+    """The version tells a file from one that has taken its place."""
+    return safe_open(path, framework="pt")
+
+
+class FeatureStore:
+    """Rows of a store, mapped into memory and checked whenever they are read.
+
+    Attributes:
+        settings: what `index.json` says.
+
+    Raises:
+        ValueError: no store there, an extraction that is not finished, or a shard that is damaged: its size (at once)
+            or its contents (when a row is read).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.settings = read_settings(folder)
+        self._shards: list[_Shard] = []
+        self._places: dict[int, tuple[int, int]] = {}  # key -> (shard, row)
+        self._known: set[str] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes in the shards that have been finished since."""
+        for name in sorted(finished_shards(self.folder) - self._known):
+            shard = read_shard(self.folder, name)
+            self._known.add(name)
+            self._shards.append(shard)
+            for row, key in enumerate(shard.keys):
+                self._places.setdefault(key, (len(self._shards) - 1, row))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._shards)
+
+    def has(self, input_ids: Tensor) -> bool:
+        """Whether the row of these tokens ([T]) is stored."""
+        return hash_tokens(input_ids) in self._places
+
+    def read(self, input_ids: Tensor, names: Iterable[str]) -> dict[str, Tensor] | None:
+        """The named tensors of the row of these tokens ([T]), each [T, ...], or None when it is not stored.
+
+        The tensors are mapped from the file: not to be changed.
+        """
+        place = self._places.get(hash_tokens(input_ids))
+        if place is None:
+            return None
+        shard = self._shards[place[0]]
+        found = _read_row(shard, place[1], ["input_ids", *names])
+        if not torch.equal(found.pop("input_ids").long(), input_ids.cpu().long()):
+            return None  # another row of the same hash
+        return found
+
+
+def read_settings(folder: Path) -> StoreSettings:
+    try:
+        values = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} holds no features ({error}): write them with scripts/extract_features.py --output_dir {folder}"
+        ) from error
+    if values.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder}/index.json has format {values.get('format')!r}, this release reads {FORMAT}: extract again"
+        )
+    return StoreSettings(**{**values, "target": TargetIdentity(**values["target"])})
+
+
+def write_settings(folder: Path, settings: StoreSettings) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "index.json", json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
+
+
+def finished_shards(folder: Path) -> set[str]:
+    """The names of the shards that were written to their end."""
+    return {path.stem for path in folder.glob("*.json") if path.name != "index.json"}
+
+
+def read_shard(folder: Path, name: str) -> _Shard:
+    """A finished shard's rows, after the checks that need no reading of states."""
+    path, about = folder / f"{name}.safetensors", json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    if not path.is_file():
+        raise _damaged(path, "it is missing")
+    stat = path.stat()
+    if stat.st_size != about["bytes"]:
+        raise _damaged(path, f"it has {stat.st_size} bytes of {about['bytes']}")
+    version = (stat.st_ino, stat.st_mtime_ns)
+    try:
+        file = _open(path, version)
+        tensors = {key: file.get_tensor(key) for key in _ROW_TENSORS}
+    except SafetensorError as error:
+        raise _damaged(path, str(error)) from error
+    if _root(tensors) != about["checksum"]:
+        raise _damaged(path, "its rows are not those it was written with")
+    lengths = tensors["lengths"]
+    starts = (lengths.cumsum(0) - lengths).tolist()
+    columns = sorted(set(file.keys()) - set(_ROW_TENSORS))
+    return _Shard(path, version, columns, lengths.tolist(), starts, tensors["keys"].tolist(), tensors["checksums"])
+
+
+def verify_shard(folder: Path, name: str) -> None:
+    """Reads a finished shard wholly.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    shard = read_shard(folder, name)
+    for row in range(len(shard.lengths)):
+        _read_row(shard, row, shard.columns)
+
+
+def _read_row(shard: _Shard, row: int, names: Iterable[str]) -> dict[str, Tensor]:
+    file, start = _open(shard.path, shard.version), shard.starts[row]
+    found = {}
+    for name in names:
+        value = file.get_slice(name)[start : start + shard.lengths[row]]
+        if _digest(value) != int(shard.checksums[row, shard.columns.index(name)]):
+            raise _damaged(shard.path, f"row {row} of {name} does not have the checksum it was written with")
+        found[name] = value
+    return found
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{path} is damaged: {what}. Delete it and {path.stem}.json and extract again, which writes what is missing"
+    )

@@ -1,0 +1,190 @@
+"""Replies to given prompts by the target itself, token by token: with any heads and tree, in batches.
+
+A turn is a function of the target, its prompt and its seed alone: the same with any heads, any tree, any batch and any
+batch-mates (`inference.noise` keys the sampling by row seed and position). So whoever seeds each turn by what it is
+(`turn_seed`) gets the same data from any batch size, any number of processes and after any interruption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference import Decoder, GenerationStats
+
+
+@dataclass(frozen=True)
+class TurnSettings:
+    """How a turn is written.
+
+    Attributes:
+        max_new_tokens: longest turn in tokens, its end included.
+        temperature: 0 = greedy.
+        top_p: probability mass kept; 1 = all of it.
+        top_k: most likely tokens kept; 0 = all.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}: give 0 for greedy, or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: give more than 0 and at most 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}: give the number of tokens to keep, or 0 for all")
+
+
+@dataclass(frozen=True)
+class WrittenTurn:
+    """What followed a prompt.
+
+    Attributes:
+        token_ids: the new tokens; the token that ended the turn is the last one, unless the problem is "truncated".
+        problem: why it is of no use to learn from ("empty", "truncated", "looping", "special token inside",
+            "prompt too long"); "" when it is.
+    """
+
+    token_ids: list[int]
+    problem: str
+
+
+def turn_seed(seed: int, name: str, turn: int) -> int:
+    """A seed (63 bits) of the turn's own: a hash of the run's seed, the conversation's name and the turn's number."""
+    digest = hashlib.sha256(f"{seed}\0{turn}\0{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def is_looping(ids: Sequence[int], *, max_period: int = 32, min_repeats: int = 4, min_tokens: int = 24) -> bool:
+    """Whether text ends in a block of up to `max_period` tokens repeated `min_repeats` times over `min_tokens`.
+
+    Worked example: [7, 8] * 12 loops; [7, 8] * 11 is still too short; thirty different tokens do not.
+    """
+    for period in range(1, max_period + 1):
+        length = max(min_repeats * period, min_tokens)
+        tail = ids[-length:]
+        if len(tail) == length and tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
+def find_problem(token_ids: Sequence[int], stop_ids: Collection[int], special_ids: Collection[int]) -> str:
+    """Why a turn is of no use, "" if it is; whether its text is more than whitespace is left to who decodes it."""
+    is_ended = bool(token_ids) and token_ids[-1] in stop_ids
+    ids = token_ids[:-1] if is_ended else token_ids
+    if is_looping(ids):
+        return "looping"
+    if not is_ended:
+        return "truncated"
+    if not set(special_ids).isdisjoint(ids):
+        return "special token inside"
+    return "" if ids else "empty"
+
+
+class TurnDecoder:
+    """Writes turns with a `Decoder`, a batch at a time; rows that have ended leave the batch.
+
+    `stats` adds up what was decoded.
+
+    Args:
+        decoder: the target with or without a drafter; drafts decide how fast turns come, never what they say.
+        settings: how to draw tokens.
+        batch_size: rows decoded together.
+        special_ids: tokens that must not stand inside a turn.
+
+    Raises:
+        ValueError: the target has no positions left for any prompt.
+    """
+
+    def __init__(
+        self, decoder: Decoder, settings: TurnSettings, *, batch_size: int = 32, special_ids: Collection[int] = ()
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: give at least 1")
+        limit = decoder.target.max_length
+        if limit is not None and limit <= settings.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens is {settings.max_new_tokens}, but the target has {limit} positions "
+                f"({decoder.target.length_limit_reason}): give less"
+            )
+        self.decoder, self.settings, self.batch_size = decoder, settings, batch_size
+        self.special_ids = frozenset(special_ids)
+        self.max_prompt_tokens = None if limit is None else limit - settings.max_new_tokens
+        self.stats = GenerationStats()
+
+    def write(
+        self, prompts: Sequence[Sequence[int]], *, stop_ids: Collection[int], seeds: Sequence[int]
+    ) -> list[WrittenTurn]:
+        """The turn that follows each prompt, in the prompts' order.
+
+        Args:
+            prompts: token ids, each ending in the header of the turn to be written.
+            stop_ids: tokens that end a turn, one or more.
+            seeds: one for each prompt (`turn_seed`); not read at temperature 0.
+        """
+        if not stop_ids:
+            raise ValueError("stop_ids is empty: name at least one token that ends a turn")
+        turns = [WrittenTurn([], "prompt too long")] * len(prompts)
+        for rows in self._batches(prompts):
+            written = self._write_batch([prompts[row] for row in rows], stop_ids, [seeds[row] for row in rows])
+            for row, ids in zip(rows, written, strict=True):
+                turns[row] = WrittenTurn(ids, find_problem(ids, stop_ids, self.special_ids))
+        return turns
+
+    def _batches(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Rows by length, so that there is little padding."""
+        limit = self.max_prompt_tokens
+        order = [row for row, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
+        order.sort(key=lambda row: len(prompts[row]))
+        for start in range(0, len(order), self.batch_size):
+            yield order[start : start + self.batch_size]
+
+    def _write_batch(
+        self, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], seeds: Sequence[int]
+    ) -> list[list[int]]:
+        input_ids, mask = _pad_left(prompts, pad_id=min(stop_ids))
+        device = self.decoder.target.device
+        settings = self.settings
+        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if settings.temperature > 0:  # transformers' own default keeps 50 tokens, so top_k is always given
+            sampling = {
+                "do_sample": True,
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "top_k": settings.top_k,
+            }
+        output = self.decoder.generate(
+            input_ids.to(device),
+            mask.to(device),
+            seed=list(seeds),
+            max_new_tokens=settings.max_new_tokens,
+            eos_token_id=sorted(stop_ids),
+            pad_token_id=min(stop_ids),
+            **sampling,
+        )
+        self.stats += output.stats
+        return [_cut(row, stop_ids) for row in output.sequences[:, input_ids.shape[1] :].tolist()]
+
+
+def _pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, both [B, longest prompt] int64."""
+    width = max(map(len, prompts))
+    input_ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return input_ids, mask
+
+
+def _cut(ids: list[int], stop_ids: Collection[int]) -> list[int]:
+    """Up to the first token that ends a turn, with it."""
+    end = next((count for count, token in enumerate(ids, start=1) if token in stop_ids), len(ids))
+    return ids[:end]
