@@ -18,6 +18,8 @@ from tests.conftest import REPOSITORY
 PACKAGES = ("inference", "heads", "training", "scripts")
 # What `inference` and `heads` may need: the base dependencies of pyproject.toml and what those bring along.
 BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml"}
+# What they import inside a function alone, for those who have it.
+OPTIONAL_DEPENDENCIES = {"heads/adapter.py": {"peft"}}
 MAX_LINES = 500
 
 MODULES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
@@ -32,9 +34,10 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imported_packages(path: Path) -> Iterator[str]:
+def imported_packages(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
     """Top-level names of everything a module imports, wherever in it."""
-    for node in ast.walk(parse(path)):
+    module = parse(path)
+    for node in module.body if top_level_only else ast.walk(module):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -89,7 +92,9 @@ def test_imports_point_one_way(path: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in MODULES if name(path).startswith(("inference", "heads"))], ids=name)
 def test_decoding_needs_the_base_dependencies_only(path: Path) -> None:
     own = {"inference", "heads"}
-    foreign = set(imported_packages(path)) - sys.stdlib_module_names - own - BASE_DEPENDENCIES
+    optional = OPTIONAL_DEPENDENCIES.get(name(path), set())
+    assert optional.isdisjoint(imported_packages(path, top_level_only=True)), "needed as soon as it is imported"
+    foreign = set(imported_packages(path)) - sys.stdlib_module_names - own - BASE_DEPENDENCIES - optional
     assert not foreign, f"imported where only the base dependencies are: {sorted(foreign)}"
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from heads import HEAD_TYPES
 from inference import StaticTree
 from tests.conftest import REPOSITORY
-from training.arguments import parse_arguments
+from training.command_line import parse_arguments
 
 CONFIGS = REPOSITORY / "configs"
-TRAIN = sorted((CONFIGS / "train").glob("*.yaml"))
+TRAIN = sorted([*(CONFIGS / "train").glob("*.yaml"), *(CONFIGS / "ablation").glob("*.yaml")])
 ACCELERATE = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 DEEPSPEED = sorted((CONFIGS / "deepspeed").glob("*.json"))
 TREES = sorted((CONFIGS / "trees").glob("*.yaml"))
@@ -63,13 +64,13 @@ def test_every_file_is_covered_by_a_test_here() -> None:
 @pytest.mark.parametrize("path", TRAIN, ids=name)
 def test_training_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    model, data, training = parse_arguments(["--config", str(path), "--use_cpu", "true"])
+    model, data, training, *_ = parse_arguments(["--config", str(path), "--use_cpu", "true"])
     assert model.head_type is not None
     kind = HEAD_TYPES[model.head_type].config_class
     config = kind(**model.parse_head_overrides())
     assert config.head_type == model.head_type
     assert Path(training.output_dir).parts[0] == "outputs", "what runs write is ignored by git under outputs/"
-    assert path.stem == Path(training.output_dir).name
+    assert Path(training.output_dir).name == path.stem
     for used in (model.target, *data.dataset, *data.eval_dataset, *filter(None, [data.eval_prompts])):
         is_made_by_the_user = Path(used).parts[0] == "outputs"
         assert is_made_by_the_user or Path(used).exists(), f"{path.name} names {used}, which is not in the repository"
@@ -88,12 +89,21 @@ def test_accelerate_config(path: Path) -> None:
     if file := settings.get("deepspeed_config", {}).get("deepspeed_config_file"):
         assert REPOSITORY / file in DEEPSPEED
         assert not settings["use_cpu"], "with use_cpu accelerate silently falls back to plain data parallel"
+    launcher = launch_command_parser().parse_args(["--config_file", str(path), "training/train_heads.py"])
+    launcher, *_ = _validate_launch_command(launcher)
+    assert launcher.num_processes == settings["num_processes"]
+    assert launcher.num_machines == settings["num_machines"]
+    assert launcher.use_fsdp == (settings["distributed_type"] == "FSDP")
+    assert launcher.use_deepspeed == (settings["distributed_type"] == "DEEPSPEED")
+    for key, value in settings.get("fsdp_config", {}).items():
+        assert getattr(launcher, key) == value
+    assert settings["num_processes"] == 1 or settings["distributed_type"] != "MULTI_CPU", "starts one process alone"
 
 
 @pytest.mark.parametrize("path", DEEPSPEED, ids=name)
 def test_deepspeed_config(path: Path) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
-    assert settings["zero_optimization"]["stage"] in (1, 2), "ZeRO-3 would split the frozen target as well"
+    assert path.stem == f"zero{settings['zero_optimization']['stage']}"
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         assert settings[key] == "auto", "the training config decides"
 

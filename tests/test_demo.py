@@ -25,7 +25,7 @@ from model_loading import encode_messages
 from heads import HEAD_TYPES
 from inference import Target
 from inference.ngram import NgramDrafter
-from training.arguments import parse_arguments
+from training.command_line import parse_arguments
 
 QUESTIONS = ["What do you like about autumn?", "Tell me a story.", "Where do swallows go?", "Thank you!"]
 
@@ -68,7 +68,7 @@ def test_the_training_command_is_one_that_the_trainer_takes(
     for kind, recipe in demo.find_recipes().items():
         command = demo.train_command(recipe, Path("examples/output/trained") / kind, args)
         start = command.index("training/train_heads.py") + 1
-        model, data, training = parse_arguments([*command[start:], "--use_cpu", "true"])
+        model, data, training, *_ = parse_arguments([*command[start:], "--use_cpu", "true"])
         assert model.head_type == kind
         assert (data.dataset, data.max_eval_samples) == ([args.conversations], 2)
         assert (training.max_steps, training.output_dir) == (2, f"examples/output/trained/{kind}")

@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 
 from tests.conftest import REPOSITORY
-from training.arguments import parse_arguments
+from training.command_line import parse_arguments
 
 DOCUMENTS = [
     REPOSITORY / "README.md",
@@ -29,8 +30,8 @@ DOCUMENTS = [
 ]
 BLOCK = re.compile(r"^(?P<skip><!-- not tested: .+ -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#([^)]*))?\)")
-# What a reader brings along or makes with an earlier command.
-BROUGHT_ALONG = re.compile(r"^(outputs/|YOURS)")
+# What a reader brings along or makes with an earlier command; ids of the hub.
+BROUGHT_ALONG = re.compile(r"^(outputs/|YOURS|https?://|meta-llama/)")
 
 
 def name(path: Path) -> str:
@@ -76,6 +77,14 @@ def check_paths(words: list[str]) -> None:
             assert (REPOSITORY / word).exists(), f"{word} is not in the repository"
 
 
+def check_options(program: str, words: list[str]) -> None:
+    text = help_of(program)
+    for word in words:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{program} has no option {option}"
+
+
 @pytest.mark.parametrize(("document", "words"), COMMANDS, ids=[f"{d}: {' '.join(w)}"[:70] for d, w in COMMANDS])
 def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -85,17 +94,18 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             assert re.search(rf"^{target}:", makefile, re.M), f"the Makefile has no target {target}"
         case ["pip", "install", *rest]:
             assert rest[:2] == ["-c", "constraints.txt"]
+        case ["accelerate", "launch", *rest] if "scripts/generate_data.py" in rest:
+            start = rest.index("scripts/generate_data.py")
+            check_paths(rest)
+            check_options("scripts/generate_data.py", rest[start:])
         case ["accelerate", "launch", *rest]:
             start = rest.index("training/train_heads.py")
             check_paths(rest[:start])
+            launch_command_parser().parse_args(rest[: start + 1])
             check_paths([word for word in rest[start:] if word.startswith("configs/")])
             parse_arguments([*rest[start + 1 :], "--use_cpu", "true", "--bf16", "false"])
         case ["python", program, *rest]:
-            text = help_of(program)
-            for word in rest:
-                if word.startswith("--"):
-                    option = word.partition("=")[0]
-                    assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{program} has no option {option}"
+            check_options(program, rest)
             check_paths(rest)
         case ["pytest", *rest]:
             check_paths(rest)
