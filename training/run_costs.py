@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle, islice
@@ -109,36 +110,67 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
+class SavedTensors:
+    """Bytes of the storages that autograd keeps for backward passes, and how many there were at most.
+
+    Worked example, in float32:
+
+        with saved.watch():
+            y = torch.zeros(100, requires_grad=True).exp()    live 400, peak 400: the output
+            y.sum().backward()                                live 0, peak 400
+    """
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peak = 0
+        self._uses: dict[int, int] = {}  # of a storage, by its address
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """While it is open, what autograd keeps is counted; parameters are not, they are there anyway."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+
+    def _pack(self, tensor: Tensor) -> _KeptTensor:
+        kept = _KeptTensor(tensor)
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+            if address not in self._uses:
+                self.live += size
+                self.peak = max(self.peak, self.live)
+            self._uses[address] = self._uses.get(address, 0) + 1
+            weakref.finalize(kept, self._release, address, size)
+        return kept
+
+    def _release(self, address: int, size: int) -> None:
+        self._uses[address] -= 1
+        if not self._uses[address]:
+            del self._uses[address]
+            self.live -= size
+
+
+class _KeptTensor:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class TrialSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Seconds of each optimizer step, and bytes that autograd keeps for the backward pass of its largest batch."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.saved: list[int] = []
-        self._kept: dict[int, int] = {}
+        self._tensors = SavedTensors()
 
     def watch(self) -> AbstractContextManager[Any]:
         """While it is open, what autograd keeps is counted."""
-
-        def keep(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                storage = tensor.untyped_storage()
-                self._kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        return self._tensors.watch()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._kept.clear()
-        self.saved.append(0)
+        self._tensors.peak = self._tensors.live
         self.seconds.append(-_now())
 
-    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        self.saved[-1] = max(self.saved[-1], sum(self._kept.values()))
-        self._kept.clear()
-
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.on_substep_end()
+        self.saved.append(self._tensors.peak)
         self.seconds[-1] += _now()
 
 

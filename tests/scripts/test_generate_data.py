@@ -396,13 +396,17 @@ def test_processes_that_are_killed_go_on(run: Run, target: Path, tmp_path: Path)
     processes = [subprocess.Popen([sys.executable, *command], env=environment | rank) for rank in ranks]
     deadline = time.monotonic() + 240
     try:
-        while [b'"id"' in path.read_bytes() for path in output.parent.glob("out.jsonl.shard-*")].count(True) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        for rank, process in enumerate(processes):  # each as soon as it has written, however late the other starts
+            journal = tmp_path / f"out.jsonl.shard-{rank:05}-of-00002"
+            while not (journal.exists() and b'"id"' in journal.read_bytes()):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.kill()
+            assert process.wait() == -signal.SIGKILL, "it must be killed while it runs for this test to mean anything"
     finally:
         for process in processes:
             process.kill()
-            assert process.wait() == -signal.SIGKILL, "it must be killed while it runs for this test to mean anything"
+            process.wait()
     assert not output.exists()
     assert len(journals(output)) == 2
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
