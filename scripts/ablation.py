@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ablation_data import DataPlan, prepare_data
 from ablation_render import write_page
-from ablation_runs import LABELS, REFERENCE, Programs, Run, finish
+from ablation_runs import LABELS, REFERENCE, Programs, Run, finish, store_features
 from transformers import HfArgumentParser
 
 
@@ -48,9 +48,9 @@ class AblationArguments:
     only: list[str] = field(
         default_factory=list, metadata={"help": f"Runs to do, of: {', '.join(LABELS)}; none = all."}
     )
-    budget: int = field(default=3_000_000, metadata={"help": "Training tokens of every run."})
-    # Of people's 265 tokens each (up to 384); a small target's are shorter, and a fifth of them is of no use.
-    num_conversations: int = field(default=17_000, metadata={"help": "Conversations that the target replies to."})
+    budget: int = field(default=3_000_000, metadata={"help": "Training tokens of every run, in all of its epochs."})
+    # About 185 tokens each, and a fifth of them is of no use.
+    num_conversations: int = field(default=10_400, metadata={"help": "Conversations that the target replies to."})
     prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts that acceptance is measured on."})
     num_prompts: int | None = field(default=None, metadata={"help": "The first so many of them; none = all."})
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each of them."})
@@ -79,7 +79,7 @@ def run(args: AblationArguments) -> list[str]:
             conversations=Path(args.conversations) if args.conversations is not None else None,
             replies=Path(args.replies) if args.replies is not None else None,
             target=reference["target"],
-            budget=args.budget,
+            budget=args.budget // int(reference["num_train_epochs"]),
             max_length=reference["max_length"],
             num_conversations=args.num_conversations,
             seed=args.seed,
@@ -96,6 +96,7 @@ def run(args: AblationArguments) -> list[str]:
     if wanted and not texts.exists():
         print("decoding plainly, for the texts to compare with", flush=True)
         programs.run("scripts/ablation_measure.py", *measure, "--json", str(texts), log=output / "plain.log")
+    store_features((run for name, run in runs.items() if name in wanted), programs)
     page = Path(args.page) if args.page is not None else output / "ablation"
 
     def write() -> None:

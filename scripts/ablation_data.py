@@ -24,6 +24,7 @@ from training.synthesis_prompts import find_id
 
 ROOT = Path(__file__).resolve().parents[1]
 REGENERATED, HUMAN = "regenerated", "human"
+MAX_TURNS = 2  # later ones are mostly cut off (max_length), and take the longest to write
 SHORTFALL = 0.02  # how far below the budget a data set may end
 
 Messages = list[dict[str, str]]
@@ -33,7 +34,7 @@ Messages = list[dict[str, str]]
 class DataPlan:
     """folder: where the data sets go. conversations: people's; None = the data sets must be there. replies: what the
     target replied to their prompts, of generate_data.py; None = num_conversations of them are made. budget: tokens of a
-    data set, each conversation cut to max_length."""
+    data set (of an epoch), each conversation cut to max_length."""
 
     folder: Path
     conversations: Path | None
@@ -88,7 +89,8 @@ def _regenerate(plan: DataPlan, output: Path) -> None:
     """The target's replies; goes on with what an interrupted run has written."""
     command = [sys.executable, str(ROOT / "scripts" / "generate_data.py"), "--target", plan.target]
     command += ["--prompts", str(plan.conversations), "--output", str(output), "--seed", str(plan.seed)]
-    command += ["--num_conversations", str(plan.num_conversations)]
+    command += ["--num_conversations", str(plan.num_conversations), "--batch_size", "256"]
+    command += ["--max_turns", str(MAX_TURNS)]
     if subprocess.run(command, check=False).returncode:
         raise ValueError("generate_data.py ended with an error, see above; run this command again to go on")
 

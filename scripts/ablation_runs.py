@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,11 @@ class Run:
         (path,) = self.settings()["dataset"]
         return self.output / Path(path).name
 
+    @property
+    def features(self) -> Path:
+        """Where its data set's features are stored, in this ablation's folder."""
+        return self.output / Path(self.settings()["features"]).name
+
     def settings(self) -> dict[str, Any]:
         """Every option as its configuration resolves it, without its place."""
         settings = resolve_arguments(*parse_arguments(["--config", str(self.config), "--use_cpu", "true"]))
@@ -134,13 +140,23 @@ class Programs:
                 process.terminate()
 
 
+def store_features(runs: Iterable[Run], programs: Programs) -> None:
+    """The states of each data set, once: all kinds of heads read some of those that EAGLE-3 taps, or the last one."""
+    config = str(CONFIGS / f"{REFERENCE}.yaml")
+    for folder, dataset in sorted({(run.features, run.dataset) for run in runs}):
+        print(f"storing the target's features of {dataset}", flush=True)
+        words = ["--config", config, "--dataset", str(dataset), "--output_dir", str(folder)]
+        programs.run("scripts/extract_features.py", *words, log=folder.with_name(f"{folder.name}.log"))
+
+
 def finish(run: Run, programs: Programs, measure: list[str]) -> dict[str, Any]:
     """Trains from where it was interrupted, measures the heads and keeps the result.
 
     Args:
         measure: options of `ablation_measure.py`, the same for all runs.
     """
-    train = ["--config", str(run.config), "--dataset", str(run.dataset), "--output_dir", str(run.folder)]
+    train = ["--config", str(run.config), "--dataset", str(run.dataset), "--features", str(run.features)]
+    train += ["--output_dir", str(run.folder)]
     if not (run.folder / "training_record.json").exists():
         words = [*train, "--resume_from_checkpoint", "true", "--disable_tqdm", "true"]
         words += ["--use_cpu", "true"] if not torch.accelerator.is_available() else []

@@ -125,9 +125,12 @@ class TestRuns:
             run = Run(name, Path("out"))
             settings = run.settings()
             changed = {key for key in settings.keys() | reference.keys() if settings.get(key) != reference.get(key)}
-            assert changed <= {"head_type", "head_overrides", "loss_type", "depth_weights", "dataset"}, name
-            assert len(changed) == (0 if name == REFERENCE else 3 if name == "hass" else 2 if name == "eagle" else 1)
-            assert run.dataset == Path("out") / ("human.jsonl.gz" if name == "eagle3-human" else "regenerated.jsonl.gz")
+            assert changed <= {"head_type", "head_overrides", "loss_type", "depth_weights", "dataset", "features"}, name
+            num_changes = {REFERENCE: 0, "hass": 3, "eagle": 2, "eagle3-human": 2}.get(name, 1)
+            assert len(changed) == num_changes
+            data = "human" if name == "eagle3-human" else "regenerated"
+            assert run.dataset == Path("out") / f"{data}.jsonl.gz"
+            assert run.features == Path("out") / f"features-{data}"
 
     def test_a_result_of_other_settings_is_not_taken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(REPOSITORY)
@@ -195,6 +198,7 @@ def fake_result(name: str, length: float) -> dict[str, Any]:
     environment |= {"max_new_tokens": 8, "cpu": "c", "cpu_flags": ["amx"], "threads": 1, "torch": "2", "commit": "abc"}
     return {
         "name": name,
+        "settings": {"num_train_epochs": 2},
         "training": {"tokens": 2_990_000, "seconds": 1800.0},
         "curve": [{"tokens": 1e6 * step, "loss": 3.0 / step, "top1_depth1": 0.1 * step} for step in (1, 2, 3)],
         "environment": {**environment, "transformers": "5"},
@@ -204,7 +208,7 @@ def fake_result(name: str, length: float) -> dict[str, Any]:
 
 def test_the_page_holds_what_is_finished(tmp_path: Path) -> None:
     data = {
-        "budget": 3_000_000,
+        "budget": 1_500_000,
         "max_length": 384,
         "sets": {"regenerated": {"conversations": 9, "tokens": 2_999_000, "trained_tokens": 1_500_000}},
     }
@@ -216,6 +220,7 @@ def test_the_page_holds_what_is_finished(tmp_path: Path) -> None:
     assert page.count(f"| [the target](../../configs/ablation/eagle3.yaml) | {row}") == 1
     assert "loss-topk.yaml) | 2.99 M | 30 min | 2.41 ± 0.03 | 2.31 ± 0.03 |" in page
     assert "Not finished yet: HASS." in page
+    assert "Every run trains twice over 1.5 million tokens" in page
     assert "regenerated: 9 conversations, 2,999,000 tokens, 1,500,000 of them the assistant's" in page
     for picture in ("lengths", "depths", "training", "losses"):
         assert f"](page-{picture}.png)" in page
@@ -228,7 +233,7 @@ def test_the_whole_of_it_and_going_on(tmp_path: Path) -> None:
     """Replies, two runs and their page; a second call does what is missing and nothing else."""
     output, page = tmp_path / "out", tmp_path / "page"
     command = [sys.executable, str(REPOSITORY / "scripts/ablation.py"), "--output", str(output), "--page", str(page)]
-    command += ["--budget", "2000", "--num_prompts", "2", "--max_new_tokens", "16", "--only", "eagle3", "eagle3-human"]
+    command += ["--budget", "4000", "--num_prompts", "2", "--max_new_tokens", "16", "--only", "eagle3", "eagle3-human"]
     people = ["--conversations", "examples/conversations.jsonl.gz", "--num_conversations", "32"]
     broken = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert broken.returncode
