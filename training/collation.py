@@ -15,8 +15,9 @@ from torch import Tensor
 class ConversationCollator:
     """Pads rows on the right: input_ids, attention_mask and loss_mask, each [B, T] int64.
 
-    Rows that are packed (`training.packing`) have document_ids and position_ids too, [B, T] int64: which of the row's
-    documents a token belongs to, counted from 0 (padding: -1), and where in it the token stands (padding: 0).
+    Rows that are packed (`training.packing`) have document_ids too, [B, T] int64: which of the row's documents a token
+    belongs to, counted from 0 (padding: -1). Positions are counted within documents by whoever splits them
+    (`inference.documents`).
 
     Args:
         pad_token_id: any valid id; padding is masked everywhere.
@@ -42,12 +43,10 @@ class ConversationCollator:
             batch["loss_mask"][index, :size] = torch.tensor(row["loss_mask"])
         if "document_lengths" in rows[0]:
             batch["document_ids"] = torch.full((len(rows), length), -1)
-            batch["position_ids"] = torch.zeros(len(rows), length, dtype=torch.long)
             for index, row in enumerate(rows):
                 sizes = torch.tensor(row["document_lengths"])
                 ids = torch.arange(len(sizes)).repeat_interleave(sizes)
                 batch["document_ids"][index, : len(ids)] = ids
-                batch["position_ids"][index, : len(ids)] = torch.cat([torch.arange(int(size)) for size in sizes])
         return batch
 
 

@@ -42,7 +42,7 @@ class FeatureSource(Protocol):
     """Gives the target's states for a batch of the collator's, on the device of the batch.
 
     The keys of a batch are `input_ids`, `attention_mask` and `loss_mask`, each [B, T] int64; of a packed one also
-    `document_ids` and `position_ids` (see `training.collation`).
+    `document_ids` (see `training.collation`).
     """
 
     def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates: ...

@@ -31,13 +31,22 @@ def load_datasets(
     if data_args.streaming:
         return _stream(data_args, tokenizer, seed, rank, num_processes)
     if data_args.dataset_weights:
-        parts = [
-            _hold_out(_load(data_args, tokenizer, [name], split, data_args.max_samples), data_args, seed=seed)
+        sets = [
+            _load(data_args, tokenizer, [name], split, data_args.max_samples)
             for name, split in zip(data_args.dataset, data_args.splits, strict=True)
         ]
-        train_set = mix([train for train, _ in parts], data_args, seed=seed)
+        parts = [_hold_out(rows, data_args, seed=seed) for rows in sets]
         held_out = [rows for _, rows in parts if rows is not None]
-        eval_set = mix(held_out, data_args, seed=seed) if len(held_out) == len(parts) else None
+        if held_out and len(held_out) < len(parts):
+            small = [name for name, (_, rows) in zip(data_args.dataset, parts, strict=True) if rows is None]
+            logger.warning(
+                "nothing is held out: a mixture is held out of each of its sets, and %s has a single conversation; "
+                "give --eval_dataset to evaluate",
+                ", ".join(small),
+            )
+            parts, held_out = [(rows, None) for rows in sets], []
+        train_set = mix([train for train, _ in parts], data_args, seed=seed)
+        eval_set = mix(held_out, data_args, seed=seed) if held_out else None
         if data_args.max_samples is not None:
             train_set = train_set.select(range(min(data_args.max_samples, len(train_set))))
     else:

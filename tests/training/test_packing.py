@@ -72,7 +72,7 @@ class TestPacking:
         assert one != other
 
 
-def test_the_collator_says_whose_each_token_is_and_where_it_stands() -> None:
+def test_the_collator_says_whose_each_token_is() -> None:
     rows = [
         {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1], "document_lengths": [3, 2]},
         {"input_ids": [4], "loss_mask": [1], "document_lengths": [1]},
@@ -83,7 +83,6 @@ def test_the_collator_says_whose_each_token_is_and_where_it_stands() -> None:
         "attention_mask": [[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]],
         "loss_mask": [[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]],
         "document_ids": [[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]],
-        "position_ids": [[0, 1, 2, 0, 1, 0], [0, 0, 0, 0, 0, 0]],
     }
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
