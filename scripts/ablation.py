@@ -49,7 +49,7 @@ class AblationArguments:
         default_factory=list, metadata={"help": f"Runs to do, of: {', '.join(LABELS)}; none = all."}
     )
     budget: int = field(default=3_000_000, metadata={"help": "Training tokens of every run, in all of its epochs."})
-    # About 185 tokens each, and a fifth of them is of no use.
+    # About 136 tokens each, and a seventh of them is of no use.
     num_conversations: int = field(default=10_400, metadata={"help": "Conversations that the target replies to."})
     prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts that acceptance is measured on."})
     num_prompts: int | None = field(default=None, metadata={"help": "The first so many of them; none = all."})
@@ -79,7 +79,7 @@ def run(args: AblationArguments) -> list[str]:
             conversations=Path(args.conversations) if args.conversations is not None else None,
             replies=Path(args.replies) if args.replies is not None else None,
             target=reference["target"],
-            budget=args.budget // int(reference["num_train_epochs"]),
+            budget=round(args.budget / reference["num_train_epochs"]),
             max_length=reference["max_length"],
             num_conversations=args.num_conversations,
             seed=args.seed,

@@ -39,7 +39,6 @@ def render_page(name: str, data: dict[str, Any], results: Results, missing: Sequ
     environment = one["environment"]
     flags = f" ({', '.join(environment['cpu_flags'])})" if environment["cpu_flags"] else ""
     commits = ", ".join(dict.fromkeys(str(result["environment"]["commit"]) for result in results.values()))
-    epochs = {1: "once", 2: "twice"}.get(count := int(one["settings"]["num_train_epochs"]), f"{count} times")
     sets = [
         f"{key}: {count['conversations']:,} conversations, {count['tokens']:,} tokens, {count['trained_tokens']:,} of "
         "them the assistant's"
@@ -48,7 +47,7 @@ def render_page(name: str, data: dict[str, Any], results: Results, missing: Sequ
     parts = [
         "# What heads learn from: data, methods, losses",
         "Made by `make ablation CONVERSATIONS=FILE` (scripts/ablation.py) from configs/ablation. Every run trains "
-        f"{epochs} over {data['budget'] / 1e6:g} million tokens, with one seed. A difference of less than about twice "
+        f"{one['settings']['num_train_epochs']:g} epochs of {data['budget'] / 1e6:g} million tokens, with one seed. A difference of less than about twice "
         "the standard errors says nothing, and one seed does not show what another would give.",
         f"{'; '.join(sets)}. The target's replies were drawn at temperature 1; both sets answer the same prompts, each "
         f"cut to {data['max_length']} tokens a conversation and to the budget in all.",
