@@ -47,8 +47,9 @@ def render_page(name: str, data: dict[str, Any], results: Results, missing: Sequ
     parts = [
         "# What heads learn from: data, methods, losses",
         "Made by `make ablation CONVERSATIONS=FILE` (scripts/ablation.py) from configs/ablation. Every run trains "
-        f"{one['settings']['num_train_epochs']:g} epochs of {data['budget'] / 1e6:g} million tokens, with one seed. A difference of less than about twice "
-        "the standard errors says nothing, and one seed does not show what another would give.",
+        f"{one['settings']['num_train_epochs']:g} epochs of {data['budget'] / 1e6:g} million tokens, with one seed. A "
+        "difference of less than about twice the standard errors says nothing, and one seed does not show what another "
+        "would give.",
         f"{'; '.join(sets)}. The target's replies were drawn at temperature 1; both sets answer the same prompts, each "
         f"cut to {data['max_length']} tokens a conversation and to the budget in all.",
         f"Measured with {environment['target']} in {environment['dtype']}, batch 1, tree {environment['tree']}, "
