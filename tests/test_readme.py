@@ -5,10 +5,12 @@ A block under `<!-- not tested: REASON -->` is left out.
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import re
+import runpy
 import shlex
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -57,18 +59,17 @@ COMMANDS = list(commands())
 
 @cache
 def help_of(program: str) -> str:
-    """What `python program --help` prints."""
-    environment = {**os.environ, "COLUMNS": "200"}
-    run = subprocess.run(
-        [sys.executable, program, "--help"],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    """What `python program --help` prints; in this process, where what it imports is there already."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setenv("COLUMNS", "200")
+        patch.setattr(sys, "argv", [program, "--help"])
+        patch.setattr(sys, "path", [str((REPOSITORY / program).parent), *sys.path])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(REPOSITORY / program), run_name="__main__")
+    signal.signal(signal.SIGTERM, before)
+    assert not ended.value.code
+    return printed.getvalue()
 
 
 def check_paths(words: list[str]) -> None:

@@ -23,7 +23,15 @@ from training.losses import draft_loss
 from training.teacher import compute_teacher
 
 every_kind = pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
-every_family = pytest.mark.parametrize("family", CORE_FAMILIES)
+# Two families for each configuration of heads, so four or five for most kinds: what crosses is heads with the shapes
+# and norms of a target.
+_PAIRS = [
+    pytest.param(*variant, CORE_FAMILIES[(index + offset) % len(CORE_FAMILIES)], id=f"{name}-{offset}")
+    for index, (variant, name) in enumerate(zip(VARIANTS, VARIANT_IDS, strict=True))
+    for offset in (0, 2)
+]
+kinds_and_families = pytest.mark.parametrize(("head_type", "overrides", "family"), _PAIRS)
+LOSSES = ("cross_entropy", "distillation", "1.8*total_variation+0.1*cross_entropy")
 
 
 def config_of(heads: DraftHeads) -> dict[str, Any]:
@@ -63,8 +71,7 @@ class TestIndependenceOfTheTarget:
         assert torch.equal(outputs[0].sequences, outputs[1].sequences)
         assert outputs[0].stats.accepted_histogram == outputs[1].stats.accepted_histogram
 
-    @every_kind
-    @every_family
+    @kinds_and_families
     def test_no_tensor_of_the_target_is_saved_or_trained(
         self, head_type: str, overrides: dict[str, Any], family: str, tmp_path: Path
     ) -> None:
@@ -137,8 +144,7 @@ def state_at(step: DraftStep, row: int, slot: int) -> Tensor | None:
 
 
 class TestTraining:
-    @every_kind
-    @every_family
+    @kinds_and_families
     def test_unroll_gives_one_step_per_depth(self, head_type: str, overrides: dict[str, Any], family: str) -> None:
         target = Target(tiny_target(family))
         heads = tiny_heads(head_type, target, **overrides)
@@ -186,9 +192,8 @@ class TestTraining:
         generate(target, again, random_prompt(9), max_new_tokens=8, do_sample=False)
         assert torch.equal(take_gradients(again, target, "distillation"), expected)
 
-    @pytest.mark.parametrize("loss_type", ["cross_entropy", "distillation", "1.8*total_variation+0.1*cross_entropy"])
-    @every_kind
-    @every_family
+    @pytest.mark.parametrize("loss_type", LOSSES)
+    @kinds_and_families
     def test_every_parameter_learns(
         self, head_type: str, overrides: dict[str, Any], family: str, loss_type: str
     ) -> None:
@@ -401,8 +406,7 @@ STATIC_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
 class TestDecoding:
-    @every_kind
-    @every_family
+    @kinds_and_families
     def test_greedy_text_is_the_targets_own(self, head_type: str, overrides: dict[str, Any], family: str) -> None:
         model = tiny_target(family)
         prompt = random_prompt(12)
