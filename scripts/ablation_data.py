@@ -17,10 +17,10 @@ from typing import Any
 from benchmark_report import write_text
 from transformers import AutoTokenizer
 
-from training.chat_tokens import tokenize_conversation
-from training.layouts import parse_conversation
-from training.records import read_records
-from training.synthesis_prompts import find_id
+from training.data.chat_tokens import tokenize_conversation
+from training.data.layouts import parse_conversation
+from training.data.records import read_records
+from training.synthesis.prompts import find_id
 
 ROOT = Path(__file__).resolve().parents[1]
 REGENERATED, HUMAN = "regenerated", "human"

@@ -68,9 +68,9 @@ def measure(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
 def extract(options: list[str], folder: Path) -> tuple[float, int]:
     """Seconds and tokens of the whole extraction, loading included."""
     from training.command_line import parse_arguments
-    from training.extraction import extract_features
-    from training.extraction_options import ExtractionArguments
-    from training.target_loading import PlacementArguments
+    from training.features.extraction import extract_features
+    from training.features.extraction_options import ExtractionArguments
+    from training.features.target_loading import PlacementArguments
 
     model_args, data_args, *_ = parse_arguments(options)
     begin = time.perf_counter()

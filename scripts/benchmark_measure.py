@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from inference import GenerationStats, Target
 from inference.compilation import count_graphs
-from training.synthesis_prompts import read_prompts
+from training.synthesis.prompts import read_prompts
 
 if TYPE_CHECKING:
     from roofline import Work

@@ -38,7 +38,7 @@ from inference.compilation import StepCompiler
 from inference.kv_cache import TreeCache
 from inference.target import TargetOutput
 from inference.tree import TokenTree
-from training.synthesis_prompts import read_prompts
+from training.synthesis.prompts import read_prompts
 
 SIZE = 16  # rows of a fixed-shape pass
 VIEW = 512  # slots in a fixed view

@@ -20,10 +20,10 @@ from model_loading import DTYPES, load_heads, load_target
 
 from inference import StaticTree, Target
 from inference.tree_search import best_static_tree
-from training.chat_tokens import tokenize_conversations
-from training.collation import ConversationCollator
-from training.conversations import load_conversations
-from training.rank_accuracy import measure_rank_accuracy
+from training.data.chat_tokens import tokenize_conversations
+from training.data.collation import ConversationCollator
+from training.data.conversations import load_conversations
+from training.losses.rank_accuracy import measure_rank_accuracy
 
 
 @dataclass

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> int:
     # Launched as a file, Python looks for packages in scripts/; ours stand beside it.
     sys.path.insert(0, str(ROOT))
-    from training.extraction import extract_features
-    from training.extraction_options import parse_extraction
+    from training.features.extraction import extract_features
+    from training.features.extraction_options import parse_extraction
 
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

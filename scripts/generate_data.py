@@ -32,14 +32,14 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, HfArgumentParser
 
 from inference import Decoder
-from training.endpoint_replies import EndpointReplies
-from training.reply_decoding import TurnDecoder
-from training.reply_sources import DecodedReplies, ReplySource
-from training.synthesis import Synthesizer
-from training.synthesis_arguments import SynthesisArguments
-from training.synthesis_output import SynthesisOutput
-from training.synthesis_prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
-from training.turn_template import TurnTemplate
+from training.synthesis.arguments import SynthesisArguments
+from training.synthesis.endpoint_replies import EndpointReplies
+from training.synthesis.output import SynthesisOutput
+from training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
+from training.synthesis.reply_decoding import TurnDecoder
+from training.synthesis.reply_sources import DecodedReplies, ReplySource
+from training.synthesis.synthesizer import Synthesizer
+from training.synthesis.turn_template import TurnTemplate
 
 SECONDS_BETWEEN_WRITES = 5.0
 

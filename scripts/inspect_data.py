@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from training.arguments import DataArguments
 from training.command_line import parse_arguments
-from training.data_statistics import MeasuredSet, SetStatistics, measure_sets, total_statistics
-from training.reply_spans import find_special_ids
+from training.data.reply_spans import find_special_ids
+from training.data.set_statistics import MeasuredSet, SetStatistics, measure_sets, total_statistics
 
 
 @dataclass

@@ -26,8 +26,8 @@ from transformers import HfArgumentParser, PrinterCallback, TrainerCallback, set
 from heads import HEAD_TYPES, create_heads
 from inference import Decoder, Target, chain, generate
 from training.arguments import HeadsTrainingArguments
-from training.collation import ConversationCollator
-from training.features import OnlineFeatures, TargetStates
+from training.data.collation import ConversationCollator
+from training.features.sources import OnlineFeatures, TargetStates
 from training.trainer import HeadsTrainer
 
 DEPTH_OF_ANY = 4  # of kinds that draft as deep as they are asked to

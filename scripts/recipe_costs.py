@@ -26,7 +26,7 @@ DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published heads
 NUM_STEPS = 7  # the training-time test of the authors' code
 BYTES_TRAINED = 16  # a trained float32 parameter: weight, gradient, AdamW's two moments
 BYTES_SAVED = 12  # in a checkpoint: weight and two moments
-LOSS_BYTES = 3 * 4 * 2**25  # three float32 tensors of training.teacher.CHUNK_ELEMENTS
+LOSS_BYTES = 3 * 4 * 2**25  # three float32 tensors of training.losses.teacher.CHUNK_ELEMENTS
 BYTES_OF_TEXT = 4.5  # English text, per token
 
 

@@ -27,10 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from heads import DraftHeads, create_heads
 from inference import Target
-from training.collation import ConversationCollator, find_documents
-from training.features import OnlineFeatures
-from training.losses import draft_loss
-from training.teacher import compute_teacher
+from training.data.collation import ConversationCollator, find_documents
+from training.features.sources import OnlineFeatures
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
 
 OURS, PLAIN, PLAIN_SDPA = "ours", "plain", "plain, sdpa"
 PARTS = ("data", "target", "draft", "optimizer")

@@ -100,12 +100,12 @@ def test_decoding_needs_the_base_dependencies_only(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=name)
 def test_module_names_shadow_nothing(path: Path) -> None:
-    """`python DIR/program.py` puts DIR first on sys.path: a module there named like a library would replace it."""
-    if path.stem == "__init__":
-        return
+    """`python DIR/program.py` puts DIR first on sys.path: a module or package there named like a library would replace
+    it."""
+    module = path.parent.name if path.stem == "__init__" else path.stem
     libraries = set(packages_distributions()) - {*PACKAGES}
-    assert path.stem not in sys.stdlib_module_names, "a module of the standard library has that name"
-    assert path.stem not in libraries, "an installed library has that name"
+    assert module not in sys.stdlib_module_names, "a module of the standard library has that name"
+    assert module not in libraries, "an installed library has that name"
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=name)
@@ -144,7 +144,10 @@ def test_the_check_above_sees_every_way_to_ask(kind: str, code: str) -> None:
 def test_the_tour_names_every_module(path: Path) -> None:
     """Those of `heads` are few and told as one story."""
     tour = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = tour.partition(f"\n## {path.parent.name}\n")[2].partition("\n## ")[0]
+    folder = path.parent.relative_to(REPOSITORY)
+    section = tour.partition(f"\n{'#' * (1 + len(folder.parts))} {folder.as_posix()}\n")[2]
+    section = re.split(r"^##+ ", section, maxsplit=1, flags=re.MULTILINE)[0]
+    assert section, "the tour has no section of that name"
     assert path.stem == "__init__" or f"`{path.name}`" in section
 
 

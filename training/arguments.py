@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
-from training.conversations import Place
-from training.depth_weights import parse_depth_weights
+from training.data.conversations import Place
+from training.data.layouts import LAYOUTS, RecordFormat
 from training.launching import settle_devices
-from training.layouts import LAYOUTS, RecordFormat
-from training.loss_terms import LOSSES, parse_loss
+from training.losses.depth_weights import parse_depth_weights
+from training.losses.terms import LOSSES, parse_loss
 
 
 @dataclass

@@ -20,11 +20,11 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments
-from training.feature_options import FeatureArguments
+from training.features.options import FeatureArguments
+from training.features.target_loading import PlacementArguments
 from training.joint import JointArguments
-from training.on_policy import OnPolicyArguments
 from training.run_arguments import RunArguments
-from training.target_loading import PlacementArguments
+from training.synthesis.on_policy import OnPolicyArguments
 
 
 class _StockArguments(TrainingArguments):

@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from heads import DraftHeads
 from heads.adapter import WEIGHTS_FILE, load_adapter
 from inference.target import Target
-from training.collation import find_documents
-from training.features import OnlineFeatures, TargetStates
-from training.losses import LossOutput
-from training.teacher import rows_per_chunk
+from training.data.collation import find_documents
+from training.features.sources import OnlineFeatures, TargetStates
+from training.losses.draft_loss import LossOutput
+from training.losses.teacher import rows_per_chunk
 
 _INSTALL_HINT = "lora_r trains adapters of the target, which needs peft: pip install 'draftsmith[peft]'"
 # Section 2.2.2 and its appendix: of the heads' loss beside the language modelling loss, and beside self-distillation.

@@ -15,7 +15,7 @@ from transformers import SchedulerType
 from heads import DraftHeads
 from heads.adapter import FOLDER
 from training.joint import JointModel, JointOutput, load_adapter_weights
-from training.losses import LossOutput
+from training.losses.draft_loss import LossOutput
 from training.optimizer import MuonWithAdamW
 from training.trainer import HeadsTrainer
 

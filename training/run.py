@@ -24,28 +24,28 @@ from heads.adapter import FOLDER
 from inference import Target
 from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments
 from training.checkpoints import read_run_file, write_file
-from training.collation import ConversationCollator, count_tokens
 from training.command_line import resolve_arguments
-from training.depth_weights import parse_depth_weights
+from training.data.collation import ConversationCollator, count_tokens
+from training.data.packing import pack_rows
+from training.data.streaming import ConversationStream, check_streaming
+from training.data.training_sets import load_datasets
 from training.evaluation import acceptance_meter, eval_prompts
-from training.feature_options import FeatureArguments, RowsOfRun, prepare_features
+from training.features.options import FeatureArguments, RowsOfRun, prepare_features
+from training.features.self_check import check_first_row
+from training.features.sharded_target import count_held
+from training.features.target_identity import hash_tokenizer, identify_target
+from training.features.target_loading import PlacementArguments, check_placement, load_model
 from training.joint import JointArguments, JointModel, adapt_target
 from training.joint_trainer import JointTrainer
 from training.launching import check_launch, describe_launch, loading_whole
-from training.on_policy import OnPolicyArguments, OnPolicyRows, WriteReplies, check_on_policy
-from training.packing import pack_rows
-from training.reporters import check_reporters
+from training.losses.depth_weights import parse_depth_weights
+from training.reporting.reporters import check_reporters
+from training.reporting.run_report import report_run
 from training.resume import check_same_heads, check_same_run, describe_run, find_checkpoint, is_finished
 from training.run_arguments import RunArguments, pick
-from training.run_report import report_run
-from training.self_check import check_first_row
-from training.sharded_target import count_held
 from training.stopping import explain_full_disk
-from training.streaming import ConversationStream, check_streaming
-from training.target_identity import hash_tokenizer, identify_target
-from training.target_loading import PlacementArguments, check_placement, load_model
+from training.synthesis.on_policy import OnPolicyArguments, OnPolicyRows, WriteReplies, check_on_policy
 from training.trainer import HeadsTrainer
-from training.training_sets import load_datasets
 
 logger = logging.getLogger(__name__)
 

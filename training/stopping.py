@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from training.features import TargetStates
-from training.losses import LossOutput
+from training.features.sources import TargetStates
+from training.losses.draft_loss import LossOutput
 from training.resume import find_newest
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -20,10 +20,10 @@ def main() -> int:
     if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
         sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
     from training.command_line import parse_arguments
-    from training.conversations import BadLineError
-    from training.dry_run import dry_run
-    from training.dry_run_table import show
+    from training.data.conversations import BadLineError
     from training.lost_processes import naming_lost_processes
+    from training.reporting.dry_run import dry_run
+    from training.reporting.dry_run_table import show
     from training.run import prepare_run
     from training.run_arguments import RunArguments, pick
     from training.stopping import TrainingStoppedError

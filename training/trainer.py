@@ -25,19 +25,19 @@ from training.checkpoints import (
     write_run_file,
     write_whole,
 )
-from training.collation import find_documents
-from training.depth_weights import fixed_weights
+from training.data.collation import find_documents
+from training.data.streaming import ConversationStream
 from training.evaluation import check_best_metric
-from training.features import FeatureSource, HybridFeatures, OnlineFeatures, TargetStates
+from training.features.sharded_target import is_sharded
+from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatures, TargetStates
 from training.launching import shard_with_fsdp
-from training.losses import LossOutput, check_loss, draft_loss
-from training.on_policy import OnPolicyRows
+from training.losses.depth_weights import fixed_weights
+from training.losses.draft_loss import LossOutput, check_loss, draft_loss
+from training.losses.teacher import compute_teacher
 from training.optimizer import MuonWithAdamW
-from training.progress import RunProgress
-from training.sharded_target import is_sharded
+from training.reporting.progress import RunProgress
 from training.stopping import FiniteWatch, explain_full_disk
-from training.streaming import ConversationStream
-from training.teacher import compute_teacher
+from training.synthesis.on_policy import OnPolicyRows
 from training.whole_heads import gather_state, is_split
 
 GROUPS_WHEN_SHARDED = 4  # of a packed batch's documents: about what it is cut into otherwise
@@ -310,7 +310,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return str(self._checkpoint_parent or super()._get_output_dir(trial))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Not transformers' card, which knows nothing of heads: `training.run_report` writes ours."""
+        """Not transformers' card, which knows nothing of heads: `training.reporting.run_report` writes ours."""
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not while the checkpoint is being written: `_save_checkpoint` uploads it under its own name."""

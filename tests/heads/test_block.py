@@ -25,8 +25,8 @@ from inference.tree import TokenTree
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses import draft_loss
-from training.teacher import compute_teacher
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 4},

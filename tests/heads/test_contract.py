@@ -19,8 +19,8 @@ from inference import Decoder, Target, generate
 from inference.drafter import CacheSharingDrafter
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
-from training.losses import draft_loss
-from training.teacher import compute_teacher
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
 
 every_kind = pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
 # Two families for each configuration of heads, so four or five for most kinds: what crosses is heads with the shapes

@@ -20,9 +20,9 @@ from inference import Decoder, DynamicTree, StaticTree, Target, chain
 from tests.heads import slow_layer
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-from training.loss_terms import parse_loss
-from training.losses import draft_loss
-from training.teacher import compute_teacher
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
+from training.losses.terms import parse_loss
 
 
 def eagle(target: Target, **overrides: Any) -> EagleHeads:

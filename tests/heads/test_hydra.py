@@ -22,8 +22,8 @@ from tests.heads import slow_layer
 from tests.heads.slow_layer import norm
 from tests.heads.tiny_heads import changed_slots, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses import draft_loss
-from training.teacher import compute_teacher
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
 
 PLAIN: dict[str, Any] = {"num_layers": 2}
 PLUS: dict[str, Any] = {"num_layers": 3, "use_prefix_attention": True}

@@ -14,8 +14,8 @@ from heads.layers import DraftCache
 from inference import Target, generate
 from inference.drafter import DraftLogits
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses import draft_loss
-from training.teacher import compute_teacher
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
 
 
 class BigramConfig(DraftHeadsConfig):

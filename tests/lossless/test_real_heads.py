@@ -17,8 +17,8 @@ from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.lossless.near_tie import assert_same_text, explain_difference
-from training.losses import draft_loss
-from training.teacher import compute_teacher
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
 
 POLICIES: dict[str, TreePolicy] = {
     "chain": chain(4),

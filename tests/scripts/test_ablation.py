@@ -28,7 +28,7 @@ from ablation_runs import CONFIGS, LABELS, REFERENCE, TABLES, Programs, Run
 
 from heads import create_heads
 from inference import Target
-from training.chat_tokens import tokenize_conversation
+from training.data.chat_tokens import tokenize_conversation
 
 
 def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:

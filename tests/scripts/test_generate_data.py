@@ -24,9 +24,9 @@ from inference import Decoder, Target
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.training.openai_server import serving
 from tests.training.runner import WORDS, save_chat_target
-from training.conversations import load_conversations
-from training.synthesis import Synthesizer
-from training.synthesis_arguments import SynthesisArguments
+from training.data.conversations import load_conversations
+from training.synthesis.arguments import SynthesisArguments
+from training.synthesis.synthesizer import Synthesizer
 
 PROGRAM = REPOSITORY / "scripts" / "generate_data.py"
 # Hot, because the tiny target's texts are too much alike otherwise.

@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import inspect_data
 
-from training.chat_tokens import tokenize_conversation
+from training.data.chat_tokens import tokenize_conversation
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 
-from training.chat_tokens import tokenize_conversation
+from training.data.chat_tokens import tokenize_conversation
 
 TWO_TURNS = [
     {"role": "user", "content": "Hi"},

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from inference import Target
 from tests.training.test_trainer import UNEVEN, make_rows
-from training.collation import ConversationCollator
-from training.extraction import Extraction, plan_shards
-from training.extraction_options import ExtractionArguments, plan_tensors
-from training.feature_store import FeatureStore, StoreSettings
-from training.features import OnlineFeatures, TargetStates
-from training.target_identity import identify_target
+from training.data.collation import ConversationCollator
+from training.features.extraction import Extraction, plan_shards
+from training.features.extraction_options import ExtractionArguments, plan_tensors
+from training.features.sources import OnlineFeatures, TargetStates
+from training.features.store import FeatureStore, StoreSettings
+from training.features.target_identity import identify_target
 
 ROWS = sorted(make_rows(UNEVEN), key=lambda row: len(row["input_ids"]))
 COLLATE = ConversationCollator(0)

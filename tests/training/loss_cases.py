@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from heads import DraftStep
 from inference import Target
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses import LossOutput, draft_loss
-from training.teacher import Teacher, compute_teacher
+from training.losses.draft_loss import LossOutput, draft_loss
+from training.losses.teacher import Teacher, compute_teacher
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 12, 32, 128
 # What is read of a position: the token alone, the distribution, both, and states besides.

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from inference import Decoder
-from training.reply_decoding import TurnDecoder, TurnSettings
-from training.turn_template import TurnTemplate
+from training.synthesis.reply_decoding import TurnDecoder, TurnSettings
+from training.synthesis.turn_template import TurnTemplate
 
 # What the server does instead of answering: a status with headers and a text, or None = the connection breaks.
 Fault = tuple[int, dict[str, str], str] | None

@@ -17,7 +17,7 @@ from tests.training.conversation_cases import (
     learned_text,
     to_dataset,
 )
-from training.chat_tokens import tokenize_conversation, tokenize_conversations
+from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
 
 
 def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from training.conversation_file import JsonLinesJournal, read_journal, read_lines, replacing
+from training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, replacing
 
 
 def reopened(path: Path) -> list[dict[str, str]]:

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from tests.conftest import CHAT_TARGET, HF_HOME
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
-from training.chat_tokens import tokenize_conversations
-from training.conversations import BadLineError, load_conversations
+from training.data.chat_tokens import tokenize_conversations
+from training.data.conversations import BadLineError, load_conversations
 
 
 def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, mo
     file = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo")])
     rows = tokenize_conversations(load_conversations([file]), tokenizer, max_length=64)
     fail = pytest.fail  # neither reads nor tokenizes a second time
-    monkeypatch.setattr("training.conversations.read_records", lambda path: fail("read again"))
+    monkeypatch.setattr("training.data.conversations.read_records", lambda path: fail("read again"))
     again = AutoTokenizer.from_pretrained(CHAT_TARGET)
     monkeypatch.setattr(
-        "training.chat_tokens.tokenize_conversation", lambda messages, tokenizer: fail("tokenized again")
+        "training.data.chat_tokens.tokenize_conversation", lambda messages, tokenizer: fail("tokenized again")
     )
     assert tokenize_conversations(load_conversations([file]), again, max_length=64).to_dict() == rows.to_dict()
 

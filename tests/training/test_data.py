@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.training.conversation_cases import MARKED_TEMPLATE, STRICT_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, to_dataset
-from training.chat_tokens import tokenize_conversation, tokenize_conversations
-from training.collation import ConversationCollator, count_tokens
+from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
+from training.data.collation import ConversationCollator, count_tokens
 
 
 def test_truncation_cuts_rows_and_never_shifts_the_mask(tokenizer: Any) -> None:

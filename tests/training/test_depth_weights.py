@@ -8,8 +8,8 @@ import torch
 from heads import DraftStep
 from tests.training.loss_cases import BATCH, LENGTH, Case, every_loss
 from tests.training.test_losses_of_slots import gather_slots
-from training.depth_weights import fixed_weights, parse_depth_weights, weigh_by_d_pace
-from training.losses import LossOutput, draft_loss
+from training.losses.depth_weights import fixed_weights, parse_depth_weights, weigh_by_d_pace
+from training.losses.draft_loss import LossOutput, draft_loss
 
 
 def run(case: Case, loss_type: str, depth_weights: str | tuple[float, ...]) -> LossOutput:
@@ -83,7 +83,7 @@ def test_d_pace_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(case, "distillation", "d_pace")
     whole.loss.backward()
     gradients = case.gradients()
-    monkeypatch.setattr("training.teacher.CHUNK_ELEMENTS", 7 * case.columns)
+    monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 7 * case.columns)
     chunked = run(case, "distillation", "d_pace")
     chunked.loss.backward()
     torch.testing.assert_close(chunked.loss, whole.loss)

@@ -16,9 +16,9 @@ from tests.conftest import REPOSITORY
 from tests.training.runner import Runner, interrupt_at_step
 from training import train_heads
 from training.command_line import parse_arguments
-from training.dry_run import DryRun, dry_run
+from training.reporting.dry_run import DryRun, dry_run
+from training.reporting.run_costs import num_times, project_seconds
 from training.run import prepare_run
-from training.run_costs import num_times, project_seconds
 
 OPTIONS: dict[str, Any] = {
     "max_steps": -1,

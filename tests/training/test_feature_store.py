@@ -13,7 +13,7 @@ import torch
 from inference import Target
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import ROWS, limited_file_size, make_extraction, run_extraction, store_rows
-from training.feature_store import DiskFullError, FeatureStore, StoredRow, verify_shard, write_shard
+from training.features.store import DiskFullError, FeatureStore, StoredRow, verify_shard, write_shard
 
 
 @pytest.fixture(scope="module")

@@ -28,12 +28,12 @@ from tests.training.feature_cases import (
 )
 from tests.training.runner import assert_same
 from tests.training.test_trainer import make_heads
-from training.extraction_options import ExtractionArguments, plan_tensors
-from training.feature_store import FeatureStore, StoreSettings, write_settings
-from training.features import HybridFeatures, OnlineFeatures, StoredFeatures, TargetStates, iterate_documents
-from training.losses import draft_loss
-from training.target_identity import identify_target
-from training.teacher import compute_teacher
+from training.features.extraction_options import ExtractionArguments, plan_tensors
+from training.features.sources import HybridFeatures, OnlineFeatures, StoredFeatures, TargetStates, iterate_documents
+from training.features.store import FeatureStore, StoreSettings, write_settings
+from training.features.target_identity import identify_target
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ class LargestLogits(TorchDispatchMode):
 
 def test_extraction_never_holds_all_logits(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extraction = make_extraction(target, tmp_path, [2], teacher_top_k=4)
-    monkeypatch.setattr("training.teacher.CHUNK_ELEMENTS", 40 * target.vocab_size)
+    monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 40 * target.vocab_size)
     with LargestLogits(target.vocab_size) as largest:
         run_extraction(extraction)
     assert target.hidden_size < largest.rows <= 40 < sum(len(row["input_ids"]) for row in ROWS)

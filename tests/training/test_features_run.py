@@ -20,9 +20,9 @@ from tests.training.runner import (
     interrupt_at_step,
     write_conversations,
 )
-from training.extraction import Extraction, extract_features
-from training.extraction_options import parse_extraction
-from training.feature_store import FeatureStore
+from training.features.extraction import Extraction, extract_features
+from training.features.extraction_options import parse_extraction
+from training.features.store import FeatureStore
 
 # One row at a time, so that every pass has the shape it has online: what is stored is then the same bit for bit.
 ALONE: dict[str, Any] = {

@@ -22,14 +22,14 @@ from inference import Target, generate
 from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import InterruptedRunError, Runner, assert_same, interrupt_at_step
-from training.collation import ConversationCollator
 from training.command_line import parse_arguments
-from training.features import TargetStates
+from training.data.collation import ConversationCollator
+from training.features.sources import TargetStates
 from training.joint import JointArguments, JointModel, add_adapter
 from training.joint_trainer import JointTrainer
-from training.losses import LossOutput, draft_loss
+from training.losses.draft_loss import LossOutput, draft_loss
+from training.losses.teacher import compute_teacher
 from training.run import prepare_run
-from training.teacher import compute_teacher
 
 pytest.importorskip("peft", reason="peft is an optional extra")
 

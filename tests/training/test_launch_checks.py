@@ -10,8 +10,8 @@ from transformers.integrations import deepspeed as integration
 
 from tests.tiny_targets import tiny_target
 from training.arguments import HeadsTrainingArguments
+from training.features.sharded_target import shard_target
 from training.launching import Launch, check_launch, loading_whole, settle_devices
-from training.sharded_target import shard_target
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from training.layouts import LAYOUTS, RecordFormat, parse_conversation, parse_record
+from training.data.layouts import LAYOUTS, RecordFormat, parse_conversation, parse_record
 
 ADD = "Add the numbers."
 PLAIN = [{"role": "user", "content": ADD}, {"role": "assistant", "content": "2"}]

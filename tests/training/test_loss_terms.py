@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import tiny_target
-from training.loss_terms import LOSSES, ScoredTokens, parse_loss
-from training.losses import check_loss
+from training.losses.draft_loss import check_loss
+from training.losses.terms import LOSSES, ScoredTokens, parse_loss
 
 ROWS, COLUMNS, WIDTH = 5, 13, 4
 every_loss = pytest.mark.parametrize("name", LOSSES)

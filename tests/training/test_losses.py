@@ -16,8 +16,8 @@ from heads import DraftStep
 from inference import Target
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.loss_cases import BATCH, HIDDEN, LENGTH, VOCAB, Case, Reference, every_loss
-from training.losses import draft_loss
-from training.teacher import Teacher, compute_teacher
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import Teacher, compute_teacher
 
 
 @every_loss
@@ -187,8 +187,8 @@ class TestChunks:
         whole = case.run(loss_type, keeps_graph=True)
         (3 * whole.loss).backward()
         gradients = case.gradients()
-        monkeypatch.setattr("training.teacher.CHUNK_ELEMENTS", rows * case.columns)
-        monkeypatch.setattr("training.losses.BLOCK_ELEMENTS", 3 * case.columns)
+        monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", rows * case.columns)
+        monkeypatch.setattr("training.losses.draft_loss.BLOCK_ELEMENTS", 3 * case.columns)
         chunked = case.run(loss_type, keeps_graph=keeps_graph)
         (3 * chunked.loss).backward()
         torch.testing.assert_close(chunked.loss, whole.loss)
@@ -211,7 +211,7 @@ class TestChunks:
 
             return call
 
-        monkeypatch.setattr("training.teacher.CHUNK_ELEMENTS", 5 * VOCAB)
+        monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 5 * VOCAB)
         monkeypatch.setattr(case.target, "compute_logits", counted("target", case.target.compute_logits))
         case.steps = [DraftStep(step.shift, step.hidden, counted("draft", step.head)) for step in case.steps]
         teacher = case.teacher(loss_type)
@@ -229,7 +229,7 @@ class TestChunks:
         """Gradients taken early are those of the weights too; nothing else is larger than states."""
         case = Case()
         teacher = case.teacher("distillation")
-        monkeypatch.setattr("training.teacher.CHUNK_ELEMENTS", 2 * VOCAB)
+        monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 2 * VOCAB)
         kept: list[weakref.ref[Tensor]] = []
 
         def note(tensor: Tensor) -> Tensor:

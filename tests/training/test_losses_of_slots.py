@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from heads import DraftStep
 from tests.training.loss_cases import BATCH, LENGTH, Case, every_loss
-from training.losses import draft_loss
+from training.losses.draft_loss import draft_loss
 
 
 class TestDrawnSlots:

@@ -16,11 +16,19 @@ from heads import create_heads
 from inference import Decoder, Target, generate
 from tests.training.runner import InterruptedRunError, Runner, assert_same, interrupt_at_step
 from training.command_line import parse_arguments
-from training.dry_run import dry_run
-from training.on_policy import FILE, TREE, OnPolicyArguments, OnPolicyRows, Rewritten, rewrite_rows, split_turns
-from training.reply_decoding import TurnDecoder, TurnSettings, find_problem, turn_seed
+from training.reporting.dry_run import dry_run
 from training.run import prepare_run
-from training.turn_template import TurnTemplate
+from training.synthesis.on_policy import (
+    FILE,
+    TREE,
+    OnPolicyArguments,
+    OnPolicyRows,
+    Rewritten,
+    rewrite_rows,
+    split_turns,
+)
+from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, find_problem, turn_seed
+from training.synthesis.turn_template import TurnTemplate
 
 SETTINGS = TurnSettings(max_new_tokens=24)
 STOP_IDS = [3, 20, 30, 40]  # words as well, since this target seldom ends a turn

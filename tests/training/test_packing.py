@@ -14,8 +14,8 @@ import torch
 
 from tests.training.runner import Runner
 from tests.training.test_distributed import OPTIONS, launch
-from training.collation import ConversationCollator
-from training.packing import fit_best, pack_rows
+from training.data.collation import ConversationCollator
+from training.data.packing import fit_best, pack_rows
 
 
 def make_rows(count: int = 2500, seed: int = 0) -> datasets.Dataset:

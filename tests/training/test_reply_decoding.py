@@ -10,7 +10,7 @@ import torch
 
 from inference import Decoder, DynamicTree, NgramDrafter
 from tests.tiny_targets import random_prompt, tiny_target
-from training.reply_decoding import TurnDecoder, TurnSettings, find_problem, is_looping, turn_seed
+from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, find_problem, is_looping, turn_seed
 
 STOP_IDS = set(range(20, 26))
 PROMPTS = [random_prompt(length, seed=length)[0].tolist() for length in (3, 30, 9, 4, 17, 9, 25)]

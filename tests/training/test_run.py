@@ -32,9 +32,9 @@ from tests.training.runner import (
 )
 from training import train_heads
 from training.command_line import parse_arguments
+from training.data.training_sets import load_datasets
 from training.run import hide_secrets, run_training
 from training.trainer import HeadsTrainer
-from training.training_sets import load_datasets
 
 # A frozen LM head starts near the entropy of a random target's distribution; the data's tokens can be learned.
 LEARNABLE: dict[str, dict[str, Any]] = {

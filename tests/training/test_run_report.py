@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from heads import DraftHeads
 from inference import GenerationStats
 from tests.training.runner import Runner, assert_same, write_conversations
-from training import run_report
-from training.examples import Example, Piece
-from training.model_card import render_card
-from training.progress import RunProgress
-from training.report import add_throughput, render_report
+from training.reporting import run_report
+from training.reporting.examples import Example, Piece
+from training.reporting.model_card import render_card
+from training.reporting.progress import RunProgress
+from training.reporting.report import add_throughput, render_report
 
 
 class Page(html.parser.HTMLParser):

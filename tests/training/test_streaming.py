@@ -22,9 +22,9 @@ from tests.training.conversation_cases import sharegpt, write
 from tests.training.runner import WORDS, InterruptedRunError, Runner, assert_same, interrupt_at_step
 from training import run as run_module
 from training.arguments import DataArguments
-from training.conversations import BadLineError
-from training.streaming import ConversationStream
-from training.training_sets import load_datasets
+from training.data.conversations import BadLineError
+from training.data.streaming import ConversationStream
+from training.data.training_sets import load_datasets
 
 NUM_ROWS = 30
 

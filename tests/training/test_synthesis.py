@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from inference import Decoder
-from training.reply_decoding import TurnDecoder, TurnSettings, turn_seed
-from training.reply_sources import DecodedReplies, Reply, TurnRequest, describe_effort
-from training.synthesis import Synthesizer
-from training.synthesis_prompts import Conversation, read_prompts
-from training.turn_template import TurnTemplate
+from training.synthesis.prompts import Conversation, read_prompts
+from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
+from training.synthesis.reply_sources import DecodedReplies, Reply, TurnRequest, describe_effort
+from training.synthesis.synthesizer import Synthesizer
+from training.synthesis.turn_template import TurnTemplate
 
 STOP_IDS = {3, 10, 20, 30, 40}  # several, or the tiny target would hardly come to an end
 MAX_NEW_TOKENS = 30

@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from training.layouts import RecordFormat
-from training.synthesis_prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
+from training.data.layouts import RecordFormat
+from training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
 
 
 def write(path: Path, *rows: Any) -> Path:

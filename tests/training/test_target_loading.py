@@ -13,7 +13,7 @@ from inference import Target
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, assert_same
 from training.arguments import ModelArguments
-from training.target_loading import PlacementArguments, check_placement, load_model
+from training.features.target_loading import PlacementArguments, check_placement, load_model
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import COLLATE, ROWS, store_rows
 from tests.training.test_features import loss_and_gradients
 from tests.training.test_trainer import make_heads
-from training.features import OnlineFeatures, StoredFeatures
-from training.top_logits import restore_logits, take_top_logits
+from training.features.sources import OnlineFeatures, StoredFeatures
+from training.features.top_logits import restore_logits, take_top_logits
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from inference import Target
 from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from training.arguments import HeadsTrainingArguments
-from training.collation import ConversationCollator
-from training.losses import draft_loss
+from training.data.collation import ConversationCollator
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
 from training.optimizer import MuonWithAdamW
-from training.teacher import compute_teacher
 from training.trainer import HeadsTrainer
 
 Rows = list[dict[str, list[int]]]

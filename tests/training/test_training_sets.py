@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.training.conversation_cases import write
 from tests.training.runner import WORDS
 from training.arguments import DataArguments
-from training.training_sets import load_datasets
+from training.data.training_sets import load_datasets
 
 
 @pytest.fixture(scope="module")

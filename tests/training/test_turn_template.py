@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import CHAT_TARGET
-from training.turn_template import TurnTemplate
+from training.synthesis.turn_template import TurnTemplate
 
 
 def test_the_template_is_found_by_rendering(chat_tokenizer: Any) -> None:

@@ -1,0 +1,82 @@
+"""Training rows to batches.
+
+Legend: B batch, T tokens of the longest row of a batch, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import datasets
+import torch
+from torch import Tensor
+
+
+class ConversationCollator:
+    """Pads rows on the right: input_ids, attention_mask and loss_mask, each [B, T] int64.
+
+    Rows that are packed (`training.data.packing`) have document_ids too, [B, T] int64: which of the row's documents a
+    token belongs to, counted from 0 (padding: -1). Positions are counted within documents by whoever splits them
+    (`inference.documents`).
+
+    Args:
+        pad_token_id: any valid id; padding is masked everywhere.
+        multiple_of: T is rounded up to it.
+    """
+
+    def __init__(self, pad_token_id: int, *, multiple_of: int = 8) -> None:
+        self.pad_token_id = pad_token_id
+        self.multiple_of = multiple_of
+
+    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        length = -(-longest // self.multiple_of) * self.multiple_of
+        batch = {
+            "input_ids": torch.full((len(rows), length), self.pad_token_id),
+            "attention_mask": torch.zeros(len(rows), length, dtype=torch.long),
+            "loss_mask": torch.zeros(len(rows), length, dtype=torch.long),
+        }
+        for index, row in enumerate(rows):
+            size = len(row["input_ids"])
+            batch["input_ids"][index, :size] = torch.tensor(row["input_ids"])
+            batch["attention_mask"][index, :size] = 1
+            batch["loss_mask"][index, :size] = torch.tensor(row["loss_mask"])
+        if "document_lengths" in rows[0]:
+            batch["document_ids"] = torch.full((len(rows), length), -1)
+            for index, row in enumerate(rows):
+                sizes = torch.tensor(row["document_lengths"])
+                ids = torch.arange(len(sizes)).repeat_interleave(sizes)
+                batch["document_ids"][index, : len(ids)] = ids
+        return batch
+
+
+def find_documents(batch: Mapping[str, Tensor], *, num_groups: int | None = None) -> Tensor | None:
+    """What `Target.encode` and `DraftHeads.forward` take as `document_ids` of a batch.
+
+    Rows that are not packed are documents as well: in groups of like lengths, less of what is computed is padding. Only
+    where every group has its price (`num_groups` is given, see `inference.documents`) they are left as they are: None.
+    """
+    if "document_ids" in batch:
+        return batch["document_ids"]
+    return batch["attention_mask"] - 1 if num_groups is None else None
+
+
+def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:
+    """How often each token is to be predicted: [V] int64, over the positions of the loss mask.
+
+    Raises:
+        ValueError: an id outside the vocabulary (rows tokenized for another target).
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for batch in rows.with_format("arrow").iter(1000):
+        input_ids, loss_mask = (
+            torch.from_numpy(batch[name].combine_chunks().flatten().to_numpy().copy())
+            for name in ("input_ids", "loss_mask")
+        )
+        ids = input_ids[loss_mask == 1]
+        if ids.numel() and int(ids.max()) >= vocab_size:
+            raise ValueError(
+                f"token id {int(ids.max())} with a vocabulary of {vocab_size}: tokenize for this target again"
+            )
+        counts += torch.bincount(ids, minlength=vocab_size)
+    return counts

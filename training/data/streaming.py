@@ -1,0 +1,209 @@
+"""Sets larger than the disk: conversations that are read, shuffled and tokenized while heads train on them.
+
+A stream never ends: behind the last conversation the next epoch begins, in another order. So where a run stands is a
+number of batches, and a resumed run, for which Trainer skips as many, sees the batches the interrupted one would have
+seen.
+
+Of N readers (processes, times DataLoader workers) reader i keeps the conversations i, i + N, i + 2N, ... of an epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, count, islice
+from typing import Any
+
+import datasets
+from torch.utils.data import IterableDataset, get_worker_info
+
+from training.arguments import DataArguments, HeadsTrainingArguments
+from training.data.chat_tokens import check_tokenizer, tokenize_row
+from training.data.conversations import BadLineError, Place, iterate_place
+from training.data.packing import WINDOW, pack_window
+
+logger = logging.getLogger(__name__)
+
+_ROWS = datasets.Features(
+    {
+        "input_ids": datasets.Sequence(datasets.Value("int32")),
+        "loss_mask": datasets.Sequence(datasets.Value("int8")),
+    }
+)
+Row = dict[str, list[int]]
+
+
+def check_streaming(data_args: DataArguments, training_args: HeadsTrainingArguments) -> None:
+    """Refuses what a stream cannot do.
+
+    Raises:
+        ValueError: no number of steps, or an order that needs all lengths.
+    """
+    if not data_args.streaming:
+        return
+    if training_args.max_steps <= 0:
+        raise ValueError("got streaming without max_steps: a stream never ends, so say how many steps to train")
+    strategy = getattr(training_args, "train_sampling_strategy", "random")
+    if strategy != "random":
+        raise ValueError(
+            f"got streaming and train_sampling_strategy {strategy}: a stream has the order in which it is read, with "
+            "--shuffle_buffer; leave one of the two out"
+        )
+
+
+class ConversationStream(IterableDataset[Row]):
+    """Rows `input_ids` and `loss_mask` without end (and `document_lengths`, if they are packed).
+
+    Conversations that cannot be used are counted, and named in a warning when an epoch ends.
+
+    Args:
+        holds_out: keep the `validation_fraction` of conversations back whose hash is lowest: the same ones wherever
+            they stand, and equal ones together.
+        rank: this process, of `num_processes`.
+
+    Raises:
+        ValueError: a missing file or unusable tokenizer; while reading: a malformed line (unless they are skipped), or
+            an epoch without a conversation for this reader.
+    """
+
+    def __init__(
+        self,
+        data_args: DataArguments,
+        tokenizer: Any,
+        *,
+        seed: int,
+        holds_out: bool,
+        rank: int = 0,
+        num_processes: int = 1,
+    ) -> None:
+        check_tokenizer(tokenizer, data_args.max_length)
+        self.data_args, self.tokenizer, self.seed = data_args, tokenizer, seed
+        self.holds_out = holds_out
+        self.rank, self.num_processes = rank, num_processes
+        self.record_format = data_args.record_format()
+        self.places = [Place.find(name, split) for name, split in zip(data_args.dataset, data_args.splits, strict=True)]
+        if len(self.places) > 1 and not data_args.dataset_weights:
+            logger.warning(
+                "the sets of a stream come one behind the other, mixed only within shuffle_buffer; to mix them give "
+                "dataset_weights"
+            )
+
+    def __iter__(self) -> Iterator[Row]:
+        worker = get_worker_info()
+        num_workers = worker.num_workers if worker else 1
+        reader = self.rank * num_workers + (worker.id if worker else 0)
+        for epoch in count():
+            rows = self._tokenize(self._shuffle(epoch, reader, self.num_processes * num_workers))
+            yield from self._pack(rows) if self.data_args.packing else rows
+
+    def first_rows(self, count: int) -> datasets.Dataset:
+        """The first so many rows that will be learned from, as they stand, the same in every process."""
+        return self._collect(islice(self._tokenize(self._mix(0, 0, 1)), count))
+
+    def held_out_rows(self, count: int | None) -> datasets.Dataset | None:
+        """The first so many rows that are held out (None: all of them); None if there are none."""
+        rows = [*islice(self._tokenize(self._mix(0, 0, 1, is_held_out=True), may_be_empty=True), count)]
+        return self._collect(iter(rows)) if rows else None
+
+    @staticmethod
+    def _collect(rows: Iterator[Row]) -> datasets.Dataset:
+        return datasets.Dataset.from_list(list(rows), features=_ROWS)
+
+    def _tokenize(self, conversations: Iterator[dict[str, str]], *, may_be_empty: bool = False) -> Iterator[Row]:
+        dropped: Counter[str] = Counter()
+        num_rows = 0
+        for conversation in conversations:
+            problem = conversation["problem"]
+            if problem and not self.data_args.skip_bad_lines:
+                raise BadLineError(f"{problem}. Mend it, or skip such lines with --skip_bad_lines true")
+            if problem:
+                dropped["malformed line"] += 1
+                continue
+            row = tokenize_row(
+                conversation, self.tokenizer, self.data_args.max_length, self.data_args.train_on_thinking
+            )
+            if problem := row.pop("problem"):
+                dropped[problem] += 1
+                continue
+            num_rows += 1
+            yield row
+        for problem, times in dropped.items():
+            logger.warning("dropped %d of %d conversations: %s", times, num_rows + dropped.total(), problem)
+        if not num_rows and not may_be_empty:
+            raise ValueError(
+                f"no conversation of {', '.join(self.data_args.dataset)} can be used by this process (of "
+                f"{self.num_processes}); reasons and how often: {dict(dropped)}"
+            )
+
+    def _pack(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """As `training.data.packing.pack_rows`, window by window."""
+        while window := list(islice(rows, WINDOW)):
+            columns = {name: [row[name] for row in window] for name in ("input_ids", "loss_mask")}
+            packed = pack_window(columns, self.data_args.max_length)
+            for values in zip(*packed.values(), strict=True):
+                yield dict(zip(packed, values, strict=True))
+
+    def _shuffle(self, epoch: int, reader: int, num_readers: int) -> Iterator[dict[str, str]]:
+        """Draws from a buffer that is always filled up."""
+        draw = random.Random(f"{self.seed} {epoch} {reader}")
+        buffer: list[dict[str, str]] = []
+        for conversation in self._mix(epoch, reader, num_readers):
+            if len(buffer) < self.data_args.shuffle_buffer:
+                buffer.append(conversation)
+                continue
+            place = draw.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = conversation
+        draw.shuffle(buffer)
+        yield from buffer
+
+    def _mix(self, epoch: int, reader: int, num_readers: int, *, is_held_out: bool = False) -> Iterator[dict[str, str]]:
+        """One epoch of the reader's conversations: set by set, or in the proportion of the weights."""
+        weights = self.data_args.dataset_weights
+
+        def read(place: Place) -> Iterator[dict[str, str]]:
+            return self._read(place, epoch, reader, num_readers, is_held_out=is_held_out)
+
+        if not weights:
+            yield from chain.from_iterable(map(read, self.places))
+            return
+        draw = random.Random(f"{self.seed} {epoch} mixture {reader}")
+        parts = [read(place) for place in self.places]
+        used_up: set[int] = set()
+        while True:
+            (index,) = draw.choices(range(len(parts)), weights)
+            conversation = next(parts[index], None)
+            if conversation is None:
+                used_up.add(index)
+                if is_held_out or self.data_args.stopping_strategy == "first_exhausted" or len(used_up) == len(parts):
+                    return
+                parts[index] = read(self.places[index])
+                conversation = next(parts[index], None)
+                if conversation is None:
+                    raise ValueError(
+                        f"{self.places[index].label} has no conversation for each of {num_readers} readers"
+                    )
+            yield conversation
+
+    def _read(
+        self, place: Place, epoch: int, reader: int, num_readers: int, *, is_held_out: bool
+    ) -> Iterator[dict[str, str]]:
+        files = list(place.files)
+        random.Random(f"{self.seed} {epoch} files").shuffle(files)  # of every reader alike
+        for number, conversation in enumerate(iterate_place(place, self.record_format, files)):
+            if number % num_readers != reader:
+                continue
+            row = conversation()
+            held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
+            # A malformed line is nobody's to learn from: training reports it.
+            if held_out == is_held_out and not (is_held_out and row["problem"]):
+                yield row
+
+
+def is_in_fraction(text: str, fraction: float) -> bool:
+    """Whether the hash of a text is among the lowest `fraction` of all hashes."""
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return number < fraction * 2**64

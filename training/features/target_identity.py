@@ -1,0 +1,46 @@
+"""Which target, tokenizer and texts stored features are of, in a few hashes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import xxhash
+
+from inference.target import Target
+from training.features.store import TargetIdentity, hash_text
+
+_ROWS = 8192  # of the embedding at a time
+# What a configuration says beside the model: where it came from, how it is run, where its texts begin and end.
+_NOT_OF_THE_MODEL = {
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"),
+    *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+
+
+@torch.no_grad()
+def identify_target(target: Target, name: str) -> TargetIdentity:
+    """What must agree for stored states to be this target's. Its layers are not hashed, which may be offloaded or
+    split over processes: the self-check compares what they compute."""
+    digest = xxhash.xxh3_128()
+    for start in range(0, target.num_embeddings, _ROWS):
+        ids = torch.arange(start, min(start + _ROWS, target.num_embeddings), device=target.device)
+        digest.update(target.embed_tokens(ids).cpu().contiguous().view(torch.uint8).numpy().data)
+    for rows in target.lm_head_weight().split(_ROWS):
+        digest.update(rows.cpu().contiguous().view(torch.uint8).numpy().data)
+    settings = {key: value for key, value in target.text_config.to_diff_dict().items() if key not in _NOT_OF_THE_MODEL}
+    return TargetIdentity(
+        name=name,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+        vocab_size=target.vocab_size,
+        dtype=str(target.dtype).removeprefix("torch."),
+        config_hash=hash_text(json.dumps(settings, sort_keys=True, default=str)),
+        weights_hash=digest.hexdigest(),
+    )
+
+
+def hash_tokenizer(tokenizer: Any) -> str:
+    """Of the tokenizer and its chat template."""
+    return hash_text(tokenizer.backend_tokenizer.to_str() + json.dumps(tokenizer.chat_template))

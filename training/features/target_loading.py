@@ -1,0 +1,135 @@
+"""Loading the frozen target: on the device that the heads train on, or spread over several devices or processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from inference import Target
+from training.arguments import ModelArguments
+from training.features.sharded_target import Sharding, shard_target
+from training.launching import loading_whole
+
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass
+class PlacementArguments:
+    """Where a target stays that is too large for one device."""
+
+    target_device_map: str | None = field(
+        default=None,
+        metadata={
+            "help": "Spread the target over the devices of this one process: auto, balanced, sequential, or a JSON "
+            'mapping of module names to devices, "cpu" or "disk", for example {"model.layers": "disk", "": 0} for '
+            "training from stored features, where the layers run in checks and evaluations only. none = all of it on "
+            "the device that the heads train on. The token embedding must be on that device."
+        },
+    )
+    target_offload_folder: str | None = field(
+        default=None, metadata={"help": "Where weights mapped to disk are kept if not in safetensors; none = refused."}
+    )
+
+    shard_target: Sharding = field(
+        default="none",
+        metadata={
+            "help": "For a target too large for one device: each process keeps its share of the layers' weights and "
+            "gathers a layer when it runs; fsdp2 (torch) or zero3 (DeepSpeed), whatever the heads train under."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.target_offload_folder is not None and self.target_device_map is None:
+            raise ValueError(
+                f"got target_offload_folder {self.target_offload_folder} without target_device_map, which says what is "
+                "kept there: give both"
+            )
+        if self.parse_device_map() is not None and self.shard_target != "none":
+            raise ValueError(
+                f"got target_device_map {self.target_device_map} and shard_target {self.shard_target}: the one spreads "
+                "a target over the devices of one process, the other over processes; leave one of the two out"
+            )
+
+    def parse_device_map(self) -> str | dict[str, Any] | None:
+        """Returns the map as `from_pretrained` takes it."""
+        value = self.target_device_map
+        if value is None or value in _MAPS:
+            return value
+        try:
+            places = json.loads(value)
+        except json.JSONDecodeError:
+            places = None
+        if not isinstance(places, dict):
+            raise ValueError(
+                f"got target_device_map {value!r}: allowed are {', '.join(_MAPS)}, or a JSON mapping of module names "
+                'to devices, such as {"model.layers": "cpu", "": 0}'
+            )
+        return places
+
+
+def load_model(
+    model_args: ModelArguments, placement: PlacementArguments, device: torch.device, *, num_processes: int
+) -> Any:
+    """The frozen causal LM, on `device` or spread as `placement` says.
+
+    Raises:
+        ValueError: a device map with several processes.
+    """
+    device_map = placement.parse_device_map()
+    options: dict[str, Any] = {}
+    if device_map is not None:
+        if num_processes > 1:
+            raise ValueError(
+                f"got target_device_map {placement.target_device_map} with {num_processes} processes, each of which "
+                "would spread a whole target over the same devices: start one process, or split the target over the "
+                "processes (--shard_target fsdp2), or train from stored features"
+            )
+        if isinstance(device_map, dict) and "" in device_map and len(device_map) > 1:
+            device_map = _name_the_rest(device_map, model_args)
+        options = {"device_map": device_map, "offload_folder": placement.target_offload_folder}
+    with loading_whole():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            model_args.target,
+            dtype=model_args.target_dtype,
+            attn_implementation=model_args.attn_implementation,
+            trust_remote_code=model_args.trust_remote_code,
+            **options,
+        )
+    model.requires_grad_(False).eval()
+    if device_map is None:
+        shard_target(model, placement.shard_target, device)
+    return model
+
+
+def _name_the_rest(places: dict[str, Any], model_args: ModelArguments) -> dict[str, Any]:
+    """The map with "", the place of what no other key names, written out: accelerate takes it for the whole model's."""
+    config = AutoConfig.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=model_args.trust_remote_code)
+    named = {key: place for key, place in places.items() if key}
+    written = dict(named)
+
+    def place_rest(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            path = prefix + name
+            if any(key.startswith(f"{path}.") for key in named):
+                place_rest(child, f"{path}.")
+            elif path not in named:
+                written[path] = places[""]
+
+    place_rest(skeleton, "")
+    return written
+
+
+def check_placement(target: Target, device: torch.device) -> None:
+    """Raises ValueError when the token embedding, with which heads go, is not where they train."""
+    if (target.device.type, target.device.index or 0) != (device.type, device.index or 0):
+        raise ValueError(
+            f"the device map keeps the target's token embedding on {target.device}, and the heads train on {device}: "
+            "map it there, or train there (--use_cpu true for the CPU)"
+        )

@@ -1,0 +1,311 @@
+"""The draft losses: every step of an unroll against the target's distribution or the data's tokens.
+
+Legend: B batch, T sequence length, P positions whose next token is predicted, S slots that a step drafts from (T, or
+those drawn), M of them that it scores, K steps, C draft vocabulary, V target vocabulary, D hidden size.
+
+A step of shift s predicts, at slot t, the token x_{t+s}. Its label is x_{t+s}; its teacher is the target's distribution
+at position t + s - 1 (the one x_{t+s} was drawn from).
+
+Worked example: the loss mask is [0, 0, 1, 1, 1] (tokens 2 to 4 are the assistant's). A step of shift 2 has a loss at
+slots 0, 1, 2 with teachers at positions 1, 2, 3; a step of shift 3 at slots 0, 1 with teachers at 2, 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from heads import DraftHeads, DraftStep
+from training.losses.depth_weights import D_PACE, fixed_weights, weigh_by_d_pace
+from training.losses.early_gradients import EarlyGradients, find_leaves
+from training.losses.teacher import Teacher, rows_per_chunk
+from training.losses.terms import LossMixture, ScoredTokens, parse_loss
+
+BLOCK_ELEMENTS = 2**20  # logits that losses are computed of at a time on a CPU: 4 MiB in float32
+
+
+@dataclass
+class LossOutput:
+    """loss: scalar with gradients. The lists hold one detached scalar per step:
+
+    loss_sums, loss_counts: the loss summed over the positions that have one, and their number.
+    top1, top5, positions: hits of the target's argmax among the best 1 and 5 draft tokens, and the number of positions
+        that are predicted at all (an argmax outside the draft vocabulary is a miss).
+    """
+
+    loss: Tensor
+    loss_sums: list[Tensor] = field(default_factory=list)
+    loss_counts: list[Tensor] = field(default_factory=list)
+    top1: list[Tensor] = field(default_factory=list)
+    top5: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+
+
+def draft_loss(
+    steps: Sequence[DraftStep],
+    teacher: Teacher,
+    loss_mask: Tensor,
+    *,
+    loss_type: str,
+    step_decay: float = 1.0,
+    depth_weights: str | Sequence[float] | None = None,
+    keeps_graph: bool = False,
+) -> LossOutput:
+    """sum over steps of the step's weight x the mean loss of the step.
+
+    Args:
+        teacher: of the same batch, loss mask and loss type.
+        loss_mask: [B, T], 1 where x_t is to be predicted.
+        loss_type: a loss or a mixture of them, as `training.losses.terms.parse_loss` reads it. Positions whose argmax
+            (for losses on the data's tokens alone: whose label) is outside the draft vocabulary get no loss; the mean
+            runs over the positions that have one.
+        step_decay: step k weighs step_decay^k ...
+        depth_weights: ... unless one weight for each step is given, or `d_pace`: each position's own, by how likely
+            the draft is to live that long (`training.losses.depth_weights`).
+        keeps_graph: leave all gradients to the backward pass, and run the LM head again in it where its logits are too
+            many to be kept: for heads whose parameters are whole in passes alone (FSDP, ZeRO-3). `d_pace` does so, too,
+            and float16, whose gradients are too small for it until the loss is scaled.
+
+    A step's `confidence` adds its binary cross-entropy to the chance 1 - TV(p, q) that the drafted token is accepted
+    (DSpark, eq. 8); without a distribution, to whether the best drafted token is the target's own.
+    """
+    mixture = parse_loss(loss_type)
+    is_d_pace = depth_weights == D_PACE
+    weights = fixed_weights(len(steps), step_decay=step_decay, depth_weights=depth_weights)
+    takes_early = torch.is_grad_enabled() and not (keeps_graph or is_d_pace or _computes_in_float16(steps[0].hidden))
+    early = EarlyGradients() if takes_early else None
+    scores = [
+        _score(step, teacher, loss_mask, mixture, wants_chances=is_d_pace, weight=weight, early=early)
+        for step, weight in zip(steps, weights, strict=True)
+    ]
+    own = _d_pace(steps, scores, loss_mask) if is_d_pace else [None] * len(steps)
+    output = LossOutput(loss=steps[0].hidden.new_zeros((), dtype=torch.float32))
+    for step, score, weight, own_M in zip(steps, scores, weights, own, strict=True):
+        # No position at all: the graph still runs through the head, because DDP waits for every parameter's gradient.
+        losses_M = score.losses if own_M is None else score.losses * own_M
+        total = losses_M.sum() if len(losses_M) else _touch(step)
+        if early is None or not len(losses_M):
+            output.loss = output.loss + weight * total / score.count.clamp(min=1)
+        output.loss_sums.append(total.detach())
+        output.loss_counts.append(score.count)
+        output.top1.append(score.top1)
+        output.top5.append(score.top5)
+        output.positions.append(score.is_predicted.sum())
+    if early is not None and (loss := early.loss()) is not None:
+        output.loss = output.loss + loss
+    return output
+
+
+def _computes_in_float16(hidden: Tensor) -> bool:
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return dtype == torch.float16
+
+
+def check_loss(loss_type: str, heads: DraftHeads) -> None:
+    """Raises:
+    ValueError: a loss of states, for heads whose steps do not estimate the target's.
+    """
+    if "states" in parse_loss(loss_type).reads and not heads.estimates_states:
+        raise ValueError(
+            f"got loss_type {loss_type!r}, but steps of {heads.config.head_type} heads do not estimate the target's "
+            "states: leave smooth_l1 out"
+        )
+
+
+@dataclass(frozen=True)
+class _StepScore:
+    """is_predicted, is_scored [B, S]; losses [M] of the scored, with gradients; chances [M] of their labels, detached,
+    empty unless wanted; count of positions with a loss; hits of the target's argmax."""
+
+    is_predicted: Tensor
+    is_scored: Tensor
+    losses: Tensor
+    chances: Tensor
+    count: Tensor
+    top1: Tensor
+    top5: Tensor
+
+
+def _score(
+    step: DraftStep,
+    teacher: Teacher,
+    loss_mask: Tensor,
+    mixture: LossMixture,
+    *,
+    wants_chances: bool,
+    weight: float,
+    early: EarlyGradients | None,
+) -> _StepScore:
+    is_predicted_BS = step.read_ahead(loss_mask, step.shift).bool()
+    argmax_BS = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)
+    label_BS = step.read_ahead(teacher.labels, step.shift, fill=-1)
+    has_loss_BS = is_predicted_BS & mixture.has_loss(label_BS, argmax_BS)
+    is_scored_BS = has_loss_BS | (is_predicted_BS & (argmax_BS >= 0))
+    rows = _ScoredRows(
+        hidden=step.hidden[is_scored_BS],
+        teacher=step.read_ahead(teacher.rows, step.shift - 1)[is_scored_BS],
+        label=label_BS[is_scored_BS],
+        argmax=argmax_BS[is_scored_BS],
+        confidence=None if step.confidence is None else step.confidence[is_scored_BS],
+    )
+    count = has_loss_BS.sum()
+    losses, chances = [], []
+    top1 = top5 = torch.zeros_like(rows.label[:0].sum())
+    chunk = rows_per_chunk(teacher.num_columns)
+    for start in range(0, len(rows), chunk):
+        args = (step, rows.part(start, start + chunk), teacher, mixture, wants_chances)
+        if early is not None:
+            loss, chance, hits1, hits5 = _early_chunk_loss(*args[:-1], weight / count.clamp(min=1), early)
+        elif len(rows) > chunk and torch.is_grad_enabled():
+            loss, chance, hits1, hits5 = checkpoint(_chunk_loss, *args, use_reentrant=False)
+        else:
+            loss, chance, hits1, hits5 = _chunk_loss(*args)
+        losses.append(loss)
+        chances.append(chance)
+        top1, top5 = top1 + hits1, top5 + hits5
+    empty = step.hidden.new_zeros(0, dtype=torch.float32)
+    return _StepScore(
+        is_predicted=is_predicted_BS,
+        is_scored=is_scored_BS,
+        losses=torch.cat(losses) if losses else empty,
+        chances=torch.cat(chances) if chances else empty,
+        count=count,
+        top1=top1,
+        top5=top5,
+    )
+
+
+def _d_pace(steps: Sequence[DraftStep], scores: Sequence[_StepScore], loss_mask: Tensor) -> list[Tensor]:
+    """Weights [M] of every step's scored positions, each by the steps that draft from the same slot. Tokens outside the
+    draft vocabulary have no chance."""
+    # The steps of a packed batch count the slots of all rows through.
+    length = loss_mask.shape[1] if steps[0].document_ids is None else loss_mask.numel()
+    chances, is_predicted = [], []
+    for step, score in zip(steps, scores, strict=True):
+        chances_BS = torch.zeros_like(score.is_scored, dtype=torch.float32)
+        chances.append(_by_slot(step, chances_BS.masked_scatter(score.is_scored, score.chances), length))
+        is_predicted.append(_by_slot(step, score.is_predicted, length))
+    weights_KBT = weigh_by_d_pace(torch.stack(chances), torch.stack(is_predicted))
+    found = []
+    for step, score, weights_BT in zip(steps, scores, weights_KBT, strict=True):
+        weights_BS = weights_BT if step.slots is None else weights_BT.gather(1, step.slots.clamp(min=0))
+        found.append(weights_BS[score.is_scored])
+    return found
+
+
+def _by_slot(step: DraftStep, values: Tensor, length: int) -> Tensor:
+    """Values [B, S] of a step's columns at their slots [B, T]; 0 where the step drafts from no slot."""
+    if step.slots is None:
+        return values
+    table = values.new_zeros(values.shape[0], length + 1)  # padding goes to the last column
+    return table.scatter(1, step.slots.where(step.slots >= 0, length), values)[:, :length]
+
+
+@dataclass(frozen=True)
+class _ScoredRows:
+    """The M columns of a step that are scored: hidden [M, D]; teacher [M], rows of its logits; label and argmax [M],
+    draft indices or -1; confidence [M], or None."""
+
+    hidden: Tensor
+    teacher: Tensor
+    label: Tensor
+    argmax: Tensor
+    confidence: Tensor | None
+
+    def __len__(self) -> int:
+        return self.hidden.shape[0]
+
+    def part(self, start: int, end: int) -> _ScoredRows:
+        confidence = None if self.confidence is None else self.confidence[start:end]
+        hidden, teacher, label, argmax = (x[start:end] for x in (self.hidden, self.teacher, self.label, self.argmax))
+        return _ScoredRows(hidden, teacher, label, argmax, confidence)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that gradients go to."""
+        return [self.hidden] if self.confidence is None else [self.hidden, self.confidence]
+
+    def detach(self) -> _ScoredRows:
+        """The same rows, as leaves of a graph of their own."""
+        confidence = None if self.confidence is None else self.confidence.detach().requires_grad_()
+        return replace(self, hidden=self.hidden.detach().requires_grad_(), confidence=confidence)
+
+
+def _touch(step: DraftStep) -> Tensor:
+    """Zero, through everything that a loss of the step would go through."""
+    zero = 0.0 * step.head(step.hidden[:1, :1]).float().sum()
+    return zero if step.confidence is None else zero + 0.0 * step.confidence[:1, :1].float().sum()
+
+
+def _chunk_loss(
+    step: DraftStep, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, wants_chances: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses of some rows [m], 0 for those that have none; the draft's chances of their labels if wanted; and hits of
+    the target's argmax among the best 1 and 5."""
+    return _loss_of_logits(step.head(rows.hidden).float(), rows, teacher, mixture, wants_chances)
+
+
+def _early_chunk_loss(
+    step: DraftStep, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, weight: Tensor, early: EarlyGradients
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_chunk_loss`, whose weighed sum goes to `early` with its gradients, and is without them here.
+
+    On CPUs a few rows of logits at a time: what is computed of them stays in the cache.
+    """
+    leaf = rows.detach()
+    logits = step.head(leaf.hidden)
+    slopes = torch.empty_like(logits)
+    size = len(rows) if logits.device.type != "cpu" else max(1, BLOCK_ELEMENTS // logits.shape[1])
+    found = []
+    for start in range(0, len(rows), size):
+        part = leaf.part(start, start + size)
+        wide = logits[start : start + size].detach().float().requires_grad_()
+        found.append(_loss_of_logits(wide, part, teacher, mixture, wants_chances=False))
+        # The states' own losses, and the confidence's, reach `leaf` past the logits.
+        (found[-1][0].sum() * weight).backward(inputs=[wide, *leaf.tensors])
+        slopes[start : start + size] = 0 if wide.grad is None else wide.grad  # none: a loss of the states alone
+    losses, chances, hits1, hits5 = zip(*found, strict=True)
+    leaves = find_leaves(logits) or [leaf.hidden] * logits.requires_grad  # a head may hand its input on
+    gradients = dict(zip(leaves, torch.autograd.grad(logits, leaves, slopes), strict=True)) if leaves else {}
+    for tensor, source in zip(leaf.tensors, rows.tensors, strict=True):
+        reached = [x for x in (tensor.grad, gradients.pop(tensor, None)) if x is not None]
+        if reached:
+            gradients[source] = sum(reached[1:], reached[0])
+    loss = torch.cat([loss.detach() for loss in losses])
+    early.add(loss.sum() * weight, gradients.items())
+    return loss, torch.cat(chances), sum(hits1, hits1[0] * 0), sum(hits5, hits5[0] * 0)
+
+
+def _loss_of_logits(
+    logits: Tensor, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, wants_chances: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens = ScoredTokens(
+        logits=logits,
+        teacher_logits=None if teacher.logits is None else teacher.logits[rows.teacher],
+        label=rows.label,
+        argmax=rows.argmax,
+        hidden=rows.hidden,
+        target_hidden=teacher.hidden[rows.teacher],
+    )
+    loss = mixture(tokens)
+    if rows.confidence is not None:
+        if teacher.logits is None:
+            accepted = (logits.detach().argmax(-1) == rows.argmax).float()
+        else:
+            accepted = tokens.overlap.detach().clamp(0, 1)
+        loss = loss + F.binary_cross_entropy_with_logits(rows.confidence.float(), accepted, reduction="none")
+    loss = loss * mixture.has_loss(rows.label, rows.argmax)
+    with torch.no_grad():
+        # Among the best 5: fewer than 5 columns score above it.
+        better = (logits > logits.gather(1, rows.argmax.clamp(min=0)[:, None])).sum(-1)
+        chances = logits[:0, 0]
+        if wants_chances:
+            chances = tokens.log_q.gather(1, rows.label.clamp(min=0)[:, None])[:, 0].exp() * (rows.label >= 0)
+        hits = (logits.argmax(-1) == rows.argmax).sum(), ((better < 5) & (rows.argmax >= 0)).sum()
+        return loss, chances.detach(), *hits

@@ -1,0 +1,54 @@
+"""How often each candidate of a drafter is right: what a measured static tree is built from.
+
+Legend: B batch, T sequence length, C draft vocabulary, K depths, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from heads import DraftHeads
+from training.losses.teacher import compute_teacher, rows_per_chunk
+
+
+@torch.inference_mode()
+def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]], *, num_ranks: int) -> Tensor:
+    """How often the target's own token is the heads' candidate of rank r at depth d + 1: a share, [K, R] float64.
+
+    The tokens before it on the path are the data's: for heads that read them, a depth's accuracy is the one given that
+    its parent was right; for independent heads (Medusa) it is the marginal, as in the paper.
+
+    Args:
+        heads: bound to their target.
+        batches: of `training.data.collation.ConversationCollator`; only positions of the loss mask count.
+        num_ranks: R, those beyond the draft vocabulary are never right.
+    """
+    target, hits, positions = heads.target, None, None
+    for batch in batches:
+        input_ids, loss_mask = batch["input_ids"].to(target.device), batch["loss_mask"].to(target.device)
+        encoded = target.encode(
+            input_ids, batch["attention_mask"].to(target.device), feature_layers=heads.feature_layers
+        )
+        teacher = compute_teacher(
+            target, encoded.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type="cross_entropy"
+        )
+        steps = heads.unroll_where(encoded.features, input_ids, loss_mask)
+        if hits is None or positions is None:
+            hits = torch.zeros(len(steps), num_ranks, dtype=torch.float64)
+            positions = torch.zeros(len(steps), 1, dtype=torch.float64)
+        chunk = rows_per_chunk(teacher.num_columns)
+        for depth, step in enumerate(steps):
+            is_counted = step.read_ahead(loss_mask, step.shift).bool()
+            wanted = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)[is_counted]
+            hidden = step.hidden[is_counted]
+            for start in range(0, len(hidden), chunk):  # the logits of all positions at once can be gigabytes
+                part = slice(start, start + chunk)
+                best = step.head(hidden[part]).topk(min(num_ranks, teacher.num_columns), dim=-1).indices
+                hits[depth, : best.shape[-1]] += (best == wanted[part, None]).sum(0).double().cpu()
+            positions[depth] += wanted.numel()
+    if hits is None or positions is None or not positions.all():
+        raise ValueError("no position to measure on: give conversations with longer replies")
+    return hits / positions

@@ -1,0 +1,103 @@
+"""What the target says of a training batch: its distribution where a token is to be predicted.
+
+Legend: B batch, T sequence length, P positions whose next token is predicted, C draft vocabulary, V target vocabulary,
+D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from inference.target import Target
+from training.features.top_logits import TopLogits, restore_logits
+from training.losses.terms import parse_loss
+
+CHUNK_ELEMENTS = 2**25  # largest float32 logits tensor kept alive: 128 MiB
+
+
+def rows_per_chunk(num_columns: int) -> int:
+    """How many rows of so many logits are computed at a time."""
+    return max(1, CHUNK_ELEMENTS // num_columns)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's view of a batch, at the P positions whose next token is predicted.
+
+    Attributes:
+        logits: [P, C] over the draft vocabulary, in the target's dtype; None when nothing is distilled.
+        hidden: [P, D] the states that the target's LM head reads, in the target's dtype.
+        rows: [B, T] int64, a position's row of `logits` and `hidden`; meaningless where no next token is predicted.
+        argmax: [B, T] int64, draft index of the target's most likely token over its WHOLE vocabulary; -1 when that
+            token is outside the draft vocabulary, or no next token is predicted.
+        labels: [B, T] int64, draft index of x_t; -1 when outside.
+        num_columns: C.
+    """
+
+    logits: Tensor | None
+    hidden: Tensor
+    rows: Tensor
+    argmax: Tensor
+    labels: Tensor
+    num_columns: int
+
+
+@torch.no_grad()
+def compute_teacher(
+    target: Target,
+    last_hidden: Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    draft_token_ids: Tensor | None,
+    *,
+    loss_type: str,
+    top_logits: TopLogits | None = None,
+) -> Teacher:
+    """Runs the target's LM head where it is needed and in chunks, so that no [B, T, V] float32 tensor is ever alive.
+
+    Args:
+        last_hidden: [B, T, D] the target's post-norm states.
+        loss_mask: [B, T], 1 where x_t is to be predicted.
+        draft_token_ids: [C] target ids of the draft vocabulary; None = all.
+        loss_type: as in `draft_loss`; losses that read no distribution need no logits.
+        top_logits: [B, T, K] the teacher instead, when it was stored (see `restore_logits`): the LM head does not run.
+    """
+    num_columns = target.vocab_size if draft_token_ids is None else draft_token_ids.numel()
+    is_used_BT = F.pad(loss_mask[:, 1:], (0, 1)).bool()
+    hidden_PD = last_hidden[is_used_BT]
+    needs_logits = parse_loss(loss_type).needs_distribution
+    if top_logits is None:
+        argmax_P, logits_PC = _score(target, hidden_PD, draft_token_ids, needs_logits=needs_logits)
+    else:
+        top = top_logits.select(is_used_BT)
+        argmax_P = top.token_ids[:, 0]
+        logits_PC = restore_logits(top, draft_token_ids, target.vocab_size) if needs_logits else None
+    labels = input_ids
+    if draft_token_ids is not None:
+        index = torch.full((target.vocab_size,), -1, dtype=torch.long, device=hidden_PD.device)
+        index[draft_token_ids] = torch.arange(num_columns, device=hidden_PD.device)
+        argmax_P, labels = index[argmax_P], index[input_ids]
+    argmax_BT = torch.full_like(input_ids, -1).masked_scatter(is_used_BT, argmax_P)
+    rows_BT = is_used_BT.flatten().cumsum(0).view_as(input_ids) - 1
+    return Teacher(logits_PC, hidden_PD, rows_BT, argmax_BT, labels, num_columns)
+
+
+def _score(
+    target: Target, hidden_PD: Tensor, draft_token_ids: Tensor | None, *, needs_logits: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The best of all tokens [P], and the logits [P, C] over the draft vocabulary if they are needed."""
+    num_columns = target.vocab_size if draft_token_ids is None else draft_token_ids.numel()
+    argmax_P = torch.empty(hidden_PD.shape[0], dtype=torch.long, device=hidden_PD.device)
+    logits_PC = hidden_PD.new_empty(hidden_PD.shape[0], num_columns) if needs_logits else None
+    chunk = rows_per_chunk(target.vocab_size)
+    for start in range(0, hidden_PD.shape[0], chunk):
+        part = slice(start, start + chunk)
+        full = target.compute_logits(hidden_PD[part])
+        argmax_P[part] = full.argmax(-1)
+        if logits_PC is not None:
+            logits_PC[part] = full if draft_token_ids is None else full[:, draft_token_ids]
+    return argmax_P, logits_PC

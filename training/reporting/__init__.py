@@ -1,0 +1,1 @@
+"""What a run says of itself: before it starts, while it goes on, and when it is finished."""

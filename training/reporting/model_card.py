@@ -1,0 +1,67 @@
+"""`README.md` of trained heads: what they are, how to decode with them, what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from jinja2 import Environment, FileSystemLoader
+
+from training.reporting.report import TEMPLATES
+
+
+def render_card(
+    *,
+    kind: str,
+    target: str,
+    location: str,
+    datasets: Sequence[str],
+    metrics: Mapping[str, Any],
+    num_prompts: int,
+    record: Mapping[str, Any],
+    has_report: bool,
+    has_adapter: bool = False,
+) -> str:
+    """The card.
+
+    Args:
+        target: as it was given, a folder or a hub id.
+        location: where the heads will be loaded from.
+        datasets: likewise; hub ids stand in the card's metadata.
+        record: `training` of the run's record.
+        has_adapter: the target's adapter is stored beside the heads.
+    """
+    data = ModelCardData(
+        library_name="draftsmith",
+        license="unknown",
+        base_model=target if _is_hub_id(target) else None,
+        datasets=[name for name in datasets if _is_hub_id(name)] or None,
+        tags=["speculative-decoding", "draft-heads", kind],
+    )
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), keep_trailing_newline=True)
+    return environment.get_template("model_card.md.jinja").render(
+        front_matter=data.to_yaml(),
+        kind=kind,
+        target=target,
+        location=location,
+        datasets=", ".join(f"`{name}`" for name in datasets),
+        metrics={
+            name.removeprefix("eval_"): f"{value:.4g}" for name, value in metrics.items() if _is_of_the_heads(name)
+        },
+        num_prompts=num_prompts,
+        steps=record["steps"],
+        tokens=f"{record['tokens']:,}",
+        seconds=f"{record['seconds']:,.0f}",
+        has_report=has_report,
+        has_adapter=has_adapter,
+    )
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not Path(name).exists()
+
+
+def _is_of_the_heads(name: str) -> bool:
+    return name.startswith("eval_") and not name.endswith(("runtime", "per_second"))

@@ -1,0 +1,339 @@
+"""On-policy training data: in each epoch, the target answers part of the conversations anew, while it is trained for.
+
+A conversation keeps what was said to the target, and every reply in it is written again, turn by turn, with the
+target's own earlier replies before it. The tokens that were drawn are the row, so nothing is tokenized again. The heads
+draft, as they are by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from accelerate.utils import gather_object
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from heads import DraftHeads
+from inference import Decoder, DynamicTree, GenerationStats, Target
+from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
+from training.synthesis.turn_template import TurnTemplate
+
+FILE = "on_policy.safetensors"
+# In batches small trees pay most. Of one size always: which tree verifies a token may decide how it is rounded.
+TREE = DynamicTree(depth=3, top_k=4, num_nodes=8)
+Row = dict[str, list[int]]
+
+
+@dataclass
+class OnPolicyArguments:
+    """Replies that the target writes while heads are trained for it."""
+
+    on_policy_fraction: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of the training conversations, drawn anew in each epoch, whose replies the target writes "
+            "anew when the epoch begins; 0 = none."
+        },
+    )
+    on_policy_temperature: float = field(default=1.0, metadata={"help": "Temperature of these replies; 0 = greedy."})
+    on_policy_max_new_tokens: int = field(
+        default=256,
+        metadata={"help": "Tokens that a reply may have; where one has more, the conversation stays as it was."},
+    )
+    on_policy_batch_size: int = field(default=32, metadata={"help": "Replies that a process decodes together."})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.on_policy_fraction <= 1:
+            raise ValueError(f"got on_policy_fraction {self.on_policy_fraction}: it is a share, from 0 to 1")
+        if self.on_policy_temperature < 0:
+            raise ValueError(f"got on_policy_temperature {self.on_policy_temperature}: give 0 for greedy, or more")
+        for name in ("on_policy_max_new_tokens", "on_policy_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name} {getattr(self, name)}: it must be at least 1")
+        changed = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
+        if not self.is_on and changed:
+            raise ValueError(
+                f"got {', '.join(changed)} without on_policy_fraction: give the share of the conversations whose "
+                "replies are written anew, or leave them out"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        return self.on_policy_fraction > 0
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A conversation's row with new replies, by its index; or (row None) why it stays as it was."""
+
+    index: int
+    row: Row | None
+    problem: str = ""
+
+
+def split_turns(row: Mapping[str, Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+    """What stands before each reply, and what stands behind the last one.
+
+    Worked example: ids [1, 2, 3, 4, 5, 6, 7] with loss mask [0, 0, 1, 1, 0, 1, 0] hold the replies (3, 4) and (6):
+    [1, 2] and [5] stand before them, [7] behind.
+    """
+    prompts: list[list[int]] = []
+    given: list[int] = []
+    tokens = zip(row["input_ids"], row["loss_mask"], strict=True)
+    for is_reply, group in groupby(tokens, key=lambda pair: bool(pair[1])):
+        if is_reply:
+            prompts.append(given)
+            given = []
+        else:
+            given = [token for token, _ in group]
+    return prompts, given
+
+
+def rewrite_rows(
+    rows: Mapping[int, Mapping[str, Sequence[int]]],
+    writer: TurnDecoder,
+    *,
+    stop_ids: Collection[int],
+    seed: int,
+    max_length: int,
+) -> list[Rewritten]:
+    """Rows, by index, with replies of the target instead of those they have; those with a reply that is of no use are
+    left as they were. All that stands between replies is kept.
+
+    Args:
+        seed: each reply's own is made of it, the row's index and the turn (`turn_seed`).
+        max_length: rows are cut to so many tokens.
+    """
+    scripts = {index: split_turns(row) for index, row in rows.items()}
+    new: dict[int, Row] = {index: {"input_ids": [], "loss_mask": []} for index in rows}
+    problems = {index: "no prompt" for index, (prompts, _) in scripts.items() if not prompts[0]}
+    for turn in range(max((len(prompts) for prompts, _ in scripts.values()), default=0)):
+        going_on = [index for index, (prompts, _) in scripts.items() if len(prompts) > turn and index not in problems]
+        for index in going_on:
+            _extend(new[index], scripts[index][0][turn], in_loss=False)
+        written = writer.write(
+            [new[index]["input_ids"] for index in going_on],
+            stop_ids=stop_ids,
+            seeds=[turn_seed(seed, str(index), turn) for index in going_on],
+        )
+        for index, reply in zip(going_on, written, strict=True):
+            _extend(new[index], reply.token_ids, in_loss=True)
+            if reply.problem:
+                problems[index] = reply.problem
+    for index, (_, behind) in scripts.items():
+        _extend(new[index], behind, in_loss=False)
+    return [
+        Rewritten(index, None, problems[index])
+        if index in problems
+        else Rewritten(index, {name: values[:max_length] for name, values in row.items()})
+        for index, row in new.items()
+    ]
+
+
+def _extend(row: Row, token_ids: Sequence[int], *, in_loss: bool) -> None:
+    row["input_ids"] += token_ids
+    row["loss_mask"] += [int(in_loss)] * len(token_ids)
+
+
+class OnPolicyRows(Dataset[Any]):
+    """Training rows, some of which are replaced in each epoch.
+
+    A checkpoint carries those of its epoch: the target or its rounding may have changed by the time a run is resumed.
+    """
+
+    def __init__(self, rows: datasets.Dataset) -> None:
+        self.rows = rows
+        self.epoch: int | None = None  # of what is replaced
+        self._places: dict[int, slice] = {}  # row -> where in the next two
+        self._input_ids = torch.zeros(0, dtype=torch.int32)
+        self._loss_mask = torch.zeros(0, dtype=torch.int8)
+        self._resumed: dict[str, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = self.rows[index]
+        if (place := self._places.get(int(index))) is None:
+            return row
+        new = {"input_ids": self._input_ids[place].tolist(), "loss_mask": self._loss_mask[place].tolist()}
+        return {**row, **new}
+
+    def choose(self, fraction: float, *, seed: int, epoch: int) -> list[int]:
+        """The rows to be replaced in an epoch: the same in every process, others in every epoch."""
+        generator = torch.Generator().manual_seed(turn_seed(seed, "on-policy rows", epoch))
+        return torch.randperm(len(self), generator=generator)[: round(fraction * len(self))].tolist()
+
+    def replace(self, epoch: int, rewritten: Sequence[Rewritten]) -> None:
+        """From now on, in place of what was replaced before."""
+        rows = {one.index: one.row for one in rewritten if one.row is not None}
+        self._set(
+            {
+                "epoch": torch.tensor(epoch),
+                "rows": torch.tensor([*rows], dtype=torch.int64),
+                "lengths": torch.tensor([len(row["input_ids"]) for row in rows.values()], dtype=torch.int64),
+                "input_ids": torch.tensor([i for row in rows.values() for i in row["input_ids"]], dtype=torch.int32),
+                "loss_mask": torch.tensor([i for row in rows.values() for i in row["loss_mask"]], dtype=torch.int8),
+            }
+        )
+
+    def _set(self, stored: dict[str, Tensor]) -> None:
+        self._stored = stored
+        self.epoch = int(stored["epoch"])
+        self._input_ids, self._loss_mask = stored["input_ids"], stored["loss_mask"]
+        ends, lengths = stored["lengths"].cumsum(0).tolist(), stored["lengths"].tolist()
+        self._places = {
+            row: slice(end - length, end)
+            for row, end, length in zip(stored["rows"].tolist(), ends, lengths, strict=True)
+        }
+
+    def save(self, folder: Path) -> None:
+        """Into a checkpoint."""
+        if self.epoch is not None:
+            save_file(self._stored, folder / FILE)
+
+    def load(self, checkpoint: Path) -> None:
+        """What a checkpoint holds, for `resume`.
+
+        Raises:
+            ValueError: it holds nothing of the kind.
+        """
+        if not (checkpoint / FILE).is_file():
+            raise ValueError(f"cannot resume from {checkpoint}: {FILE} is missing; resume from another checkpoint")
+        self._resumed = load_file(checkpoint / FILE)
+
+    def resume(self, epoch: int) -> bool:
+        """Whether the rows of `epoch` came with the checkpoint; they then are in place."""
+        stored, self._resumed = self._resumed, None  # not at once: the order of a resumed epoch is that of lengths
+        if stored is None or int(stored["epoch"]) != epoch:
+            return False
+        self._set(stored)
+        return True
+
+
+def check_on_policy(
+    train_set: Any, *, has_packing: bool, has_stored_features: bool, has_persistent_workers: bool
+) -> None:
+    """Refuses (ValueError) what on-policy replies do not go together with."""
+    if not isinstance(train_set, datasets.Dataset):
+        raise ValueError("got on_policy_fraction with streamed conversations, which have no numbers: leave one out")
+    if has_packing:
+        raise ValueError(
+            "got on_policy_fraction with packing, which is done before training: leave one out (with "
+            "train_sampling_strategy group_by_length there is little padding, too)"
+        )
+    if has_stored_features:
+        raise ValueError(
+            "got on_policy_fraction with features, which are stored for the texts of the data set: leave one out"
+        )
+    if has_persistent_workers:
+        raise ValueError(
+            "got on_policy_fraction with dataloader_persistent_workers, which would go on reading the first epoch's "
+            "replies: leave one out"
+        )
+
+
+class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Replaces rows when an epoch begins: every process writes its share, and all get all.
+
+    Args:
+        drafts_at_once: whether the heads can draft before the first step, because they are trained already.
+
+    Raises:
+        ValueError: nothing ends a reply, the target has too few positions, or processes share its weights.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        rows: OnPolicyRows,
+        tokenizer: Any,
+        args: OnPolicyArguments,
+        *,
+        max_length: int,
+        drafts_at_once: bool,
+    ) -> None:
+        if trainer.num_groups is not None:
+            raise ValueError(
+                "got on_policy_fraction where processes share weights (FSDP, ZeRO-3, shard_target), so that none can "
+                "decode alone: train under DDP, ZeRO-1 or ZeRO-2, or write all replies before (generate_data.py)"
+            )
+        self.trainer, self.rows, self.args = trainer, rows, args
+        self.max_length, self.drafts_at_once = max_length, drafts_at_once
+        self.template = TurnTemplate(tokenizer)
+        generation_config = trainer.target.model.generation_config
+        self.stop_ids = self.template.find_stop_ids(generation_config.eos_token_id)["assistant"]
+        self.settings = TurnSettings(args.on_policy_max_new_tokens, args.on_policy_temperature)
+        self._make_writer(None)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        epoch = int(state.epoch or 0)
+        if self.rows.resume(epoch):
+            return
+        start = time.perf_counter()
+        writer = self._make_writer(self.trainer.heads if state.global_step or self.drafts_at_once else None)
+        rewritten = gather_object(self._write(self._share_of(epoch), epoch, writer))
+        self.rows.replace(epoch, sorted(rewritten, key=lambda one: one.index))
+        self.trainer.log(_describe(rewritten, writer.stats, time.perf_counter() - start))
+
+    def time_epoch(self) -> float:
+        """Writes one batch of the first epoch's replies; returns the seconds that all of an epoch would take."""
+        share = self._share_of(0)
+        some = share[: self.args.on_policy_batch_size]
+        writer = self._make_writer(self.trainer.heads if self.drafts_at_once else None)
+        start = time.perf_counter()
+        self._write(some, 0, writer)
+        return (time.perf_counter() - start) * len(share) / max(len(some), 1)
+
+    @property
+    def _seed(self) -> int:
+        args: TrainingArguments = self.trainer.args
+        return args.seed if args.data_seed is None else args.data_seed
+
+    def _share_of(self, epoch: int) -> list[int]:
+        """This process's of the rows to be replaced."""
+        args: TrainingArguments = self.trainer.args
+        chosen = self.rows.choose(self.args.on_policy_fraction, seed=self._seed, epoch=epoch)
+        return chosen[args.process_index :: args.world_size]
+
+    def _write(self, indices: Sequence[int], epoch: int, writer: TurnDecoder) -> list[Rewritten]:
+        model: nn.Module = self.trainer.model
+        model.eval()  # no dropout, of adapters for example
+        return rewrite_rows(
+            {index: self.rows.rows[index] for index in indices},
+            writer,
+            stop_ids=self.stop_ids,
+            seed=turn_seed(self._seed, "on-policy replies", epoch),
+            max_length=self.max_length,
+        )
+
+    def _make_writer(self, heads: DraftHeads | None) -> TurnDecoder:
+        target: Target = self.trainer.target
+        decoder = Decoder(target) if heads is None else Decoder(target, heads, tree=TREE)
+        return TurnDecoder(
+            decoder, self.settings, batch_size=self.args.on_policy_batch_size, special_ids=self.template.special_ids
+        )
+
+
+def _describe(rewritten: Sequence[Rewritten], stats: GenerationStats, seconds: float) -> dict[str, float]:
+    """What happened to the conversations, of all processes, and what this one's took."""
+    kept = Counter(one.problem for one in rewritten if one.row is None)
+    return {
+        "on_policy_replaced": sum(one.row is not None for one in rewritten),
+        **{f"on_policy_kept_{problem.replace(' ', '_')}": count for problem, count in sorted(kept.items())},
+        "on_policy_seconds": round(seconds, 2),
+        "on_policy_tokens_per_second": round(stats.num_new_tokens / max(seconds, 1e-9), 1),
+        "on_policy_acceptance_length": round(stats.acceptance_length, 3),
+    }

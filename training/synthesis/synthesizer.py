@@ -1,0 +1,69 @@
+"""A target that writes its own training conversations.
+
+Heads learn to predict the target, so what the target writes teaches them more than what people wrote. Two ways:
+answering the user turns of given conversations, turn by turn with its own earlier replies in the context; and writing
+whole conversations from nothing but the user header of the chat template (Magpie, arXiv 2406.08464).
+
+Each turn is seeded by the run's seed, its conversation's id and its place, so conversations are the same in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from training.synthesis.prompts import Conversation
+from training.synthesis.reply_decoding import turn_seed
+from training.synthesis.reply_sources import ReplySource, TurnRequest
+
+
+class Synthesizer:
+    """Writes conversations turn by turn, as many at a time as its source likes to have.
+
+    A turn that is of no use ends its conversation, which is kept up to its last reply.
+
+    Args:
+        source: writes the turns.
+        seed: the run's.
+        keep_truncated: a reply that was cut at the length limit is kept, as the last.
+    """
+
+    def __init__(self, source: ReplySource, *, seed: int, keep_truncated: bool = False) -> None:
+        self.source, self.seed, self.keep_truncated = source, seed, keep_truncated
+        self._owners: dict[TurnRequest, Conversation] = {}
+
+    def write(self, conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
+        """Finished conversations, in the order in which they are finished."""
+        waiting = iter(conversations)
+        requests: list[TurnRequest] = []
+        while True:
+            while len(self._owners) < self.source.capacity and (conversation := next(waiting, None)) is not None:
+                requests += self._request_next(conversation)
+            if not self._owners:
+                return
+            replies = self.source.exchange(requests)
+            requests, finished = [], []
+            for request, reply in replies:
+                conversation = self._owners.pop(request)
+                is_kept = not reply.problem or (
+                    reply.problem == "truncated" and request.role == "assistant" and self.keep_truncated
+                )
+                if is_kept:
+                    conversation.add_turn(request.role, reply.text, reply.num_tokens)
+                if reply.problem:
+                    conversation.end(f"{request.role} turn {reply.problem}")
+                following = self._request_next(conversation)
+                requests += following
+                if not following:
+                    finished.append(conversation)
+            yield finished
+
+    def _request_next(self, conversation: Conversation) -> list[TurnRequest]:
+        """The request for the conversation's next turn; none when it is over."""
+        role = conversation.next_role()
+        if role is None:
+            return []
+        place = len(conversation.messages)
+        seed = turn_seed(self.seed, conversation.id, place)
+        request = TurnRequest([*conversation.messages], role, seed, conversation.tools)
+        self._owners[request] = conversation
+        return [request]
