@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo test test-fast lossless check format bench table ablation overfit clean
+.PHONY: help install demo test test-all test-slow lossless check format bench table ablation overfit clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -22,11 +22,14 @@ install: $(STAMP) ## make the virtual environment and install into it
 demo: $(STAMP) ## train Medusa and EAGLE-3 heads on the embedded target and compare them with plain decoding
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(ARGS)
 
-test: $(STAMP) ## run every test
+test: $(STAMP) ## run the tests that are not marked slow (about ten minutes on two cores)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(STAMP) ## run every test (half an hour)
 	$(PYTEST) $(ARGS)
 
-test-fast: $(STAMP) ## run the tests that are not marked slow
-	$(PYTEST) -m "not slow" $(ARGS)
+test-slow: $(STAMP) ## run the tests that are marked slow: ARGS may name files
+	$(PYTEST) -m slow $(ARGS)
 
 check: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

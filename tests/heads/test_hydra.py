@@ -121,6 +121,7 @@ def test_every_node_of_a_full_tree_is_scored_by_its_own_path(
             torch.testing.assert_close(found[0, node], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @both
 def test_levels_are_traced_whole_and_take_their_own_head(target: Target, overrides: dict[str, Any]) -> None:
     """One graph per level, without a break; a second tree makes no more."""

@@ -288,6 +288,7 @@ class TestTheSecondExit:
             found.add(num_drafted)
         assert len(found) > 2
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_p": 0.9, "seed": 1}], ids=str)
     @pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0])
     def test_changes_no_text(self, target: Target, options: dict[str, Any], threshold: float) -> None:

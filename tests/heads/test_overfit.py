@@ -101,6 +101,7 @@ def test_chains_are_accepted_as_the_unroll_says(
     assert stats.acceptance_length > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "loss_type"),
     [

@@ -173,6 +173,7 @@ def test_prompts_need_the_activations_of_one_chunk(batch: int, drafts: bool) -> 
     assert held + 0.9 * (bound - held) <= peak <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_a_step_holds_one_set_of_logits_however_many_steps_there_are(do_sample: bool) -> None:
     batch, length = 2, 8
@@ -204,6 +205,7 @@ def end_one_by_one(decoder: Decoder) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "call", "rows_left"),
     [

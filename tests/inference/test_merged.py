@@ -217,6 +217,7 @@ def test_greedy_text_is_transformers_generate(family: str, policy: str) -> None:
     assert policy == "chain" or {path[-1] for path in commits.paths} >= {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_coupled", [True, False], ids=["coupled", "uncoupled"])
 @pytest.mark.parametrize("settings", [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 9}])
@@ -308,6 +309,7 @@ def test_measured_costs_tell_merged_drafters_apart() -> None:
     assert one == same != other
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(

@@ -395,6 +395,7 @@ def test_nothing_is_read_on_the_host(family: str, batch_size: int, tree: str) ->
                 policy.grow(drafter, state, tokens[:, 0], draft, DraftSampling(warp=sampler.warp_draft, noise=noise))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("tree", [chain(3), DynamicTree(3, 3, 10)], ids=["chain", "dynamic"])

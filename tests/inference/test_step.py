@@ -76,6 +76,7 @@ def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
     assert output.stats.num_host_syncs == output.stats.num_verify_steps
 
 
+@pytest.mark.slow
 def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
     step = DecodeStep(target, NgramDrafter(), AutoTree((1, 3), (4, 8), (2,)), is_coupled=True, compile=True)
     cache = step.new_cache(1, 256)
@@ -255,6 +256,7 @@ def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytes
     Decoder(target).generate(random_prompt(4), max_new_tokens=4, do_sample=False)
 
 
+@pytest.mark.slow
 def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
     """Guards on modules are dropped, and both models have one class and one shape."""
     other = Target(tiny_target("llama", num_hidden_layers=4, seed=1))

@@ -20,6 +20,7 @@ from benchmark_memory import MIB, MemoryArguments
 from memory_cells import Check, Scene
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Half a minute of calls on a larger random target.
     scene = Scene("twenty calls", *(size * MIB for size in (1, 2, 3, 4)))

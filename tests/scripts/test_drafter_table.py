@@ -109,6 +109,7 @@ def test_one_table_of_all_drafters(heads_folder: Path, prompts: Path, tmp_path: 
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["table.json", "table.md", "table.png"]
 
 
+@pytest.mark.slow
 def test_portions_are_not_measured_again(
     heads_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
