@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ablation_data import DataPlan, prepare_data
-from ablation_render import write_page
+from ablation_render import read_page, write_page
 from ablation_runs import LABELS, REFERENCE, Programs, Run, finish, store_features
 from transformers import HfArgumentParser
 
@@ -44,6 +44,13 @@ class AblationArguments:
     output: str = field(default="outputs/ablation", metadata={"help": "Folder of data, runs and results."})
     page: str | None = field(
         default=None, metadata={"help": "Write PAGE.md, PAGE.json and pictures; none = OUTPUT/ablation."}
+    )
+    reuse_page: bool = field(
+        default=False,
+        metadata={
+            "help": "Do not run again what PAGE.json holds of the same settings and as many tokens, made on another "
+            "machine or in an --output that is gone."
+        },
     )
     only: list[str] = field(
         default_factory=list, metadata={"help": f"Runs to do, of: {', '.join(LABELS)}; none = all."}
@@ -86,7 +93,9 @@ def run(args: AblationArguments) -> list[str]:
         )
     )
     runs = {name: Run(name, output) for name in LABELS}
-    results = {name: result for name, run in runs.items() if (result := run.read_result()) is not None}
+    page = Path(args.page) if args.page is not None else output / "ablation"
+    results = read_page(page, data, runs) if args.reuse_page else {}
+    results |= {name: result for name, run in runs.items() if (result := run.read_result()) is not None}
     wanted = [name for name in args.only or LABELS if name not in results]
     programs = Programs(args.threads)
     measure = ["--target", reference["target"], "--prompts", args.prompts, "--tree", args.tree]
@@ -97,7 +106,6 @@ def run(args: AblationArguments) -> list[str]:
         print("decoding plainly, for the texts to compare with", flush=True)
         programs.run("scripts/ablation_measure.py", *measure, "--json", str(texts), log=output / "plain.log")
     store_features((run for name, run in runs.items() if name in wanted), programs)
-    page = Path(args.page) if args.page is not None else output / "ablation"
 
     def write() -> None:
         if results:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation_runs import LABELS, REFERENCE, TABLES
+from ablation_runs import LABELS, REFERENCE, TABLES, Run
 from benchmark_plot import load_pyplot, save_figure
 from benchmark_render import Grid
 from benchmark_report import write_text
@@ -32,6 +32,18 @@ def write_page(page: Path, data: dict[str, Any], results: Results, missing: Sequ
     draw_lengths(page.with_name(f"{page.name}-lengths.png"), results)
     for what in AXES:
         draw_lines(page.with_name(f"{page.name}-{what}.png"), results, what)
+
+
+def read_page(page: Path, data: dict[str, Any], runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
+    """The results that PAGE.json holds of runs with the settings they have now, and of as many tokens."""
+    path = page.with_name(f"{page.name}.json")
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if any(found["data"][key] != data[key] for key in ("budget", "max_length", "target")):
+        return {}
+    results: dict[str, dict[str, Any]] = found["results"]
+    return {name: result for name, result in results.items() if result["settings"] == runs[name].settings()}
 
 
 def render_page(name: str, data: dict[str, Any], results: Results, missing: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -24,6 +25,12 @@ MAX_LINES = 500
 
 MODULES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
 PROGRAMS = [*MODULES, *sorted((REPOSITORY / "examples").glob("*.py"))]
+
+
+@cache
+def installed_libraries() -> frozenset[str]:
+    """Top-level names that installed distributions bring along."""
+    return frozenset(packages_distributions())
 
 
 def name(path: Path) -> str:
@@ -103,7 +110,7 @@ def test_module_names_shadow_nothing(path: Path) -> None:
     """`python DIR/program.py` puts DIR first on sys.path: a module or package there named like a library would replace
     it."""
     module = path.parent.name if path.stem == "__init__" else path.stem
-    libraries = set(packages_distributions()) - {*PACKAGES}
+    libraries = installed_libraries() - {*PACKAGES}
     assert module not in sys.stdlib_module_names, "a module of the standard library has that name"
     assert module not in libraries, "an installed library has that name"
 

@@ -23,7 +23,7 @@ import ablation_data
 from ablation import AblationArguments
 from ablation_data import DataPlan, prepare_data
 from ablation_measure import MeasureArguments, measure, ratio_error
-from ablation_render import write_page
+from ablation_render import read_page, write_page
 from ablation_runs import CONFIGS, LABELS, REFERENCE, TABLES, Programs, Run
 
 from heads import create_heads
@@ -226,6 +226,19 @@ def test_the_page_holds_what_is_finished(tmp_path: Path) -> None:
         assert f"](page-{picture}.png)" in page
         assert (tmp_path / f"page-{picture}.png").stat().st_size > 5000
     assert json.loads((tmp_path / "page.json").read_text())["results"] == results
+
+
+def test_what_the_page_holds_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    data = {"budget": 1_200_000, "max_length": 384, "target": "t", "sets": {}}
+    runs = {name: Run(name, tmp_path) for name in ("eagle3", "hass", "eagle")}
+    results = {name: fake_result(name, 2.5) for name in ("eagle3", "hass")}
+    results["eagle3"]["settings"] = runs["eagle3"].settings()
+    results["hass"]["settings"] = runs["hass"].settings() | {"seed": 1}
+    assert read_page(tmp_path / "page", data, runs) == {}
+    write_page(tmp_path / "page", data, results, [])
+    assert read_page(tmp_path / "page", data, runs) == {"eagle3": results["eagle3"]}
+    assert read_page(tmp_path / "page", data | {"budget": 8000}, runs) == {}
 
 
 @pytest.mark.slow
