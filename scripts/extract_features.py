@@ -9,7 +9,7 @@
 
 Of a configuration's file it takes what both programs know; the rest is training's. Disk use is printed first, and
 refused where it does not fit. Run the same command again to go on after a kill or a full disk. Several processes
-(torchrun, srun, accelerate launch) share the work: each takes its part of the shards.
+(torchrun, accelerate launch) share the work: each takes its part of the shards.
 """
 
 from __future__ import annotations

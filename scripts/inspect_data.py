@@ -35,6 +35,7 @@ class InspectArguments:
     target: str = field(metadata={"help": "The target whose tokenizer and chat template are used: a folder or hub id."})
     num_rows: int = field(default=3, metadata={"help": "Conversations shown of each set."})
     json: str | None = field(default=None, metadata={"help": "JSON file to write the counts to."})
+    seed: int = field(default=42, metadata={"help": "Of the draws of a mixture, as in training."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the target."})
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args, data_args = parse_arguments(argv, (InspectArguments, DataArguments))
         tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
-        measured = measure_sets(data_args, tokenizer)
+        measured = measure_sets(data_args, tokenizer, seed=args.seed)
     except (ValueError, OSError) as error:
         sys.exit(f"inspect_data.py: {error}")
     show = make_printer()

@@ -163,6 +163,9 @@ def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -
         for key, value in settings.items()
         if not (_FREE.fullmatch(key) or (data is not None and _OF_DATA.fullmatch(key)))
     }
+    if data is None:  # what a stream reads, and in which order, depends on these as well
+        options["dataloader_num_workers"] = settings.get("dataloader_num_workers")
+        options["eval_dataset"] = bool(settings.get("eval_dataset"))
     described = {"num_processes": num_processes, "training data": data, "options": options}
     found: dict[str, Any] = json.loads(json.dumps(described, default=str))
     return found

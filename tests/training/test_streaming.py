@@ -177,6 +177,14 @@ class TestRuns:
         train(**self.STREAMED, **options, resume_from_checkpoint=True)
         assert_same(train.weights(), uninterrupted)
 
+    @pytest.mark.parametrize("option", ["dataloader_num_workers", "eval_dataset"])
+    def test_what_changes_the_order_is_refused_on_resuming(self, train: Runner, option: str) -> None:
+        train(**self.STREAMED, max_steps=2)
+        (train.output_dir / "model.safetensors").unlink()
+        changed = {"dataloader_num_workers": 2, "eval_dataset": train.defaults["dataset"]}[option]
+        with pytest.raises(ValueError, match=option):
+            train(**self.STREAMED, resume_from_checkpoint=True, **{option: changed})
+
     def test_the_draft_vocabulary_counts_the_first_rows(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         counted: list[int] = []
         count = run_module.count_tokens

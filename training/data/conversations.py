@@ -145,13 +145,18 @@ def read_place(
     """
     if place.repository:
         rows = place.load_repository()
-        if max_samples is not None:
-            rows = rows.select(range(min(len(rows), max_samples)))
-        yield rows.map(
-            _parse_row, with_indices=True, features=_PARSED, remove_columns=rows.column_names,
-            fn_kwargs={"name": place.label, "record_format": record_format, "version": _CACHE_VERSION},
-            desc="Reading conversations",
-        )  # fmt: skip
+        num_read = len(rows) if max_samples is None else min(len(rows), max_samples)
+        while True:
+            parsed = rows.select(range(num_read)).map(
+                _parse_row, with_indices=True, features=_PARSED, remove_columns=rows.column_names,
+                fn_kwargs={"name": place.label, "record_format": record_format, "version": _CACHE_VERSION},
+                desc="Reading conversations",
+            )  # fmt: skip
+            num_missing = (max_samples or 0) - parsed["problem"][:].count("")
+            if num_missing <= 0 or num_read == len(rows):
+                break
+            num_read = min(len(rows), num_read + 2 * num_missing)
+        yield parsed
     for file in place.files:
         stat = file.stat()
         # Everything the result depends on is an argument, because the arguments are the key of the cache.

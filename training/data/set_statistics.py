@@ -15,7 +15,7 @@ import datasets
 from training.arguments import DataArguments
 from training.data.chat_tokens import tokenize_with_problems
 from training.data.conversations import Place, iterate_place, read_place
-from training.data.training_sets import count_draws
+from training.data.training_sets import count_draws, count_learned
 
 _QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
 
@@ -63,8 +63,11 @@ class MeasuredSet:
     row_lengths: list[int]
 
 
-def measure_sets(data_args: DataArguments, tokenizer: Any, *, seed: int = 0) -> list[MeasuredSet]:
+def measure_sets(data_args: DataArguments, tokenizer: Any, *, seed: int) -> list[MeasuredSet]:
     """Each of `dataset`, counted. Of a stream, the first `vocabulary_rows` records of each.
+
+    Args:
+        seed: of the training run, which draws a mixture's conversations with it.
 
     Raises:
         ValueError: a missing file, a tokenizer that cannot be used.
@@ -76,7 +79,7 @@ def measure_sets(data_args: DataArguments, tokenizer: Any, *, seed: int = 0) -> 
     sizes = [each.statistics.num_conversations for each in measured]
     if not data_args.dataset_weights or data_args.streaming or 0 in sizes:
         return measured
-    draws = count_draws(sizes, data_args, seed=seed)
+    draws = count_draws(count_learned(sizes, data_args), data_args, seed=seed)
     return [
         dataclasses.replace(each, statistics=dataclasses.replace(each.statistics, num_draws=count))
         for each, count in zip(measured, draws, strict=True)

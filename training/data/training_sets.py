@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -81,6 +82,13 @@ def mix(parts: Sequence[datasets.Dataset], data_args: DataArguments, *, seed: in
     for name, part, share, draws in zip(data_args.dataset, parts, settings["probabilities"], counts, strict=True):
         logger.info("%s: %d draws (share %.3f) of %d conversations", name, draws, share, len(part))
     return datasets.interleave_datasets([part.shuffle(seed=seed) for part in parts], **settings)
+
+
+def count_learned(sizes: Sequence[int], data_args: DataArguments) -> list[int]:
+    """How many conversations of sets of these sizes are left in a mixture when some are held out of each."""
+    if data_args.eval_dataset or data_args.validation_fraction == 0 or min(sizes) < 2:
+        return list(sizes)
+    return [size - math.ceil(size * data_args.validation_fraction) for size in sizes]
 
 
 def count_draws(sizes: Sequence[int], data_args: DataArguments, *, seed: int) -> list[int]:

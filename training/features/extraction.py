@@ -330,7 +330,13 @@ def load_rows(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
             "got streaming: features are stored of a set that is read to its end; leave streaming out, or let training "
             "store what it reads (--feature_mode hybrid)"
         )
-    every = replace(data_args, validation_fraction=0, packing=False, dataset_weights=[])
+    every = replace(
+        data_args,
+        validation_fraction=0,
+        packing=False,
+        dataset_weights=[],
+        stopping_strategy=DataArguments.stopping_strategy,
+    )
     asked = [every]
     if data_args.dataset_weights:  # each set has its own max_samples
         sets = zip(data_args.dataset, data_args.splits, strict=True)

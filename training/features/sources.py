@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from inference.target import Target
 from training.data.collation import find_documents
-from training.features.store import DiskFullError, FeatureStore, StoredRow, write_shard
+from training.features.store import DiskFullError, FeatureStore, StoredRow, hash_tokens, write_shard
 from training.features.top_logits import TopLogits
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,7 @@ class HybridFeatures:
         self.shard_bytes = shard_bytes
         self.is_full = False
         self._rows: dict[bytes, StoredRow] = {}
+        self._written: set[int] = set()  # keys of what was flushed; the store itself is read anew at an epoch's end
         self._size = 0
 
     def collator(self, collate: Callable[[Any], dict[str, Tensor]]) -> StoredCollator:
@@ -218,7 +219,7 @@ class HybridFeatures:
         for row, start, end in iterate_documents(batch):
             ids = batch["input_ids"][row, start:end].cpu()
             key = ids.numpy().tobytes()
-            if key in self._rows or self.store.has(ids):
+            if key in self._rows or hash_tokens(ids) in self._written or self.store.has(ids):
                 continue
             values = {name: value[row, start:end].cpu().clone() for name, value in tensors.items()}
             self._rows[key] = StoredRow(ids, batch["loss_mask"][row, start:end].cpu(), values)
@@ -233,6 +234,7 @@ class HybridFeatures:
             try:
                 name = f"cache-{self.rank}-{max(taken, default=-1) + 1:05d}"
                 write_shard(self.store.folder, name, list(self._rows.values()))
+                self._written |= {hash_tokens(row.input_ids) for row in self._rows.values()}
             except DiskFullError as error:
                 logger.warning("%s. Until then, what is missing is computed online", error)
                 self.is_full = True
