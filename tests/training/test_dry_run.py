@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.conftest import REPOSITORY
 from tests.training.runner import Runner, interrupt_at_step
 from training import train_heads
 from training.command_line import parse_arguments
 from training.reporting.dry_run import DryRun, dry_run
-from training.reporting.run_costs import num_times, project_seconds
+from training.reporting.run_costs import SavedTensors, num_times, project_seconds
 from training.run import prepare_run
 
 OPTIONS: dict[str, Any] = {
@@ -33,6 +35,17 @@ OPTIONS: dict[str, Any] = {
 
 def try_out(train: Runner, **options: Any) -> DryRun:
     return dry_run(*parse_arguments(train.arguments(dry_run=True, **options)))
+
+
+def test_what_autograd_keeps_is_counted_while_it_is_kept() -> None:
+    layer = nn.Linear(50, 20)
+    saved = SavedTensors(layer.parameters())
+    with saved.watch():
+        inputs = torch.zeros(10, 50)
+        hidden = layer(inputs)  # keeps its inputs and its weight, which is there anyway
+        assert saved.live == 10 * 50 * 4
+        hidden.exp().sum().backward()  # exp keeps what it returns
+    assert (saved.live, saved.peak) == (0, (10 * 50 + 10 * 20) * 4)
 
 
 class TestFigures:

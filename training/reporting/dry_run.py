@@ -214,7 +214,7 @@ def _make_steps(trainer: HeadsTrainer, folder: Path) -> TrialSteps:
         "push_to_hub": False,
     }.items():
         setattr(args, name, value)
-    trial = TrialSteps()
+    trial = TrialSteps([*trainer.heads.parameters(), *trainer.target.model.parameters()])
     for callback in [*trainer.callback_handler.callbacks]:
         if type(callback).__module__.startswith("transformers.integrations"):
             trainer.remove_callback(callback)  # nobody wants to see these steps on a dashboard

@@ -113,6 +113,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 class SavedTensors:
     """Bytes of the storages that autograd keeps for backward passes, and how many there were at most.
 
+    Args:
+        weights: tensors that are there anyway and not counted.
+
     Worked example, in float32:
 
         with saved.watch():
@@ -120,20 +123,21 @@ class SavedTensors:
             y.sum().backward()                                live 0, peak 400
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         self.live = 0
         self.peak = 0
+        self._weights = {tensor.untyped_storage().data_ptr() for tensor in weights}
         self._uses: dict[int, int] = {}  # of a storage, by its address
 
     def watch(self) -> AbstractContextManager[Any]:
-        """While it is open, what autograd keeps is counted; parameters are not, they are there anyway."""
+        """While it is open, what autograd keeps is counted."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
 
     def _pack(self, tensor: Tensor) -> _KeptTensor:
         kept = _KeptTensor(tensor)
-        if not isinstance(tensor, nn.Parameter):
-            storage = tensor.untyped_storage()
-            address, size = storage.data_ptr(), storage.nbytes()
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self._weights:
             if address not in self._uses:
                 self.live += size
                 self.peak = max(self.peak, self.live)
@@ -154,12 +158,16 @@ class _KeptTensor:
 
 
 class TrialSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Seconds of each optimizer step, and bytes that autograd keeps for the backward pass of its largest batch."""
+    """Seconds of each optimizer step, and bytes that autograd keeps for the backward pass of its largest batch.
 
-    def __init__(self) -> None:
+    Args:
+        weights: those of heads and target, which are counted by themselves.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
         self.seconds: list[float] = []
         self.saved: list[int] = []
-        self._tensors = SavedTensors()
+        self._tensors = SavedTensors(weights)
 
     def watch(self) -> AbstractContextManager[Any]:
         """While it is open, what autograd keeps is counted."""
