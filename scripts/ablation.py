@@ -9,6 +9,7 @@ The page is written anew after each run.
 from __future__ import annotations
 
 import difflib
+import json
 import signal
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -20,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ablation_data import DataPlan, prepare_data
+from ablation_measure import OPTIONS, MeasureArguments
 from ablation_render import read_page, write_page
 from ablation_runs import LABELS, REFERENCE, Programs, Run, finish, store_features
 from transformers import HfArgumentParser
@@ -94,18 +96,23 @@ def run(args: AblationArguments) -> list[str]:
     )
     runs = {name: Run(name, output) for name in LABELS}
     page = Path(args.page) if args.page is not None else output / "ablation"
-    results = read_page(page, data, runs) if args.reuse_page else {}
-    results |= {name: result for name, run in runs.items() if (result := run.read_result()) is not None}
+    asked = MeasureArguments(
+        target=reference["target"],
+        prompts=args.prompts,
+        num_prompts=args.num_prompts,
+        max_new_tokens=args.max_new_tokens,
+        tree=args.tree,
+        json="",
+    )
+    options = {name: getattr(asked, name) for name in OPTIONS}
+    results = read_page(page, data, runs, options) if args.reuse_page else {}
+    results |= {name: result for name, run in runs.items() if (result := run.read_result(options)) is not None}
     wanted = [name for name in args.only or LABELS if name not in results]
     programs = Programs(args.threads)
     measure = ["--target", reference["target"], "--prompts", args.prompts, "--tree", args.tree]
     measure += ["--max_new_tokens", str(args.max_new_tokens)]
     measure += ["--num_prompts", str(args.num_prompts)] if args.num_prompts is not None else []
     texts = output / "plain.json"
-    if wanted and not texts.exists():
-        print("decoding plainly, for the texts to compare with", flush=True)
-        programs.run("scripts/ablation_measure.py", *measure, "--json", str(texts), log=output / "plain.log")
-    store_features((run for name, run in runs.items() if name in wanted), programs)
 
     def write() -> None:
         if results:
@@ -115,6 +122,10 @@ def run(args: AblationArguments) -> list[str]:
     failures = []
     pool = ThreadPoolExecutor(args.jobs)
     try:
+        if wanted and not (texts.exists() and json.loads(texts.read_text(encoding="utf-8"))["options"] == options):
+            print("decoding plainly, for the texts to compare with", flush=True)
+            programs.run("scripts/ablation_measure.py", *measure, "--json", str(texts), log=output / "plain.log")
+        store_features((run for name, run in runs.items() if name in wanted), programs)
         futures: dict[Future[dict[str, Any]], str] = {
             pool.submit(finish, runs[name], programs, [*measure, "--texts", str(texts)]): name for name in wanted
         }

@@ -27,6 +27,8 @@ from transformers import HfArgumentParser
 
 from inference import Decoder, GenerationStats
 
+OPTIONS = ("prompts", "num_prompts", "max_new_tokens", "tree", "temperature", "dtype", "seed")
+
 
 @dataclass
 class MeasureArguments:
@@ -46,7 +48,7 @@ class MeasureArguments:
 
 
 def measure(args: MeasureArguments) -> dict[str, Any]:
-    """{"environment": ..., "temperatures": {"0": ..., "1": ...}}."""
+    """{"options": what texts depend on, "environment": ..., "temperatures": {"0": ..., "1": ...}}."""
     target, tokenizer = load_target(args.target, dtype=args.dtype)
     prompts, num_too_long = load_prompts(
         Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
@@ -71,7 +73,8 @@ def measure(args: MeasureArguments) -> dict[str, Any]:
         measured[f"{temperature:g}"] = found
     details = {"prompts": args.prompts, "num_prompts": len(prompts), "too_long": num_too_long, "tree": args.tree}
     environment = describe_environment(target, None, max_new_tokens=args.max_new_tokens, target=args.target, **details)
-    return {"environment": environment, "temperatures": measured}
+    options = {name: getattr(args, name) for name in OPTIONS}
+    return {"options": options, "environment": environment, "temperatures": measured}
 
 
 def summarize(each: Sequence[GenerationStats]) -> dict[str, Any]:

@@ -34,8 +34,11 @@ def write_page(page: Path, data: dict[str, Any], results: Results, missing: Sequ
         draw_lines(page.with_name(f"{page.name}-{what}.png"), results, what)
 
 
-def read_page(page: Path, data: dict[str, Any], runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
-    """The results that PAGE.json holds of runs with the settings they have now, and of as many tokens."""
+def read_page(
+    page: Path, data: dict[str, Any], runs: Mapping[str, Run], options: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The results that PAGE.json holds of runs with the settings they have now, of as many tokens, and measured with
+    these options."""
     path = page.with_name(f"{page.name}.json")
     if not path.exists():
         return {}
@@ -43,7 +46,11 @@ def read_page(page: Path, data: dict[str, Any], runs: Mapping[str, Run]) -> dict
     if any(found["data"][key] != data[key] for key in ("budget", "max_length", "target")):
         return {}
     results: dict[str, dict[str, Any]] = found["results"]
-    return {name: result for name, result in results.items() if result["settings"] == runs[name].settings()}
+    return {
+        name: result
+        for name, result in results.items()
+        if name in runs and (result["settings"], result["options"]) == (runs[name].settings(), options)
+    }
 
 
 def render_page(name: str, data: dict[str, Any], results: Results, missing: Sequence[str]) -> str:

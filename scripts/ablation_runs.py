@@ -83,11 +83,14 @@ class Run:
         settings = resolve_arguments(*parse_arguments(["--config", str(self.config), "--use_cpu", "true"]))
         return {key: value for key, value in settings.items() if key not in ("output_dir", "use_cpu", "logging_dir")}
 
-    def read_result(self) -> dict[str, Any] | None:
+    def read_result(self, options: dict[str, Any]) -> dict[str, Any] | None:
         """What was kept of a finished run; None before that.
 
+        Args:
+            options: of measuring (`ablation_measure.OPTIONS`).
+
         Raises:
-            ValueError: it was made with another configuration.
+            ValueError: it was made with another configuration, or measured with other options.
         """
         if not self.result.exists():
             return None
@@ -96,6 +99,11 @@ class Run:
             raise ValueError(
                 f"{self.folder} was made with other settings than {self.config.name} now has: remove the folder to run "
                 "it again, or give another --output"
+            )
+        if changed := [name for name in options if result["options"][name] != options[name]]:
+            had, wanted = ({name: each[name] for name in changed} for each in (result["options"], options))
+            raise ValueError(
+                f"{self.folder} was measured with {had}, and {wanted} is asked for: give the same, or another --output"
             )
         return result
 

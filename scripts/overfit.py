@@ -48,6 +48,15 @@ class OverfitArguments:
     share: float = field(default=0.9, metadata={"help": "Of the longest chain's acceptance length; enough to pass."})
     seed: int = field(default=0, metadata={"help": "Seeds the heads' first weights."})
 
+    def __post_init__(self) -> None:
+        if unknown := set(self.kinds) - HEAD_TYPES.keys():
+            raise ValueError(f"got --kinds {' '.join(sorted(unknown))}; known kinds: {', '.join(sorted(HEAD_TYPES))}")
+        for name in ("num_tokens", "max_steps", "learning_rate"):
+            if (value := getattr(self, name)) <= 0:
+                raise ValueError(f"got --{name} {value}: give more than 0")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"got --share {self.share}: give more than 0 and at most 1")
+
 
 @dataclass
 class Result:
@@ -82,10 +91,14 @@ class OneBatch:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    (args,) = HfArgumentParser(OverfitArguments).parse_args_into_dataclasses(args=argv)
-    if unknown := set(args.kinds) - HEAD_TYPES.keys():
-        sys.exit(f"got --kinds {' '.join(sorted(unknown))}; known kinds: {', '.join(sorted(HEAD_TYPES))}")
-    target, tokenizer = load_target(args.target, dtype="float32")
+    try:
+        (args,) = HfArgumentParser(OverfitArguments).parse_args_into_dataclasses(args=argv)
+    except ValueError as error:
+        sys.exit(f"overfit.py: {error}")
+    try:
+        target, tokenizer = load_target(args.target, dtype="float32")
+    except (ValueError, OSError) as error:
+        sys.exit(f"overfit.py: {args.target}: {error}")
     prompt = encode_messages(tokenizer, [{"role": "user", "content": args.prompt}]).to(target.device)
     # Longer than what is decoded, so that the last steps draft as well.
     text = generate(target, None, prompt, max_new_tokens=args.num_tokens + 16, do_sample=False).sequences

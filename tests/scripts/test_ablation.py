@@ -135,13 +135,16 @@ class TestRuns:
     def test_a_result_of_other_settings_is_not_taken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(REPOSITORY)
         run = Run("hass", tmp_path)
-        assert run.read_result() is None
+        options = {"tree": "dynamic", "num_prompts": 3}
+        assert run.read_result(options) is None
         run.folder.mkdir()
-        run.result.write_text(json.dumps({"settings": run.settings()}))
-        assert run.read_result() is not None
+        run.result.write_text(json.dumps({"settings": run.settings(), "options": options}))
+        assert run.read_result(options) is not None
+        with pytest.raises(ValueError, match=r"measured with \{'tree': 'dynamic'\}, and \{'tree': 'chain'\} is asked"):
+            run.read_result(options | {"tree": "chain"})
         run.result.write_text(json.dumps({"settings": {**run.settings(), "seed": 1}}))
         with pytest.raises(ValueError, match=r"was made with other settings than hass.yaml now has: remove the folder"):
-            run.read_result()
+            run.read_result(options)
 
     def test_a_program_that_fails_says_where_to_look(self, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"nowhere.py ended with 2: see .*its\.log"):
@@ -232,13 +235,16 @@ def test_what_the_page_holds_is_not_run_again(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(REPOSITORY)
     data = {"budget": 1_200_000, "max_length": 384, "target": "t", "sets": {}}
     runs = {name: Run(name, tmp_path) for name in ("eagle3", "hass", "eagle")}
-    results = {name: fake_result(name, 2.5) for name in ("eagle3", "hass")}
+    options = {"tree": "chain:2"}
+    results = {name: fake_result(name, 2.5) | {"options": options} for name in ("eagle3", "hass", "gone")}
     results["eagle3"]["settings"] = runs["eagle3"].settings()
     results["hass"]["settings"] = runs["hass"].settings() | {"seed": 1}
-    assert read_page(tmp_path / "page", data, runs) == {}
-    write_page(tmp_path / "page", data, results, [])
-    assert read_page(tmp_path / "page", data, runs) == {"eagle3": results["eagle3"]}
-    assert read_page(tmp_path / "page", data | {"budget": 8000}, runs) == {}
+    assert read_page(tmp_path / "page", data, runs, options) == {}
+    write_page(tmp_path / "page", data, {name: results[name] for name in ("eagle3", "hass")}, [])
+    (tmp_path / "page.json").write_text(json.dumps({"data": data, "results": results}))
+    assert read_page(tmp_path / "page", data, runs, options) == {"eagle3": results["eagle3"]}
+    assert read_page(tmp_path / "page", data, runs, {"tree": "dynamic"}) == {}
+    assert read_page(tmp_path / "page", data | {"budget": 8000}, runs, options) == {}
 
 
 @pytest.mark.slow

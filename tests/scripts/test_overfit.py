@@ -37,6 +37,10 @@ def test_a_kind_that_does_not_get_there_is_named(overfit: ModuleType, capsys: py
     assert "below 90% of the most that is possible: medusa" in captured.err
     with pytest.raises(SystemExit, match="got --kinds medsua; known kinds: block, eagle"):
         overfit.main(["--kinds", "medsua"])
+    with pytest.raises(SystemExit, match="got --max_steps 0: give more than 0"):
+        overfit.main(["--max_steps", "0"])
+    with pytest.raises(SystemExit, match=r"overfit\.py: .*nowhere"):
+        overfit.main(["--target", "nowhere"])
 
 
 @pytest.mark.slow
