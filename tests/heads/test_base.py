@@ -269,7 +269,8 @@ class TestSaving:
                     save_and_die(moment)
                 _, status = os.wait()
                 assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-                print("seen", moment, DraftHeads.from_pretrained(sys.argv[1]).fc.weight.eq(2.0).all().item())
+                is_new = DraftHeads.from_pretrained(sys.argv[1]).fc.weight.eq(2.0).all().item()
+                print("seen", moment, is_new, flush=True)
         """
         command = [sys.executable, "-c", textwrap.dedent(program), str(saved)]
         result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
