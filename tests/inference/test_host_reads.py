@@ -102,8 +102,7 @@ def test_a_step_reads_nothing_on_the_host(family: str, batch_size: int, do_sampl
 
 
 @pytest.mark.usefixtures("no_lists")
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("batch_size", "do_sample"), [(1, True), (3, False)], ids=["sampled", "batch"])
 @pytest.mark.parametrize("tree", ["dynamic", [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]], ids=["dynamic", "static"])
 @pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
 def test_heads_and_policies_read_nothing_on_the_host(
