@@ -208,8 +208,11 @@ def draw(path: Path, lines: Sequence[Line]) -> None:
             axes[1][column].plot([x for x, _ in known], [y for _, y in known], "o-", label=name)
         axes[0][column].set(title=f"{Path(target).name}, {dtype}", xscale="log", ylabel="tokens/s", ylim=(0, None))
         axes[1][column].set(xscale="log", yscale="log", xlabel="tokens of a row", ylabel="memory of a step, MiB")
+        ticks = sorted({line.cell.length for line in lines if line.cell.kind == FIRST_KIND})
         for row in (0, 1):
             axes[row][column].grid(alpha=0.3)
+            axes[row][column].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            axes[row][column].minorticks_off()
     axes[0][0].legend()
     save_figure(figure, path)
 
