@@ -164,6 +164,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_max_samples_of_a_repository_counts_good_rows(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: main\n  data_files: main/*\n---\n")
+    good, bad = {"messages": TWO_TURNS}, {"messages": None}
+    write_parquet(tmp_path / "main" / "train-00000.parquet", [good, bad, bad, good, good])
+    for wanted, found in ((1, 1), (2, 2), (9, 3)):
+        assert len(load_conversations([f"{tmp_path}:main"], max_samples=wanted, skip_bad_lines=True)) == found
+
+
 def test_repositories_have_subsets_and_splits(repository: Path) -> None:
     name = f"{repository}:main"
     assert to_messages(load_conversations([name])) == [TWO_TURNS] * 3
