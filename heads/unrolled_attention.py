@@ -23,16 +23,18 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 QUERY_CHUNK = 256
+# The flash kernel's backward pass on CPUs takes twice as long in bfloat16 as in float32 up to about so many tokens.
+SHORT = 256
 
 
 def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """The newest step's queries q [B, H, T, d] over keys and values, one [B, G, T, d] per step so far, step 0 first:
     [B, H, T, d]."""
+    if q.device.type == "cpu":
+        return cast(Tensor, _MergedAttention.apply(q, *keys, *values))
     if len(keys) == 1:
         has_groups = q.shape[1] != keys[0].shape[1]
         return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True, enable_gqa=has_groups)
-    if q.device.type == "cpu":
-        return cast(Tensor, _MergedAttention.apply(q, *keys, *values))
     return attend_in_chunks(q, keys, values)
 
 
@@ -42,9 +44,13 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, *keys_values: Tensor) -> Tensor:
         (first_k, *own_k), (first_v, *own_v) = _halves(keys_values)
+        first: Tensor
         first, first_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, _repeat(first_k, q), _repeat(first_v, q), 0.0, True
         )
+        if not own_k:
+            ctx.save_for_backward(q, first, first_sum, *keys_values)
+            return first
         own = [_score(q, k) for k in own_k]
         total = torch.stack([first_sum, *own]).logsumexp(0)  # S, [B, H, T]
         output: Tensor = first * (first_sum - total).exp()[..., None]
@@ -60,8 +66,10 @@ class _MergedAttention(torch.autograd.Function):
         q, output, total, *keys_values = ctx.saved_tensors
         grad = grads[0].contiguous()
         (first_k, *own_k), (first_v, *own_v) = _halves(keys_values)
+        dtype = torch.promote_types(q.dtype, torch.float32) if q.shape[2] <= SHORT else q.dtype
+        read = [x.to(dtype) for x in (grad, q, _repeat(first_k, q), _repeat(first_v, q), output)]
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, _repeat(first_k, q), _repeat(first_v, q), output, total, 0.0, True
+            *read, total, 0.0, True
         )
         grad_keys, grad_values = [_sum_groups(grad_k, first_k)], [_sum_groups(grad_v, first_v)]
         mean = (grad * output).sum(-1, dtype=total.dtype)
