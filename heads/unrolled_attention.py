@@ -32,9 +32,8 @@ def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor])
     [B, H, T, d]."""
     if q.device.type == "cpu":
         return cast(Tensor, _MergedAttention.apply(q, *keys, *values))
-    if len(keys) == 1:
-        has_groups = q.shape[1] != keys[0].shape[1]
-        return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True, enable_gqa=has_groups)
+    if len(keys) == 1:  # repeated, because the kernel for float32 knows no groups: torch would make a [T, T] of it
+        return F.scaled_dot_product_attention(q, _repeat(keys[0], q), _repeat(values[0], q), is_causal=True)
     return attend_in_chunks(q, keys, values)
 
 

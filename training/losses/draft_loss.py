@@ -303,7 +303,7 @@ def _loss_of_logits(
     loss = loss * mixture.has_loss(rows.label, rows.argmax)
     with torch.no_grad():
         # Among the best 5: fewer than 5 columns score above it.
-        better = (logits > logits.gather(1, rows.argmax.clamp(min=0)[:, None])).sum(-1)
+        better = (logits > logits.gather(1, rows.argmax.clamp(min=0)[:, None])).sum(-1, dtype=torch.int32)
         chances = logits[:0, 0]
         if wants_chances:
             chances = tokens.log_q.gather(1, rows.label.clamp(min=0)[:, None])[:, 0].exp() * (rows.label >= 0)
