@@ -33,9 +33,9 @@ LABELS = {
     "loss-total-variation": "`total_variation`",
     "loss-reverse-kl": "`reverse_kl`",
     "loss-cross-entropy": "`cross_entropy`, the data's tokens",
+    "weights-d-pace": "`distillation`, `depth_weights: d_pace`",
     "loss-topk": "`distillation+topk_distillation` (HASS)",
     "loss-dspark": "`1.8*total_variation+0.1*cross_entropy` (DSpark)",
-    "weights-d-pace": "`distillation`, `depth_weights: d_pace`",
 }
 # The tables: a run may stand in several, and be called otherwise there.
 TABLES = {
