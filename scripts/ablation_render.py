@@ -88,6 +88,10 @@ def render_page(name: str, data: dict[str, Any], results: Results, missing: Sequ
         "KL(p ‖ q) (`kl`) is not run: it is `distillation` less the target's entropy, a constant, so its gradients and "
         "its heads are those of EAGLE-3's row."
     )
+    parts.append(
+        f"Curves of training are means of {SMOOTH} logged points, since batches are grouped by length, and long and "
+        "short ones come in turns."
+    )
     for ending, title in (
         ("lengths", "Acceptance length"),
         ("depths", "Acceptance by depth, T=0"),
@@ -162,6 +166,8 @@ def draw_lengths(path: Path, results: Results) -> None:
     save_figure(figure, path)
 
 
+SMOOTH = 4
+
 # What a picture of lines shows: what is written below its axes, and at their side.
 AXES = {
     "depths": ("depth", "accepted, given that the depth before was"),
@@ -201,4 +207,6 @@ def points(result: dict[str, Any], what: str) -> tuple[list[float], list[float]]
         return [depth + 1.0 for depth in range(len(shares))], shares
     curve = result["curve"]
     name, unit = ("top1_depth1", 1.0) if what == "training" else ("loss", curve[0]["loss"] if curve else 1.0)
-    return [point["tokens"] / 1e6 for point in curve], [point[name] / unit for point in curve]
+    values = [point[name] / unit for point in curve]
+    means = [sum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(0, end - SMOOTH) : end])]
+    return [point["tokens"] / 1e6 for point in curve], means
