@@ -1,19 +1,20 @@
 """How a YAML file and the command line become the options of `training.arguments`, and how options become YAML again.
 
 `parse_arguments` reads `--config FILE.yaml` and then the command line, whose values win. A key that no dataclass knows
-is an error that names the nearest one.
+is an error that names the nearest one. `none` unsets an option that may have no value.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import sys
-from argparse import ArgumentParser
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from argparse import Action, ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 import yaml
@@ -51,10 +52,51 @@ ARGUMENT_CLASSES: tuple[Any, ...] = (
 
 
 class _Parser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
-    """Raises instead of printing a hundred lines of usage."""
+    """Raises instead of printing a hundred lines of usage, and reads `none` as no value."""
+
+    def __init__(self, classes: Sequence[Any], **kwargs: Any) -> None:
+        super().__init__(
+            classes,
+            description="Any option may also stand in a YAML file (--config), whose values the command line overrides. "
+            "`none` (in YAML: null) unsets an option that may have no value.",
+            **kwargs,
+        )
+        optional = optional_keys(classes)
+        for action in self._actions:
+            if action.type is not None:
+                action.type = _reading_none(action.type, action.dest, is_optional=action.dest in optional)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (all options: --help)")
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        if value is not None:
+            super()._check_value(action, value)
+
+
+def optional_keys(classes: Sequence[Any]) -> set[str]:
+    """The options that may have no value."""
+    hints = {name: hint for kind in classes for name, hint in get_type_hints(kind).items()}
+    return {name for name, hint in hints.items() if type(None) in get_args(hint)}
+
+
+def _reading_none(read: Any, key: str, *, is_optional: bool) -> Callable[[str], Any]:
+    """`read`, with None for the words `none` and `null` where that is a value; to other options a text may say so."""
+
+    @functools.wraps(read)
+    def read_word(word: str) -> Any:
+        if word.lower() not in ("none", "null"):
+            return read(word)
+        if is_optional:
+            return None
+        try:
+            return read(word)
+        except (ValueError, ArgumentTypeError):
+            raise ArgumentTypeError(
+                f"got {key} {word}: it always has a value; leave it out for the default, {default_of(key)}"
+            ) from None
+
+    return read_word
 
 
 def parse_arguments(
@@ -98,7 +140,7 @@ def parse_arguments(
     overrides = [*_key_values(settings.pop("head_overrides", None)), *known.head_overrides]
     if overrides:
         rest = [*rest, "--head_overrides", *overrides]
-    namespace, unexpected = parser.parse_known_args([*_command_line(settings), *rest])
+    namespace, unexpected = parser.parse_known_args([*_command_line(settings, optional_keys(classes)), *rest])
     if unexpected:
         raise ValueError(f"unexpected value {unexpected[0]!r}: options are --key value (all options: --help)")
     values = vars(namespace)
@@ -128,7 +170,12 @@ def resolve_arguments(
         if is_ours_or_changed and key in _known_keys() and key not in left_out:
             settings[key] = value
     settings["report_to"] = settings["report_to"] or ["none"]
-    return {key: value for key, value in settings.items() if value not in (None, [], {}) and key not in left_out}
+    unset = {key for key in optional_keys(ARGUMENT_CLASSES) if default_of(key) is not None}  # where null says something
+    return {
+        key: value
+        for key, value in settings.items()
+        if key not in left_out and (value not in (None, [], {}) or (value is None and key in unset))
+    }
 
 
 def _known_keys(classes: Sequence[Any] = ARGUMENT_CLASSES) -> dict[str, Any]:
@@ -188,12 +235,13 @@ def _key_values(mapping: Any) -> list[str]:
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in mapping.items()]
 
 
-def _command_line(settings: dict[str, Any]) -> Iterator[str]:
+def _command_line(settings: dict[str, Any], optional: Collection[str]) -> Iterator[str]:
     """The arguments that say the same as a YAML file, so that both go through the same checks and conversions."""
     for key, value in settings.items():
         if value is None:
-            if _known_keys()[key].default is not None:
+            if key not in optional:
                 raise ValueError(f"got {key}: null, which is no value of it; leave the line out for the default")
+            yield f"--{key}=none"
             continue
         if isinstance(value, list):
             if value:

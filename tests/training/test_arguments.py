@@ -13,6 +13,8 @@ from transformers import TrainingArguments
 
 from training.arguments import DataArguments
 from training.command_line import ARGUMENT_CLASSES, parse_arguments, resolve_arguments
+from training.features.target_loading import PlacementArguments
+from training.run_arguments import pick
 
 REQUIRED = ["--target", "t", "--head_type", "kind", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
 
@@ -85,6 +87,8 @@ def test_defaults_leave_the_machine_alone() -> None:
         (["--head_typ", "kind"], "did you mean 'head_type'"),
         ([*REQUIRED, "stray"], "unexpected value 'stray'"),
         ([*REQUIRED, "--max_length", "many"], "max_length.*invalid int value: 'many'"),
+        ([*REQUIRED, "--max_length", "none"], "got max_length none: it always has a value; .* the default, 2048"),
+        ([*REQUIRED, "--target_dtype", "null"], "target_dtype.*invalid choice: .null."),
         ([*REQUIRED, "--max_length", "0"], "got max_length 0: it must be at least 1"),
         ([*REQUIRED, "--num_eval_prompts", "-1"], "got num_eval_prompts -1"),
         ([*REQUIRED, "--shuffle_buffer", "5"], "got shuffle_buffer 5 without streaming"),
@@ -137,6 +141,7 @@ def test_bad_command_lines_say_what_to_do(arguments: list[str], message: str) ->
         ("target: [", "is not valid YAML"),
         ("", "holds NoneType"),
         ("max_length: null", "got max_length: null"),
+        ("target: null", "got target: null"),
         ("head_overrides: [num_heads=4]", "in YAML it is a mapping"),
         ("max_length: [1, 2]", "unexpected value '2'"),
         ("max_length: {a: 1}", "max_length.*invalid int value"),
@@ -162,6 +167,30 @@ def test_resolved_options_read_back_to_the_same_run(tmp_path: Path) -> None:
     assert resolve_arguments(*again) == settings
 
 
+@pytest.mark.parametrize("word", ["none", "null", "None"])
+def test_none_unsets_an_option(tmp_path: Path, word: str) -> None:
+    """On the command line and in a file over its base; the last word wins, and what was unset is written down so."""
+    (tmp_path / "base.yaml").write_text("muon_learning_rate: 0.04\nmax_samples: 5\nsave_total_limit: 3\nmax_steps: 2\n")
+    config = write(tmp_path, {"base": "base.yaml", "max_samples": None, "metric_for_best_model": None})
+    words = [*REQUIRED, "--config", config]
+    assert parse_arguments(words)[2].muon_learning_rate == 0.04
+    flags = ["--muon-learning-rate", word, f"--save_total_limit={word}", "--loss_type", word, "--eval_prompts", word]
+    arguments = parse_arguments([*words, *flags, "--optim_target_modules", word])
+    _, data, training, *_ = arguments
+    assert (data.max_samples, training.max_steps) == (None, 2)
+    for key in ("muon_learning_rate", "save_total_limit", "metric_for_best_model", "loss_type", "optim_target_modules"):
+        assert getattr(training, key) is None, key
+    assert parse_arguments([*words, *flags, "--muon_learning_rate", "0.02"])[2].muon_learning_rate == 0.02
+    again = parse_arguments(["--config", write(tmp_path, resolve_arguments(*arguments))])
+    assert again[2].to_dict() == training.to_dict()
+
+
+def test_a_text_may_be_the_word_none() -> None:
+    _, _, training, *more = parse_arguments([*REQUIRED, "--report_to", "none", "--shard_target", "none"])
+    assert training.report_to == []
+    assert pick(more, PlacementArguments).shard_target == "none"
+
+
 def test_every_option_is_documented_once() -> None:
     stock = {key.name for key in dataclasses.fields(TrainingArguments)}
     names = [key.name for kind in ARGUMENT_CLASSES for key in dataclasses.fields(kind) if key.init]
@@ -179,6 +208,7 @@ def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "--config FILE.yaml" in text
     assert "--head_overrides" in text
+    assert "unsets an option that may have no value" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
