@@ -39,6 +39,7 @@ from training.joint import JointArguments, JointModel, adapt_target
 from training.joint_trainer import JointTrainer
 from training.launching import check_launch, describe_launch, loading_whole
 from training.losses.depth_weights import parse_depth_weights
+from training.optimizer import check_muon
 from training.reporting.reporters import check_reporters
 from training.reporting.run_report import report_run
 from training.resume import check_same_heads, check_same_run, describe_run, find_checkpoint, is_finished
@@ -117,6 +118,7 @@ def prepare_run(
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
         )
     check_launch(training_args)
+    check_muon(training_args.muon_learning_rate, training_args)
     if joint_args.is_on and feature_args.features is not None:
         raise ValueError(
             f"got features {feature_args.features} with lora_r {joint_args.lora_r}: a target that is trained "

@@ -124,11 +124,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.muon_learning_rate is None:
             return super().create_optimizer(model)
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ValueError(
-                f"got muon_learning_rate {self.muon_learning_rate} under DeepSpeed or FSDP: Muon needs whole matrices, "
-                "which these cut up; leave it out, or train with plain DDP"
-            )
         if self.optimizer is None:
             self.optimizer = MuonWithAdamW(
                 cast(nn.Module, self.model if model is None else model).named_parameters(),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from tests.conftest import needs_muon
-from training.optimizer import MuonWithAdamW
+from training.arguments import HeadsTrainingArguments
+from training.optimizer import MuonWithAdamW, check_muon
 
 pytestmark = needs_muon
 
@@ -86,3 +88,25 @@ def test_a_restored_optimizer_goes_on_exactly() -> None:
     train(halves, [second], range(3, 6))
     for (name, one), other in zip(whole.named_parameters(), halves.parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+class TestWhereItCannotTrain:
+    @pytest.fixture
+    def args(self, tmp_path: Path) -> HeadsTrainingArguments:
+        return HeadsTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+
+    @pytest.mark.parametrize("strategy", ["FSDP", "DEEPSPEED"])
+    def test_under_fsdp_and_deepspeed(
+        self, strategy: str, args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        check_muon(0.04, args)
+        monkeypatch.setenv(f"ACCELERATE_USE_{strategy}", "true")
+        check_muon(None, args)
+        with pytest.raises(ValueError, match=r"got muon_learning_rate 0.04 under .*`--muon_learning_rate none`"):
+            check_muon(0.04, args)
+
+    def test_with_an_older_torch(self, args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(torch.optim, "Muon")
+        check_muon(None, args)
+        with pytest.raises(ValueError, match=r"got muon_learning_rate 0.04, which needs torch.optim.Muon"):
+            check_muon(0.04, args)

@@ -323,21 +323,6 @@ class TestMuon:
         optimizer = make_trainer(target, make_heads(target, "medusa"), tmp_path, []).create_optimizer()
         assert isinstance(optimizer, torch.optim.AdamW)
 
-    @pytest.mark.parametrize("attribute", ["is_deepspeed_enabled", "is_fsdp_enabled"])
-    def test_matrices_that_are_cut_up_are_refused(
-        self, target: Target, attribute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        trainer = make_trainer(target, make_heads(target, "medusa"), tmp_path, [], muon_learning_rate=0.02)
-        monkeypatch.setattr(trainer, attribute, True)
-        with pytest.raises(ValueError, match=r"got muon_learning_rate 0\.02 under DeepSpeed or FSDP: Muon"):
-            trainer.create_optimizer()
-
-    def test_older_torch_is_refused(self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        trainer = make_trainer(target, make_heads(target, "medusa"), tmp_path, [], muon_learning_rate=0.02)
-        monkeypatch.delattr(torch.optim, "Muon", raising=False)
-        with pytest.raises(ValueError, match=r"torch .* does not have: install torch 2\.9 or newer"):
-            trainer.create_optimizer()
-
 
 def test_training_logs_accuracy_of_the_steps_since_the_last_line(target: Target, tmp_path: Path) -> None:
     heads = make_heads(target, "medusa")
