@@ -9,6 +9,8 @@ weights, in PEFT's format:
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +18,16 @@ from typing import Any, cast
 
 from safetensors import SafetensorError
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 FOLDER = "adapter"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _MERGED = "_draftsmith_adapter"  # attribute of a model: which adapter its weights contain
+_HASH = "_draftsmith_adapter_hash"  # attribute of a model: `hash_adapter` of the one that `load_adapter` has given it
+# What of an adapter's configuration decides, besides its weights, what the target computes.
+_OF_THE_MODEL = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 _INSTALL_HINT = "these heads come with an adapter of the target, which needs peft: pip install 'draftsmith[peft]'"
 
 
@@ -55,6 +61,29 @@ class StoredAdapter:
                 f"{subfolder!r} ({error}): copy or download that folder, too"
             ) from error
         return files[0].parent
+
+
+def find_adapter_of(heads: str) -> Path | None:
+    """The local folder of the adapter that the heads of a folder or hub id were trained with; None = without any.
+
+    Raises:
+        ValueError: when it is missing.
+    """
+    folder = PreTrainedConfig.get_config_dict(heads)[0].get("target_adapter")
+    return StoredAdapter(heads, folder).find() if folder else None
+
+
+def hash_adapter(folder: Path) -> str:
+    """A short name for what a stored adapter makes of a target, wherever it is stored."""
+    settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    kept = json.dumps({name: settings.get(name) for name in _OF_THE_MODEL}, sort_keys=True)
+    return hashlib.sha256(kept.encode() + (folder / WEIGHTS_FILE).read_bytes()).hexdigest()[:16]
+
+
+def find_adapter_hash(model: nn.Module) -> str | None:
+    """`hash_adapter` of the adapter that `load_adapter` has given a model; None = it has none of it."""
+    found: str | None = getattr(model, _HASH, None)
+    return found
 
 
 def write_adapter(adapter: StoredAdapter | nn.Module, folder: Path) -> None:
@@ -102,7 +131,9 @@ def load_adapter(model: nn.Module, folder: Path, *, merge: bool) -> nn.Module:
         raise ValueError(f"the adapter in {folder} does not fit the target, or is damaged: {error}") from error
     adapted.eval()
     if not merge:
+        setattr(adapted, _HASH, hash_adapter(folder))
         return cast(nn.Module, adapted)
     merged: nn.Module = adapted.merge_and_unload()
     setattr(merged, _MERGED, place)
+    setattr(merged, _HASH, hash_adapter(folder))
     return merged

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from heads import create_heads
+from inference import Target
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import count_computed
 from tests.training.runner import (
@@ -241,6 +244,42 @@ class TestRefusals:
     def test_options(self, extract: Extract, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             extract(**options)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_heads_with_an_adapter_learn_from_the_adapted_targets_states(
+    train: Runner, extract: Extract, target_path: Path, tmp_path: Path
+) -> None:
+    """Online and offline alike; states of the target as it is, or with another adapter, are refused."""
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    for name in ("one", "other"):
+        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(target_path), config).eval()
+        heads = create_heads("medusa", Target(model.requires_grad_(False)), num_heads=2)
+        heads.belong_to_adapter(model)
+        heads.save_pretrained(tmp_path / name)
+    continued: dict[str, Any] = {**ALONE, "head_type": None, "head_overrides": None, "init_heads": tmp_path / "one"}
+    features = tmp_path / "features"
+    extract(head_type=None, init_heads=tmp_path / "one")
+    train(**continued)
+    online = train.weights()
+    train(**continued, features=features)
+    assert_same(online, train.weights())
+
+    extract(plain := tmp_path / "plain", head_type="medusa")
+    index = plain / "index.json"
+    assert '"adapter_hash": null' in index.read_text()
+    index.write_text(index.read_text().replace(',\n    "adapter_hash": null', ""))  # before there was the entry
+    for folder, changes, message in (
+        (features, {"init_heads": tmp_path / "other"}, r"the adapter \w{16}, this run's .* with the adapter \w{16}"),
+        (features, {"init_heads": None, "head_type": "medusa"}, r"with the adapter \w{16}, .* without an adapter"),
+        (plain, {}, r"without an adapter, this run's target is the one with the adapter \w{16}.*the same --init_heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(**{**continued, **changes}, features=folder)
+    with pytest.raises(ValueError, match=r"without an adapter, this run's target is the one with the adapter"):
+        extract(plain, head_type=None, init_heads=tmp_path / "one")
+    extract(plain, head_type="medusa")  # nothing is missing
 
 
 def test_a_training_configuration_names_what_to_extract(extract: Extract, train: Runner, tmp_path: Path) -> None:

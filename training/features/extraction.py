@@ -42,7 +42,7 @@ from training.features.store import (
     write_shard,
 )
 from training.features.target_identity import hash_tokenizer, identify_target
-from training.features.target_loading import PlacementArguments, check_placement, load_model
+from training.features.target_loading import PlacementArguments, check_placement, load_adapted_model
 from training.features.top_logits import TopLogits, take_top_logits
 from training.losses.teacher import rows_per_chunk
 from training.run import fit_to_target
@@ -280,7 +280,7 @@ def extract_features(
             "the others at every layer. Spread the target over the devices of one process (--target_device_map auto)"
         )
     device = torch.device("cuda", local_device(rank)) if torch.cuda.is_available() else torch.device("cpu")
-    target = Target(load_model(model_args, placement, device, num_processes=num_processes))
+    target = Target(load_adapted_model(model_args, placement, device, num_processes=num_processes))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
     data_args = fit_to_target(data_args, target, is_main_process=rank == 0)

@@ -186,6 +186,16 @@ def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentit
             f"{', '.join(different)}. Train for the target they were extracted from, or extract those of this one "
             "(scripts/extract_features.py)"
         )
+    if stored.adapter_hash != found.adapter_hash:
+        kinds = [
+            f"with the adapter {each.adapter_hash}" if each.adapter_hash else "without an adapter"
+            for each in (stored, found)
+        ]
+        raise ValueError(
+            f"{folder} holds states of {stored.name} {kinds[0]}, this run's target is the one {kinds[1]}, which gives "
+            "other states (heads trained with lora_r bring their adapter along): extract those of these heads, with "
+            "the same --init_heads as in training, into another folder"
+        )
 
 
 def check_room(folder: Path, size: int, max_disk_gb: float | None) -> None:

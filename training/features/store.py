@@ -46,6 +46,7 @@ class TargetIdentity:
         name: folder or hub id, for messages only.
         config_hash: of its configuration's values that are not defaults.
         weights_hash: of its token embedding and its LM head, in `dtype`.
+        adapter_hash: of the adapter that heads brought along (Medusa-2); None = the target as it is.
     """
 
     name: str
@@ -55,6 +56,7 @@ class TargetIdentity:
     dtype: str
     config_hash: str
     weights_hash: str
+    adapter_hash: str | None = None
 
 
 @dataclass(frozen=True)

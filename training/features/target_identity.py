@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import xxhash
 
+from heads.adapter import find_adapter_hash
 from inference.target import Target
 from training.features.store import TargetIdentity, hash_text
 
@@ -38,6 +39,7 @@ def identify_target(target: Target, name: str) -> TargetIdentity:
         dtype=str(target.dtype).removeprefix("torch."),
         config_hash=hash_text(json.dumps(settings, sort_keys=True, default=str)),
         weights_hash=digest.hexdigest(),
+        adapter_hash=find_adapter_hash(target.model),
     )
 
 

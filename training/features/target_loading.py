@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from heads.adapter import find_adapter_of, load_adapter
 from inference import Target
 from training.arguments import ModelArguments
 from training.features.sharded_target import Sharding, shard_target
@@ -104,6 +105,15 @@ def load_model(
     if device_map is None:
         shard_target(model, placement.shard_target, device)
     return model
+
+
+def load_adapted_model(
+    model_args: ModelArguments, placement: PlacementArguments, device: torch.device, *, num_processes: int
+) -> Any:
+    """As `load_model`, with the adapter that `init_heads` were trained with, if any: the target they continue with."""
+    model = load_model(model_args, placement, device, num_processes=num_processes)
+    adapter = None if model_args.init_heads is None else find_adapter_of(model_args.init_heads)
+    return model if adapter is None else load_adapter(model, adapter, merge=False)
 
 
 def _name_the_rest(places: dict[str, Any], model_args: ModelArguments) -> dict[str, Any]:
