@@ -339,6 +339,30 @@ def test_wrong_files_end_it_in_one_line(
     assert message in str(exit_.value.code)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_an_adapted_targets_data_are_not_mixed_with_the_targets(
+    run: Run, target: Path, prompts: Path, heads: Path, tmp_path: Path
+) -> None:
+    """Heads that bring an adapter along change the data, though other heads do not."""
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(target), config).eval()
+    adapted = create_heads("medusa", Target(model.requires_grad_(False)), num_heads=3)
+    adapted.belong_to_adapter(model)
+    adapted.save_pretrained(tmp_path / "adapted")
+    output, options = tmp_path / "out.jsonl", ("--prompts", prompts, "--num_conversations")
+    run(output, *options, 5, "--heads", heads, "--tree", "chain:2")
+    assert results(output)["stats"]["settings"]["adapter_of_target"] is None
+    run(output, *options, 6)
+    message = r"other settings \(adapter_of_target was None and is '\w{16}'\)"
+    with pytest.raises(SystemExit, match=message):
+        run(output, *options, 7, "--heads", tmp_path / "adapted")
+    run(tmp_path / "adapted.jsonl", *options, 7, "--heads", tmp_path / "adapted")
+    assert not results(tmp_path / "adapted.jsonl")["out"].startswith(results(output)["out"])
+    with pytest.raises(SystemExit, match=r"adapter_of_target was '\w{16}' and is None"):
+        run(tmp_path / "adapted.jsonl", *options, 8)
+
+
 def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     options = ("--prompts", prompts, "--num_conversations", 3)

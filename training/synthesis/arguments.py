@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from heads.adapter import find_adapter_of, hash_adapter
 from training.data.layouts import AUTO, RecordFormat
 from training.synthesis.reply_decoding import TurnSettings
 
@@ -64,7 +65,11 @@ class SynthesisArguments:
         },
     )
     heads: str | None = field(
-        default=None, metadata={"help": "Trained heads (folder or hub id) that draft. Faster; the text is the same."}
+        default=None,
+        metadata={
+            "help": "Trained heads (folder or hub id) that draft. Faster; the text is the same. Heads that were "
+            "trained with an adapter of the target (lora_r) bring it along: then the adapted target writes."
+        },
     )
     tree: str | None = field(
         default=None,
@@ -174,4 +179,9 @@ class SynthesisArguments:
         """What decides on the text: parts written with other values of these must not be mixed."""
         names = ["target", "mode", "max_turns", "output_format", "keep_truncated", "temperature", "top_p", "top_k"]
         names += ["max_new_tokens", "seed", "dtype"]
-        return {**{name: getattr(self, name) for name in names}, "is_from_endpoint": self.endpoint is not None}
+        adapter = None if self.heads is None else find_adapter_of(self.heads)
+        return {
+            **{name: getattr(self, name) for name in names},
+            "is_from_endpoint": self.endpoint is not None,
+            "adapter_of_target": None if adapter is None else hash_adapter(adapter),
+        }
