@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from training.data.layouts import RecordFormat
+from training.data.layouts import RecordFormat, parse_conversation
 from training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
 
 
@@ -101,6 +101,22 @@ def test_scripts_are_played_turn_by_turn() -> None:
     assert [turn["from"] for turn in row["conversations"]] == ["human", "gpt"] * 2
     assert row["turn_tokens"] == [5] * 4
     assert "ended_by" not in row
+
+
+@pytest.mark.parametrize("layout", ["sharegpt", "messages"])
+def test_what_is_written_is_read_back_whole(tmp_path: Path, layout: str) -> None:
+    """Names and call ids of tool results too, without which some templates refuse them."""
+    turns = [
+        {"role": "user", "content": "Weather?", "name": "ann"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "weather", "arguments": {"at": "x"}}]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "abcdefghi", "name": "weather"},
+    ]
+    (one,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": turns}))
+    while (role := one.next_role()) is not None:
+        one.add_turn(role, "Sunny.", 2)
+    assert one.messages[::2] == [turns[0], turns[2]]
+    one.messages[1] = turns[1]
+    assert parse_conversation(one.to_row(layout)) == one.messages
 
 
 def test_what_waits_for_a_reply_is_taken_back(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from training.synthesis.turn_template import Role
 # Whom the assistant answers.
 _ASKING = ("user", "tool")
 _SHAREGPT_NAMES = {"user": "human", "assistant": "gpt"}
+# What a turn may have beside role and content (`training.data.layouts`): the same in every layout.
+_EXTRAS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
 @dataclass
@@ -85,7 +87,11 @@ class Conversation:
             row["messages"] = self.messages
         else:
             row["conversations"] = [
-                {"from": _SHAREGPT_NAMES.get(message["role"], message["role"]), "value": message["content"]}
+                {
+                    "from": _SHAREGPT_NAMES.get(message["role"], message["role"]),
+                    "value": message["content"],
+                    **{name: message[name] for name in _EXTRAS if name in message},
+                }
                 for message in self.messages
             ]
         if self.tools:
