@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference import Decoder
 from tests.training.openai_server import Fault, OpenAIServer, serving
+from training.data.layouts import parse_conversation
 from training.synthesis import endpoint_replies
 from training.synthesis.endpoint_replies import EndpointReplies
 from training.synthesis.prompts import Conversation, plan_self_synthesis, read_prompts
@@ -111,6 +113,12 @@ def test_prompts_that_are_too_long_are_told_from_bad_requests(
         ({"message": {"content": "word1 <|user|> word1"}, "finish_reason": "stop"}, "special token inside"),
         ({"message": {"content": "word1 word2 " * 12}, "finish_reason": "length"}, "looping"),
         ({"message": {"content": None}, "finish_reason": "tool_calls"}, "ended by tool_calls"),
+        ({"message": {"content": None, "reasoning": "word1"}, "finish_reason": "length"}, "truncated"),
+        ({"message": {"content": "", "reasoning": "word1"}, "finish_reason": "stop"}, "empty"),
+        (
+            {"message": {"content": "word1", "reasoning_content": "<|user|>"}, "finish_reason": "stop"},
+            "special token inside",
+        ),
     ],
     ids=str,
 )
@@ -119,6 +127,27 @@ def test_answers_are_judged(
 ) -> None:
     server.override = {"choices": [choice]}
     assert ask(connect()) == problem
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("layout", ["sharegpt", "messages"])
+def test_thoughts_that_a_server_tells_apart_are_kept(
+    name: str, layout: str, server: OpenAIServer, connect: Callable[..., EndpointReplies]
+) -> None:
+    """In what is written, read back and, under the server's own name, sent with the next turn."""
+    answer = {"content": "word3", name: "word4 word5", **({"reasoning": None} if name != "reasoning" else {})}
+    server.override = {"choices": [{"message": answer, "finish_reason": "stop"}]}
+    plan = [Conversation("a", "s", deque([*USER, "assistant"] * 2))]
+    ((conversation,),) = [some for some in Synthesizer(connect(), seed=0).write(plan) if some]
+    reply = {"role": "assistant", "content": "word3", "reasoning_content": "word4 word5"}
+    row = conversation.to_row(layout)
+    assert parse_conversation(row) == [*USER, reply] * 2
+    assert row["turn_tokens"] == [3, 3]
+    assert server.bodies[1]["messages"] == [
+        *USER,
+        {"role": "assistant", "content": "word3", name: "word4 word5"},
+        *USER,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Turns from a server that speaks OpenAI's protocol: vLLM, SGLang, llama.cpp and others.
 
 Replies come from `/chat/completions`, so the server applies its own chat template; a user's turn is written behind its
-bare header, so it comes from `/completions`, whose prompt is token ids. The key is read from the environment variable
+bare header, so it comes from `/completions`, whose prompt is token ids. Thoughts that the server tells from the answer
+(vLLM's and SGLang's `--reasoning-parser`) are kept beside it. The key is read from the environment variable
 `OPENAI_API_KEY` and nowhere else.
 """
 
@@ -27,6 +28,7 @@ from training.synthesis.turn_template import Role, TurnTemplate
 
 _RETRIED_STATUS = (408, 409, 429, 500, 502, 503, 504)
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0  # seconds between two attempts; each is twice the one before
+_THOUGHTS = ("reasoning", "reasoning_content")  # vLLM's name for them; that of its earlier releases and of others
 _TOO_LONG = ("context length", "maximum context", "context_length_exceeded", "too long", "max_model_len")
 
 
@@ -65,6 +67,7 @@ class EndpointReplies:
         self.url, self.model, self.template, self.stop_ids = url.rstrip("/"), model, template, stop_ids
         self.settings, self.timeout, self.max_retries = settings, timeout, max_retries
         self.capacity = concurrency
+        self._thoughts = "reasoning_content"  # their name in the server's answers, and so in what it is sent
         self._key = os.environ.get("OPENAI_API_KEY")
         self._requests: queue.SimpleQueue[TurnRequest | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[TurnRequest, Reply | Exception]] = queue.SimpleQueue()
@@ -130,7 +133,8 @@ class EndpointReplies:
         }
         try:
             if request.role == "assistant":
-                body |= {"messages": request.messages} | ({"tools": request.tools} if request.tools else {})
+                messages = [self._rename_thoughts(message) for message in request.messages]
+                body |= {"messages": messages} | ({"tools": request.tools} if request.tools else {})
                 answer = self._ask("/chat/completions", body)
             else:
                 ends = sorted(self.stop_ids["user"])
@@ -148,12 +152,25 @@ class EndpointReplies:
             return Reply("", 0, "prompt too long")
         return self._judge(answer, request.role)
 
+    def _rename_thoughts(self, message: dict[str, Any]) -> dict[str, Any]:
+        """As the server names them itself."""
+        return {self._thoughts if key == "reasoning_content" else key: value for key, value in message.items()}
+
+    def _take_thoughts(self, message: dict[str, Any]) -> str:
+        for name in _THOUGHTS:
+            if isinstance(thoughts := message.get(name), str) and thoughts.strip():
+                self._thoughts = name
+                return thoughts
+        return ""
+
     def _judge(self, answer: dict[str, Any], role: Role) -> Reply:
         try:
             choice = answer["choices"][0]
-            text = (choice["message"]["content"] if role == "assistant" else choice["text"]) or ""
+            message = choice["message"] if role == "assistant" else {"content": choice["text"]}
+            text = message["content"] or ""
+            thoughts = self._take_thoughts(message)
             reason = choice["finish_reason"]
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError(f"{self.url} answered in another form than OpenAI's: {str(answer)[:300]}") from None
         if reason not in ("stop", "length"):
             return Reply(text, 0, f"ended by {reason}")
@@ -162,9 +179,10 @@ class EndpointReplies:
             ids.pop()
             text = self.template.decode(ids)
         stop_id = min(self.stop_ids[role])
+        ids = self.template.encode(thoughts) + ids
         problem = find_problem(ids + ([stop_id] if reason == "stop" else []), {stop_id}, self.template.special_ids)
         num_tokens = (answer.get("usage") or {}).get("completion_tokens", len(ids))
-        return Reply(text, num_tokens, problem or ("" if text.strip() else "empty"))
+        return Reply(text, num_tokens, problem or ("" if text.strip() else "empty"), thoughts)
 
     def _check_model(self) -> None:
         answer = self._ask("/models", None)

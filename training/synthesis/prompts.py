@@ -64,8 +64,8 @@ class Conversation:
         """Given messages up to the first turn that is to be written."""
         return list(itertools.takewhile(lambda step: not isinstance(step, str), self.script))  # type: ignore[arg-type]
 
-    def add_turn(self, role: Role, text: str, num_tokens: int) -> None:
-        self.messages.append({"role": role, "content": text})
+    def add_turn(self, role: Role, text: str, num_tokens: int, thoughts: str = "") -> None:
+        self.messages.append({"role": role, "content": text} | ({"reasoning_content": thoughts} if thoughts else {}))
         self.turn_tokens.append(num_tokens)
 
     def end(self, problem: str) -> None:

@@ -44,11 +44,13 @@ class Reply:
         text: without the token that ended it.
         num_tokens: with that token.
         problem: why it is of no use, "" if it is (see `reply_decoding.WrittenTurn`).
+        thoughts: where they are known apart from the text; they count as tokens, too.
     """
 
     text: str
     num_tokens: int
     problem: str
+    thoughts: str = ""
 
 
 class ReplySource(Protocol):

@@ -48,7 +48,7 @@ class Synthesizer:
                     reply.problem == "truncated" and request.role == "assistant" and self.keep_truncated
                 )
                 if is_kept:
-                    conversation.add_turn(request.role, reply.text, reply.num_tokens)
+                    conversation.add_turn(request.role, reply.text, reply.num_tokens, reply.thoughts)
                 if reply.problem:
                     conversation.end(f"{request.role} turn {reply.problem}")
                 following = self._request_next(conversation)
