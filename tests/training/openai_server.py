@@ -26,6 +26,7 @@ class OpenAIServer(ThreadingHTTPServer):
         key: the key it wants, None for none.
         bodies: what it was asked for.
         override: replaces the next answers where it is not None.
+        owner: what it calls itself in its list of models, None for nothing.
         max_in_flight: most requests that it had at a time.
     """
 
@@ -41,6 +42,7 @@ class OpenAIServer(ThreadingHTTPServer):
         self.key: str | None = None
         self.bodies: list[dict[str, Any]] = []
         self.override: dict[str, Any] | None = None
+        self.owner: str | None = None
         self.in_flight = self.max_in_flight = 0
 
     @property
@@ -61,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: OpenAIServer
 
     def do_GET(self) -> None:
-        self._answer(200, {"data": [{"id": "tiny"}]})
+        self._answer(200, {"data": [{"id": "tiny", **({"owned_by": owner} if (owner := self.server.owner) else {})}]})
 
     def do_POST(self) -> None:
         server = self.server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,15 @@ def server(target_path: Path) -> Iterator[OpenAIServer]:
 def connect(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EndpointReplies]]:
     monkeypatch.setattr(endpoint_replies, "_FIRST_WAIT", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    server.key = server.override = None
+    server.key = server.override = server.owner = None
     server.bodies.clear()
     server.faults.clear()
     server.max_in_flight = 0
     sources = []
 
     def connect_to(url: str = server.url, model: str = "tiny", **options: Any) -> EndpointReplies:
-        options = {"concurrency": 3, "max_retries": 4, "timeout": 20.0, **options}
-        source = EndpointReplies(url, model, server.template, server.stop_ids, SETTINGS, **options)
+        options = {"settings": SETTINGS, "concurrency": 3, "max_retries": 4, "timeout": 20.0, **options}
+        source = EndpointReplies(url, model, server.template, server.stop_ids, **options)
         sources.append(source)
         return source
 
@@ -148,6 +149,32 @@ def test_thoughts_that_a_server_tells_apart_are_kept(
         {"role": "assistant", "content": "word3", name: "word4 word5"},
         *USER,
     ]
+
+
+@pytest.mark.parametrize(
+    ("owner", "top_k", "sent"),
+    [
+        ("vllm", 0, {"top_k": -1}),
+        ("sglang", 0, {"top_k": -1}),
+        ("llamacpp", 0, {"top_k": 0, "min_p": 0.0}),
+        ("vllm", 7, {"top_k": 7}),
+        ("openai", 0, {}),
+        (None, 0, {}),
+        (None, 7, {"top_k": 7}),
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_all_tokens_means_all_where_a_server_would_draw_from_fewer(
+    owner: str | None, top_k: int, sent: dict[str, float], role: str, server: OpenAIServer, connect: Callable[..., Any]
+) -> None:
+    """vLLM and SGLang take what is not sent from the target's generation config: Qwen3's says top_k 20."""
+    server.owner = owner
+    choice = {"message": {"content": "word1"}, "text": "word1", "finish_reason": "stop"}
+    server.override = {"choices": [choice]}
+    ask(connect(settings=replace(SETTINGS, top_k=top_k)), role)
+    (body,) = server.bodies
+    assert {name: body[name] for name in ("top_k", "min_p") if name in body} == sent
+    assert (body["temperature"], body["top_p"]) == (SETTINGS.temperature, SETTINGS.top_p)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,14 @@ from training.synthesis.turn_template import Role, TurnTemplate
 _RETRIED_STATUS = (408, 409, 429, 500, 502, 503, 504)
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0  # seconds between two attempts; each is twice the one before
 _THOUGHTS = ("reasoning", "reasoning_content")  # vLLM's name for them; that of its earlier releases and of others
+# What leaves all tokens to be drawn, where a server would do otherwise on its own: vLLM and SGLang as the target's
+# generation config says, llama.cpp as its options do. By what servers call themselves in /models (`owned_by`): others
+# (OpenAI's) may refuse fields that they do not know.
+_ALL_TOKENS: dict[str, dict[str, float]] = {
+    "vllm": {"top_k": -1},
+    "sglang": {"top_k": -1},
+    "llamacpp": {"top_k": 0, "min_p": 0.0},
+}
 _TOO_LONG = ("context length", "maximum context", "context_length_exceeded", "too long", "max_model_len")
 
 
@@ -40,7 +48,7 @@ class EndpointReplies:
         model: the name it serves the target under.
         template: of the target's tokenizer, which renders user headers and finds bad replies.
         stop_ids: the tokens that end a turn of each role.
-        settings: how to draw tokens; `top_k` is sent only if it is not 0, because not every server knows it.
+        settings: how to draw tokens; a `top_k` of 0 is sent only to servers that are known to take one (`_ALL_TOKENS`).
         concurrency: requests in flight.
         timeout: seconds to wait for one answer.
         max_retries: further attempts after a timeout, a broken connection, or a status that says "later".
@@ -129,6 +137,7 @@ class EndpointReplies:
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "seed": request.seed,
+            **self._all_tokens,
             **({"top_k": settings.top_k} if settings.top_k else {}),
         }
         try:
@@ -186,10 +195,11 @@ class EndpointReplies:
 
     def _check_model(self) -> None:
         answer = self._ask("/models", None)
-        served = [str(entry.get("id")) for entry in (answer or {}).get("data", [])]
-        if self.model not in served:
+        owners = {str(entry.get("id")): entry.get("owned_by") for entry in (answer or {}).get("data", [])}
+        self._all_tokens = _ALL_TOKENS.get(str(owners.get(self.model)), {})
+        if self.model not in owners:
             raise ValueError(
-                f"{self.url} does not serve {self.model!r}, but {', '.join(served) or 'nothing'}: name one with "
+                f"{self.url} does not serve {self.model!r}, but {', '.join(owners) or 'nothing'}: name one with "
                 "--endpoint_model, or start the server with that name (vLLM: --served-model-name)"
             )
 
