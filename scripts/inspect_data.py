@@ -116,6 +116,8 @@ def format_statistics(counts: SetStatistics, data_args: DataArguments) -> str:
         + ", ".join(f"{quantile}: {length}" for quantile, length in counts.lengths.items()),
         f"  {counts.num_at_max_length} have max_length ({data_args.max_length}) tokens; what follows is cut off",
     ]
+    if counts.num_lost_thoughts:
+        lines.append(f"  of {counts.num_lost_thoughts} replies the chat template drops the thoughts; none are learned")
     if data_args.dataset_weights and not data_args.streaming:
         lines.append(f"  an epoch of the mixture draws {counts.num_draws} conversations")
     return "\n".join(lines)

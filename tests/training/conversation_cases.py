@@ -30,6 +30,16 @@ THINKING_TEMPLATE = (
     "{{ m['content'].split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As gpt-oss's does: thoughts in a channel of their own, of the last reply alone; texts with channels are refused.
+HARMONY_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('channels belong into fields') }}{% endif %}"
+    "{% if loop.last and 'thinking' in m %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|im_end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 PLAIN_TEXT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from tests.training.chat_templates import TEMPLATES
 from tests.training.conversation_cases import (
+    HARMONY_TEMPLATE,
     MARKED_TEMPLATE,
     PLAIN_TEXT_TEMPLATE,
     THINKING_TEMPLATE,
     TWO_TURNS,
     learned_text,
     to_dataset,
+    write,
 )
+from training.arguments import DataArguments
 from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
+from training.data.set_statistics import measure_sets
+from training.data.streaming import ConversationStream
 
 
 def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:
@@ -106,6 +114,41 @@ def test_replies_are_learned_as_they_are_rendered(tokenizer: Any, reply: str) ->
 def test_thinking_template(tokenizer: Any) -> None:
     tokenizer.chat_template = THINKING_TEMPLATE
     assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "<think>\n\n</think>\n\nHi<|im_end|>"]
+
+
+@pytest.mark.parametrize(("name", "num_lost"), [("forgetting", 3), ("thinking", 0), ("opening", 0)])
+def test_thoughts_that_no_reply_keeps_are_counted_once(
+    tokenizer: Any, name: str, num_lost: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Read from files, from a stream and by the statistics; of templates that drop earlier thoughts nothing is said."""
+    tokenizer.chat_template = TEMPLATES[name].jinja
+    thought = {"role": "assistant", "content": "<think>\nHm,\n\nHi?\n</think>\n\nYo"}
+    apart = {"role": "assistant", "content": "Yo", "reasoning_content": "Hm, Hi?"}
+    sets = [[TWO_TURNS[0], thought] * 2, TWO_TURNS, [TWO_TURNS[0], apart], [*TWO_TURNS[:3], thought, TWO_TURNS[0]]]
+    tokenize_conversations(to_dataset(*sets), tokenizer, max_length=64)
+    message = "the chat template drops the thoughts of 3 replies"
+    assert [message in text for text in caplog.messages] == [True] * (num_lost > 0)
+    caplog.clear()
+    path = write(tmp_path / "a.jsonl", [{"messages": messages} for messages in sets])
+    args = DataArguments(dataset=[path], max_length=64, validation_fraction=0)
+    assert measure_sets(args, tokenizer, seed=0)[0].statistics.num_lost_thoughts == num_lost
+    assert not caplog.messages
+    stream = ConversationStream(replace(args, streaming=True), tokenizer, seed=0, holds_out=False)
+    stream.first_rows(9)
+    assert [message in text for text in caplog.messages] == [True] * (num_lost > 0)
+    caplog.clear()
+    tokenize_conversations(to_dataset(*sets), tokenizer, max_length=64, train_on_thinking=False)
+    assert not caplog.messages
+
+
+def test_thoughts_go_under_the_name_that_the_template_reads(tokenizer: Any) -> None:
+    """gpt-oss's channels."""
+    tokenizer.chat_template = HARMONY_TEMPLATE
+    messages = [TWO_TURNS[0], {**TWO_TURNS[1], "reasoning_content": "Hm"}]
+    thought, answer = "<|channel|>analysis<|message|>Hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Yo"
+    assert learned_text(messages, tokenizer) == [f"{thought}{answer}<|im_end|>"]
+    assert learned_text(messages, tokenizer, train_on_thinking=False) == [f"{answer}<|im_end|>"]
+    assert "thinking" not in messages[1]
 
 
 def test_a_reply_that_the_template_changes_is_not_taken_for_another(tokenizer: Any) -> None:

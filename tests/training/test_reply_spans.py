@@ -16,7 +16,7 @@ from tests.conftest import CHAT_TARGET
 from tests.training.chat_templates import TEMPLATES, ChatTemplate, RefusedError
 from tests.training.conversation_cases import learned_text
 from training.data.chat_tokens import tokenize_conversation
-from training.data.reply_spans import find_thought_end
+from training.data.thoughts import find_thought_end
 
 TOKENIZER = AutoTokenizer.from_pretrained(CHAT_TARGET)
 WORDS = [

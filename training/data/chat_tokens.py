@@ -21,7 +21,8 @@ import datasets
 from jinja2 import TemplateError
 
 from training.data.layouts import Messages
-from training.data.reply_spans import ChatRenderer, find_special_ids, find_thought_end
+from training.data.reply_spans import ChatRenderer, find_special_ids
+from training.data.thoughts import count_lost_thoughts, find_thought_end, find_thoughts
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,11 @@ _TOKENIZED = datasets.Features(
         "input_ids": datasets.Sequence(datasets.Value("int32")),
         "loss_mask": datasets.Sequence(datasets.Value("int8")),
         "problem": datasets.Value("string"),
+        "lost_thoughts": datasets.Value("int32"),
     }
 )
 # Part of the cache key of what is tokenized: raise it when the code below gives another result.
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 
 
 def tokenize_conversations(
@@ -66,7 +68,19 @@ def tokenize_conversations(
         logger.warning("dropped %d of %d conversations: %s", count, len(rows), problem)
     if problems:
         rows = rows.select([row for row, problem in enumerate(rows["problem"]) if not problem])
-    return rows.remove_columns("problem")
+    warn_of_lost_thoughts(sum(rows["lost_thoughts"]))
+    return rows.remove_columns(["problem", "lost_thoughts"])
+
+
+def warn_of_lost_thoughts(count: int) -> None:
+    """Says once for a set that its chat template has no place for thoughts."""
+    if count:
+        logger.warning(
+            "the chat template drops the thoughts of %d replies, also where they are a conversation's last, so that "
+            "nothing of them is learned: set a chat template that writes them (tokenizer.chat_template) to train on "
+            "thoughts",
+            count,
+        )
 
 
 def tokenize_with_problems(
@@ -77,7 +91,8 @@ def tokenize_with_problems(
     num_proc: int | None = None,
     train_on_thinking: bool = True,
 ) -> datasets.Dataset:
-    """As `tokenize_conversations`, with all rows and the column `problem`: why a row cannot be used, or empty."""
+    """As `tokenize_conversations`, with all rows and the columns `problem` (why a row cannot be used, or
+    empty) and `lost_thoughts` (replies whose thoughts the chat template has dropped, `count_lost_thoughts`)."""
     check_tokenizer(tokenizer, max_length)
     return conversations.map(
         tokenize_row,
@@ -113,8 +128,10 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
 def tokenize_row(
     row: dict[str, Any], tokenizer: Any, max_length: int, train_on_thinking: bool = True, version: int = _CACHE_VERSION
 ) -> dict[str, Any]:
-    """`input_ids`, `loss_mask` and `problem` (empty for a row that can be used) of a row of `load_conversations`."""
+    """`input_ids`, `loss_mask`, `problem` (empty for a row that can be used) and `lost_thoughts` of a row of
+    `load_conversations`."""
     conversation = json.loads(row["conversation"])
+    unusable: dict[str, Any] = {"input_ids": [], "loss_mask": [], "lost_thoughts": 0}
     try:
         input_ids, loss_mask = tokenize_conversation(
             conversation["messages"],
@@ -123,12 +140,16 @@ def tokenize_row(
             train_on_thinking=train_on_thinking,
         )
     except TemplateError as error:
-        return {"input_ids": [], "loss_mask": [], "problem": f"the chat template refuses it ({error})"}
+        return {**unusable, "problem": f"the chat template refuses it ({error})"}
     except ValueError as error:
-        return {"input_ids": [], "loss_mask": [], "problem": str(error)}
+        return {**unusable, "problem": str(error)}
     input_ids, loss_mask = input_ids[:max_length], loss_mask[:max_length]
     problem = "" if any(loss_mask) else f"no token of the assistant's within max_length={max_length}"
-    return {"input_ids": input_ids, "loss_mask": loss_mask, "problem": problem}
+    num_lost = 0
+    if train_on_thinking and find_thoughts(conversation["messages"][-1]):
+        text = ChatRenderer(tokenizer, conversation.get("tools")).render(conversation["messages"])
+        num_lost = count_lost_thoughts(conversation["messages"], text)
+    return {"input_ids": input_ids, "loss_mask": loss_mask, "problem": problem, "lost_thoughts": num_lost}
 
 
 def tokenize_conversation(

@@ -16,17 +16,10 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from training.data.layouts import Messages
+from training.data.thoughts import THOUGHT_MARKS, name_thoughts
 
 # Neither whitespace (templates trim) nor anything a conversation or a template could contain.
 _SENTINEL, _EARLIER_SENTINEL = "@@sentinel-7f3a@@", "@@sentinel-91c4@@"
-# How models mark their thoughts: Qwen, DeepSeek, GLM, ...; Mistral; gpt-oss; Kimi; Seed.
-_THOUGHT_MARKS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
-    ("◁think▷", "◁/think▷"),
-    ("<seed:think>", "</seed:think>"),
-)
 _CHANGED = (
     "the chat template renders replies differently inside a conversation, so that the assistant's tokens cannot be "
     "told apart; add {% generation %} markers to the template"
@@ -58,6 +51,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None) -> None:
         self.tokenizer, self.tools = tokenizer, tools
+        self.template: str = tokenizer.get_chat_template(tools=tools)
         special = sorted(map(tokenizer.convert_ids_to_tokens, find_special_ids(tokenizer)), key=len, reverse=True)
         self.turn_end = re.compile(r"\s*(?:" + "|".join(map(re.escape, special)) + ")") if special else None
 
@@ -68,21 +62,23 @@ class ChatRenderer:
             TemplateError: the template refuses the conversation.
         """
         text: str = self.tokenizer.apply_chat_template(
-            messages, tools=self.tools, tokenize=False, add_generation_prompt=is_prompt
+            name_thoughts(messages, self.template),
+            tools=self.tools,
+            tokenize=False,
+            add_generation_prompt=is_prompt,
         )
         return text
 
     def find_marked(self, messages: Messages) -> tuple[str, list[Span]] | None:
         """The text, and what stands between the template's `{% generation %}` markers; None if it has none. An end of
         turn right behind them, which some templates leave out, is the assistant's all the same."""
-        template = self.tokenizer.get_chat_template(tools=self.tools)
-        if not re.search(r"\{%-?\s*generation\b", template):
+        if not re.search(r"\{%-?\s*generation\b", self.template):
             return None
         # As `apply_chat_template` does. Its own mask goes wrong for an empty reply, and past a character without token.
         rendered: Any = render_jinja_template(
-            [messages],
+            [name_thoughts(messages, self.template)],
             tools=self.tools,
-            chat_template=template,
+            chat_template=self.template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
@@ -141,7 +137,7 @@ class ChatRenderer:
             if not text.startswith(left[:begin]):
                 raise ValueError(_CHANGED)
         content = messages[index]["content"]
-        visible = next((content.rpartition(close)[2] for _, close in _THOUGHT_MARKS if close in content), content)
+        visible = next((content.rpartition(close)[2] for _, close in THOUGHT_MARKS if close in content), content)
         if not text.endswith(right) or begin > end or visible.strip() not in text[begin:end]:
             raise ValueError(_CHANGED)
         return Span(begin, end, has_turn_end=False)
@@ -173,18 +169,3 @@ class ChatRenderer:
         kept = {key: value for key, value in messages[index].items() if key in ("role", "tool_call_id", "name")}
         message = {**kept, "content": text}
         return [*messages[:index], message, *messages[index + 1 :]]
-
-
-def find_thought_end(text: str, begin: int, end: int) -> int | None:
-    """The character behind the thought that the reply text[begin:end] begins with; None if it begins with none, and the
-    end of the text if it does not end, so that nothing of the turn is left.
-
-    Worked example: of "<think>a</think>b" from 0 to 17 it is 16; the same from 7, where the header opened the thought.
-    """
-    for opening, closing in _THOUGHT_MARKS:
-        first = begin + len(text[begin:end]) - len(text[begin:end].lstrip())
-        is_open = text.startswith(opening, first) or text[:begin].rstrip().endswith(opening)
-        if is_open:
-            place = text.find(closing, begin, end)
-            return len(text) if place < 0 else place + len(closing)
-    return None

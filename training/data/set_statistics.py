@@ -32,6 +32,7 @@ class SetStatistics:
         num_at_max_length: rows of as many tokens as there may be, most of which are cut.
         lengths: tokens of a row, by quantile (0.5 = the median).
         num_draws: conversations that an epoch of the mixture takes; all of them without weights.
+        num_lost_thoughts: replies whose thoughts the chat template drops even where they are a conversation's last.
     """
 
     name: str
@@ -45,6 +46,7 @@ class SetStatistics:
     num_at_max_length: int
     lengths: dict[str, int]
     num_draws: int
+    num_lost_thoughts: int
 
     @property
     def trained_share(self) -> float:
@@ -117,7 +119,8 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
     problems = rows["problem"][:]
     dropped.update(problem for problem in problems if problem)
     used = [row for row, problem in enumerate(problems) if not problem]
-    rows = rows.select(used).remove_columns("problem")
+    num_lost_thoughts = sum(rows["lost_thoughts"])
+    rows = rows.select(used).remove_columns(["problem", "lost_thoughts"])
     roles = [
         [message["role"] for message in json.loads(text)["messages"]]
         for text in conversations.select(used)["conversation"]
@@ -138,6 +141,7 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
         num_at_max_length=lengths.count(data_args.max_length),
         lengths=_quantiles(sorted(lengths)),
         num_draws=len(rows),
+        num_lost_thoughts=num_lost_thoughts,
     )
     return MeasuredSet(statistics, rows, lengths)
 

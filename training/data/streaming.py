@@ -21,7 +21,7 @@ import datasets
 from torch.utils.data import IterableDataset, get_worker_info
 
 from training.arguments import DataArguments, HeadsTrainingArguments
-from training.data.chat_tokens import check_tokenizer, tokenize_row
+from training.data.chat_tokens import check_tokenizer, tokenize_row, warn_of_lost_thoughts
 from training.data.conversations import BadLineError, Place, iterate_place
 from training.data.packing import WINDOW, pack_window
 
@@ -114,7 +114,7 @@ class ConversationStream(IterableDataset[Row]):
 
     def _tokenize(self, conversations: Iterator[dict[str, str]], *, may_be_empty: bool = False) -> Iterator[Row]:
         dropped: Counter[str] = Counter()
-        num_rows = 0
+        num_rows = num_lost_thoughts = 0
         for conversation in conversations:
             problem = conversation["problem"]
             if problem and not self.data_args.skip_bad_lines:
@@ -125,6 +125,7 @@ class ConversationStream(IterableDataset[Row]):
             row = tokenize_row(
                 conversation, self.tokenizer, self.data_args.max_length, self.data_args.train_on_thinking
             )
+            num_lost_thoughts += row.pop("lost_thoughts")
             if problem := row.pop("problem"):
                 dropped[problem] += 1
                 continue
@@ -132,6 +133,7 @@ class ConversationStream(IterableDataset[Row]):
             yield row
         for problem, times in dropped.items():
             logger.warning("dropped %d of %d conversations: %s", times, num_rows + dropped.total(), problem)
+        warn_of_lost_thoughts(num_lost_thoughts)
         if not num_rows and not may_be_empty:
             raise ValueError(
                 f"no conversation of {', '.join(self.data_args.dataset)} can be used by this process (of "
