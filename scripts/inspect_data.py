@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from inference.target_config import find_length_limit
 from training.arguments import DataArguments
 from training.command_line import parse_arguments
 from training.data.reply_spans import find_special_ids
 from training.data.set_statistics import MeasuredSet, SetStatistics, measure_sets, total_statistics
+from training.data.training_sets import cut_to_limit
 
 
 @dataclass
@@ -48,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args, data_args = parse_arguments(argv, (InspectArguments, DataArguments))
         tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+        config = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+        data_args = cut_to_limit(data_args, find_length_limit(config.get_text_config()))
         measured = measure_sets(data_args, tokenizer, seed=args.seed)
     except (ValueError, OSError) as error:
         sys.exit(f"inspect_data.py: {error}")

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,13 +22,14 @@ from transformers import AutoTokenizer, EarlyStoppingCallback, TrainerState, set
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from heads.adapter import FOLDER
 from inference import Target
+from inference.target_config import LengthLimit
 from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments
 from training.checkpoints import read_run_file, write_file
 from training.command_line import resolve_arguments
 from training.data.collation import ConversationCollator, count_tokens
 from training.data.packing import pack_rows
 from training.data.streaming import ConversationStream, check_streaming
-from training.data.training_sets import load_datasets
+from training.data.training_sets import cut_to_limit, load_datasets
 from training.evaluation import acceptance_meter, eval_prompts
 from training.features.options import FeatureArguments, RowsOfRun, prepare_features
 from training.features.self_check import check_first_row
@@ -258,17 +259,8 @@ def _make_heads(
 
 def fit_to_target(data_args: DataArguments, target: Target, *, is_main_process: bool) -> DataArguments:
     """Rows no longer than the target's position limit."""
-    limit = target.max_length
-    if limit is None or data_args.max_length <= limit:
-        return data_args
-    if is_main_process:
-        logger.warning(
-            "max_length is %d, the target takes %d tokens (%s): longer conversations are cut there",
-            data_args.max_length,
-            limit,
-            target.length_limit_reason,
-        )
-    return replace(data_args, max_length=limit)
+    limit = LengthLimit(target.max_length, target.length_limit_reason)
+    return cut_to_limit(data_args, limit, has_warning=is_main_process)
 
 
 def _train(trainer: HeadsTrainer, checkpoint: Path | None) -> float:

@@ -81,6 +81,15 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo<|im_end|>]]\n" in output
 
 
+def test_rows_end_where_the_targets_positions_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in training: 1,024 positions, though max_length is 2,048 by default."""
+    report = tmp_path / "counts.json"
+    inspect("--dataset", write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo " * 2000)]), "--json", report)
+    (counts,) = json.loads(report.read_text())["sets"]
+    assert (counts["num_tokens"], counts["num_at_max_length"]) == (1024, 1)
+    assert "1 have max_length (1024) tokens; what follows is cut off" in capsys.readouterr().out
+
+
 def test_pieces_of_a_row_are_its_text(capsys: pytest.CaptureFixture[str]) -> None:
     """Characters of several tokens, of which one begins the reply; special tokens apart."""
     tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)

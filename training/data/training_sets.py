@@ -6,16 +6,32 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import datasets
 
+from inference.target_config import LengthLimit
 from training.arguments import DataArguments
 from training.data.chat_tokens import tokenize_conversations
 from training.data.conversations import load_conversations
 from training.data.streaming import ConversationStream
 
 logger = logging.getLogger(__name__)
+
+
+def cut_to_limit(data_args: DataArguments, limit: LengthLimit, *, has_warning: bool = True) -> DataArguments:
+    """Rows no longer than a target's position limit."""
+    if limit.max_length is None or data_args.max_length <= limit.max_length:
+        return data_args
+    if has_warning:
+        logger.warning(
+            "max_length is %d, the target takes %d tokens (%s): longer conversations are cut there",
+            data_args.max_length,
+            limit.max_length,
+            limit.reason,
+        )
+    return replace(data_args, max_length=limit.max_length)
 
 
 def load_datasets(
