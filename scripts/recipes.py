@@ -87,10 +87,18 @@ class Recipe:
         return NUM_EPOCHS * self.tokens / self.tokens_per_second / 3600
 
     @property
+    def target_weights(self) -> float:
+        """Bytes of the frozen target in training on one GPU: layers are split, embedding and LM head stay whole."""
+        if self.training_shards == 1:
+            return 2 * self.target.parameters
+        whole = 2 * self.target.lm_head  # two matrices in bfloat16; an LM head's operations are two for each entry
+        return whole + (2 * self.target.parameters - whole) / self.training_shards
+
+    @property
     def training_memory(self) -> float:
         """Of one GPU: the target's share and two gathered layers, trained weights, what autograd keeps, features, and
         the loss."""
-        weights = 2 * self.target.parameters / self.training_shards
+        weights = self.target_weights
         if self.training_shards > 1:
             weights += 2 * 2 * self.target.parameters / self.shape.num_layers  # one layer runs, the next one arrives
         features = 4 * 2 * self.shape.hidden_size * self.batch_tokens
@@ -147,7 +155,7 @@ ROWS: dict[str, Callable[[Recipe], str]] = {
     "training, tokens/s of all GPUs": lambda r: f"{r.tokens_per_second / 1e3:,.0f} k",
     f"**training, hours ({NUM_EPOCHS} epochs)**": lambda r: f"**{r.hours:.1f}**",
     "**memory of a GPU in training**": lambda r: f"**{r.training_memory / GB:.0f} GB**",
-    "of it: the frozen target": lambda r: f"{2 * r.target.parameters / r.training_shards / GB:.1f} GB",
+    "of it: the frozen target": lambda r: f"{r.target_weights / GB:.1f} GB",
     "of it: kept for the backward pass": lambda r: f"{r.draft.kept_per_token * r.batch_tokens / GB:.1f} GB",
     "writing replies, tokens/s of all GPUs": lambda r: f"{r.decoding_rate / 1e3:,.0f} k",
     "**writing replies, hours**": lambda r: f"**{r.writing_hours:.1f}**",

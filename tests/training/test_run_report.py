@@ -92,7 +92,7 @@ class TestReport:
             kind="medusa",
             target="org/model",
             location="me/heads",
-            datasets=["org/data", "file.jsonl"],
+            datasets=["org/data:part", "file.jsonl"],
             metrics={"eval_loss": 1.5, "eval_runtime": 3.0},
             num_prompts=0,
             record={"steps": 3, "tokens": 1000, "seconds": 2.5},

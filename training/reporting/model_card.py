@@ -29,7 +29,7 @@ def render_card(
     Args:
         target: as it was given, a folder or a hub id.
         location: where the heads will be loaded from.
-        datasets: likewise; hub ids stand in the card's metadata.
+        datasets: likewise; hub ids, without the names of subsets, stand in the card's metadata.
         record: `training` of the run's record.
         has_adapter: the target's adapter is stored beside the heads.
     """
@@ -37,7 +37,7 @@ def render_card(
         library_name="draftsmith",
         license="unknown",
         base_model=target if _is_hub_id(target) else None,
-        datasets=[name for name in datasets if _is_hub_id(name)] or None,
+        datasets=list(dict.fromkeys(name.partition(":")[0] for name in datasets if _is_hub_id(name))) or None,
         tags=["speculative-decoding", "draft-heads", kind],
     )
     environment = Environment(loader=FileSystemLoader(TEMPLATES), keep_trailing_newline=True)
