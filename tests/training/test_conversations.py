@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import logging
@@ -13,10 +14,12 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets.arrow_writer import ArrowWriter
 from transformers import AutoTokenizer
 
 from tests.conftest import CHAT_TARGET, HF_HOME
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
+from tests.training.feature_cases import limited_file_size
 from training.data.chat_tokens import tokenize_conversations
 from training.data.conversations import BadLineError, load_conversations
 
@@ -125,6 +128,30 @@ def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, mo
         "training.data.chat_tokens.tokenize_conversation", lambda messages, tokenizer: fail("tokenized again")
     )
     assert tokenize_conversations(load_conversations([file]), again, max_length=64).to_dict() == rows.to_dict()
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, a quota, a folder that cannot be made: one line each, and what to do."""
+    local = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo" * 999)] * 99)
+    for name in (local, f"{repository}:other"):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        message = r"cannot be taken into the cache of `datasets`, \S+ \(%s\): make room there, .*HF_DATASETS_CACHE"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ArrowWriter, "finalize", raise_full)
+            with pytest.raises(OSError, match=message % "No space left on device"):
+                load_conversations([name])
+    with limited_file_size(1000), pytest.raises(OSError, match=message % "File too large"):
+        load_conversations([local])
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    with pytest.raises(OSError, match=message % "Not a directory"):
+        load_conversations([local])
+
+
+def raise_full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:

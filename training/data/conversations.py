@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,10 @@ logger = logging.getLogger(__name__)
 _PARSED = datasets.Features({"conversation": datasets.Value("string"), "problem": datasets.Value("string")})
 # Part of the cache key of what is read: raise it when the code below gives another result.
 _CACHE_VERSION = 4
+
+
+# What writing alone fails with: a disk, a quota or a file that is full; a disk that is read-only.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class BadLineError(ValueError):
@@ -82,6 +87,8 @@ class Place:
         try:
             return datasets.load_dataset(self.repository, self.subset or None, split=self.split, streaming=streaming)
         except DatasetGenerationError as error:
+            if isinstance(cause := error.__cause__, OSError) and cause.errno in _FULL:
+                raise _explain_cache(cause, self.label) from error
             raise ValueError(f"{self.label} cannot be read: {error.__cause__ or error}") from error
         except ValueError as error:
             hint = "" if self.subset else f". A subset is named {self.repository}:SUBSET, a split --dataset_split"
@@ -109,6 +116,7 @@ def load_conversations(
 
     Raises:
         ValueError: a missing file, no conversation at all, or (BadLineError) a malformed line, with file and line.
+        OSError: the cache cannot be written.
     """
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples is {max_samples}; give a number of at least 1, or none for all")
@@ -161,16 +169,26 @@ def read_place(
         stat = file.stat()
         # Everything the result depends on is an argument, because the arguments are the key of the cache.
         key = {"size": stat.st_size, "changed": stat.st_mtime_ns, "version": _CACHE_VERSION}
-        yield datasets.Dataset.from_generator(
-            _generate_rows,
-            features=_PARSED,
-            gen_kwargs={
-                "file": str(file.resolve()),
-                "record_format": record_format,
-                "max_samples": max_samples,
-                "key": key,
-            },
-        )
+        arguments = {"file": str(file.resolve()), "record_format": record_format, "max_samples": max_samples}
+        try:
+            rows = datasets.Dataset.from_generator(
+                _generate_rows, features=_PARSED, gen_kwargs={**arguments, "key": key}
+            )
+        except (DatasetGenerationError, OSError) as error:
+            cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+            if isinstance(cause, OSError):  # of writing: those of reading are rows (`read_records`)
+                raise _explain_cache(cause, str(file)) from error
+            raise
+        yield rows
+
+
+def _explain_cache(error: OSError, name: str) -> OSError:
+    """What to do when what is read cannot be written where it is kept."""
+    return OSError(
+        f"{name} cannot be taken into the cache of `datasets`, {datasets.config.HF_DATASETS_CACHE} "
+        f"({error.strerror or error}): make room there, or name another folder with the environment variable "
+        "HF_DATASETS_CACHE (streaming stores nothing)"
+    )
 
 
 def iterate_place(
