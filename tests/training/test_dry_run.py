@@ -173,6 +173,9 @@ class TestProblems:
         assert found.problems == ["training steps: out of memory"]
         assert found.figures["steps"]["optimizer steps"] == 8
 
+    def test_early_stopping_is_none(self, train: Runner) -> None:
+        assert not try_out(train, eval_strategy="steps", eval_steps=4, early_stopping_patience=2).problems
+
     def test_a_disk_that_is_too_small(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
         found = try_out(train, save_strategy="steps", save_steps=2)

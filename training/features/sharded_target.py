@@ -50,15 +50,16 @@ def shard_target(model: Any, sharding: Sharding, device: torch.device) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether this process keeps but a part of some of the model's weights."""
-    return any(_local_part(weight) is not weight for weight in model.parameters())
+    return any(local_part(weight) is not weight for weight in model.parameters())
 
 
 def count_held(model: nn.Module) -> int:
     """How many of a model's parameters this process keeps."""
-    return sum(_local_part(weight).numel() for weight in model.parameters())
+    return sum(local_part(weight).numel() for weight in model.parameters())
 
 
-def _local_part(weight: Any) -> torch.Tensor:
+def local_part(weight: Any) -> torch.Tensor:
+    """What this process keeps of a weight that FSDP or ZeRO-3 has split; any other tensor itself."""
     part: torch.Tensor = weight.to_local() if isinstance(weight, DTensor) else getattr(weight, "ds_tensor", weight)
     return part
 

@@ -1,7 +1,7 @@
 """`--dry_run`: all that could fail in hours fails in a minute, and what the run will take is known before.
 
 The steps are real ones of the run's own trainer, under whatever it was launched with: two on its longest rows, two on
-rows of median length, then a checkpoint in a temporary folder, which is resumed for one more step.
+rows of median length, then an evaluation, and a checkpoint in a temporary folder, which is resumed for one more step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 
 import datasets
 from accelerate.utils import broadcast_object_list
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, EarlyStoppingCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from heads import DraftHeads
 from training.data.training_sets import load_datasets
 from training.evaluation import AcceptanceMeter
+from training.launching import loading_whole
 from training.reporting.reporters import check_reporters
 from training.reporting.run_costs import (
     Figures,
@@ -116,18 +117,20 @@ def _try(found: DryRun, run: PreparedRun) -> None:
     found.figures["steps"] = {"optimizer steps": steps, **({} if is_stream else {"epochs": round(epochs, 4)})}
 
     decoding = found.check("decoding a prompt", lambda: _decode(trainer.measure_acceptance)) or 0.0
-    evaluating = found.check("evaluating held-out rows", lambda: _evaluate(trainer)) or 0.0
     writing = found.check("writing on-policy replies", lambda: _write_replies(trainer)) or 0.0
     with _temporary_folder(trainer) as folder:
         trial = found.check("training steps", lambda: _make_steps(trainer, folder))
+        if trial is not None:  # before an evaluation leaves the heads whole that FSDP has split
+            trial_sizes = step_sizes(trainer, row_lengths(trainer.train_dataset, "input_ids"))
+            tokens = max(trial_sizes) // args.gradient_accumulation_steps
+            found.figures["memory of a process"] = memory_figures(trainer, max(trial.saved), tokens)
+        # Behind the steps, because it is those that set heads up under DeepSpeed and FSDP.
+        evaluating = found.check("evaluating held-out rows", lambda: _evaluate(trainer)) or 0.0
         if trial is None:
             return
         checkpoint = folder / f"checkpoint-{TRIAL_STEPS}"
         found.check("saving and resuming a checkpoint", lambda: _resume(trainer, checkpoint))
         disk = disk_figures(checkpoint, run.output_dir, num_saves=num_saves, save_total_limit=limit)
-    trial_sizes = step_sizes(trainer, row_lengths(trainer.train_dataset, "input_ids"))
-    tokens = max(trial_sizes) // args.gradient_accumulation_steps
-    found.figures["memory of a process"] = memory_figures(trainer, max(trial.saved), tokens)
     found.figures["disk"] = disk
     if int(disk["the run"]) > int(disk["free"]):
         found.problems.append(
@@ -216,8 +219,9 @@ def _make_steps(trainer: HeadsTrainer, folder: Path) -> TrialSteps:
         setattr(args, name, value)
     trial = TrialSteps([*trainer.heads.parameters(), *trainer.target.model.parameters()])
     for callback in [*trainer.callback_handler.callbacks]:
-        if type(callback).__module__.startswith("transformers.integrations"):
-            trainer.remove_callback(callback)  # nobody wants to see these steps on a dashboard
+        is_dashboard = type(callback).__module__.startswith("transformers.integrations")
+        if is_dashboard or isinstance(callback, EarlyStoppingCallback):  # which will not do without evaluations
+            trainer.remove_callback(callback)
     trainer.add_callback(trial)
     with trial.watch():
         trainer.train()
@@ -229,7 +233,8 @@ def _resume(trainer: HeadsTrainer, checkpoint: Path) -> None:
     if damage := find_damage(checkpoint):
         raise ValueError(f"the checkpoint is not complete: {damage}")
     if trainer.args.process_index == 0:
-        DraftHeads.from_pretrained(checkpoint)
+        with loading_whole():  # ZeRO-3 would split them, and wait for the other processes
+            DraftHeads.from_pretrained(checkpoint)
     if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # which cannot be set up twice in one process
         trainer.args.max_steps = TRIAL_STEPS + 1
         trainer.train(resume_from_checkpoint=str(checkpoint))

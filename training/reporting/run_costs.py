@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from training.features.sharded_target import local_part
 from training.losses.teacher import rows_per_chunk
 
 Figures = dict[str, float | int | str]
@@ -78,7 +79,8 @@ def parameter_figures(target: nn.Module, heads: nn.Module) -> Figures:
 
 
 def memory_figures(trainer: Any, saved: int, tokens: int) -> Figures:
-    """What one process holds while it makes its largest step; exact but for the last batch's tensors.
+    """What one process holds while it makes its largest step; exact but for the last batch's tensors, and for the
+    buffers in which DeepSpeed and FSDP gather weights and sum gradients.
 
     Args:
         saved: what autograd kept for the backward pass of the largest batch (`TrialSteps`).
@@ -87,14 +89,18 @@ def memory_figures(trainer: Any, saved: int, tokens: int) -> Figures:
     trained = trainer.accelerator.unwrap_model(trainer.model)
     heads, model, target = trainer.heads, trainer.target.model, trainer.target
     state = [tensor for named in trainer.optimizer.state.values() for tensor in named.values()]
+    is_zero_2 = getattr(trainer.args.deepspeed_plugin, "zero_stage", 0) == 2  # whose weights are whole
+    gradients = _bytes(weight for weight in trained.parameters() if weight.requires_grad)
+    gradients //= trainer.args.world_size if is_zero_2 else 1
+    copied = gradients if trainer.is_deepspeed_enabled else 0  # ZeRO's optimizer has its own weights of its share
     columns = target.vocab_size if heads.draft_token_ids is None else len(heads.draft_token_ids)
     chunk = min(tokens, rows_per_chunk(target.vocab_size)) * target.vocab_size * 4
     width = (len(heads.feature_layers) + 1) * target.hidden_size + columns
     figures: Figures = {
         "weights of the target": _bytes([*model.parameters(), *model.buffers()]),
         "weights of the heads": _bytes([*heads.parameters(), *heads.buffers()]),
-        "gradients": _bytes(weight for weight in trained.parameters() if weight.requires_grad),
-        "optimizer": _bytes(tensor for tensor in state if isinstance(tensor, Tensor)),
+        "gradients": gradients,
+        "optimizer": _bytes(tensor for tensor in state if isinstance(tensor, Tensor)) + copied,
         "states and logits of the target": tokens * width * target.dtype.itemsize,
         "logits in float32, a chunk": 2 * chunk,
         "kept for the backward pass": saved,
@@ -106,8 +112,9 @@ def memory_figures(trainer: Any, saved: int, tokens: int) -> Figures:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the storages; what two tensors share is counted once."""
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    """Of the storages that this process holds; what two tensors share is counted once."""
+    storages = [local_part(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class SavedTensors:
