@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,35 @@ def shard_with_fsdp(accelerator: Accelerator) -> bool:
         raise ValueError("FSDP1 was asked for: write `fsdp_version: 2`, as in configs/accelerate/fsdp2.yaml")
     state.fsdp_plugin.mixed_precision_policy = None
     return True
+
+
+def autocast_in_deepspeed(accelerator: Accelerator) -> None:
+    """Makes bf16 under DeepSpeed what it is everywhere else: autocast around weights, gradients and moments in float32.
+
+    DeepSpeed's own `bf16` would train and save bfloat16 weights, besides a float32 copy of them in the optimizer.
+
+    Raises:
+        ValueError: for what a DeepSpeed file says of its `bf16` besides `enabled`.
+    """
+    plugin: Any = accelerator.state.deepspeed_plugin
+    config = plugin.hf_ds_config.config
+    bf16 = config.get("bf16", {})
+    if bf16.get("enabled") is not True:
+        return
+    if more := bf16.keys() - {"enabled"}:
+        raise ValueError(
+            f"the DeepSpeed file sets {', '.join(sorted(more))} in `bf16`, which heads train without (bf16 is autocast "
+            "around float32 weights): leave it out"
+        )
+    del config["bf16"]
+    # No modules whose gradients may be summed, and weights gathered, in bfloat16: DDP and FSDP use float32 for both.
+    config["torch_autocast"] = {"dtype": "bfloat16", "lower_precision_safe_modules": [], "enabled": True}
+    plugin.hf_ds_config._dtype = torch.float32  # to which transformers casts inputs
+
+
+def autocast(accelerator: Accelerator, args: TrainingArguments) -> AbstractContextManager[Any]:
+    """As the options ask for it; accelerate has none under DeepSpeed."""
+    return torch.autocast(args.device.type, torch.bfloat16) if args.bf16 else accelerator.autocast()
 
 
 def check_launch(args: TrainingArguments) -> None:

@@ -30,7 +30,7 @@ from training.data.streaming import ConversationStream
 from training.evaluation import check_best_metric
 from training.features.sharded_target import is_sharded
 from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatures, TargetStates
-from training.launching import shard_with_fsdp
+from training.launching import autocast, autocast_in_deepspeed, shard_with_fsdp
 from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from training.losses.teacher import compute_teacher
@@ -101,6 +101,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.is_fsdp_enabled = shard_with_fsdp(self.accelerator)
+        if self.is_deepspeed_enabled:
+            autocast_in_deepspeed(self.accelerator)
 
     @property
     def heads(self) -> DraftHeads:
@@ -206,7 +208,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             keeps_graph=self.num_groups is not None,
         )
         # A dict, because FSDP and ZeRO-3 look for tensors in dicts; under autocast, because FSDP has none of its own.
-        with self.accelerator.autocast():
+        with autocast(self.accelerator, self.args):
             output = LossOutput(
                 **forward(
                     states.features,
