@@ -278,6 +278,10 @@ def _train(trainer: HeadsTrainer, checkpoint: Path | None) -> float:
         return trainer.clock.seconds
     # Interrupted after its last step: Trainer would make one more.
     trainer.state = state
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        # Only steps set heads up under them: here each process has them whole, as loaded, to be measured and saved.
+        trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = False
+        cast(nn.Module, trainer.model).to(trainer.args.device)
     if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
         trainer._load_best_model()
     return seconds_before

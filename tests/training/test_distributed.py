@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -39,6 +40,13 @@ OPTIONS: dict[str, Any] = {
     "save_steps": 2,
     "use_cpu": None,
 }
+
+
+SPLIT = [
+    "fsdp2",
+    pytest.param("deepspeed_zero2", marks=needs_deepspeed),
+    pytest.param("deepspeed_zero3", marks=needs_deepspeed),
+]
 
 
 class Result(NamedTuple):
@@ -65,6 +73,13 @@ def alone(target_path: Path, conversations: Path, tmp_path_factory: pytest.TempP
     return read(runner)
 
 
+@pytest.fixture(scope="module")
+def alone_in_bfloat16(target_path: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    runner = Runner(target_path, conversations, tmp_path_factory.mktemp("alone") / "heads")
+    runner(**{**OPTIONS, "bf16": True, "use_cpu": True, "per_device_train_batch_size": 4})
+    return read(runner)
+
+
 def read(train: Runner) -> Result:
     state = json.loads((train.output_dir / "checkpoint-4" / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
@@ -78,9 +93,13 @@ def command(config: str, train: Runner, **options: Any) -> list[str]:
 
 
 def launch(config: str, train: Runner, **options: Any) -> str:
+    return start(command(config, train, **options))
+
+
+def start(words: list[str]) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
-        command(config, train, **options),
+        words,
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,
@@ -146,6 +165,62 @@ def test_two_processes_train_as_one(
     for name, value in whole.record["metrics"].items():
         if "runtime" not in name and "per_second" not in name:
             assert resumed.record["metrics"][name] == value, name
+
+
+@pytest.mark.parametrize("config", SPLIT)
+def test_bfloat16_is_autocast_around_float32_weights(config: str, train: Runner, alone_in_bfloat16: Result) -> None:
+    """And a run that is killed behind its last step goes on to the same result, that of its best step under ZeRO-3
+    (here the one with the highest loss, which is not the last)."""
+    options: dict[str, Any] = {"bf16": True}
+    if config == "deepspeed_zero3":
+        options |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+        options |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    launch(config, train, **options)
+    whole = read(train)
+    assert whole.losses == pytest.approx(alone_in_bfloat16.losses, rel=1e-3)
+    assert {tensor.dtype for tensor in whole.weights.values()} == {torch.float32}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in whole.weights.values())
+    best = 2 if config == "deepspeed_zero3" else 4
+    assert_same(load_file(train.output_dir / f"checkpoint-{best}" / "model.safetensors"), whole.weights)
+
+    for name in ("model.safetensors", "training_record.json"):
+        (train.output_dir / name).unlink()
+    launch(config, train, **options, resume_from_checkpoint=True)
+    resumed = read(train)
+    assert_same(resumed.weights, whole.weights)
+    for name in ("eval_loss", "eval_top5_depth2", "eval_acceptance_length"):
+        assert resumed.record["metrics"][name] == pytest.approx(whole.record["metrics"][name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("config", SPLIT)
+def test_a_dry_run_finds_no_problem(config: str, train: Runner, tmp_path: Path) -> None:
+    """Where there are none; each process holds half of the heads' moments, and under FSDP2 and ZeRO-3 of the heads."""
+    file = tmp_path / "dry.json"
+    launch(config, train, dry_run=True, dry_run_json=file)
+    found = json.loads(file.read_text())
+    assert not found["problems"]
+    assert {"training steps", "evaluating held-out rows", "saving and resuming a checkpoint"} <= {*found["passed"]}
+    memory, weights = found["figures"]["memory of a process"], 4 * found["figures"]["parameters"]["of the heads"]
+    held = weights if config == "deepspeed_zero2" else weights / 2
+    assert memory["weights of the heads"] == pytest.approx(held, rel=0.1)
+    assert memory["gradients"] == pytest.approx(weights / 2, rel=0.1)
+    copies = 2 if config == "fsdp2" else 3  # ZeRO's optimizer has its own copy of the weights, too
+    assert memory["optimizer"] == pytest.approx(copies * weights / 2, rel=0.1)
+    assert not train.output_dir.exists()
+
+
+@pytest.mark.parametrize("config", SPLIT[:2])
+def test_a_shipped_configuration_trains_without_muon(config: str, conversations: Path, tmp_path: Path) -> None:
+    """As docs/training.md has it, for two steps."""
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}.yaml"]
+    words += ["training/train_heads.py", "--config", "configs/train/eagle3-chat-13m.yaml"]
+    words += ["--dataset", str(conversations), "--max_samples", "20", "--validation_fraction", "0.2"]
+    words += ["--max_steps", "2", "--num_eval_prompts", "0", "--metric_for_best_model", "loss"]
+    words += ["--greater_is_better", "false", "--output_dir", str(tmp_path / "heads")]
+    start([*words, "--muon_learning_rate", "none"])
+    assert DraftHeads.from_pretrained(tmp_path / "heads").config.head_type == "eagle3"
+    with pytest.raises(AssertionError, match=r"train_heads\.py: got muon_learning_rate 0\.04 under DeepSpeed or FSDP"):
+        start(words)
 
 
 def test_a_killed_process_ends_the_run_and_its_checkpoint_goes_on(train: Runner, alone: Result) -> None:
