@@ -10,7 +10,7 @@ import torch
 
 from inference import Decoder, DynamicTree, NgramDrafter
 from tests.tiny_targets import random_prompt, tiny_target
-from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, find_problem, is_looping, turn_seed
+from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, drop_marks, find_problem, is_looping, turn_seed
 
 STOP_IDS = set(range(20, 26))
 PROMPTS = [random_prompt(length, seed=length)[0].tolist() for length in (3, 30, 9, 4, 17, 9, 25)]
@@ -82,6 +82,20 @@ def test_bad_turns_are_told_from_good_ones() -> None:
         (*[7, 8] * 12,): "looping",
     }
     assert {tokens: find_problem(tokens, {2}, {0, 1, 2}) for tokens in expected} == expected
+
+
+def test_marks_of_its_own_are_no_special_tokens_inside() -> None:
+    """The longest first; what is left of them is told."""
+    marks = [[5, 6, 7], [5]]
+    expected = {
+        (40, 5, 41, 2): "",
+        (5, 6, 7, 40, 2): "",
+        (5, 6, 40, 2): "special token inside",
+        (6, 5, 2): "special token inside",
+        (40, 1, 5, 2): "special token inside",
+    }
+    assert {tokens: find_problem(tokens, {2}, {1, 2, 5, 6}, marks) for tokens in expected} == expected
+    assert drop_marks([1, 7, 8, 2, 7], [[7, 8], [2]]) == [1, 7]
 
 
 def test_loops() -> None:

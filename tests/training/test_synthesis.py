@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from inference import Decoder
+from inference import Decoder, GenerationStats
+from tests.training.chat_templates import CHATML, FORGETTING, OPENING, THINKING, ChatTemplate
+from tests.training.conversation_cases import HARMONY_TEMPLATE
+from training.data.chat_tokens import tokenize_conversation
+from training.data.layouts import parse_conversation
 from training.synthesis.prompts import Conversation, read_prompts
-from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
-from training.synthesis.reply_sources import DecodedReplies, Reply, TurnRequest, describe_effort
+from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, WrittenTurn, find_problem, turn_seed
+from training.synthesis.reply_sources import UNWRITABLE, DecodedReplies, Reply, TurnRequest, describe_effort
 from training.synthesis.synthesizer import Synthesizer
 from training.synthesis.turn_template import TurnTemplate
 
 STOP_IDS = {3, 10, 20, 30, 40}  # several, or the tiny target would hardly come to an end
 MAX_NEW_TOKENS = 30
+THOUGHT, ANSWER = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +90,79 @@ def test_a_template_that_refuses_a_conversation_drops_it(source: DecodedReplies)
     problems = {conversation.id: conversation.problem for conversation in play(source, plan)}
     assert problems["bad"] == "assistant turn refused by the chat template (no system here)"
     assert "template" not in problems["good"]
+
+
+# The prompt opens a thought, which comes in a field of its own.
+FIELD_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content is string %}"
+    "[THINK]\n{{ m.reasoning_content }}\n[/THINK]\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n[THINK]\n{% endif %}"
+)
+
+
+def bracketed(template: ChatTemplate) -> str:
+    return template.jinja.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+
+
+# A template, what the target writes under it, and what is kept of that: problem, text, thoughts.
+MARKED = [
+    (HARMONY_TEMPLATE, f"{THOUGHT}Hm<|end|><|start|>assistant{ANSWER}Yo", "", "Yo", "Hm"),
+    (HARMONY_TEMPLATE, f"{ANSWER}Yo", "", "Yo", ""),
+    (HARMONY_TEMPLATE, f"{THOUGHT}Hm<|end|><|start|>user<|message|>Yo", "special token inside", None, ""),
+    (HARMONY_TEMPLATE, f"{THOUGHT}Hm", UNWRITABLE, None, ""),
+    (HARMONY_TEMPLATE, "<|channel|>commentary to=look <|constrain|>json<|message|>{}", UNWRITABLE, None, ""),
+    (CHATML.jinja, "[THINK]Hm[/THINK]Yo", "", "[THINK]Hm[/THINK]Yo", ""),
+    (CHATML.jinja, '[TOOL_CALLS]look[ARGS]{"at": 1}', "", '[TOOL_CALLS]look[ARGS]{"at": 1}', ""),
+    (CHATML.jinja, "[THINK]Hm[/THINK]<|im_start|>user", "special token inside", None, ""),
+    (CHATML.jinja, "[THINK]Hm<|endoftext|>[/THINK]Yo", "special token inside", None, ""),
+    (bracketed(OPENING), "Hm\n[/THINK]\n\nYo", "", "Hm\n[/THINK]\n\nYo", ""),
+    (bracketed(THINKING), "[THINK]\nHm\n[/THINK]\n\nYo", "", "[THINK]\nHm\n[/THINK]\n\nYo", ""),
+    (FIELD_TEMPLATE, "Hm\n[/THINK]\n\nYo", "", "Yo", "Hm"),
+    (FIELD_TEMPLATE, "Hm[/THINK]Yo", UNWRITABLE, None, ""),
+    (bracketed(FORGETTING), "Hm[/THINK]Yo", UNWRITABLE, None, ""),
+]
+
+
+@pytest.mark.parametrize(("jinja", "written", "problem", "text", "thoughts"), MARKED)
+def test_marks_of_the_targets_own_are_read_back_as_they_were_written(
+    jinja: str, written: str, problem: str, text: str | None, thoughts: str, tokenizer: Any
+) -> None:
+    """Thoughts, channels and calls whose marks are special tokens: token by token, or not at all."""
+    names = ("start", "end", "channel", "message", "constrain")
+    marks = [*(f"<|{name}|>" for name in names), "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    tokenizer.chat_template = jinja
+    template = TurnTemplate(tokenizer)
+    prompt = [{"role": "user", "content": "Hi"}]
+    ids = [*template.encode(written), 2]
+    source = DecodedReplies(
+        cast(TurnDecoder, ScriptedWriter(ids, template.special_ids)), template, {"user": {2}, "assistant": {2}}
+    )
+    (conversation,) = play(source, [Conversation("a", "s", deque([*prompt, "assistant"]))])
+    assert conversation.problem == (f"assistant turn {problem}" if problem else "")
+    if text is None:
+        assert not conversation.is_of_use
+        return
+    reply = {"role": "assistant", "content": text, **({"reasoning_content": thoughts} if thoughts else {})}
+    for layout in ("sharegpt", "messages"):
+        messages = parse_conversation(conversation.to_row(layout))
+        assert messages == [*prompt, reply]
+        input_ids, loss_mask = tokenize_conversation(messages, tokenizer)
+        before = template.encode_prompt(prompt, "assistant")
+        assert input_ids[: len(before) + len(ids)] == before + ids
+        assert [place for place, bit in enumerate(loss_mask) if bit] == [*range(len(before), len(before) + len(ids))]
+
+
+class ScriptedWriter:
+    """Writes the same tokens for every prompt."""
+
+    batch_size, stats = 1, GenerationStats()
+
+    def __init__(self, ids: list[int], special_ids: Collection[int]) -> None:
+        self.ids, self.special_ids = ids, special_ids
+
+    def write(self, prompts: Any, *, stop_ids: Any, seeds: Any, marks: Any) -> list[WrittenTurn]:
+        return [WrittenTurn(self.ids, find_problem(self.ids, stop_ids, self.special_ids, marks)) for _ in prompts]
 
 
 class ScriptedSource:

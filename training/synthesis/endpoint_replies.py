@@ -23,7 +23,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from training.synthesis.reply_decoding import TurnSettings, find_problem
-from training.synthesis.reply_sources import Reply, TurnRequest
+from training.synthesis.reply_sources import Reply, TurnRequest, make_reply
 from training.synthesis.turn_template import Role, TurnTemplate
 
 _RETRIED_STATUS = (408, 409, 429, 500, 502, 503, 504)
@@ -159,7 +159,7 @@ class EndpointReplies:
             return Reply("", 0, f"refused by the chat template ({error})")
         if answer is None:
             return Reply("", 0, "prompt too long")
-        return self._judge(answer, request.role)
+        return self._judge(answer, request)
 
     def _rename_thoughts(self, message: dict[str, Any]) -> dict[str, Any]:
         """As the server names them itself."""
@@ -172,7 +172,8 @@ class EndpointReplies:
                 return thoughts
         return ""
 
-    def _judge(self, answer: dict[str, Any], role: Role) -> Reply:
+    def _judge(self, answer: dict[str, Any], request: TurnRequest) -> Reply:
+        role = request.role
         try:
             choice = answer["choices"][0]
             message = choice["message"] if role == "assistant" else {"content": choice["text"]}
@@ -188,10 +189,11 @@ class EndpointReplies:
             ids.pop()
             text = self.template.decode(ids)
         stop_id = min(self.stop_ids[role])
-        ids = self.template.encode(thoughts) + ids
-        problem = find_problem(ids + ([stop_id] if reason == "stop" else []), {stop_id}, self.template.special_ids)
-        num_tokens = (answer.get("usage") or {}).get("completion_tokens", len(ids))
-        return Reply(text, num_tokens, problem or ("" if text.strip() else "empty"), thoughts)
+        all_ids = self.template.encode(thoughts) + ids + ([stop_id] if reason == "stop" else [])
+        marks = self.template.marks if role == "assistant" else ()
+        problem = find_problem(all_ids, {stop_id}, self.template.special_ids, marks)
+        num_tokens = (answer.get("usage") or {}).get("completion_tokens", len(all_ids) - (reason == "stop"))
+        return make_reply(self.template, request, Reply(text, num_tokens, problem, thoughts), ids)
 
     def _check_model(self) -> None:
         answer = self._ask("/models", None)

@@ -106,6 +106,7 @@ def rewrite_rows(
     stop_ids: Collection[int],
     seed: int,
     max_length: int,
+    marks: Sequence[Sequence[int]] = (),
 ) -> list[Rewritten]:
     """Rows, by index, with replies of the target instead of those they have; those with a reply that is of no use are
     left as they were. All that stands between replies is kept.
@@ -113,6 +114,7 @@ def rewrite_rows(
     Args:
         seed: each reply's own is made of it, the row's index and the turn (`turn_seed`).
         max_length: rows are cut to so many tokens.
+        marks: special tokens that a reply may hold (`TurnTemplate.marks`).
     """
     scripts = {index: split_turns(row) for index, row in rows.items()}
     new: dict[int, Row] = {index: {"input_ids": [], "loss_mask": []} for index in rows}
@@ -125,6 +127,7 @@ def rewrite_rows(
             [new[index]["input_ids"] for index in going_on],
             stop_ids=stop_ids,
             seeds=[turn_seed(seed, str(index), turn) for index in going_on],
+            marks=marks,
         )
         for index, reply in zip(going_on, written, strict=True):
             _extend(new[index], reply.token_ids, in_loss=True)
@@ -317,6 +320,7 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
             stop_ids=self.stop_ids,
             seed=turn_seed(self._seed, "on-policy replies", epoch),
             max_length=self.max_length,
+            marks=self.template.marks,
         )
 
     def _make_writer(self, heads: DraftHeads | None) -> TurnDecoder:

@@ -52,7 +52,7 @@ class WrittenTurn:
     Attributes:
         token_ids: the new tokens; the token that ended the turn is the last one, unless the problem is "truncated".
         problem: why it is of no use to learn from ("empty", "truncated", "looping", "special token inside",
-            "prompt too long"); "" when it is.
+            "prompt too long"); "" when it is. Who decodes the tokens may find more.
     """
 
     token_ids: list[int]
@@ -78,17 +78,40 @@ def is_looping(ids: Sequence[int], *, max_period: int = 32, min_repeats: int = 4
     return False
 
 
-def find_problem(token_ids: Sequence[int], stop_ids: Collection[int], special_ids: Collection[int]) -> str:
-    """Why a turn is of no use, "" if it is; whether its text is more than whitespace is left to who decodes it."""
+def find_problem(
+    token_ids: Sequence[int],
+    stop_ids: Collection[int],
+    special_ids: Collection[int],
+    marks: Sequence[Sequence[int]] = (),
+) -> str:
+    """Why a turn is of no use, "" if it is; whether its text is more than whitespace is left to who decodes it.
+
+    Args:
+        special_ids: tokens that must not stand inside, other than in `marks`: sequences of tokens that may, the longer
+            ones first (`TurnTemplate.marks`).
+    """
     is_ended = bool(token_ids) and token_ids[-1] in stop_ids
     ids = token_ids[:-1] if is_ended else token_ids
     if is_looping(ids):
         return "looping"
     if not is_ended:
         return "truncated"
-    if not set(special_ids).isdisjoint(ids):
+    if not set(special_ids).isdisjoint(drop_marks(ids, marks)):
         return "special token inside"
     return "" if ids else "empty"
+
+
+def drop_marks(token_ids: Sequence[int], marks: Sequence[Sequence[int]]) -> list[int]:
+    """The tokens that are in no mark.
+
+    Worked example: of [1, 7, 8, 2, 7] with the marks [7, 8] and [2], [1, 7] is left.
+    """
+    ids, kept, place = list(token_ids), [], 0
+    while place < len(ids):
+        length = next((len(mark) for mark in marks if ids[place : place + len(mark)] == list(mark)), 0)
+        kept += ids[place : place + 1] if not length else []
+        place += length or 1
+    return kept
 
 
 class TurnDecoder:
@@ -123,7 +146,12 @@ class TurnDecoder:
         self.stats = GenerationStats()
 
     def write(
-        self, prompts: Sequence[Sequence[int]], *, stop_ids: Collection[int], seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        stop_ids: Collection[int],
+        seeds: Sequence[int],
+        marks: Sequence[Sequence[int]] = (),
     ) -> list[WrittenTurn]:
         """The turn that follows each prompt, in the prompts' order.
 
@@ -131,6 +159,7 @@ class TurnDecoder:
             prompts: token ids, each ending in the header of the turn to be written.
             stop_ids: tokens that end a turn, one or more.
             seeds: one for each prompt (`turn_seed`); not read at temperature 0.
+            marks: special tokens that may stand inside (`find_problem`).
         """
         if not stop_ids:
             raise ValueError("stop_ids is empty: name at least one token that ends a turn")
@@ -138,7 +167,7 @@ class TurnDecoder:
         for rows in self._batches(prompts):
             written = self._write_batch([prompts[row] for row in rows], stop_ids, [seeds[row] for row in rows])
             for row, ids in zip(rows, written, strict=True):
-                turns[row] = WrittenTurn(ids, find_problem(ids, stop_ids, self.special_ids))
+                turns[row] = WrittenTurn(ids, find_problem(ids, stop_ids, self.special_ids, marks))
         return turns
 
     def _batches(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jinja2 import TemplateError
@@ -17,6 +17,9 @@ from jinja2 import TemplateError
 from training.data.layouts import Messages
 from training.synthesis.reply_decoding import TurnDecoder
 from training.synthesis.turn_template import Role, Tools, TurnTemplate
+
+# Why a reply with marks of its own is of no use: in training the template would write another text in its place.
+UNWRITABLE = "with thoughts or calls that the chat template does not write back"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,23 @@ class ReplySource(Protocol):
         ...
 
 
+def make_reply(template: TurnTemplate, request: TurnRequest, written: Reply, token_ids: Sequence[int]) -> Reply:
+    """A reply as it is kept: with its thoughts apart where the chat template wants them so, and of no use where special
+    tokens mark thoughts or calls in it that the template would write in another way.
+
+    Args:
+        written: with all that was found wrong with its tokens.
+        token_ids: its text's.
+    """
+    problem = written.problem
+    if request.role == "assistant" and problem in ("", "truncated") and template.has_marks(token_ids):
+        parts = None if written.thoughts else template.split_reply(request.messages, written.text, request.tools)
+        if parts is None:
+            return replace(written, problem=f"{problem} in thoughts or a call" if problem else UNWRITABLE)
+        written = replace(written, text=parts[0], thoughts=parts[1])
+    return replace(written, problem=problem or ("" if written.text.strip() else "empty"))
+
+
 class DecodedReplies:
     """Turns by the target itself: two batches at a time, so that rows of like length can be put together.
 
@@ -104,12 +124,13 @@ class DecodedReplies:
                 [prompt for _, prompt in prompts],
                 stop_ids=self.stop_ids[role],
                 seeds=[request.seed for request, _ in prompts],
+                marks=self.template.marks if role == "assistant" else (),
             )
             for (request, _), turn in zip(prompts, turns, strict=True):
                 has_end = bool(turn.token_ids) and turn.token_ids[-1] in self.stop_ids[role]
-                text = self.template.decode(turn.token_ids[: -1 if has_end else None])
-                problem = turn.problem or ("" if text.strip() else "empty")
-                replies.append((request, Reply(text, len(turn.token_ids), problem)))
+                ids = turn.token_ids[: -1 if has_end else None]
+                written = Reply(self.template.decode(ids), len(turn.token_ids), turn.problem)
+                replies.append((request, make_reply(self.template, request, written, ids)))
         after = self.writer.stats
         self._effort.update(
             {

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+
+from jinja2 import TemplateError
 
 from training.data.layouts import Messages
 from training.data.reply_spans import find_special_ids
+from training.data.thoughts import THOUGHT_MARKS, name_thoughts, split_thoughts
+from training.synthesis.reply_decoding import drop_marks
 
 Role = Literal["user", "assistant"]
 Tools = list[dict[str, Any]] | None
 
 # Neither whitespace (templates trim) nor anything a template could contain.
 _SENTINEL = "@@sentinel-7f3a@@"
+# gpt-oss's channels: what it thinks, says and calls are messages of one turn.
+_NEXT, _ANSWER = "<|end|><|start|>assistant", "<|channel|>final<|message|>"
+_CHANNELS = tuple(f"<|channel|>{name}" for name in ("analysis<|message|>", "final<|message|>", "commentary"))
+# How models mark their calls of tools: Qwen, GLM; Mistral; Llama; Granite, Phi; LFM; Kimi; DeepSeek.
+_CALL_MARKS = (
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    "<｜tool▁sep｜>",
+)
+_MARKS = (
+    *(mark for marks in THOUGHT_MARKS for mark in marks if mark != "<|end|>"),  # which ends turns elsewhere
+    *_CALL_MARKS,
+    *_CHANNELS,
+    *(_NEXT + channel for channel in _CHANNELS),
+    *("<|constrain|>", "<|message|>"),
+)
 
 
 class TurnTemplate:
     """A tokenizer's chat template, asked for the beginnings and the ends of turns.
+
+    Attributes:
+        special_ids: of the tokenizer.
+        marks: token ids of what a reply may hold of them: the target's own marks of thoughts, channels and calls of
+            tools; the longest first.
 
     Raises:
         ValueError: there is no template.
@@ -26,6 +55,7 @@ class TurnTemplate:
             raise ValueError("the target's tokenizer has no chat template: take a chat model")
         self.tokenizer = tokenizer
         self.special_ids = find_special_ids(tokenizer)
+        self.marks = sorted((ids for mark in _MARKS if (ids := self._encode_mark(mark))), key=len, reverse=True)
 
     def encode_prompt(self, messages: Messages, role: Role, tools: Tools = None) -> list[int]:
         """Token ids of all that stands before the role's next text.
@@ -38,12 +68,31 @@ class TurnTemplate:
 
     def render_prompt(self, messages: Messages, tools: Tools = None) -> str:
         """All that stands before the assistant's next text."""
-        rendered = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        return str(rendered)
+        return self._render(messages, tools, add_generation_prompt=True)
 
     def render_user_header(self, messages: Messages) -> str:
         """All that stands before the user's next text. ChatML, first turn: `<|im_start|>user` and a line break."""
         return self._render_around([*messages, {"role": "user", "content": _SENTINEL}])[0]
+
+    def split_reply(self, messages: Messages, text: str, tools: Tools = None) -> tuple[str, str] | None:
+        """(text, thoughts) that the template writes behind these messages exactly as the reply `text` stands there, so
+        that training reads what the target wrote; None if there is no such way."""
+        try:
+            before = self.render_prompt(messages, tools)
+        except TemplateError:
+            return None
+        for thoughts, content in (("", text), *_split_channels(text), *split_thoughts(text, before)):
+            reply = {"role": "assistant", "content": content} | ({"reasoning_content": thoughts} if thoughts else {})
+            try:
+                if self._render([*messages, reply], tools).startswith(before + text):
+                    return content, thoughts
+            except TemplateError:  # marks within the content, for one
+                continue
+        return None
+
+    def has_marks(self, token_ids: Sequence[int]) -> bool:
+        """Whether a reply holds marks of thoughts, channels or calls that are special tokens."""
+        return len(drop_marks(token_ids, self.marks)) < len(token_ids)
 
     def find_turn_end(self, role: Role) -> int | None:
         """The special token right behind a turn's text; None where there is ordinary text."""
@@ -83,9 +132,29 @@ class TurnTemplate:
     def decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids))
 
+    def _encode_mark(self, mark: str) -> list[int]:
+        """Nothing where it does not begin with a special token of its own (unknown words may have one, too)."""
+        ids = self.encode(mark)
+        is_mark = bool(ids) and ids[0] in self.special_ids
+        return ids if is_mark and mark.startswith(self.tokenizer.convert_ids_to_tokens(ids[0])) else []
+
+    def _render(self, messages: Messages, tools: Tools = None, **options: Any) -> str:
+        named = name_thoughts(messages, self.tokenizer.get_chat_template(tools=tools))
+        return str(self.tokenizer.apply_chat_template(named, tools=tools, tokenize=False, **options))
+
     def _render_around(self, messages: Messages) -> tuple[str, str]:
-        rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        rendered = self._render(messages)
         if rendered.count(_SENTINEL) != 1:
             raise ValueError(f"the chat template writes one turn's text {rendered.count(_SENTINEL)} times: use another")
         before, _, behind = rendered.partition(_SENTINEL)
         return before, behind
+
+
+def _split_channels(text: str) -> Iterator[tuple[str, str]]:
+    """(thoughts, answer) of gpt-oss's channels, if the reply is such."""
+    thought, _, answer = text.rpartition(_ANSWER)
+    if text.startswith(_ANSWER):
+        yield "", answer
+    for thoughts, rest in split_thoughts(thought):
+        if rest == _NEXT.removeprefix("<|end|>"):
+            yield thoughts, answer
