@@ -84,6 +84,10 @@ class AutoregressionHeads(DraftHeads):
 
     # Training.
 
+    @property
+    def num_unrolled_steps(self) -> int:
+        return int(self.config.ttt_steps)
+
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         """The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2) or harmonized context alignment (HASS, arXiv
         2408.15766, section 3.2): step k's tokens are teacher-forced, shifted left by k; its states are step k - 1's

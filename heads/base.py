@@ -157,6 +157,11 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return self.unroll_where(features, input_ids, loss_mask)
 
     @property
+    def num_unrolled_steps(self) -> int:
+        """K, how many steps `unroll` returns. Kinds without a `max_depth` override it."""
+        return 1 if self.runs_target_layers else cast(int, self.max_depth)
+
+    @property
     def wants_token_counts(self) -> bool:
         """Whether `fit_vocabulary` must be called before training."""
         return False

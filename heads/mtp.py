@@ -209,6 +209,10 @@ class MTPHeads(DraftHeads):
 
     # Training.
 
+    @property
+    def num_unrolled_steps(self) -> int:
+        return int(self.config.num_steps)
+
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         """The K depths, tokens teacher-forced: depth d's are shifted left by d + 1."""
         batch, length = input_ids.shape

@@ -121,6 +121,10 @@ class ParallelHeads(Eagle3Heads):
     def max_depth(self) -> int:
         return int(self.config.num_depths)
 
+    @property
+    def num_unrolled_steps(self) -> int:
+        return self.max_depth
+
     def init_from_target(self, target: Target) -> None:
         super().init_from_target(target)
         with torch.no_grad():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,28 +16,31 @@ from transformers import TrainingArguments
 
 from heads import DraftHeads
 from inference import Decoder, GenerationStats, Target
-from training.arguments import DataArguments
+from inference.target_config import LengthLimit
+from training.arguments import DataArguments, goes_by_metric
 from training.whole_heads import whole_heads
+
+logger = logging.getLogger(__name__)
 
 
 def eval_prompts(
-    data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any, target: Target
+    data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any, limit: LengthLimit
 ) -> list[list[int]]:
     """Token ids of the prompts that acceptance is measured on: up to the first assistant token of held-out
-    conversations, or the first turns of a prompt file.
+    conversations, or the first turns of a prompt file, which the target's limit leaves room for.
 
     Raises:
         ValueError: naming file and line, before training rather than at its first evaluation.
     """
     if data_args.eval_prompts is not None:
-        return list(islice(_read_prompts(Path(data_args.eval_prompts), tokenizer, target), data_args.num_eval_prompts))
+        return list(islice(_read_prompts(Path(data_args.eval_prompts), tokenizer, limit), data_args.num_eval_prompts))
     if eval_set is None:
         return []
     rows = eval_set.select(range(min(data_args.num_eval_prompts, len(eval_set))))
     return [row["input_ids"][: row["loss_mask"].index(1)] for row in rows if row["loss_mask"][0] == 0]
 
 
-def _read_prompts(path: Path, tokenizer: Any, target: Target) -> Iterator[list[int]]:
+def _read_prompts(path: Path, tokenizer: Any, limit: LengthLimit) -> Iterator[list[int]]:
     if not path.is_file():
         raise ValueError(f"eval_prompts is {path}, which is no file; give JSON lines of {{'turns': ['...']}}")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -48,10 +52,10 @@ def _read_prompts(path: Path, tokenizer: Any, target: Target) -> Iterator[list[i
             raise ValueError(f"{path}, line {number}: expected {{'turns': ['...']}} ({error!r})") from error
         messages = [{"role": "user", "content": turn}]
         prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        if target.max_length is not None and len(prompt) >= target.max_length:
+        if limit.max_length is not None and len(prompt) >= limit.max_length:
             raise ValueError(
                 f"{path}, line {number}: the prompt has {len(prompt)} tokens, the target takes fewer than "
-                f"{target.max_length} ({target.length_limit_reason}); leave it out"
+                f"{limit.max_length} ({limit.reason}); leave it out"
             )
         yield prompt
 
@@ -82,18 +86,49 @@ def acceptance_meter(
     return AcceptanceMeter(target, heads, prompts, max_new_tokens) if prompts else None
 
 
-def check_best_metric(args: TrainingArguments, *, can_decode: bool) -> None:
+def check_best_metric(args: TrainingArguments, metrics: Collection[str], *, can_decode: bool) -> None:
     """The best checkpoint is chosen by the acceptance length where that is measured; otherwise there is none.
 
+    Args:
+        metrics: what evaluations of the held-out conversations give.
+
     Raises:
-        ValueError: when it is asked for and cannot be measured.
+        ValueError: when a metric is asked for that is unknown or cannot be measured.
     """
-    metric: str | None = args.metric_for_best_model
-    if can_decode or metric is None or metric.removeprefix("eval_") != "acceptance_length":
+    asked: str | None = args.metric_for_best_model
+    if asked is None:
         return
-    if args.load_best_model_at_end or getattr(args, "early_stopping_patience", None):
+    metric = asked.removeprefix("eval_")
+    if metric != "acceptance_length" and metric not in metrics:
+        known = ", ".join(["acceptance_length", *metrics])
+        raise ValueError(f"got metric_for_best_model {asked}, which these heads do not have; they have {known}")
+    if can_decode or metric != "acceptance_length":
+        return
+    if args.load_best_model_at_end or getattr(args, "early_stopping_patience", None) or goes_by_metric(args):
         raise ValueError(
-            f"metric_for_best_model is {metric}, but there is no prompt to measure it on: give num_eval_prompts above "
+            f"metric_for_best_model is {asked}, but there is no prompt to measure it on: give num_eval_prompts above "
             "0 with eval_prompts or held-out conversations, or metric_for_best_model loss"
         )
     args.metric_for_best_model = None
+
+
+def warn_of_lost_best(args: TrainingArguments) -> None:
+    """Warns when the best evaluation may be one of a step that has no checkpoint."""
+    kinds = [getattr(kind, "value", kind) for kind in (args.eval_strategy, args.save_strategy)]
+    if args.metric_for_best_model is None or "no" in kinds or kinds[1] == "best":
+        return
+    steps = (args.eval_steps or args.logging_steps, args.save_steps)
+    if kinds[0] == kinds[1]:
+        ratio = steps[0] / steps[1] if kinds[0] == "steps" else 1
+        if abs(ratio - round(ratio)) < 1e-6 * ratio or (steps[0] < 1) != (steps[1] < 1):  # of a share nobody knows yet
+            return
+    evaluated, saved = (
+        kind if kind != "steps" else f"{every:g} {'steps' if every >= 1 else 'of all steps'}"
+        for kind, every in zip(kinds, steps, strict=True)
+    )
+    logger.warning(
+        "evaluations come every %s and checkpoints every %s, so the best evaluation may be that of a step without a "
+        "checkpoint: give save_strategy and save_steps as for the evaluations, or --save_strategy best",
+        evaluated,
+        saved,
+    )

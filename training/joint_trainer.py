@@ -14,6 +14,7 @@ from transformers import SchedulerType
 
 from heads import DraftHeads
 from heads.adapter import FOLDER
+from training.arguments import goes_by_metric
 from training.joint import JointModel, JointOutput, load_adapter_weights
 from training.losses.draft_loss import LossOutput
 from training.optimizer import MuonWithAdamW
@@ -24,6 +25,7 @@ class JointTrainer(HeadsTrainer):
     """Trains a `JointModel`. `loss` in the logs is what is minimised, `heads_loss` and `target_loss` are its parts;
     `eval_loss` is the heads' own, as it is of heads that are trained alone."""
 
+    more_metrics = ("target_loss",)
     logged_metrics = (*HeadsTrainer.logged_metrics, "heads_loss", "target_loss", "adapter_learning_rate")
 
     def __init__(self, **kwargs: Any) -> None:
@@ -32,6 +34,12 @@ class JointTrainer(HeadsTrainer):
             raise ValueError(
                 "lora_r trains heads and target as one module, which FSDP and ZeRO-3 would cut up with the frozen "
                 "target outside of it: train under DDP, ZeRO-1 or ZeRO-2"
+            )
+        if self.joint.args.heads_warmup_steps and goes_by_metric(self.args):
+            name = SchedulerType(self.args.lr_scheduler_type).value
+            raise ValueError(
+                f"got lr_scheduler_type {name} with heads_warmup_steps: its learning rates are no function of the "
+                "step, so that the adapters' cannot wait; take another, or heads_warmup_steps 0"
             )
         self.num_warmup_steps = 0
 
@@ -122,12 +130,7 @@ class JointTrainer(HeadsTrainer):
         if self.lr_scheduler is not None or not alone:
             return super().create_scheduler(num_training_steps, optimizer)
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if not isinstance(scheduler, LambdaLR):
-            name = SchedulerType(self.args.lr_scheduler_type).value
-            raise ValueError(
-                f"got lr_scheduler_type {name} with heads_warmup_steps: its learning rates are no function of the "
-                "step, so that the adapters' cannot wait; take another, or heads_warmup_steps 0"
-            )
+        assert isinstance(scheduler, LambdaLR)
         place, ramp = self._adapter_group, self.args.get_warmup_steps(num_training_steps)
         factor = scheduler.lr_lambdas[place]
 

@@ -27,14 +27,14 @@ from training.checkpoints import (
 )
 from training.data.collation import find_documents
 from training.data.streaming import ConversationStream
-from training.evaluation import check_best_metric
+from training.evaluation import check_best_metric, warn_of_lost_best
 from training.features.sharded_target import is_sharded
 from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatures, TargetStates
 from training.launching import autocast, autocast_in_deepspeed, shard_with_fsdp
 from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from training.losses.teacher import compute_teacher
-from training.optimizer import MuonWithAdamW
+from training.optimizer import MuonWithAdamW, check_muon
 from training.reporting.progress import RunProgress
 from training.stopping import FiniteWatch, explain_full_disk
 from training.synthesis.on_policy import OnPolicyRows
@@ -61,6 +61,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """
 
     logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # beginnings of their names; evaluations report all
+    more_metrics: ClassVar[tuple[str, ...]] = ()  # of evaluations, besides the losses and the accuracies of each depth
 
     def __init__(
         self,
@@ -86,7 +87,14 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.depth_weights = depth_weights
         check_loss(loss_type, self.heads)
         self.measure_acceptance = measure_acceptance
-        check_best_metric(self.args, can_decode=measure_acceptance is not None)
+        num_steps = self.heads.num_unrolled_steps
+        fixed_weights(num_steps, step_decay=step_decay, depth_weights=depth_weights)  # one for each step, or an error
+        ranks = [f"top{n}_depth{k + 1}" for k in range(num_steps) for n in (1, 5)]
+        metrics = ["loss", *ranks, *self.more_metrics]
+        check_best_metric(self.args, metrics, can_decode=measure_acceptance is not None)
+        if self.args.process_index == 0:
+            warn_of_lost_best(self.args)
+        check_muon(muon_learning_rate, self.args)
         # Says that `compute_loss` has already divided by what `get_batch_samples` counted.
         self.model_accepts_loss_kwargs = True
         self.accelerator.gradient_accumulation_steps = 1  # older releases have accelerate divide once more

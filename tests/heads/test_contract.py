@@ -156,6 +156,7 @@ class TestTraining:
         features = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
         steps = heads.unroll(features, input_ids)
         assert [step.shift for step in steps] == list(range(2, 2 + len(steps)))
+        assert len(steps) == heads.num_unrolled_steps
         assert len(steps) == 1 or not heads.runs_target_layers
         if heads.max_depth is not None:
             assert len(steps) == heads.max_depth

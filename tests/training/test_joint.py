@@ -421,4 +421,4 @@ class TestRefusals:
     def test_a_schedule_that_is_no_function_of_the_step(self, train: Runner) -> None:
         options = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "validation_fraction": 0.25}
         with pytest.raises(ValueError, match="reduce_lr_on_plateau with heads_warmup_steps"):
-            train(**{**JOINT, **options, "heads_warmup_steps": 2})
+            train(**{**JOINT, **options, "heads_warmup_steps": 2, "metric_for_best_model": "loss"})

@@ -1,0 +1,73 @@
+"""What decides which checkpoint is the best, and what learning rates go by: known before the first step, or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from tests.training.runner import Runner
+from training.command_line import parse_arguments
+from training.run import prepare_run
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def prepare(train: Runner, **options: Any) -> Any:
+    return prepare_run(*parse_arguments(train.arguments(**{**EVALUATED, **options}))).trainer
+
+
+@pytest.mark.parametrize("metric", ["acceptance", "top1_depth3", "eval_target_loss"])
+def test_an_unknown_metric_is_refused_at_once(train: Runner, metric: str) -> None:
+    known = "acceptance_length, loss, top1_depth1, top5_depth1, top1_depth2, top5_depth2"
+    with pytest.raises(ValueError, match=f"got metric_for_best_model {metric}, which .* they have {known}$"):
+        prepare(train, metric_for_best_model=metric)
+
+
+@pytest.mark.parametrize("metric", ["acceptance_length", "eval_loss", "top5_depth2"])
+def test_known_metrics_choose(train: Runner, metric: str) -> None:
+    train(**EVALUATED, max_steps=2, metric_for_best_model=metric)
+    state = json.loads((train.output_dir / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["best_global_step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "frequencies"),
+    [
+        ({"save_steps": 4}, "every 2 steps and checkpoints every 4 steps"),
+        ({"eval_steps": 0.1, "save_steps": 0.25}, "every 0.1 of all steps and checkpoints every 0.25 of all steps"),
+        ({"save_strategy": "epoch"}, "every 2 steps and checkpoints every epoch"),
+        ({"eval_steps": 4}, None),
+        ({"eval_steps": 0.3, "save_steps": 0.1}, None),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, None),
+        ({"save_strategy": "no"}, None),
+    ],
+)
+def test_a_best_step_without_a_checkpoint_is_warned_of(
+    train: Runner, options: dict[str, Any], frequencies: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="training.evaluation"):
+        prepare(train, **options)
+    assert ("without a checkpoint" in caplog.text) == (frequencies is not None)
+    assert frequencies is None or frequencies in caplog.text
+
+
+class TestLearningRatesByMetric:
+    PLATEAU: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau"}  # noqa: RUF012
+
+    @pytest.mark.parametrize(("metric", "mode"), [("acceptance_length", "max"), ("loss", "min")])
+    def test_they_fall_when_it_no_longer_gets_better(self, train: Runner, metric: str, mode: str) -> None:
+        trainer = prepare(train, **self.PLATEAU, metric_for_best_model=metric)
+        trainer.create_optimizer()
+        assert trainer.create_scheduler(8).mode == mode
+
+    def test_without_prompts_there_is_nothing_to_go_by(self, train: Runner) -> None:
+        with pytest.raises(ValueError, match="there is no prompt to measure it on"):
+            prepare(train, **self.PLATEAU, num_eval_prompts=0)
+
+
+def test_weights_of_each_depth_are_counted_before_the_first_step(train: Runner) -> None:
+    with pytest.raises(ValueError, match="got 3 depth_weights for heads that are trained over 2 drafting steps"):
+        prepare(train, depth_weights="1,0.5,0.2")
