@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 from heads.adapter import CONFIG_FILE, WEIGHTS_FILE
 from training.checkpoints import RUN_FILE, read_run_file
 from training.command_line import default_of
+from training.data.streaming import ConversationStream
 
 logger = logging.getLogger(__name__)
 
@@ -155,15 +156,16 @@ def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -
 
     Args:
         settings: every option, from `training.command_line.resolve_arguments`.
-        train_set: the tokenized conversations; of a stream (without a length) only the options can tell.
+        train_set: the tokenized conversations, or a stream of them, of which its files can tell.
     """
-    data = fingerprint(train_set) if isinstance(train_set, datasets.Dataset) else None
+    is_stream = isinstance(train_set, ConversationStream)
+    data = train_set.describe() if is_stream else fingerprint(train_set)
     options = {
         key: value
         for key, value in settings.items()
-        if not (_FREE.fullmatch(key) or (data is not None and _OF_DATA.fullmatch(key)))
+        if not (_FREE.fullmatch(key) or (not is_stream and _OF_DATA.fullmatch(key)))
     }
-    if data is None:  # what a stream reads, and in which order, depends on these as well
+    if is_stream:  # what it reads, and in which order, depends on these as well
         options["dataloader_num_workers"] = settings.get("dataloader_num_workers")
         options["eval_dataset"] = bool(settings.get("eval_dataset"))
     described = {"num_processes": num_processes, "training data": data, "options": options}

@@ -22,9 +22,11 @@ from tests.training.conversation_cases import sharegpt, write
 from tests.training.runner import WORDS, InterruptedRunError, Runner, assert_same, interrupt_at_step
 from training import run as run_module
 from training.arguments import DataArguments
+from training.command_line import parse_arguments
 from training.data.conversations import BadLineError
 from training.data.streaming import ConversationStream
 from training.data.training_sets import load_datasets
+from training.run import prepare_run
 
 NUM_ROWS = 30
 
@@ -147,8 +149,11 @@ def test_reading_is_lazy_and_bad_lines_are_named(
     assert "no token of the assistant's" in caplog.text
     bad = write(tmp_path / "b.jsonl", [unanswered])
     for empty in (bad, write(tmp_path / "c.jsonl", [])):
-        with pytest.raises(ValueError, match=r"no conversation of .* can be used by this process"):
-            next(iter(make_stream([empty], word_tokenizer, validation_fraction=0, skip_bad_lines=True)))
+        stream = make_stream([empty], word_tokenizer, validation_fraction=0, skip_bad_lines=True)
+        with pytest.raises(ValueError, match=r"no conversation of .* can be used by this reader, one of 1 processes;"):
+            next(iter(stream))
+        with pytest.raises(ValueError, match=r"one of 1 processes, times 2 dataloader_num_workers;"):
+            next(iter(DataLoader(stream, num_workers=2)))
 
 
 class TestRuns:
@@ -184,6 +189,23 @@ class TestRuns:
         changed = {"dataloader_num_workers": 2, "eval_dataset": train.defaults["dataset"]}[option]
         with pytest.raises(ValueError, match=option):
             train(**self.STREAMED, resume_from_checkpoint=True, **{option: changed})
+
+    def test_files_that_have_changed_are_refused_on_resuming(self, train: Runner) -> None:
+        train(**self.STREAMED, max_steps=2)
+        file = Path(train.defaults["dataset"])
+        file.write_text(file.read_text().replace("word7 ", "word8 "))
+        with pytest.raises(ValueError, match=rf"training data \['{file.name}: \d+ bytes, .*\(now \['{file.name}: "):
+            train(**self.STREAMED, resume_from_checkpoint=True)
+
+    def test_data_seed_gives_another_order_and_keeps_the_first_weights(self, train: Runner) -> None:
+        trainers = [
+            prepare_run(*parse_arguments(train.arguments(**self.STREAMED, data_seed=seed))).trainer
+            for seed in (None, 1, 2)
+        ]
+        firsts = [next(iter(trainer.get_train_dataloader()))["input_ids"].tolist() for trainer in trainers]
+        assert len({str(first) for first in firsts}) == 3
+        weights = [dict(trainer.model.state_dict()) for trainer in trainers]
+        assert_same(weights[1], weights[2])
 
     def test_the_draft_vocabulary_counts_the_first_rows(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         counted: list[int] = []

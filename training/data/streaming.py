@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, count, islice
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -99,6 +100,15 @@ class ConversationStream(IterableDataset[Row]):
             rows = self._tokenize(self._shuffle(epoch, reader, self.num_processes * num_workers))
             yield from self._pack(rows) if self.data_args.packing else rows
 
+    def describe(self) -> list[str]:
+        """What is read, without reading it: of each file its name, its size, and a hash of its first and last MiB."""
+        described = []
+        for place in self.places:
+            folder = Path(place.repository)
+            files = place.files or (sorted(folder.rglob("*")) if place.repository and folder.is_dir() else ())
+            described += [_describe_file(file) for file in files if file.is_file()] or [place.label]
+        return described
+
     def first_rows(self, count: int) -> datasets.Dataset:
         """The first so many rows that will be learned from, as they stand, the same in every process."""
         return self._collect(islice(self._tokenize(self._mix(0, 0, 1)), count))
@@ -136,9 +146,14 @@ class ConversationStream(IterableDataset[Row]):
         warn_of_lost_thoughts(num_lost_thoughts)
         if not num_rows and not may_be_empty:
             raise ValueError(
-                f"no conversation of {', '.join(self.data_args.dataset)} can be used by this process (of "
-                f"{self.num_processes}); reasons and how often: {dict(dropped)}"
+                f"no conversation of {', '.join(self.data_args.dataset)} can be used by this reader, "
+                f"{self._who_reads()}; reasons and how often: {dict(dropped)}"
             )
+
+    def _who_reads(self) -> str:
+        worker = get_worker_info()
+        workers = f", times {worker.num_workers} dataloader_num_workers" if worker else ""
+        return f"one of {self.num_processes} processes{workers}"
 
     def _pack(self, rows: Iterator[Row]) -> Iterator[Row]:
         """As `training.data.packing.pack_rows`, window by window."""
@@ -203,6 +218,15 @@ class ConversationStream(IterableDataset[Row]):
             # A malformed line is nobody's to learn from: training reports it.
             if held_out == is_held_out and not (is_held_out and row["problem"]):
                 yield row
+
+
+def _describe_file(file: Path) -> str:
+    size, digest = file.stat().st_size, hashlib.blake2b(digest_size=8)
+    with file.open("rb") as content:
+        digest.update(content.read(2**20))
+        content.seek(max(0, size - 2**20))
+        digest.update(content.read())
+    return f"{file.name}: {size} bytes, {digest.hexdigest()}"
 
 
 def is_in_fraction(text: str, fraction: float) -> bool:
