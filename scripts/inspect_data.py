@@ -37,7 +37,7 @@ class InspectArguments:
     target: str = field(metadata={"help": "The target whose tokenizer and chat template are used: a folder or hub id."})
     num_rows: int = field(default=3, metadata={"help": "Conversations shown of each set."})
     json: str | None = field(default=None, metadata={"help": "JSON file to write the counts to."})
-    seed: int = field(default=42, metadata={"help": "Of the draws of a mixture, as in training."})
+    seed: int = field(default=42, metadata={"help": "Of a mixture's draws, as in training --data_seed or --seed."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the target."})
 
     def __post_init__(self) -> None:

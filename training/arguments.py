@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from transformers import TrainingArguments
@@ -375,6 +375,8 @@ class HeadsTrainingArguments(TrainingArguments):
                 )
         settle_devices(self)
         super().__post_init__()
+        if goes_by_metric(self) and self.greater_is_better:  # torch expects one that falls
+            self.lr_scheduler_kwargs = {"mode": "max", **cast(dict[str, Any], self.lr_scheduler_kwargs or {})}
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
@@ -386,3 +388,13 @@ class HeadsTrainingArguments(TrainingArguments):
             super()._validate_args()
         finally:
             self.use_cpu = asked
+
+
+def goes_by_metric(args: TrainingArguments) -> bool:
+    """Whether the learning rate depends on what evaluations find, not on the step."""
+    return getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy")
+
+
+def seed_of_data(args: TrainingArguments) -> int:
+    """Of what is drawn from the data: its order, mixtures, what is held out, which replies are written anew."""
+    return int(args.seed if args.data_seed is None else args.data_seed)

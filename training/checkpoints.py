@@ -25,6 +25,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import IntervalStrategy, sort_checkpoints
 
+from training.arguments import seed_of_data
+
 RUN_FILE = "run.json"
 INCOMPLETE = ".incomplete-checkpoint"
 # Trainer's own sums since the last log line, and how it stores each of them.
@@ -164,7 +166,7 @@ class ExactEpochs(TrainerCallback):  # type: ignore[misc, unused-ignore]
         epoch = int(state.epoch or 0)
         sampler = _innermost_sampler(kwargs["train_dataloader"])
         if isinstance(sampler, LengthGroupedSampler):
-            seed = args.seed if args.data_seed is None else args.data_seed
+            seed = seed_of_data(args)
             sampler.generator = torch.Generator().manual_seed(seed + epoch)
         elif hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)

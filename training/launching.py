@@ -187,10 +187,16 @@ def check_launch(args: TrainingArguments) -> None:
             "well (for one process alone: unset MASTER_ADDR)"
         )
     if state.num_processes != launch.num_processes:
+        # transformers gives DeepSpeed no backend where accelerate does not.
+        cure = (
+            f"start with `accelerate launch --config_file configs/accelerate/deepspeed_zero2.yaml` instead of "
+            f"--deepspeed {args.deepspeed} (which such a file may name as its deepspeed_config_file)"
+            if args.deepspeed
+            else "give --ddp_backend gloo on CPUs, nccl on GPUs"
+        )
         raise ValueError(
             f"the launcher started {launch.num_processes} processes, and this one sees {state.num_processes} "
-            f"(backend {state.backend!r}), so each would train alone on all of the data: give --ddp_backend gloo on "
-            "CPUs, nccl on GPUs"
+            f"(backend {state.backend!r}), so each would train alone on all of the data: {cure}"
         )
     wanted = {"deepspeed": DistributedType.DEEPSPEED}.get(launch.strategy)
     is_apart = state.num_processes > 1 and state.distributed_type == DistributedType.NO

@@ -22,13 +22,13 @@ from transformers import AutoTokenizer, EarlyStoppingCallback, TrainerState, set
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from heads.adapter import FOLDER
 from inference import Target
-from inference.target_config import LengthLimit
-from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments
+from inference.target_config import find_length_limit
+from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, seed_of_data
 from training.checkpoints import read_run_file, write_file
 from training.command_line import resolve_arguments
 from training.data.collation import ConversationCollator, count_tokens
 from training.data.packing import pack_rows
-from training.data.streaming import ConversationStream, check_streaming
+from training.data.streaming import ConversationStream
 from training.data.training_sets import cut_to_limit, load_datasets
 from training.evaluation import acceptance_meter, eval_prompts
 from training.features.options import FeatureArguments, RowsOfRun, prepare_features
@@ -38,10 +38,9 @@ from training.features.target_identity import hash_tokenizer, identify_target
 from training.features.target_loading import PlacementArguments, check_placement, load_model
 from training.joint import JointArguments, JointModel, adapt_target
 from training.joint_trainer import JointTrainer
-from training.launching import check_launch, describe_launch, loading_whole
+from training.launching import describe_launch, loading_whole
 from training.losses.depth_weights import parse_depth_weights
-from training.optimizer import check_muon
-from training.reporting.reporters import check_reporters
+from training.option_checks import check_options
 from training.reporting.run_report import report_run
 from training.resume import check_same_heads, check_same_run, describe_run, find_checkpoint, is_finished
 from training.run_arguments import RunArguments, pick
@@ -64,7 +63,10 @@ def run_training(
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run with everything loaded and checked, before its first step."""
+    """A run with everything loaded and checked, before its first step.
+
+    stored_bytes: of features that it will add to its folder of them.
+    """
 
     trainer: HeadsTrainer
     output_dir: Path
@@ -72,6 +74,7 @@ class PreparedRun:
     tokenizer: Any
     settings: dict[str, Any]
     wants_report: bool = True
+    stored_bytes: int = 0
 
     def finish(self) -> dict[str, float]:
         """Trains, saves the heads and the record, and returns the final metrics."""
@@ -91,7 +94,7 @@ class PreparedRun:
         record = _make_record(metrics, trainer.state, seconds, distributed)
         if trainer.args.process_index == 0:
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)  # a pickle of those in training_config.yaml
-            write_file(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
+            _write_text(trainer, "training_record.json", json.dumps(record, indent=2) + "\n")
         report_run(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
         if trainer.args.push_to_hub:
             trainer.push_to_hub()
@@ -113,31 +116,9 @@ def prepare_run(
     feature_args, on_policy_args = pick(more, FeatureArguments), pick(more, OnPolicyArguments)
     if placement.target_device_map is not None and training_args.n_gpu > 1:
         training_args._n_gpu = 1  # the others are the target's
-    if training_args.n_gpu > 1:
-        raise ValueError(
-            f"one process sees {training_args.n_gpu} GPUs, and heads do not train under DataParallel: start with "
-            "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
-        )
-    check_launch(training_args)
-    check_muon(training_args.muon_learning_rate, training_args)
-    if joint_args.is_on and feature_args.features is not None:
-        raise ValueError(
-            f"got features {feature_args.features} with lora_r {joint_args.lora_r}: a target that is trained "
-            "gives other states at every step; leave one of the two out"
-        )
-    check_streaming(data_args, training_args)
-    if joint_args.is_on and placement.shard_target != "none":
-        raise ValueError(
-            f"got shard_target {placement.shard_target} with lora_r {joint_args.lora_r}: a target that is trained too "
-            "stays whole on every process; leave one of the two out"
-        )
-    if data_args.packing and training_args.train_sampling_strategy == "group_by_length":
-        raise ValueError(
-            "got packing and train_sampling_strategy group_by_length: packed rows are of one length, and their "
-            "documents are grouped within each batch; leave one of the two out"
-        )
-    check_reporters(training_args.report_to)
+    check_options(data_args, training_args, joint_args, placement, feature_args)
     set_seed(training_args.seed)  # Trainer does so too, but after the heads have drawn their first weights
+    data_seed = seed_of_data(training_args)
     is_main_process = training_args.process_index == 0
     checkpoint = find_checkpoint(
         training_args.output_dir, training_args.resume_from_checkpoint, is_main_process=is_main_process
@@ -149,12 +130,13 @@ def prepare_run(
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
     heads = _make_heads(model_args, target, stored_heads, checkpoint, joint_args)
 
-    data_args = fit_to_target(data_args, target, is_main_process=is_main_process)
+    limit = find_length_limit(target.text_config)
+    data_args = cut_to_limit(data_args, limit, has_warning=is_main_process)
     with training_args.main_process_first(desc="tokenizing conversations"):
         train_set, eval_set = load_datasets(
             data_args,
             tokenizer,
-            seed=training_args.seed,
+            seed=data_seed,
             rank=training_args.process_index,
             num_processes=training_args.world_size,
         )
@@ -168,7 +150,7 @@ def prepare_run(
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=training_args.resume_with_changes)
     measure_acceptance = acceptance_meter(
-        target, heads, eval_prompts(data_args, eval_set, tokenizer, target), data_args.eval_max_new_tokens
+        target, heads, eval_prompts(data_args, eval_set, tokenizer, limit), data_args.eval_max_new_tokens
     )
     features = prepare_features(
         feature_args,
@@ -182,10 +164,9 @@ def prepare_run(
     )
     if data_args.packing:  # behind whatever reads single conversations
         with training_args.main_process_first(desc="packing conversations"):
-            seed = training_args.seed if training_args.data_seed is None else training_args.data_seed
             if not isinstance(train_set, ConversationStream):  # which packs its rows itself
-                train_set = pack_rows(train_set, data_args.max_length, seed=seed)
-            eval_set = None if eval_set is None else pack_rows(eval_set, data_args.max_length, seed=seed)
+                train_set = pack_rows(train_set, data_args.max_length, seed=data_seed)
+            eval_set = None if eval_set is None else pack_rows(eval_set, data_args.max_length, seed=data_seed)
     if on_policy_args.is_on:
         check_on_policy(
             train_set,
@@ -223,9 +204,16 @@ def prepare_run(
     output_dir = Path(training_args.output_dir)
     if is_main_process and not pick(more, RunArguments).dry_run:  # now, so that an interrupted run says what it was
         output_dir.mkdir(parents=True, exist_ok=True)
-        write_file(output_dir / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        _write_text(trainer, "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
     wants_report = pick(more, RunArguments).report
-    return PreparedRun(trainer, output_dir, checkpoint, tokenizer, settings, wants_report)
+    return PreparedRun(
+        trainer, output_dir, checkpoint, tokenizer, settings, wants_report, stored_bytes=features.bytes_to_store
+    )
+
+
+def _write_text(trainer: HeadsTrainer, name: str, text: str) -> None:
+    with explain_full_disk(trainer, name, len(text)):
+        write_file(Path(str(trainer.args.output_dir)) / name, text)
 
 
 def _load_stored_heads(model_args: ModelArguments, checkpoint: Path | None) -> DraftHeads | None:
@@ -255,12 +243,6 @@ def _make_heads(
         wanted.target_adapter = FOLDER if joint_args.is_on else None
         check_same_heads(checkpoint, stored.config, wanted)
     return stored.bind(target)
-
-
-def fit_to_target(data_args: DataArguments, target: Target, *, is_main_process: bool) -> DataArguments:
-    """Rows no longer than the target's position limit."""
-    limit = LengthLimit(target.max_length, target.length_limit_reason)
-    return cut_to_limit(data_args, limit, has_warning=is_main_process)
 
 
 def _train(trainer: HeadsTrainer, checkpoint: Path | None) -> float:

@@ -113,8 +113,11 @@ def _last_checkpoint(trainer: Any) -> str:
 
 
 @contextmanager
-def explain_full_disk(trainer: Any, name: str) -> Iterator[None]:
+def explain_full_disk(trainer: Any, name: str, size: int | None = None) -> Iterator[None]:
     """Turns what a full disk, a quota or a limit on file sizes raises while `name` is written into a clear error.
+
+    Args:
+        size: its bytes; None = those of a checkpoint.
 
     Raises:
         TrainingStoppedError: with the space that is left and needed, and the last complete checkpoint.
@@ -127,9 +130,10 @@ def explain_full_disk(trainer: Any, name: str) -> Iterator[None]:
         folder = Path(trainer.args.output_dir)
         free = shutil.disk_usage(folder).free / 2**20
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        needed = checkpoint_size(trainer.model) if size is None else size
         raise TrainingStoppedError(
             f"{name} could not be written into {folder}: {reason}. There {'is' if free < 1 else 'are'} {free:,.0f} MiB "
-            f"free, and it takes about {checkpoint_size(trainer.model) / 2**20:,.0f} MiB. {_last_checkpoint(trainer)} "
+            f"free, and it takes about {math.ceil(needed / 2**20):,} MiB. {_last_checkpoint(trainer)} "
             "Make room first (save_total_limit says how many checkpoints are kept)."
         ) from error
 

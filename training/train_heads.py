@@ -39,7 +39,7 @@ def main() -> int:
                 show(found)
             return 1 if found.problems else 0
         run = prepare_run(*arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, TrainingStoppedError) as error:
         if not is_main_process:
             time.sleep(5)  # the first process says the same, and the launcher then ends this one
         sys.exit(f"train_heads.py: {error}")

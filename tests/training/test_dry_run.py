@@ -95,6 +95,28 @@ class TestFigures:
             found.figures["parameters"]["that are trained"] > try_out(train).figures["parameters"]["that are trained"]
         )
 
+    @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by PEFT
+    def test_steps_of_heads_and_adapters_are_not_those_of_the_warm_up(self, train: Runner) -> None:
+        """Which train the heads alone, and take less."""
+        pytest.importorskip("peft")
+        options = {"lora_r": 2, "muon_learning_rate": None}
+        waits, at_once = (try_out(train, **options, heads_warmup_steps=steps) for steps in (6, 0))
+        assert not waits.problems
+        assert waits.figures["memory of a process"] == at_once.figures["memory of a process"]
+
+    def test_a_hybrid_run_stores_nothing_and_says_what_it_would(self, train: Runner, tmp_path: Path) -> None:
+        options = {"features": tmp_path / "deep" / "features", "feature_mode": "hybrid", "save_strategy": "epoch"}
+        found = try_out(train, **options)
+        assert not found.problems
+        assert not (tmp_path / "deep").exists()
+        train(**options, max_steps=5)
+        written = {file: file.stat().st_mtime_ns for file in options["features"].iterdir()}
+        stored = sum(file.stat().st_size for file in written if file.suffix == ".safetensors")
+        held_out = 6 / 24
+        assert found.figures["disk"]["features"] == pytest.approx(stored / (1 - held_out), rel=0.2)
+        assert "features" not in try_out(train, **options).figures["disk"] or len(written) > 1
+        assert {file: file.stat().st_mtime_ns for file in options["features"].iterdir()} == written
+
     def test_seconds_of_all_steps(self) -> None:
         """Four steps of 10, 30, 20 and 10 tokens, where 10 take 1 s and 20 take 3 s."""
         assert project_seconds([10, 30, 20], 4, {20: 3.0, 10: 1.0}) == pytest.approx(1 + 5 + 3 + 1)
@@ -146,7 +168,8 @@ class TestProblems:
         problems = "\n".join(found.problems)
         assert "output_dir: [Errno 20] Not a directory" in problems
         assert "dataset nowhere.jsonl does not exist" in problems
-        assert len(found.problems) == 2
+        assert "none.jsonl, which is no file" in problems
+        assert len(found.problems) == 3
 
     def test_a_target_that_is_not_there_hides_nothing(self, train: Runner, target_path: Path, tmp_path: Path) -> None:
         """The tokenizer is, so that the data can be looked at."""
@@ -158,10 +181,34 @@ class TestProblems:
         found = try_out(train, target=tokenizer, dataset="nowhere.jsonl")
         assert [problem.partition(":")[0] for problem in found.problems] == ["loading", "data"]
 
+    def test_options_data_and_prompts_are_looked_at_apart(self, train: Runner) -> None:
+        contradictions = {"packing": True, "train_sampling_strategy": "group_by_length", "lora_r": 2, "features": "x"}
+        found = try_out(train, dataset="nowhere.jsonl", eval_prompts="none.jsonl", **contradictions)
+        for expected in ("options: got features x with lora_r 2: ", "; and got packing and train_sampling_strategy"):
+            assert expected in found.problems[0]
+        assert [problem.partition(":")[0] for problem in found.problems] == ["options", "data", "eval_prompts"]
+
+    def test_nothing_is_made_on_the_hub(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("a repository was to be made")
+
+        monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+        monkeypatch.setattr("transformers.trainer.create_repo", refuse, raising=False)
+        monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda self, token=None: {"name": "someone"})
+        found = try_out(train, push_to_hub=True)
+        assert not found.problems
+        assert "push_to_hub" in found.passed
+
+        def unknown(self: Any, token: Any = None) -> None:
+            raise OSError("Invalid user token.")
+
+        monkeypatch.setattr("huggingface_hub.HfApi.whoami", unknown)
+        assert try_out(train, push_to_hub=True).problems == ["push_to_hub: Invalid user token."]
+
     @pytest.mark.skipif(importlib.util.find_spec("mlflow") is not None, reason="mlflow is installed")
     def test_a_backend_that_is_not_installed(self, train: Runner) -> None:
         found = try_out(train, report_to=["tensorboard", "mlflow"])
-        expected = 'report_to: got report_to mlflow, which is not installed: pip install "draftsmith[mlflow]", or leave'
+        expected = 'options: got report_to mlflow, which is not installed: pip install "draftsmith[mlflow]", or leave'
         assert [problem[: len(expected)] for problem in found.problems] == [expected]
 
     def test_steps_that_fail(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

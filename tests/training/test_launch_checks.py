@@ -54,6 +54,15 @@ def test_a_silent_fallback_is_refused(
         check_launch(args)
 
 
+def test_a_deepspeed_file_for_cpus_needs_accelerate(
+    args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(args, "deepspeed", "zero.json")
+    with pytest.raises(ValueError, match=r"start with `accelerate launch .* instead of --deepspeed zero\.json"):
+        check_launch(args)
+
+
 def test_use_cpu_beside_deepspeed_is_refused(args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")

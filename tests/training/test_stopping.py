@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from tests.conftest import REPOSITORY
 from tests.training.killed_run import run_with_full_disk
 from tests.training.runner import Runner, assert_same
+from training import run as run_module
 from training import train_heads
 from training.command_line import parse_arguments
 from training.run import PreparedRun, prepare_run
@@ -102,6 +103,19 @@ class TestNotFinite:
 
 
 class TestFullDisk:
+    @pytest.mark.parametrize("name", ["training_config.yaml", "training_record.json"])
+    def test_while_texts_are_written(self, train: Runner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        write = run_module.write_file
+
+        def write_or_fail(file: Path, text: str) -> None:
+            if file.name == name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(file, text)
+
+        monkeypatch.setattr(run_module, "write_file", write_or_fail)
+        with pytest.raises(TrainingStoppedError, match=rf"{name} could not be written into .* it takes about 1 MiB"):
+            train(max_steps=1)
+
     @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
     def test_the_checkpoint_before_stays_and_is_resumed(self, train: Runner, tmp_path: Path, name: str) -> None:
         """The kernel itself refuses to write the file any further."""
@@ -116,7 +130,7 @@ class TestFullDisk:
         process.start()
         process.join()
         found = re.fullmatch(
-            r"checkpoint-6 could not be written into \S+/heads: (.+)\. There are [\d,]+ MiB free, and it takes about 0 "
+            r"checkpoint-6 could not be written into \S+/heads: (.+)\. There are [\d,]+ MiB free, and it takes about 1 "
             r"MiB\. The last complete checkpoint is \S+/heads/checkpoint-4; --resume_from_checkpoint true goes on from "
             r"it .* Make room first .*",
             message.read_text(),

@@ -24,9 +24,10 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from inference.target import Target
+from inference.target_config import find_length_limit
 from training.arguments import DataArguments, ModelArguments
 from training.data.collation import ConversationCollator
-from training.data.training_sets import load_datasets
+from training.data.training_sets import cut_to_limit, load_datasets
 from training.features.extraction_options import ExtractionArguments, choose_layers, plan_tensors
 from training.features.options import check_room, check_same_target, free_space, iterate_ids
 from training.features.sources import OnlineFeatures, tensor_name
@@ -45,7 +46,6 @@ from training.features.target_identity import hash_tokenizer, identify_target
 from training.features.target_loading import PlacementArguments, check_placement, load_adapted_model
 from training.features.top_logits import TopLogits, take_top_logits
 from training.losses.teacher import rows_per_chunk
-from training.run import fit_to_target
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ def extract_features(
     target = Target(load_adapted_model(model_args, placement, device, num_processes=num_processes))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
-    data_args = fit_to_target(data_args, target, is_main_process=rank == 0)
+    data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
     rows = load_rows(data_args, tokenizer)
     layers = choose_layers(model_args, args, target)
     settings = StoreSettings(

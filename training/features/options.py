@@ -83,7 +83,7 @@ class PreparedFeatures:
     """What the trainer takes: where states come from, the collator that reads ahead, and what to do between epochs.
 
     A source of None is the trainer's own, online. peek is the source without its traces on disk, for the self-check;
-    dtype is the narrowest that states pass through.
+    dtype is the narrowest that states pass through; bytes_to_store is what the run will add to the folder.
     """
 
     source: FeatureSource | None
@@ -91,6 +91,7 @@ class PreparedFeatures:
     dtype: torch.dtype
     collate: Collate
     callbacks: list[TrainerCallback]
+    bytes_to_store: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,11 @@ def prepare_features(
     check_same_target(folder, store.settings.target, wanted.target)
     if args.feature_mode == "hybrid":
         _check_same_tensors(folder, store.settings, wanted)
-        check_room(folder, _size_of_missing(store, rows), args.max_disk_gb)
+        size = _size_of_missing(store, rows)
+        check_room(folder, size, args.max_disk_gb)
         hybrid = HybridFeatures(online, store, rank=rank, shard_bytes=int(args.feature_shard_mb * 10**6))
-        return PreparedFeatures(hybrid, hybrid.peek, target.dtype, hybrid.collator(collate), [FlushFeatures(hybrid)])
+        callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
+        return PreparedFeatures(hybrid, hybrid.peek, target.dtype, hybrid.collator(collate), callbacks, size)
     _check_layers(store, heads, loss_type)
     _check_finished(store)
     _check_rows(store, rows)

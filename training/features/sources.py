@@ -190,7 +190,7 @@ class HybridFeatures:
         self.stored = StoredFeatures(online.target, online.feature_layers, store)
         self.rank = rank
         self.shard_bytes = shard_bytes
-        self.is_full = False
+        self.is_full = False  # or else to be left as it is: what is missing is computed, and not kept
         self._rows: dict[bytes, StoredRow] = {}
         self._written: set[int] = set()  # keys of what was flushed; the store itself is read anew at an epoch's end
         self._size = 0

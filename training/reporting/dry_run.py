@@ -20,14 +20,22 @@ from typing import Any, TypeVar
 
 import datasets
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import HfApi
 from transformers import AutoTokenizer, EarlyStoppingCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from heads import DraftHeads
+from inference.target_config import LengthLimit
+from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, seed_of_data
 from training.data.training_sets import load_datasets
-from training.evaluation import AcceptanceMeter
+from training.evaluation import AcceptanceMeter, eval_prompts
+from training.features.options import FeatureArguments
+from training.features.sources import HybridFeatures
+from training.features.target_loading import PlacementArguments
+from training.joint import JointArguments
+from training.joint_trainer import JointTrainer
 from training.launching import loading_whole
-from training.reporting.reporters import check_reporters
+from training.option_checks import check_options
 from training.reporting.run_costs import (
     Figures,
     TrialSteps,
@@ -82,21 +90,36 @@ def dry_run(*arguments: Any) -> DryRun:
     model_args, data_args, training_args, *more = arguments
     found = DryRun()
     output_dir = Path(training_args.output_dir)
-    with _collect_warnings(found.warnings), _leave_no_folder(output_dir):
+    index = Path(pick(more, FeatureArguments).features or "") / "index.json"
+    with _collect_warnings(found.warnings), _leave_no_folder(output_dir), _leave_no_index(index):
         found.check("output_dir", lambda: _write_something(output_dir))
-        found.check("report_to", lambda: check_reporters(training_args.report_to))
+        if training_args.push_to_hub:
+            found.check("push_to_hub", lambda: HfApi().whoami(training_args.hub_token))
+            training_args.push_to_hub = False  # Trainer makes the repository at once
+        parts = pick(more, JointArguments), pick(more, PlacementArguments), pick(more, FeatureArguments)
+        found.check("options", lambda: check_options(data_args, training_args, *parts))
         run = found.check("loading", lambda: prepare_run(*arguments))
         if run is not None:
             _try(found, run)
-        else:  # the other things that can be looked at without what could not be loaded
-            code = {"trust_remote_code": model_args.trust_remote_code}
-            tokenizer = found.check("tokenizer", lambda: AutoTokenizer.from_pretrained(model_args.target, **code))
-            if tokenizer is not None:
-                found.check("data", lambda: load_datasets(data_args, tokenizer, seed=training_args.seed))
+        else:
+            _look_at_parts(found, model_args, data_args, training_args)
     file = pick(more, RunArguments).dry_run_json
     if file is not None and training_args.process_index == 0:
         Path(file).write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
     return found
+
+
+def _look_at_parts(
+    found: DryRun, model_args: ModelArguments, data_args: DataArguments, training_args: HeadsTrainingArguments
+) -> None:
+    """What can be looked at without what could not be loaded."""
+    code: dict[str, Any] = {"trust_remote_code": model_args.trust_remote_code}
+    tokenizer = found.check("tokenizer", lambda: AutoTokenizer.from_pretrained(model_args.target, **code))
+    if tokenizer is None:
+        return
+    found.check("data", lambda: load_datasets(data_args, tokenizer, seed=seed_of_data(training_args)))
+    if data_args.eval_prompts is not None:
+        found.check("eval_prompts", lambda: eval_prompts(data_args, None, tokenizer, LengthLimit(None, "")))
 
 
 def _try(found: DryRun, run: PreparedRun) -> None:
@@ -131,7 +154,7 @@ def _try(found: DryRun, run: PreparedRun) -> None:
         checkpoint = folder / f"checkpoint-{TRIAL_STEPS}"
         found.check("saving and resuming a checkpoint", lambda: _resume(trainer, checkpoint))
         disk = disk_figures(checkpoint, run.output_dir, num_saves=num_saves, save_total_limit=limit)
-    found.figures["disk"] = disk
+    found.figures["disk"] = disk if not run.stored_bytes else {**disk, "features": run.stored_bytes}
     if int(disk["the run"]) > int(disk["free"]):
         found.problems.append(
             f"disk: the run needs {disk['the run']:,} bytes in {run.output_dir}, {disk['free']:,} are free: lower "
@@ -217,6 +240,10 @@ def _make_steps(trainer: HeadsTrainer, folder: Path) -> TrialSteps:
         "push_to_hub": False,
     }.items():
         setattr(args, name, value)
+    if isinstance(trainer, JointTrainer):  # steps of both, which take the most
+        trainer.joint.args = replace(trainer.joint.args, heads_warmup_steps=0)
+    if isinstance(trainer.features, HybridFeatures):
+        trainer.features.is_full = True
     trial = TrialSteps([*trainer.heads.parameters(), *trainer.target.model.parameters()])
     for callback in [*trainer.callback_handler.callbacks]:
         is_dashboard = type(callback).__module__.startswith("transformers.integrations")
@@ -256,6 +283,18 @@ def _leave_no_folder(output_dir: Path) -> Iterator[None]:
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
+
+
+@contextmanager
+def _leave_no_index(index: Path) -> Iterator[None]:
+    """Features that the run would begin are not begun."""
+    was_there = index.exists()
+    with _leave_no_folder(index.parent):
+        try:
+            yield
+        finally:
+            if not was_there:
+                index.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from heads import DraftHeads
 from inference import Decoder, DynamicTree, GenerationStats, Target
+from training.arguments import seed_of_data
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
 from training.synthesis.turn_template import TurnTemplate
 
@@ -302,8 +303,7 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     @property
     def _seed(self) -> int:
-        args: TrainingArguments = self.trainer.args
-        return args.seed if args.data_seed is None else args.data_seed
+        return seed_of_data(self.trainer.args)
 
     def _share_of(self, epoch: int) -> list[int]:
         """This process's of the rows to be replaced."""
