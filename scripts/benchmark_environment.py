@@ -42,8 +42,13 @@ def describe_program() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "commit": _read_commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *map(_shorten, sys.argv)]),
     }
+
+
+def _shorten(word: str) -> str:
+    """Files of this repository by their place in it, as a reader would type them."""
+    return str(Path(word).relative_to(ROOT)) if Path(word).is_absolute() and Path(word).is_relative_to(ROOT) else word
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

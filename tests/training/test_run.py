@@ -173,6 +173,16 @@ class TestARun:
         train(max_steps=1, report_to="tensorboard")
         assert list(train.output_dir.rglob("events.out.tfevents.*"))
 
+    def test_mlflow_is_opt_in_and_works_offline(
+        self, train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("mlflow")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        train(report_to="mlflow", max_steps=2)
+        (file,) = (tmp_path / "mlruns").rglob("metrics/top1_depth1")
+        assert [line.split()[-1] for line in file.read_text().splitlines()] == ["1", "2"]
+
     def test_wandb_is_opt_in_and_works_offline(self, train: Runner, tmp_path: Path) -> None:
         pytest.importorskip("wandb")
         folder = tmp_path / "wandb"
