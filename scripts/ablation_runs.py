@@ -103,7 +103,8 @@ class Run:
         if changed := [name for name in options if result["options"][name] != options[name]]:
             had, wanted = ({name: each[name] for name in changed} for each in (result["options"], options))
             raise ValueError(
-                f"{self.folder} was measured with {had}, and {wanted} is asked for: give the same, or another --output"
+                f"{self.folder} was measured with {had}, and {wanted} is asked for: give the same; or remove "
+                f"{self.result.name} there, and in the folders of the other runs, to measure their heads again"
             )
         return result
 

@@ -200,10 +200,10 @@ class TestProblems:
         assert "push_to_hub" in found.passed
 
         def unknown(self: Any, token: Any = None) -> None:
-            raise OSError("Invalid user token.")
+            raise RuntimeError("Invalid user token.")
 
         monkeypatch.setattr("huggingface_hub.HfApi.whoami", unknown)
-        assert try_out(train, push_to_hub=True).problems == ["push_to_hub: Invalid user token."]
+        assert try_out(train, push_to_hub=True).problems == ["push_to_hub: cannot log in: Invalid user token."]
 
     @pytest.mark.skipif(importlib.util.find_spec("mlflow") is not None, reason="mlflow is installed")
     def test_a_backend_that_is_not_installed(self, train: Runner) -> None:

@@ -90,11 +90,11 @@ def dry_run(*arguments: Any) -> DryRun:
     model_args, data_args, training_args, *more = arguments
     found = DryRun()
     output_dir = Path(training_args.output_dir)
-    index = Path(pick(more, FeatureArguments).features or "") / "index.json"
-    with _collect_warnings(found.warnings), _leave_no_folder(output_dir), _leave_no_index(index):
+    features = pick(more, FeatureArguments).features
+    with _collect_warnings(found.warnings), _leave_no_folder(output_dir), _begin_no_features(features):
         found.check("output_dir", lambda: _write_something(output_dir))
         if training_args.push_to_hub:
-            found.check("push_to_hub", lambda: HfApi().whoami(training_args.hub_token))
+            found.check("push_to_hub", lambda: _log_in(training_args.hub_token))
             training_args.push_to_hub = False  # Trainer makes the repository at once
         parts = pick(more, JointArguments), pick(more, PlacementArguments), pick(more, FeatureArguments)
         found.check("options", lambda: check_options(data_args, training_args, *parts))
@@ -285,9 +285,20 @@ def _leave_no_folder(output_dir: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
+def _log_in(token: str | None) -> None:
+    try:
+        HfApi().whoami(token)
+    except Exception as error:  # without a network that of the HTTP library, which depends on the release
+        raise OSError(f"cannot log in: {error}") from error
+
+
 @contextmanager
-def _leave_no_index(index: Path) -> Iterator[None]:
-    """Features that the run would begin are not begun."""
+def _begin_no_features(folder: str | None) -> Iterator[None]:
+    """A folder of features that the run would begin is not begun."""
+    if folder is None:
+        yield
+        return
+    index = Path(folder) / "index.json"
     was_there = index.exists()
     with _leave_no_folder(index.parent):
         try:
