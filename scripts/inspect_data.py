@@ -37,7 +37,8 @@ class InspectArguments:
     target: str = field(metadata={"help": "The target whose tokenizer and chat template are used: a folder or hub id."})
     num_rows: int = field(default=3, metadata={"help": "Conversations shown of each set."})
     json: str | None = field(default=None, metadata={"help": "JSON file to write the counts to."})
-    seed: int = field(default=42, metadata={"help": "Of a mixture's draws, as in training --data_seed or --seed."})
+    seed: int = field(default=42, metadata={"help": "Of a mixture's draws, as in training ..."})
+    data_seed: int | None = field(default=None, metadata={"help": "... unless this is given, as in training, too."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the target."})
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         config = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         data_args = cut_to_limit(data_args, find_length_limit(config.get_text_config()))
-        measured = measure_sets(data_args, tokenizer, seed=args.seed)
+        measured = measure_sets(data_args, tokenizer, seed=args.seed if args.data_seed is None else args.data_seed)
     except (ValueError, OSError) as error:
         sys.exit(f"inspect_data.py: {error}")
     show = make_printer()

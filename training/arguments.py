@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
@@ -375,8 +375,6 @@ class HeadsTrainingArguments(TrainingArguments):
                 )
         settle_devices(self)
         super().__post_init__()
-        if goes_by_metric(self) and self.greater_is_better:  # torch expects one that falls
-            self.lr_scheduler_kwargs = {"mode": "max", **cast(dict[str, Any], self.lr_scheduler_kwargs or {})}
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
@@ -390,9 +388,12 @@ class HeadsTrainingArguments(TrainingArguments):
             self.use_cpu = asked
 
 
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+
 def goes_by_metric(args: TrainingArguments) -> bool:
     """Whether the learning rate depends on what evaluations find, not on the step."""
-    return getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy")
+    return getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type) in BY_METRIC
 
 
 def seed_of_data(args: TrainingArguments) -> int:

@@ -170,6 +170,9 @@ def resolve_arguments(
         if is_ours_or_changed and key in _known_keys() and key not in left_out:
             settings[key] = value
     settings["report_to"] = settings["report_to"] or ["none"]
+    metric = training.metric_for_best_model
+    if metric is not None and settings.get("greater_is_better") == (not metric.endswith("loss")):
+        settings.pop("greater_is_better", None)  # which follows from it, and would not from another one
     unset = {key for key in optional_keys(ARGUMENT_CLASSES) if default_of(key) is not None}  # where null says something
     return {
         key: value

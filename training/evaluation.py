@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from heads import DraftHeads
 from inference import Decoder, GenerationStats, Target
@@ -104,7 +105,8 @@ def check_best_metric(args: TrainingArguments, metrics: Collection[str], *, can_
         raise ValueError(f"got metric_for_best_model {asked}, which these heads do not have; they have {known}")
     if can_decode or metric != "acceptance_length":
         return
-    if args.load_best_model_at_end or getattr(args, "early_stopping_patience", None) or goes_by_metric(args):
+    is_read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST or goes_by_metric(args)
+    if is_read or getattr(args, "early_stopping_patience", None):
         raise ValueError(
             f"metric_for_best_model is {asked}, but there is no prompt to measure it on: give num_eval_prompts above "
             "0 with eval_prompts or held-out conversations, or metric_for_best_model loss"
@@ -118,17 +120,21 @@ def warn_of_lost_best(args: TrainingArguments) -> None:
     if args.metric_for_best_model is None or "no" in kinds or kinds[1] == "best":
         return
     steps = (args.eval_steps or args.logging_steps, args.save_steps)
-    if kinds[0] == kinds[1]:
-        ratio = steps[0] / steps[1] if kinds[0] == "steps" else 1
-        if abs(ratio - round(ratio)) < 1e-6 * ratio or (steps[0] < 1) != (steps[1] < 1):  # of a share nobody knows yet
-            return
+    if kinds[0] == kinds[1] and (kinds[0] != "steps" or (steps[1] and _is_multiple(*steps))):
+        return
     evaluated, saved = (
-        kind if kind != "steps" else f"{every:g} {'steps' if every >= 1 else 'of all steps'}"
+        kind if kind != "steps" else f"{every:g} {'steps' if every >= 1 or not every else 'of all steps'}"
         for kind, every in zip(kinds, steps, strict=True)
-    )
+    )  # 0 steps: at the end alone
     logger.warning(
         "evaluations come every %s and checkpoints every %s, so the best evaluation may be that of a step without a "
         "checkpoint: give save_strategy and save_steps as for the evaluations, or --save_strategy best",
         evaluated,
         saved,
     )
+
+
+def _is_multiple(evaluated: float, saved: float) -> bool:
+    """Whether checkpoints come at every evaluation; true where nobody knows, of a share and a number of steps."""
+    ratio = evaluated / saved
+    return abs(ratio - round(ratio)) < 1e-6 * ratio or (evaluated < 1) != (saved < 1)

@@ -49,7 +49,7 @@ def _contradictions(
     placement: PlacementArguments,
     feature_args: FeatureArguments,
 ) -> Iterator[str]:
-    if training_args.n_gpu > 1:
+    if training_args.n_gpu > 1 and placement.target_device_map is None:  # which has the others for the target
         yield (
             f"one process sees {training_args.n_gpu} GPUs, and heads do not train under DataParallel: start with "
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
 from heads.adapter import CONFIG_FILE, WEIGHTS_FILE
+from training.arguments import BY_METRIC
 from training.checkpoints import RUN_FILE, read_run_file
 from training.command_line import default_of
 from training.data.streaming import ConversationStream
@@ -35,6 +36,8 @@ _FREE = re.compile(
     r"|restore_callback|include_num_input|num_proc|dataloader_(?!drop_last)|ddp_timeout|torch_empty_cache|skip_memory_"
     r"|trust_remote_code|feature_|max_disk_gb|target_device_map|target_offload|shard_target).*"
 )
+# But where the learning rate goes by what evaluations find, these decide what is learned.
+_EVALUATED = re.compile(r"(metric_for_best|greater_is_better|eval_(?!accumulation)|num_eval_|max_eval_).*")
 # Where the conversations lie; not compared where the data itself is.
 _OF_DATA = re.compile(r"dataset.*|max_samples|skip_bad_lines")
 
@@ -164,6 +167,7 @@ def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -
         key: value
         for key, value in settings.items()
         if not (_FREE.fullmatch(key) or (not is_stream and _OF_DATA.fullmatch(key)))
+        or (settings.get("lr_scheduler_type") in BY_METRIC and _EVALUATED.fullmatch(key))
     }
     if is_stream:  # what it reads, and in which order, depends on these as well
         options["dataloader_num_workers"] = settings.get("dataloader_num_workers")
@@ -204,6 +208,9 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
     different = []
     for key in sorted((one.keys() | other.keys()) - {"options", "seconds"}):
         before, after = (run.get(key, default_of(key)) for run in (one, other))
+        if key == "training data" and isinstance(before, list) and isinstance(after, list):  # the files of a stream
+            gone, new = [file for file in before if file not in after], [file for file in after if file not in before]
+            before, after = (gone, new) if gone or new else (before, after)  # else the same in another order
         if before != after:
             different.append(f"{key} {before!r} (now {after!r})")
     if not different:

@@ -115,11 +115,11 @@ def prepare_run(
     joint_args, placement = pick(more, JointArguments), pick(more, PlacementArguments)
     feature_args, on_policy_args = pick(more, FeatureArguments), pick(more, OnPolicyArguments)
     if placement.target_device_map is not None and training_args.n_gpu > 1:
-        training_args._n_gpu = 1  # the others are the target's
+        training_args._n_gpu = 1
     check_options(data_args, training_args, joint_args, placement, feature_args)
     set_seed(training_args.seed)  # Trainer does so too, but after the heads have drawn their first weights
     data_seed = seed_of_data(training_args)
-    is_main_process = training_args.process_index == 0
+    is_main_process, is_dry = training_args.process_index == 0, pick(more, RunArguments).dry_run
     checkpoint = find_checkpoint(
         training_args.output_dir, training_args.resume_from_checkpoint, is_main_process=is_main_process
     )
@@ -161,6 +161,7 @@ def prepare_run(
         collate=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
         identify=partial(identify_target, target, model_args.target),
         rank=training_args.process_index,
+        writes=not is_dry,
     )
     if data_args.packing:  # behind whatever reads single conversations
         with training_args.main_process_first(desc="packing conversations"):
@@ -202,7 +203,7 @@ def prepare_run(
     if training_args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(training_args.early_stopping_patience))
     output_dir = Path(training_args.output_dir)
-    if is_main_process and not pick(more, RunArguments).dry_run:  # now, so that an interrupted run says what it was
+    if is_main_process and not is_dry:  # now, so that an interrupted run says what it was
         output_dir.mkdir(parents=True, exist_ok=True)
         _write_text(trainer, "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
     wants_report = pick(more, RunArguments).report

@@ -21,6 +21,7 @@ def main() -> int:
         sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
     from training.command_line import parse_arguments
     from training.data.conversations import BadLineError
+    from training.data.streaming import NoConversationError
     from training.lost_processes import naming_lost_processes
     from training.reporting.dry_run import dry_run
     from training.reporting.dry_run_table import show
@@ -37,6 +38,9 @@ def main() -> int:
             found = dry_run(*arguments)
             if is_main_process:
                 show(found)
+            elif found.problems:
+                time.sleep(5)  # the first process says the same, or it would never know
+                sys.exit("\n".join(f"train_heads.py, process {os.environ['RANK']}: {one}" for one in found.problems))
             return 1 if found.problems else 0
         run = prepare_run(*arguments)
     except (ValueError, OSError, TrainingStoppedError) as error:
@@ -46,7 +50,7 @@ def main() -> int:
     try:
         with naming_lost_processes(run.output_dir):
             run.finish()  # what else goes wrong in here keeps its traceback
-    except (TrainingStoppedError, BadLineError) as error:  # the latter in a stream
+    except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # the latter two in a stream
         sys.exit(f"train_heads.py: {error}")
     return 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -16,6 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from heads import DraftHeads
 from inference.target import Target
+from training.arguments import goes_by_metric
 from training.checkpoints import (
     ExactEpochs,
     RunClock,
@@ -146,6 +148,12 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             )
         return self.optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As Trainer's; rates that go by a metric know whether it is to rise."""
+        if goes_by_metric(self.args) and self.args.greater_is_better:  # torch expects one that falls
+            self.args.lr_scheduler_kwargs = {"mode": "max", **cast(dict[str, Any], self.args.lr_scheduler_kwargs or {})}
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         if not isinstance(self.train_dataset, ConversationStream):
             return super().get_train_dataloader()
@@ -264,7 +272,9 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             output = super().evaluation_loop(*args, **kwargs)
             metrics = self._take_metrics(is_training=False)
             if self.measure_acceptance is not None:
-                metrics.update(self.measure_acceptance())
+                measured = [self.measure_acceptance()]
+                broadcast_object_list(measured)  # one number for all, who go by it: texts may differ in a near-tie
+                metrics.update(measured[0])
         assert output.metrics is not None
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,6 +40,7 @@ def test_known_metrics_choose(train: Runner, metric: str) -> None:
     [
         ({"save_steps": 4}, "every 2 steps and checkpoints every 4 steps"),
         ({"eval_steps": 0.1, "save_steps": 0.25}, "every 0.1 of all steps and checkpoints every 0.25 of all steps"),
+        ({"save_steps": 0}, "every 2 steps and checkpoints every 0 steps"),
         ({"save_strategy": "epoch"}, "every 2 steps and checkpoints every epoch"),
         ({"eval_steps": 4}, None),
         ({"eval_steps": 0.3, "save_steps": 0.1}, None),
@@ -63,9 +66,26 @@ class TestLearningRatesByMetric:
         trainer.create_optimizer()
         assert trainer.create_scheduler(8).mode == mode
 
-    def test_without_prompts_there_is_nothing_to_go_by(self, train: Runner) -> None:
+    def test_a_stored_configuration_takes_another_metric(self, train: Runner) -> None:
+        train(**EVALUATED, **self.PLATEAU, max_steps=2)
+        words = ["--config", str(train.output_dir / "training_config.yaml"), "--metric_for_best_model", "loss"]
+        args = parse_arguments(words)[2]
+        assert not args.greater_is_better
+        assert not args.lr_scheduler_kwargs
+
+    def test_another_metric_is_another_run(self, train: Runner) -> None:
+        """Though elsewhere what is measured may change."""
+        for options, message in ((self.PLATEAU, "metric_for_best_model"), ({}, None)):
+            shutil.rmtree(train.output_dir, ignore_errors=True)
+            train(**EVALUATED, **options, max_steps=2)
+            changed = {"metric_for_best_model": "top1_depth1", "resume_from_checkpoint": True}
+            with pytest.raises(ValueError, match=message) if message else nullcontext():
+                prepare(train, **options, max_steps=2, **changed)
+
+    @pytest.mark.parametrize("options", [PLATEAU, {"save_strategy": "best"}])
+    def test_without_prompts_there_is_nothing_to_go_by(self, train: Runner, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="there is no prompt to measure it on"):
-            prepare(train, **self.PLATEAU, num_eval_prompts=0)
+            prepare(train, **options, num_eval_prompts=0)
 
 
 def test_weights_of_each_depth_are_counted_before_the_first_step(train: Runner) -> None:

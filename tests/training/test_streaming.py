@@ -197,6 +197,17 @@ class TestRuns:
         with pytest.raises(ValueError, match=rf"training data \['{file.name}: \d+ bytes, .*\(now \['{file.name}: "):
             train(**self.STREAMED, resume_from_checkpoint=True)
 
+    def test_of_a_copy_of_a_hub_folder_conversations_count(self, train: Runner, tmp_path: Path) -> None:
+        folder = tmp_path / "copy"
+        (folder / ".git").mkdir(parents=True)
+        shutil.copy(train.defaults["dataset"], folder / "train.jsonl")
+        for name in ("README.md", ".git/index.json"):
+            (folder / name).write_text("---\n{}\n---\n")
+        data_args = DataArguments(dataset=[str(folder)], streaming=True)
+        tokenizer = AutoTokenizer.from_pretrained(train.defaults["target"])
+        (described,) = ConversationStream(data_args, tokenizer, seed=0, holds_out=False).describe()
+        assert described.startswith("train.jsonl: ")
+
     def test_data_seed_gives_another_order_and_keeps_the_first_weights(self, train: Runner) -> None:
         trainers = [
             prepare_run(*parse_arguments(train.arguments(**self.STREAMED, data_seed=seed))).trainer

@@ -25,6 +25,7 @@ from training.arguments import DataArguments, HeadsTrainingArguments
 from training.data.chat_tokens import check_tokenizer, tokenize_row, warn_of_lost_thoughts
 from training.data.conversations import BadLineError, Place, iterate_place
 from training.data.packing import WINDOW, pack_window
+from training.data.records import SUFFIXES
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,10 @@ _ROWS = datasets.Features(
     }
 )
 Row = dict[str, list[int]]
+
+
+class NoConversationError(ValueError):
+    """A reader of a stream has nothing to read: its data, for a user to mend."""
 
 
 def check_streaming(data_args: DataArguments, training_args: HeadsTrainingArguments) -> None:
@@ -105,8 +110,8 @@ class ConversationStream(IterableDataset[Row]):
         described = []
         for place in self.places:
             folder = Path(place.repository)
-            files = place.files or (sorted(folder.rglob("*")) if place.repository and folder.is_dir() else ())
-            described += [_describe_file(file) for file in files if file.is_file()] or [place.label]
+            files = place.files or (_find_files(folder) if place.repository and folder.is_dir() else ())
+            described += [*map(_describe_file, files)] or [place.label]
         return described
 
     def first_rows(self, count: int) -> datasets.Dataset:
@@ -145,7 +150,7 @@ class ConversationStream(IterableDataset[Row]):
             logger.warning("dropped %d of %d conversations: %s", times, num_rows + dropped.total(), problem)
         warn_of_lost_thoughts(num_lost_thoughts)
         if not num_rows and not may_be_empty:
-            raise ValueError(
+            raise NoConversationError(
                 f"no conversation of {', '.join(self.data_args.dataset)} can be used by this reader, "
                 f"{self._who_reads()}; reasons and how often: {dict(dropped)}"
             )
@@ -200,7 +205,7 @@ class ConversationStream(IterableDataset[Row]):
                 parts[index] = read(self.places[index])
                 conversation = next(parts[index], None)
                 if conversation is None:
-                    raise ValueError(
+                    raise NoConversationError(
                         f"{self.places[index].label} has no conversation for each of {num_readers} readers"
                     )
             yield conversation
@@ -218,6 +223,12 @@ class ConversationStream(IterableDataset[Row]):
             # A malformed line is nobody's to learn from: training reports it.
             if held_out == is_held_out and not (is_held_out and row["problem"]):
                 yield row
+
+
+def _find_files(folder: Path) -> list[Path]:
+    """Those with conversations in a copy of a hub's folder."""
+    found = sorted(file for file in folder.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
 
 
 def _describe_file(file: Path) -> str:

@@ -120,11 +120,13 @@ def prepare_features(
     collate: Collate,
     identify: Callable[[], TargetIdentity],
     rank: int = 0,
+    writes: bool = True,
 ) -> PreparedFeatures:
     """Online features, or those of `args.features` after everything that can be known now has been checked.
 
     Args:
         identify: tells which target this is; called only if something is stored.
+        writes: False: a hybrid run leaves the folder as it is.
 
     Raises:
         ValueError: features of another target, of other layers or of other texts, or no room for them.
@@ -147,15 +149,17 @@ def prepare_features(
             "got feature_mode hybrid with a target whose weights processes share: all must run it together, and here "
             "each runs it for what it lacks. Extract the features first, or train online"
         )
-    if args.feature_mode == "hybrid" and not (folder / "index.json").exists():
+    is_new = args.feature_mode == "hybrid" and not (folder / "index.json").exists()
+    if is_new and writes:
         write_settings(folder, wanted)
-    store = FeatureStore(folder)
+    store = FeatureStore(folder, wanted if is_new and not writes else None)
     check_same_target(folder, store.settings.target, wanted.target)
     if args.feature_mode == "hybrid":
         _check_same_tensors(folder, store.settings, wanted)
         size = _size_of_missing(store, rows)
         check_room(folder, size, args.max_disk_gb)
         hybrid = HybridFeatures(online, store, rank=rank, shard_bytes=int(args.feature_shard_mb * 10**6))
+        hybrid.is_full = not writes
         callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
         return PreparedFeatures(hybrid, hybrid.peek, target.dtype, hybrid.collator(collate), callbacks, size)
     _check_layers(store, heads, loss_type)

@@ -243,7 +243,8 @@ class HybridFeatures:
 
 
 class FlushFeatures(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Ends the shard of every process at the end of an epoch, so that the next one finds all of them."""
+    """Ends the shard of every process at the end of an epoch, so that the next one finds all of them; and behind an
+    evaluation, because it may be the last that there is."""
 
     def __init__(self, features: HybridFeatures) -> None:
         self.features = features
@@ -254,3 +255,6 @@ class FlushFeatures(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.features.store.refresh()
 
     on_train_end = on_epoch_end
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.features.flush()

@@ -211,6 +211,9 @@ def _open(path: Path, version: tuple[int, int]) -> Any:
 class FeatureStore:
     """Rows of a store, mapped into memory and checked whenever they are read.
 
+    Args:
+        settings: of one that is not begun, and will not be; None = those of its `index.json`.
+
     Attributes:
         settings: what `index.json` says.
 
@@ -219,9 +222,9 @@ class FeatureStore:
             or its contents (when a row is read).
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: StoreSettings | None = None) -> None:
         self.folder = folder
-        self.settings = read_settings(folder)
+        self.settings = settings or read_settings(folder)
         self._shards: list[_Shard] = []
         self._places: dict[int, tuple[int, int]] = {}  # key -> (shard, row)
         self._known: set[str] = set()

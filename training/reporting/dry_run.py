@@ -10,35 +10,26 @@ import json
 import logging
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import datasets
-from accelerate.utils import broadcast_object_list
+from accelerate import PartialState
 from huggingface_hub import HfApi
-from transformers import AutoTokenizer, EarlyStoppingCallback
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers import AutoTokenizer
 
-from heads import DraftHeads
 from inference.target_config import LengthLimit
 from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, seed_of_data
 from training.data.training_sets import load_datasets
-from training.evaluation import AcceptanceMeter, eval_prompts
+from training.evaluation import eval_prompts
 from training.features.options import FeatureArguments
-from training.features.sources import HybridFeatures
 from training.features.target_loading import PlacementArguments
 from training.joint import JointArguments
-from training.joint_trainer import JointTrainer
-from training.launching import loading_whole
 from training.option_checks import check_options
 from training.reporting.run_costs import (
     Figures,
-    TrialSteps,
     data_figures,
     disk_figures,
     memory_figures,
@@ -48,18 +39,27 @@ from training.reporting.run_costs import (
     row_lengths,
     step_sizes,
 )
-from training.resume import find_damage
+from training.reporting.trial import (
+    TRIAL_STEPS,
+    decode,
+    evaluate,
+    first_rows,
+    make_steps,
+    read_stream,
+    resume,
+    temporary_folder,
+    write_replies,
+)
 from training.run import PreparedRun, prepare_run
 from training.run_arguments import RunArguments, pick
-from training.synthesis.on_policy import OnPolicyRows, WriteReplies
-from training.trainer import HeadsTrainer
 
 _Found = TypeVar("_Found")
 # What goes wrong for a user; anything else is a bug of ours and keeps its traceback.
 _EXPECTED = (ValueError, OSError, RuntimeError, ImportError)
-TRIAL_STEPS = 4  # two on the longest rows, two on median ones; the first of each pair warms up
-STREAMED_ROWS = 512  # of a stream, so many rows stand for all
-TRIAL_TOKENS = 8  # decoded to see that decoding works
+
+
+class StoppedError(Exception):
+    """What is found beyond a problem would be wrong."""
 
 
 @dataclass
@@ -72,14 +72,20 @@ class DryRun:
     passed: list[str] = field(default_factory=list)
     figures: dict[str, Figures] = field(default_factory=dict)
 
-    def check(self, what: str, act: Callable[[], _Found]) -> _Found | None:
-        """Does it, and notes whether it could be done."""
+    def check(self, what: str, act: Callable[[], _Found], *, together: bool = False) -> _Found | None:
+        """Does it, and notes whether it could be done.
+
+        Args:
+            together: with the other processes, if any, which would wait for this one: none goes on with a problem.
+        """
         try:
             found = act()
         except _EXPECTED as error:
             problem = f"{what}: {error}"
             if not any(known.endswith(f": {error}") for known in self.problems):
                 self.problems.append(problem)
+            if together and PartialState().num_processes > 1:
+                raise StoppedError from error
             return None
         self.passed.append(what)
         return found
@@ -90,8 +96,7 @@ def dry_run(*arguments: Any) -> DryRun:
     model_args, data_args, training_args, *more = arguments
     found = DryRun()
     output_dir = Path(training_args.output_dir)
-    features = pick(more, FeatureArguments).features
-    with _collect_warnings(found.warnings), _leave_no_folder(output_dir), _begin_no_features(features):
+    with _collect_warnings(found.warnings), _leave_no_folder(output_dir), suppress(StoppedError):
         found.check("output_dir", lambda: _write_something(output_dir))
         if training_args.push_to_hub:
             found.check("push_to_hub", lambda: _log_in(training_args.hub_token))
@@ -124,8 +129,10 @@ def _look_at_parts(
 
 def _try(found: DryRun, run: PreparedRun) -> None:
     trainer, args = run.trainer, run.trainer.args
-    rows, is_stream = _rows(trainer.train_dataset)
+    rows, is_stream = first_rows(trainer.train_dataset)
     steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
+    if is_stream:
+        found.check("reading the stream", lambda: read_stream(trainer))
     trainer.train_dataset = rows
     sizes = step_sizes(trainer, row_lengths(rows, "input_ids"))
     epochs = 0.0 if is_stream else steps / len(sizes)
@@ -139,20 +146,22 @@ def _try(found: DryRun, run: PreparedRun) -> None:
     found.figures[name] = data_figures(rows, sizes, args.world_size)
     found.figures["steps"] = {"optimizer steps": steps, **({} if is_stream else {"epochs": round(epochs, 4)})}
 
-    decoding = found.check("decoding a prompt", lambda: _decode(trainer.measure_acceptance)) or 0.0
-    writing = found.check("writing on-policy replies", lambda: _write_replies(trainer)) or 0.0
-    with _temporary_folder(trainer) as folder:
-        trial = found.check("training steps", lambda: _make_steps(trainer, folder))
+    decoding = found.check("decoding a prompt", lambda: decode(trainer.measure_acceptance)) or 0.0
+    writing = found.check("writing on-policy replies", lambda: write_replies(trainer), together=True) or 0.0
+    with temporary_folder(trainer, run.output_dir) as folder:
+        trial = found.check("training steps", lambda: make_steps(trainer, folder), together=True)
         if trial is not None:  # before an evaluation leaves the heads whole that FSDP has split
             trial_sizes = step_sizes(trainer, row_lengths(trainer.train_dataset, "input_ids"))
             tokens = max(trial_sizes) // args.gradient_accumulation_steps
             found.figures["memory of a process"] = memory_figures(trainer, max(trial.saved), tokens)
         # Behind the steps, because it is those that set heads up under DeepSpeed and FSDP.
-        evaluating = found.check("evaluating held-out rows", lambda: _evaluate(trainer)) or 0.0
+        evaluating = found.check("evaluating held-out rows", lambda: evaluate(trainer), together=True) or 0.0
         if trial is None:
             return
         checkpoint = folder / f"checkpoint-{TRIAL_STEPS}"
-        found.check("saving and resuming a checkpoint", lambda: _resume(trainer, checkpoint))
+        found.check("saving and resuming a checkpoint", lambda: resume(trainer, checkpoint), together=True)
+        if args.process_index:  # the first one tells
+            return
         disk = disk_figures(checkpoint, run.output_dir, num_saves=num_saves, save_total_limit=limit)
     found.figures["disk"] = disk if not run.stored_bytes else {**disk, "features": run.stored_bytes}
     if int(disk["the run"]) > int(disk["free"]):
@@ -170,101 +179,6 @@ def _try(found: DryRun, run: PreparedRun) -> None:
         **({"on-policy replies": math.ceil(epochs) * writing} if writing else {}),
         "sum": all_steps + evaluations + math.ceil(epochs) * writing,
     }
-
-
-def _rows(train_set: Any) -> tuple[datasets.Dataset, bool]:
-    """The rows; of a stream the first ones, and that it is one."""
-    if isinstance(train_set, OnPolicyRows):
-        return train_set.rows, False
-    if isinstance(train_set, datasets.Dataset):
-        return train_set, False
-    return datasets.Dataset.from_list(list(islice(train_set, STREAMED_ROWS))), True
-
-
-def _decode(meter: Callable[[], dict[str, float]] | None) -> float:
-    """Decodes a few tokens; returns the seconds that all prompts will take at this speed."""
-    if not isinstance(meter, AcceptanceMeter):
-        return 0.0
-    few = replace(meter, prompts=meter.prompts[:1], max_new_tokens=min(TRIAL_TOKENS, meter.max_new_tokens))
-    few()  # warms up
-    begin = time.perf_counter()
-    few()
-    share = len(meter.prompts) * meter.max_new_tokens / few.max_new_tokens
-    return (time.perf_counter() - begin) * share
-
-
-def _write_replies(trainer: HeadsTrainer) -> float:
-    """Writes a batch of on-policy replies; returns the seconds that those of an epoch will take. The steps that follow
-    are made without any."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, WriteReplies):
-            trainer.remove_callback(callback)
-            return callback.time_epoch()
-    return 0.0
-
-
-def _evaluate(trainer: HeadsTrainer) -> float:
-    """The loss of a batch of the longest held-out rows; returns the seconds that all rows will take."""
-    rows: Any = trainer.eval_dataset
-    if not isinstance(rows, datasets.Dataset):
-        return 0.0
-    lengths = row_lengths(rows, "input_ids")
-    longest = sorted(range(len(rows)), key=lambda row: -lengths[row])
-    longest = longest[: trainer.args.eval_batch_size * trainer.args.world_size]
-    meter, trainer.measure_acceptance = trainer.measure_acceptance, None
-    begin = time.perf_counter()
-    trainer.evaluate(rows.select(longest))
-    trainer.measure_acceptance = meter
-    return (time.perf_counter() - begin) * len(rows) / len(longest)
-
-
-def _make_steps(trainer: HeadsTrainer, folder: Path) -> TrialSteps:
-    """Real steps of the run's trainer, and a checkpoint of its own behind the last of them."""
-    args, rows = trainer.args, trainer.train_dataset
-    assert isinstance(rows, datasets.Dataset)
-    lengths = row_lengths(rows, "input_ids")
-    by_length = sorted(range(len(rows)), key=lambda row: lengths[row])
-    num_rows = min(len(rows), args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
-    middle = (len(rows) - num_rows) // 2
-    longest, median = by_length[-num_rows:], by_length[middle : middle + num_rows]
-    trainer.train_dataset = rows.select([*longest, *longest, *median, *median])
-    for name, value in {
-        "output_dir": str(folder),
-        "max_steps": TRIAL_STEPS,
-        "save_strategy": SaveStrategy.STEPS,
-        "save_steps": TRIAL_STEPS,
-        "eval_strategy": IntervalStrategy.NO,
-        "logging_strategy": IntervalStrategy.NO,
-        "train_sampling_strategy": "sequential",
-        "load_best_model_at_end": False,
-        "push_to_hub": False,
-    }.items():
-        setattr(args, name, value)
-    if isinstance(trainer, JointTrainer):  # steps of both, which take the most
-        trainer.joint.args = replace(trainer.joint.args, heads_warmup_steps=0)
-    if isinstance(trainer.features, HybridFeatures):
-        trainer.features.is_full = True
-    trial = TrialSteps([*trainer.heads.parameters(), *trainer.target.model.parameters()])
-    for callback in [*trainer.callback_handler.callbacks]:
-        is_dashboard = type(callback).__module__.startswith("transformers.integrations")
-        if is_dashboard or isinstance(callback, EarlyStoppingCallback):  # which will not do without evaluations
-            trainer.remove_callback(callback)
-    trainer.add_callback(trial)
-    with trial.watch():
-        trainer.train()
-    return trial
-
-
-def _resume(trainer: HeadsTrainer, checkpoint: Path) -> None:
-    """Reads the checkpoint back as heads, and goes on from it for a step."""
-    if damage := find_damage(checkpoint):
-        raise ValueError(f"the checkpoint is not complete: {damage}")
-    if trainer.args.process_index == 0:
-        with loading_whole():  # ZeRO-3 would split them, and wait for the other processes
-            DraftHeads.from_pretrained(checkpoint)
-    if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # which cannot be set up twice in one process
-        trainer.args.max_steps = TRIAL_STEPS + 1
-        trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
 def _write_something(output_dir: Path) -> None:
@@ -290,32 +204,6 @@ def _log_in(token: str | None) -> None:
         HfApi().whoami(token)
     except Exception as error:  # without a network that of the HTTP library, which depends on the release
         raise OSError(f"cannot log in: {error}") from error
-
-
-@contextmanager
-def _begin_no_features(folder: str | None) -> Iterator[None]:
-    """A folder of features that the run would begin is not begun."""
-    if folder is None:
-        yield
-        return
-    index = Path(folder) / "index.json"
-    was_there = index.exists()
-    with _leave_no_folder(index.parent):
-        try:
-            yield
-        finally:
-            if not was_there:
-                index.unlink(missing_ok=True)
-
-
-@contextmanager
-def _temporary_folder(trainer: HeadsTrainer) -> Iterator[Path]:
-    """One folder for all processes."""
-    with tempfile.TemporaryDirectory() as mine:
-        names = [mine]
-        broadcast_object_list(names)
-        yield Path(names[0])
-        trainer.accelerator.wait_for_everyone()
 
 
 @contextmanager

@@ -89,10 +89,11 @@ def memory_figures(trainer: Any, saved: int, tokens: int) -> Figures:
     trained = trainer.accelerator.unwrap_model(trainer.model)
     heads, model, target = trainer.heads, trainer.target.model, trainer.target
     state = [tensor for named in trainer.optimizer.state.values() for tensor in named.values()]
-    is_zero_2 = getattr(trainer.args.deepspeed_plugin, "zero_stage", 0) == 2  # whose weights are whole
-    gradients = _bytes(weight for weight in trained.parameters() if weight.requires_grad)
-    gradients //= trainer.args.world_size if is_zero_2 else 1
-    copied = gradients if trainer.is_deepspeed_enabled else 0  # ZeRO's optimizer has its own weights of its share
+    stage = getattr(trainer.args.deepspeed_plugin, "zero_stage", 0)
+    weights = _bytes(weight for weight in trained.parameters() if weight.requires_grad)  # under stage 3 its share
+    share = weights // trainer.args.world_size if stage in (1, 2) else weights
+    gradients = share if stage == 2 else weights
+    copied = share if trainer.is_deepspeed_enabled else 0  # ZeRO's optimizer has its own weights of its share
     columns = target.vocab_size if heads.draft_token_ids is None else len(heads.draft_token_ids)
     chunk = min(tokens, rows_per_chunk(target.vocab_size)) * target.vocab_size * 4
     width = (len(heads.feature_layers) + 1) * target.hidden_size + columns
@@ -219,6 +220,8 @@ def num_times(strategy: Any, every: float, steps: int, epochs: float) -> int:
     at all; what is done by steps is also done at the last one."""
     kind = getattr(strategy, "value", strategy)
     if kind == "steps":
+        if not every:
+            return 1
         return math.ceil(steps / (every if every >= 1 else math.ceil(steps * every)))
     return math.ceil(epochs) if kind in ("epoch", "best") else 0
 
