@@ -81,7 +81,7 @@ def render_page(name: str, data: dict[str, Any], results: Results, missing: Sequ
         "whatever else ran on the machine.",
     ]
     if missing:
-        parts.append(f"Not finished yet: {', '.join(missing)}.")
+        parts.append(f"Not in these tables: {', '.join(missing)}.")
     for title, labels in shown_tables(results).items():
         parts.append(_make_grid(title, labels, results).to_markdown().rstrip())
     parts.append(

@@ -13,7 +13,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -93,7 +95,9 @@ class Line:
 def run(args: TrainingBenchmarkArguments, console: Console) -> str:
     torch.set_num_threads(args.threads)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    environment = {**describe_machine(torch.device(device)), **describe_program()}
     lines: list[Line] = []
+    text = ""
     with Console(stderr=True).status("") as status:
         for cell in choose_cells(args, device):
             status.update(f"{cell.target}, {cell.kind}, {cell.length} tokens, {cell.dtype}")
@@ -101,18 +105,22 @@ def run(args: TrainingBenchmarkArguments, console: Console) -> str:
             for timing in time_steps(cell, names, args.repeats):
                 memory = measure_memory(cell, timing.implementation) if args.memory else None
                 lines.append(Line(timing, memory))
-    grids = make_grids(lines, args.peak_tflops)
-    for grid in grids:
+            text = write(args, lines, environment)  # what there is so far: the whole may take an hour
+    for grid in make_grids(lines, args.peak_tflops):
         grid.print(console)
-    environment = {**describe_machine(torch.device(device)), **describe_program()}
+    if args.plot is not None:
+        draw(Path(args.plot), lines)
+    return text
+
+
+def write(args: TrainingBenchmarkArguments, lines: Sequence[Line], environment: dict[str, Any]) -> str:
+    """The files that are asked for; returns the Markdown."""
     if args.json is not None:
         cells = [{**asdict(line.timing), "memory": line.memory} for line in lines]
         content = {"environment": environment, "arguments": asdict(args), "cells": cells}
         write_text(Path(args.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
-    if args.plot is not None:
-        draw(Path(args.plot), lines)
     machine = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "command" and value)
-    tables = "\n\n".join(grid.to_markdown().strip() for grid in grids)
+    tables = "\n\n".join(grid.to_markdown().strip() for grid in make_grids(lines, args.peak_tflops))
     text = f"```bash\n{environment['command']}\n```\n\n{machine}\n\n{tables}\n"
     if args.markdown is not None:
         write_text(Path(args.markdown), text)
@@ -124,13 +132,12 @@ def choose_cells(args: TrainingBenchmarkArguments, device: str) -> list[Cell]:
     one length, of the first of both."""
     first, *further = args.targets
     pairs = [*((first, dtype) for dtype in args.dtypes), *((target, args.dtypes[0]) for target in further)]
-    cells = [
-        Cell(target, FIRST_KIND, length, args.batch, dtype, device)
+    begin, *rest = [
+        [Cell(target, FIRST_KIND, length, args.batch, dtype, device) for length in args.lengths]
         for target, dtype in pairs
-        for length in args.lengths
     ]
-    others = [Cell(args.targets[0], kind, args.kinds_length, args.batch, args.dtypes[0], device) for kind in args.kinds]
-    return list(dict.fromkeys([*cells, *others]))
+    kinds = [Cell(first, kind, args.kinds_length, args.batch, args.dtypes[0], device) for kind in args.kinds]
+    return list(dict.fromkeys([*begin, *kinds, *chain.from_iterable(rest)]))
 
 
 def make_grids(lines: Sequence[Line], peak_tflops: float | None) -> list[Grid]:
