@@ -222,7 +222,7 @@ def test_the_page_holds_what_is_finished(tmp_path: Path) -> None:
     assert page.count(f"| [EAGLE-3](../../configs/ablation/eagle3.yaml) | {row}") == 1
     assert page.count(f"| [the target](../../configs/ablation/eagle3.yaml) | {row}") == 1
     assert "loss-topk.yaml) | 2.99 M | 30 min | 2.41 ± 0.03 | 2.31 ± 0.03 |" in page
-    assert "Not finished yet: HASS." in page
+    assert "Not in these tables: HASS." in page
     assert "Every run trains 2 epochs of 1.5 million tokens" in page
     assert "regenerated: 9 conversations, 2,999,000 tokens, 1,500,000 of them the assistant's" in page
     for picture in ("lengths", "depths", "training", "losses"):
