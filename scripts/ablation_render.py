@@ -103,9 +103,10 @@ def render_page(name: str, data: dict[str, Any], results: Results, missing: Sequ
 
 
 def shown_tables(results: Results) -> dict[str, dict[str, str]]:
-    """`TABLES` with the finished runs alone."""
+    """`TABLES` with the finished runs alone, without those that have nothing to compare."""
     tables = {title: {name: labels[name] for name in labels if name in results} for title, labels in TABLES.items()}
-    return {title: labels for title, labels in tables.items() if labels}
+    comparisons = {title: labels for title, labels in tables.items() if len(labels) > 1}
+    return comparisons or {"Finished": {name: LABELS[name] for name in results}}
 
 
 def _make_grid(title: str, labels: Mapping[str, str], results: Results) -> Grid:
