@@ -219,8 +219,8 @@ def test_the_page_holds_what_is_finished(tmp_path: Path) -> None:
     write_page(tmp_path / "page", data, results, ["HASS"])
     page = (tmp_path / "page.md").read_text()
     row = "2.99 M | 30 min | 2.50 ± 0.03 | 2.40 ± 0.03 | 0.50 | 0.25 | 3/3, 3/3 |"
-    assert page.count(f"| [EAGLE-3](../../configs/ablation/eagle3.yaml) | {row}") == 1
-    assert page.count(f"| [the target](../../configs/ablation/eagle3.yaml) | {row}") == 1
+    assert page.count(f"| [`distillation` (EAGLE-3's own)](../../configs/ablation/eagle3.yaml) | {row}") == 1
+    assert "[the target]" not in page, "there is nothing yet to compare it with"
     assert "loss-topk.yaml) | 2.99 M | 30 min | 2.41 ± 0.03 | 2.31 ± 0.03 |" in page
     assert "Not in these tables: HASS." in page
     assert "Every run trains 2 epochs of 1.5 million tokens" in page
@@ -229,6 +229,8 @@ def test_the_page_holds_what_is_finished(tmp_path: Path) -> None:
         assert f"](page-{picture}.png)" in page
         assert (tmp_path / f"page-{picture}.png").stat().st_size > 5000
     assert json.loads((tmp_path / "page.json").read_text())["results"] == results
+    write_page(tmp_path / "alone", data, {"hass": results["eagle3"]}, [])
+    assert f"| [HASS](../../configs/ablation/hass.yaml) | {row}" in (tmp_path / "alone.md").read_text()
 
 
 def test_what_the_page_holds_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
