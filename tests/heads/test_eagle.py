@@ -166,7 +166,10 @@ class TestLoss:
 
     @pytest.mark.parametrize(
         ("ttt_steps", "loss_type"),
-        [(1, "smooth_l1+0.1*distillation"), (3, "smooth_l1+0.1*distillation+topk_distillation")],
+        [
+            pytest.param(1, "smooth_l1+0.1*distillation", marks=pytest.mark.slow),
+            (3, "smooth_l1+0.1*distillation+topk_distillation"),
+        ],
     )
     def test_learns_the_targets_text_and_its_features(self, ttt_steps: int, loss_type: str) -> None:
         """EAGLE-1 and HASS, for a moment, on one text: it drafts some of that text, deeper than it was unrolled."""

@@ -20,11 +20,13 @@ PROMPT = random_prompt(6)
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 TRUTH = MODEL.generate(PROMPT, **GREEDY)
 TREES = {"plain": None, "chain": chain(3), "dynamic": "dynamic"}
+# A chain is a tree that does not branch: in some tests it comes with the slow ones.
+OFTEN = ["plain", pytest.param("chain", marks=pytest.mark.slow), "dynamic"]
+TEXT = MODEL.generate(PROMPT, max_new_tokens=40, do_sample=False)[0]
 
 
 def scripted() -> ScriptedDrafter:
-    text = MODEL.generate(PROMPT, max_new_tokens=40, do_sample=False)[0]
-    return ScriptedDrafter([text], VOCAB_SIZE, is_strict=False)  # other texts are drafted for, too
+    return ScriptedDrafter([TEXT], VOCAB_SIZE, is_strict=False)  # other texts are drafted for, too
 
 
 def decoder_of(tree: str) -> Decoder:
@@ -58,7 +60,7 @@ def nan_from(position: int, *, is_last: bool = False, model: Any = MODEL) -> Ite
         hook.remove()
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", OFTEN)
 @pytest.mark.parametrize(
     ("inputs", "mask", "match"),
     [
@@ -125,7 +127,7 @@ def test_no_budget_at_all(tree: str) -> None:
     check_next_call(decoder)
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", OFTEN)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(("begin", "is_last"), [(0, False), (4, False), (4, True)])
 def test_nan_logits(tree: str, do_sample: bool, begin: int, is_last: bool) -> None:

@@ -162,7 +162,10 @@ def test_tensors_within_objects_are_found_once() -> None:
     assert count_bytes(layer, besides=[layer.bias]) == 400
 
 
-@pytest.mark.parametrize(("batch", "drafts"), [(3, False), (2, True)], ids=["plain", "eagle3"])
+@pytest.mark.parametrize(
+    ("batch", "drafts"),
+    [pytest.param(3, False, marks=pytest.mark.slow, id="plain"), pytest.param(2, True, id="eagle3")],
+)
 def test_prompts_need_the_activations_of_one_chunk(batch: int, drafts: bool) -> None:
     length, vocab_size = 3 * CHUNK, 128
     decoder = Decoder(target(vocab_size), heads(vocab_size) if drafts else None)

@@ -198,7 +198,7 @@ def scripted(texts: list[Tensor]) -> MergedDrafter:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma3"])
 def test_greedy_text_is_transformers_generate(family: str, policy: str) -> None:
     model = tiny_target(family, initializer_range=0.3)
     prompt = random_prompt(12)
@@ -255,7 +255,13 @@ def make_pair(kind: str, target: Target) -> MergedDrafter:
 KINDS = [*HEAD_TYPES, "small", "three"]
 
 
-@pytest.mark.parametrize("tree", [chain(2), "dynamic", "auto", "gamma"], ids=["chain", "dynamic", "auto", "gamma"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(tree, marks=() if name == "dynamic" else pytest.mark.slow, id=name)
+        for name, tree in {"chain": chain(2), "dynamic": "dynamic", "auto": "auto", "gamma": "gamma"}.items()
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_is_its_rows(kind: str, tree: Any) -> None:
     """Left-padded rows of different lengths; n-grams find the prompt's repetition."""

@@ -155,6 +155,7 @@ def test_too_many_settings_run_eagerly() -> None:
             assert torch.equal(function(torch.ones(1, 3), warper), torch.full((1, 3), 1.0) / temperature)
 
 
+@pytest.mark.slow
 def test_plain_decoding_compiles_once(target: Target) -> None:
     compiled, plain = Decoder(target, compile=True), Decoder(target)
     seconds = []

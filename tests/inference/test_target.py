@@ -50,7 +50,13 @@ def check_tree(
             assert_states_close(features[row, node], wanted)
 
 
-@pytest.mark.parametrize("lengths", [BELOW_WINDOW, BEYOND_WINDOW], ids=["below-window", "beyond-window"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(BELOW_WINDOW, marks=pytest.mark.slow, id="below-window"),
+        pytest.param(BEYOND_WINDOW, id="beyond-window"),
+    ],
+)
 @pytest.mark.parametrize(("family", "implementation"), FAMILIES_AND_ATTENTION)
 def test_tree_verification_equals_plain_passes_after_branching_commits(
     family: str, implementation: str, lengths: tuple[int, ...]
