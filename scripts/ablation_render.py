@@ -103,10 +103,11 @@ def render_page(name: str, data: dict[str, Any], results: Results, missing: Sequ
 
 
 def shown_tables(results: Results) -> dict[str, dict[str, str]]:
-    """`TABLES` with the finished runs alone, without those that have nothing to compare."""
+    """`TABLES` with the finished runs alone; those that stand alone in theirs share one."""
     tables = {title: {name: labels[name] for name in labels if name in results} for title, labels in TABLES.items()}
     comparisons = {title: labels for title, labels in tables.items() if len(labels) > 1}
-    return comparisons or {"Finished": {name: LABELS[name] for name in results}}
+    alone = [name for name in results if not any(name in labels for labels in comparisons.values())]
+    return comparisons | ({"Nothing yet to compare with": {name: LABELS[name] for name in alone}} if alone else {})
 
 
 def _make_grid(title: str, labels: Mapping[str, str], results: Results) -> Grid:

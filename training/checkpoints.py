@@ -153,12 +153,19 @@ class ExactEpochs(TrainerCallback):  # type: ignore[misc, unused-ignore]
     otherwise go through a later epoch in the order of the first one (accelerate does not reach the sampler behind the
     batches it skips), and length-grouped batches would follow from whatever random numbers were drawn before.
 
+    Intervals are those of the options, which may have changed, not those that the checkpoint was written with.
+
     A checkpoint at its last step is written after what is logged and measured at its end, which a resumed run would
     otherwise leave out.
     """
 
     def __init__(self) -> None:
         self._is_save_due = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,10 @@ _NEEDED = ("config.json", "model.safetensors", "trainer_state.json")
 # data is loaded, where the target stays and how its features are stored.
 _FREE = re.compile(
     r"(logging_|save_|eval_|num_eval_|max_eval_|per_device_eval_|hub_|push_to_hub|report|project|trackio|log_level"
-    r"|disable_tqdm|output_dir|run_name|dry_run|early_stopping|metric_for_best|greater_is_better|load_best_model|resume_"
+    r"|disable_tqdm|output_dir|run_name|dry_run|early_stopping|load_best_model|resume_"
     r"|restore_callback|include_num_input|num_proc|dataloader_(?!drop_last)|ddp_timeout|torch_empty_cache|skip_memory_"
     r"|trust_remote_code|feature_|max_disk_gb|target_device_map|target_offload|shard_target).*"
 )
-# But where the learning rate goes by what evaluations find, these decide what is learned.
-_EVALUATED = re.compile(r"(metric_for_best|greater_is_better|eval_(?!accumulation)|num_eval_|max_eval_).*")
 # Where the conversations lie; not compared where the data itself is.
 _OF_DATA = re.compile(r"dataset.*|max_samples|skip_bad_lines")
 
@@ -154,12 +153,20 @@ def check_same_heads(folder: Path, stored: PreTrainedConfig, wanted: PreTrainedC
         )
 
 
-def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -> dict[str, Any]:
+def describe_run(
+    settings: dict[str, Any],
+    train_set: Any,
+    num_processes: int,
+    *,
+    eval_set: datasets.Dataset | None,
+    prompts: Sequence[list[int]],
+) -> dict[str, Any]:
     """What two runs must share to be the same run, as JSON has it.
 
     Args:
         settings: every option, from `training.command_line.resolve_arguments`.
         train_set: the tokenized conversations, or a stream of them, of which its files can tell.
+        eval_set, prompts: what evaluations look at.
     """
     is_stream = isinstance(train_set, ConversationStream)
     data = train_set.describe() if is_stream else fingerprint(train_set)
@@ -167,18 +174,28 @@ def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -
         key: value
         for key, value in settings.items()
         if not (_FREE.fullmatch(key) or (not is_stream and _OF_DATA.fullmatch(key)))
-        or (settings.get("lr_scheduler_type") in BY_METRIC and _EVALUATED.fullmatch(key))
     }
     if is_stream:  # what it reads, and in which order, depends on these as well
         options["dataloader_num_workers"] = settings.get("dataloader_num_workers")
         options["eval_dataset"] = bool(settings.get("eval_dataset"))
     described = {"num_processes": num_processes, "training data": data, "options": options}
+    if settings.get("lr_scheduler_type") in BY_METRIC:  # what evaluations find is then part of what is learned
+        by_decoding = str(settings.get("metric_for_best_model")).endswith("acceptance_length")
+        names = ("eval_strategy", "eval_steps", *(("eval_max_new_tokens",) if by_decoding else ()))
+        options |= {name: settings.get(name) for name in names}
+        described["held-out data"] = _hash_prompts(prompts) if by_decoding else fingerprint(eval_set)
     found: dict[str, Any] = json.loads(json.dumps(described, default=str))
     return found
 
 
-def fingerprint(rows: datasets.Dataset) -> str:
+def _hash_prompts(prompts: Sequence[list[int]]) -> str:
+    return f"{len(prompts)} prompts, {hashlib.blake2b(repr(prompts).encode(), digest_size=16).hexdigest()}"
+
+
+def fingerprint(rows: datasets.Dataset | None) -> str:
     """Number of rows and a hash of all their columns, in order: other data gives another text."""
+    if rows is None:
+        return "none"
     digest = hashlib.blake2b(digest_size=16)
     for batch in rows.with_format("arrow").iter(1000):
         for name in sorted(batch.column_names):

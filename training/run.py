@@ -146,12 +146,11 @@ def prepare_run(
         heads.fit_vocabulary(count_tokens(counted, target.vocab_size))
 
     settings = resolve_arguments(model_args, data_args, training_args, *more)
-    description = describe_run(settings, train_set, training_args.world_size)
+    prompts = eval_prompts(data_args, eval_set, tokenizer, limit)
+    description = describe_run(settings, train_set, training_args.world_size, eval_set=eval_set, prompts=prompts)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=training_args.resume_with_changes)
-    measure_acceptance = acceptance_meter(
-        target, heads, eval_prompts(data_args, eval_set, tokenizer, limit), data_args.eval_max_new_tokens
-    )
+    measure_acceptance = acceptance_meter(target, heads, prompts, data_args.eval_max_new_tokens)
     features = prepare_features(
         feature_args,
         target=target,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,8 @@ def main() -> int:
     try:
         arguments = parse_arguments()
         if pick(arguments, RunArguments).dry_run:
+            if "RANK" in os.environ:
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # from the launcher: what is temporary goes
             found = dry_run(*arguments)
             if is_main_process:
                 show(found)

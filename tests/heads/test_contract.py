@@ -187,7 +187,6 @@ class TestTraining:
                     if (found := state_at(other, row, slot)) is not None:
                         torch.testing.assert_close(found, state_at(step, row, slot))
 
-    @pytest.mark.slow
     @every_kind
     def test_heads_learn_after_they_have_decoded(self, head_type: str, overrides: dict[str, Any]) -> None:
         """Decoding runs in inference mode, and what is kept from it must not enter a graph."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from tests.training.runner import Runner
+from tests.training.runner import InterruptedRunError, Runner, interrupt_at_step
 from training.command_line import parse_arguments
 from training.run import prepare_run
 
@@ -73,19 +72,34 @@ class TestLearningRatesByMetric:
         assert not args.greater_is_better
         assert not args.lr_scheduler_kwargs
 
-    def test_another_metric_is_another_run(self, train: Runner) -> None:
-        """Though elsewhere what is measured may change."""
-        for options, message in ((self.PLATEAU, "metric_for_best_model"), ({}, None)):
-            shutil.rmtree(train.output_dir, ignore_errors=True)
-            train(**EVALUATED, **options, max_steps=2)
-            changed = {"metric_for_best_model": "top1_depth1", "resume_from_checkpoint": True}
-            with pytest.raises(ValueError, match=message) if message else nullcontext():
-                prepare(train, **options, max_steps=2, **changed)
+    @pytest.mark.parametrize(
+        ("changed", "names"),
+        [
+            ({"metric_for_best_model": "top1_depth1"}, "metric_for_best_model"),
+            ({"num_eval_prompts": 1}, "held-out data '2 prompts"),
+            ({"eval_max_new_tokens": 4}, "eval_max_new_tokens 8"),
+            ({"max_eval_samples": 3}, None),  # of the loss, which decides nothing here
+        ],
+    )
+    def test_what_they_go_by_makes_another_run(self, train: Runner, changed: dict[str, Any], names: str | None) -> None:
+        train(**EVALUATED, **self.PLATEAU, max_steps=2)
+        with pytest.raises(ValueError, match=names) if names else nullcontext():
+            prepare(train, **self.PLATEAU, max_steps=2, resume_from_checkpoint=True, **changed)
 
     @pytest.mark.parametrize("options", [PLATEAU, {"save_strategy": "best"}])
     def test_without_prompts_there_is_nothing_to_go_by(self, train: Runner, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="there is no prompt to measure it on"):
             prepare(train, **options, num_eval_prompts=0)
+
+
+def test_a_resumed_run_evaluates_as_often_as_its_options_say(train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_at_step(5, patch)
+        with pytest.raises(InterruptedRunError):
+            train(**EVALUATED, max_steps=9)
+    train(**{**EVALUATED, "eval_steps": 3, "save_steps": 3}, max_steps=9, resume_from_checkpoint=True)
+    state = json.loads((train.output_dir / "checkpoint-9" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2, 4, 6, 9]
 
 
 def test_weights_of_each_depth_are_counted_before_the_first_step(train: Runner) -> None:

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from torch import nn
 
 from tests.conftest import REPOSITORY
-from tests.training.runner import Runner, interrupt_at_step
+from tests.training.runner import Runner, interrupt_at_step, write_conversations
 from training import train_heads
 from training.command_line import parse_arguments
 from training.features.options import FeatureArguments
@@ -83,6 +83,14 @@ class TestFigures:
         assert figures["disk"]["a checkpoint"] == pytest.approx(size, rel=0.05)
         assert figures["time"]["sum"] > 0
         assert "evaluations (3)" in figures["time"]  # steps 4, 8 and 9
+
+    def test_of_fewer_rows_than_a_step_takes(self, train: Runner, tmp_path: Path) -> None:
+        few = write_conversations(tmp_path / "few.jsonl", count=5)
+        held_out = write_conversations(tmp_path / "held-out.jsonl", count=5, seed=1)
+        options = {"gradient_accumulation_steps": 2, "validation_fraction": None, "save_strategy": "best"}
+        found = try_out(train, dataset=few, **options, eval_strategy="steps", eval_steps=1, eval_dataset=held_out)
+        assert not found.problems
+        assert found.figures["disk"]["checkpoints at once"] == 3, "at every evaluation, and two are kept"
 
     def test_of_a_stream(self, train: Runner) -> None:
         found = try_out(train, streaming=True, eval_strategy="steps", eval_steps=4)
@@ -241,7 +249,7 @@ class TestProblems:
         (tmp_path / "few.jsonl").write_text(line)
         options = {"dataset": tmp_path / "few.jsonl", "validation_fraction": 0, "dataloader_num_workers": 2}
         problem = try_out(train, streaming=True, **options).problems[0]
-        assert problem.startswith("reading the stream: ")
+        assert problem.startswith("reading the data: ")
         assert "can be used by this reader, one of 1 processes, times 2 dataloader_num_workers" in problem
 
     def test_of_one_process_ends_it(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from huggingface_hub import HfApi
 from transformers import AutoTokenizer
+from transformers.trainer_utils import SaveStrategy
 
 from inference.target_config import LengthLimit
 from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, seed_of_data
+from training.data.streaming import ConversationStream
 from training.data.training_sets import load_datasets
 from training.evaluation import eval_prompts
 from training.features.options import FeatureArguments
@@ -45,7 +48,6 @@ from training.reporting.trial import (
     evaluate,
     first_rows,
     make_steps,
-    read_stream,
     resume,
     temporary_folder,
     write_replies,
@@ -129,15 +131,18 @@ def _look_at_parts(
 
 def _try(found: DryRun, run: PreparedRun) -> None:
     trainer, args = run.trainer, run.trainer.args
-    rows, is_stream = first_rows(trainer.train_dataset)
+    is_stream = isinstance(trainer.train_dataset, ConversationStream)
     steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
-    if is_stream:
-        found.check("reading the stream", lambda: read_stream(trainer))
+    rows = found.check("reading the data", lambda: first_rows(trainer), together=True)
+    if rows is None:
+        return
     trainer.train_dataset = rows
     sizes = step_sizes(trainer, row_lengths(rows, "input_ids"))
     epochs = 0.0 if is_stream else steps / len(sizes)
-    num_saves = num_times(args.save_strategy, args.save_steps, steps, epochs)
     num_evaluations = max(1, num_times(args.eval_strategy, args.eval_steps or args.logging_steps, steps, epochs))
+    num_saves = num_times(args.save_strategy, args.save_steps, steps, epochs)
+    if args.save_strategy == SaveStrategy.BEST:  # at most
+        num_saves = num_evaluations
     limit = args.save_total_limit or 0
     found.figures["parameters"] = parameter_figures(
         trainer.target.model, trainer.accelerator.unwrap_model(trainer.model)
@@ -146,7 +151,7 @@ def _try(found: DryRun, run: PreparedRun) -> None:
     found.figures[name] = data_figures(rows, sizes, args.world_size)
     found.figures["steps"] = {"optimizer steps": steps, **({} if is_stream else {"epochs": round(epochs, 4)})}
 
-    decoding = found.check("decoding a prompt", lambda: decode(trainer.measure_acceptance)) or 0.0
+    decoding = found.check("decoding a prompt", lambda: decode(trainer.measure_acceptance), together=True) or 0.0
     writing = found.check("writing on-policy replies", lambda: write_replies(trainer), together=True) or 0.0
     with temporary_folder(trainer, run.output_dir) as folder:
         trial = found.check("training steps", lambda: make_steps(trainer, folder), together=True)
@@ -160,6 +165,8 @@ def _try(found: DryRun, run: PreparedRun) -> None:
             return
         checkpoint = folder / f"checkpoint-{TRIAL_STEPS}"
         found.check("saving and resuming a checkpoint", lambda: resume(trainer, checkpoint), together=True)
+        if args.world_size > 1:
+            found.problems = list(dict.fromkeys(gather_object(found.problems)))
         if args.process_index:  # the first one tells
             return
         disk = disk_figures(checkpoint, run.output_dir, num_saves=num_saves, save_total_limit=limit)
@@ -169,7 +176,9 @@ def _try(found: DryRun, run: PreparedRun) -> None:
             f"disk: the run needs {disk['the run']:,} bytes in {run.output_dir}, {disk['free']:,} are free: lower "
             "save_total_limit or save less often, or give another output_dir"
         )
-    all_steps = project_seconds(sizes, steps, {trial_sizes[index]: trial.seconds[index] for index in (1, 3)})
+    # Fewer rows than a step takes make fewer steps of an epoch than the trial had.
+    trials = {trial_sizes[index % len(trial_sizes)]: trial.seconds[index] for index in (1, 3)}
+    all_steps = project_seconds(sizes, steps, trials)
     evaluations = num_evaluations * (decoding + evaluating)
     found.figures["time"] = {
         "a step on the longest rows": trial.seconds[1],

@@ -217,13 +217,13 @@ def disk_figures(checkpoint: Path, output_dir: Path, *, num_saves: int, save_tot
 
 def num_times(strategy: Any, every: float, steps: int, epochs: float) -> int:
     """How often something happens that is done each so many steps (below 1: each such share of all), each epoch, or not
-    at all; what is done by steps is also done at the last one."""
+    at all; what is done by steps is also done at the last one, and so is what is done by epochs of a stream."""
     kind = getattr(strategy, "value", strategy)
     if kind == "steps":
         if not every:
             return 1
         return math.ceil(steps / (every if every >= 1 else math.ceil(steps * every)))
-    return math.ceil(epochs) if kind in ("epoch", "best") else 0
+    return max(1, math.ceil(epochs)) if kind == "epoch" else 0
 
 
 def project_seconds(sizes: Sequence[int], steps: int, trials: dict[int, float]) -> float:

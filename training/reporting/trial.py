@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,19 +32,16 @@ STREAMED_ROWS = 512  # of a stream, so many rows stand for all
 TRIAL_TOKENS = 8  # decoded to see that decoding works
 
 
-def first_rows(train_set: Any) -> tuple[datasets.Dataset, bool]:
-    """The rows; of a stream the first ones, and that it is one."""
+def first_rows(trainer: HeadsTrainer) -> datasets.Dataset:
+    """The rows of the run; of a stream the first ones, after a batch of each of this process's readers."""
+    train_set: Any = trainer.train_dataset
     if isinstance(train_set, OnPolicyRows):
-        return train_set.rows, False
+        return train_set.rows
     if isinstance(train_set, datasets.Dataset):
-        return train_set, False
-    return datasets.Dataset.from_list(list(islice(train_set, STREAMED_ROWS))), True
-
-
-def read_stream(trainer: HeadsTrainer) -> None:
-    """A batch of each of this process's readers."""
+        return train_set
     for _ in islice(trainer.get_train_dataloader(), max(1, trainer.args.dataloader_num_workers)):
         pass
+    return datasets.Dataset.from_list(list(islice(train_set, STREAMED_ROWS)))
 
 
 def decode(meter: Callable[[], dict[str, float]] | None) -> float:
@@ -99,6 +97,7 @@ def make_steps(trainer: HeadsTrainer, folder: Path) -> TrialSteps:
         "save_strategy": SaveStrategy.STEPS,
         "save_steps": TRIAL_STEPS,
         "eval_strategy": IntervalStrategy.NO,
+        "eval_on_start": False,
         "logging_strategy": IntervalStrategy.NO,
         "train_sampling_strategy": "sequential",
         "load_best_model_at_end": False,
@@ -138,8 +137,13 @@ def resume(trainer: HeadsTrainer, checkpoint: Path) -> None:
 def temporary_folder(trainer: HeadsTrainer, output_dir: Path) -> Iterator[Path]:
     """One folder for all processes; those of several machines share the disk of `output_dir`."""
     has_other_machines = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.args.world_size)) < trainer.args.world_size
-    with tempfile.TemporaryDirectory(dir=output_dir.parent if has_other_machines else None) as mine:
-        names = [mine]
-        broadcast_object_list(names)
+    names = [""]
+    if trainer.args.process_index == 0:
+        names = [tempfile.mkdtemp(dir=output_dir.parent if has_other_machines else None)]
+    broadcast_object_list(names)
+    try:
         yield Path(names[0])
         trainer.accelerator.wait_for_everyone()
+    finally:
+        if trainer.args.local_process_index == 0:  # those of a machine that shares no disk have made it there as well
+            shutil.rmtree(names[0], ignore_errors=True)
