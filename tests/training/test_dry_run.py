@@ -261,6 +261,19 @@ class TestProblems:
         assert found.check("decoding", lambda: int("x")) is None
         assert len(found.problems) == 1, "the same"
 
+    @pytest.mark.slow
+    def test_of_one_process_alone_are_told(self, train: Runner, tmp_path: Path) -> None:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.training.killed_run"]
+        command = [sys.executable, "-m", *launcher, "no_memory", *train.arguments(dry_run=True)]
+        (tmp_path / "scratch").mkdir()
+        environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+        run = subprocess.run(command, cwd=REPOSITORY, env=environment, **options)
+        assert run.returncode != 0
+        assert "train_heads.py, process 1: training steps: out of memory" in run.stderr
+        assert not [*(tmp_path / "scratch").rglob("*.safetensors")]
+        assert not train.output_dir.exists()
+
     def test_early_stopping_is_none(self, train: Runner) -> None:
         assert not try_out(train, eval_strategy="steps", eval_steps=4, early_stopping_patience=2).problems
 
