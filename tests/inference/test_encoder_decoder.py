@@ -207,6 +207,7 @@ def test_small_model_drafts_what_it_would_say_itself() -> None:
 
 
 @pytest.mark.usefixtures("traced_alone")
+@pytest.mark.slow
 def test_compiled_texts_share_their_graphs(caplog: pytest.LogCaptureFixture) -> None:
     """Behind the first text, neither a step nor a source of another length makes a graph."""
     caplog.set_level("INFO", "inference.compilation")

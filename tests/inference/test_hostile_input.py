@@ -184,7 +184,7 @@ class Forbid:
         return torch.full_like(scores, float("-inf")) if input_ids.shape[1] >= self.length else scores
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", OFTEN)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("length", [6, 9])
 def test_processors_that_forbid_everything(tree: str, do_sample: bool, length: int) -> None:

@@ -149,8 +149,8 @@ SETTINGS: dict[str, list[Any]] = {
 }
 
 
-# The fast tests keep one setting of each sort: none, of scores alone, and of texts; all together take minutes.
-FAST = ("T=1", "T, top-p", "several")
+# The fast tests have none, and several at once; all together take minutes.
+FAST = ("T=1", "several")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,8 @@ def test_plain_decoding_compiles_once(target: Target) -> None:
     assert seconds[1:] == [0, 0], "another length of the prompt must not make another graph"
 
 
-@pytest.mark.parametrize("first", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [5, 100])
 def test_windows_of_any_length_share_one_graph(first: int) -> None:
     """Whether the first pass is within the window, where its view is the whole view, or far beyond it."""
     layer_types = ["sliding_attention", "full_attention"]
