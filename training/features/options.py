@@ -158,8 +158,8 @@ def prepare_features(
         _check_same_tensors(folder, store.settings, wanted)
         size = _size_of_missing(store, rows)
         check_room(folder, size, args.max_disk_gb)
-        hybrid = HybridFeatures(online, store, rank=rank, shard_bytes=int(args.feature_shard_mb * 10**6))
-        hybrid.is_full = not writes
+        shard_bytes = int(args.feature_shard_mb * 10**6)
+        hybrid = HybridFeatures(online, store, rank=rank, shard_bytes=shard_bytes, writes=writes)
         callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
         return PreparedFeatures(hybrid, hybrid.peek, target.dtype, hybrid.collator(collate), callbacks, size)
     _check_layers(store, heads, loss_type)

@@ -182,15 +182,18 @@ class HybridFeatures:
     Args:
         rank: of this process, which writes shards of its own.
         shard_bytes: states in memory at which a shard is written.
+        writes: False: the store stays as it is; what it lacks is computed and not kept.
     """
 
-    def __init__(self, online: OnlineFeatures, store: FeatureStore, *, rank: int = 0, shard_bytes: int) -> None:
+    def __init__(
+        self, online: OnlineFeatures, store: FeatureStore, *, rank: int = 0, shard_bytes: int, writes: bool = True
+    ) -> None:
         self.online = online
         self.store = store
         self.stored = StoredFeatures(online.target, online.feature_layers, store)
         self.rank = rank
         self.shard_bytes = shard_bytes
-        self.is_full = False  # or else to be left as it is: what is missing is computed, and not kept
+        self.writes = writes
         self._rows: dict[bytes, StoredRow] = {}
         self._written: set[int] = set()  # keys of what was flushed; the store itself is read anew at an epoch's end
         self._size = 0
@@ -204,7 +207,7 @@ class HybridFeatures:
 
     def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
         states = self.peek(batch)
-        if not self.is_full and not self._is_stored(batch):
+        if self.writes and not self._is_stored(batch):
             self._keep(batch, states)
         return states
 
@@ -237,7 +240,7 @@ class HybridFeatures:
                 self._written |= {hash_tokens(row.input_ids) for row in self._rows.values()}
             except DiskFullError as error:
                 logger.warning("%s. Until then, what is missing is computed online", error)
-                self.is_full = True
+                self.writes = False
             self._rows.clear()
             self._size = 0
 
