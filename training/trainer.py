@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -340,6 +340,14 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             load_metrics(self, self._sums[True], Path(checkpoint))
+
+    def _load_callback_state(self) -> None:
+        """As Trainer's, which takes over what early stopping has counted, but with the patience of the options."""
+        super()._load_callback_state()
+        patience = getattr(self.args, "early_stopping_patience", None)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EarlyStoppingCallback) and patience is not None:
+                callback.early_stopping_patience = patience
 
     def _add_metrics(self, output: LossOutput, *, is_training: bool) -> None:
         sums = self._sums[is_training]

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from transformers import EarlyStoppingCallback
 
 from tests.training.runner import InterruptedRunError, Runner, interrupt_at_step
 from training.command_line import parse_arguments
@@ -100,6 +101,21 @@ def test_a_resumed_run_evaluates_as_often_as_its_options_say(train: Runner, monk
     train(**{**EVALUATED, "eval_steps": 3, "save_steps": 3}, max_steps=9, resume_from_checkpoint=True)
     state = json.loads((train.output_dir / "checkpoint-9" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2, 4, 6, 9]
+
+
+def test_a_resumed_run_is_as_patient_as_its_options_say(train: Runner) -> None:
+    """And goes on counting where the interrupted one was."""
+    often = {**EVALUATED, "eval_steps": 1, "save_steps": 1, "max_steps": 6, "metric_for_best_model": "loss"}
+    often["greater_is_better"] = True  # so that learning counts as getting worse
+    train(**often, early_stopping_patience=5)
+    trainer = prepare(train, **often, early_stopping_patience=9, resume_from_checkpoint=True)
+    state = json.loads((train.output_dir / "checkpoint-6" / "trainer_state.json").read_text())
+    trainer.state.stateful_callbacks = state["stateful_callbacks"]
+    counted = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"]
+    trainer._load_callback_state()
+    (stopper,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback))
+    assert (stopper.early_stopping_patience, stopper.early_stopping_patience_counter) == (9, counted)
+    assert counted > 0
 
 
 def test_weights_of_each_depth_are_counted_before_the_first_step(train: Runner) -> None:
