@@ -38,7 +38,7 @@ from transformers import HfArgumentParser
 
 from heads import DraftHeads
 from inference import Decoder, Drafter, Target
-from inference.policy import resolve_policy
+from inference.trees.policy import resolve_policy
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"

@@ -17,7 +17,7 @@ from heads.kangaroo import KangarooHeads
 from heads.medusa import MedusaHeads
 from heads.mtp import MTPHeads
 from heads.parallel import ParallelHeads
-from inference.target import Target
+from inference.targets.target import Target
 
 HEAD_TYPES: dict[str, type[DraftHeads]] = {
     "block": BlockHeads,

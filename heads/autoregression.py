@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.decoder_config import DecoderConfig
 from heads.draft_step import DraftStep
-from heads.layers import DraftCache, DraftLayer
-from inference.drafter import DraftLogits
+from heads.modules.layers import DraftCache, DraftLayer
+from inference.drafters.base import DraftLogits
 
 
 class AutoregressionConfig(DecoderConfig):

@@ -21,10 +21,10 @@ from heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write
 from heads.checkpoint import replace_checkpoint
 from heads.config import DraftHeadsConfig, name_of_target
 from heads.draft_step import DraftStep, join_documents
-from heads.layers import DraftCache
-from inference.documents import split_documents
-from inference.drafter import DraftLogits
-from inference.target import Target
+from heads.modules.layers import DraftCache
+from inference.drafters.base import DraftLogits
+from inference.targets.documents import split_documents
+from inference.targets.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     """A small trained module that drafts for a frozen target; base class of every kind.
 
     A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
-    and `expand` (decoding: the `inference.drafter.Drafter` protocol), and `draft_caches` (for `RowCopyingDrafter`).
+    and `expand` (decoding: the `inference.Drafter` protocol), and `draft_caches` (for `RowCopyingDrafter`).
     `default_loss` is its usual objective, in the words of the training option `loss_type`; `estimates_states` says that
     what its steps score estimates the state that the target's LM head reads, so that `smooth_l1` can compare the two.
     `runs_target_layers` says that drafted tokens pass through layers of the target (`CacheSharingDrafter`) and have
@@ -134,7 +134,7 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         so that the hooks of DDP, FSDP and ZeRO see every parameter that is used.
 
         With `document_ids` [B, T] the rows hold several documents, which are unrolled apart from one another (see
-        `inference.documents.split_documents`, also for `num_groups`); no kind needs to know.
+        `inference.targets.documents.split_documents`, also for `num_groups`); no kind needs to know.
         """
         if document_ids is None:
             steps = self._unroll(features, input_ids, loss_mask)

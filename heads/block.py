@@ -24,15 +24,15 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.anchors import draw_slots
 from heads.base import EXTEND_CHUNK, DraftHeads
-from heads.block_layer import BlockLayer, MarkovBias
 from heads.decoder_config import DecoderConfig
 from heads.draft_step import DraftStep
-from heads.layers import DraftCache, RMSNorm
-from heads.vocab import mean_embedding, principal_embeddings
-from inference.drafter import DraftLogits
-from inference.target import Target
+from heads.modules.anchors import draw_slots
+from heads.modules.block_layer import BlockLayer, MarkovBias
+from heads.modules.layers import DraftCache, RMSNorm
+from heads.modules.vocabulary import mean_embedding, principal_embeddings
+from inference.drafters.base import DraftLogits
+from inference.targets.target import Target
 
 # Loss weights fall to 1/e over this many rows (DFlash: 7, 5 and 4 for blocks of 16, 10 and 8).
 DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self, cast
 
 from transformers import PreTrainedConfig
 
-from inference.target import Target
+from inference.targets.target import Target
 
 FORMAT_VERSION = 1
 

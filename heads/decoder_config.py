@@ -7,7 +7,7 @@ from typing import Any, Self
 from transformers import PreTrainedConfig
 
 from heads.config import DraftHeadsConfig
-from inference.target import Target
+from inference.targets.target import Target
 
 DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 

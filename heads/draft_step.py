@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from inference.documents import DocumentGroup
+from inference.targets.documents import DocumentGroup
 
 
 @dataclass(frozen=True)

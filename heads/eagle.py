@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from heads.autoregression import AutoregressionConfig, AutoregressionHeads
 from heads.draft_step import DraftStep
-from heads.layers import DraftAttention, DraftLayer
-from inference.target import Target
+from heads.modules.layers import DraftAttention, DraftLayer
+from inference.targets.target import Target
 
 NOISE_LENGTH = 512  # sequences of so many tokens get noise of the width the config says
 # Fields of older checkpoints; the loss is an option of the training now.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from heads.autoregression import AutoregressionConfig, AutoregressionHeads
-from heads.layers import DraftAttention, DraftLayer, RMSNorm
-from heads.vocab import map_tensors, most_frequent_tokens
-from inference.target import Target
+from heads.modules.layers import DraftAttention, DraftLayer, RMSNorm
+from heads.modules.vocabulary import map_tensors, most_frequent_tokens
+from inference.targets.target import Target
 
 
 def default_feature_layers(num_layers: int) -> list[int]:

@@ -26,10 +26,10 @@ from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.config import DraftHeadsConfig
 from heads.decoder_config import DEFAULT_ROPE, check_attention_shape, decoder_settings
 from heads.draft_step import DraftStep
-from heads.layers import DecoderLayer, DraftCache, RMSNorm
 from heads.medusa import ResidualBlock
-from inference.drafter import DraftLogits
-from inference.target import Target
+from heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
+from inference.drafters.base import DraftLogits
+from inference.targets.target import Target
 
 
 class HydraConfig(DraftHeadsConfig):

@@ -27,11 +27,11 @@ from transformers import PreTrainedModel
 from heads.base import DraftHeads
 from heads.decoder_config import DecoderConfig
 from heads.draft_step import DraftStep
-from heads.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
-from inference.draft_rows import DraftRows
-from inference.drafter import DraftLogits
-from inference.kv_cache import TreeCache
-from inference.target import Target
+from heads.modules.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
+from inference.cache.draft_rows import DraftRows
+from inference.cache.tree_cache import TreeCache
+from inference.drafters.base import DraftLogits
+from inference.targets.target import Target
 
 
 def default_exit_layer(num_layers: int) -> int:

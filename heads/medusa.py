@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from heads.base import DraftHeads
 from heads.config import DraftHeadsConfig
 from heads.draft_step import DraftStep
-from heads.layers import DraftCache
-from inference.drafter import DraftLogits
-from inference.target import Target
+from heads.modules.layers import DraftCache
+from inference.drafters.base import DraftLogits
+from inference.targets.target import Target
 
 
 class MedusaConfig(DraftHeadsConfig):

@@ -45,10 +45,10 @@ from transformers import PreTrainedModel
 from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.decoder_config import DecoderConfig
 from heads.draft_step import DraftStep
-from heads.layers import DraftCache
-from heads.mtp_block import MTPBlock, Rows
-from inference.drafter import DraftLogits
-from inference.target import Target
+from heads.modules.layers import DraftCache
+from heads.modules.mtp_block import MTPBlock, Rows
+from inference.drafters.base import DraftLogits
+from inference.targets.target import Target
 
 FLOAT32_BUFFERS = {"e_score_correction_bias"}  # of DeepSeek's routers, in any dtype
 

@@ -7,7 +7,7 @@ conventions (the engines' and transformers' code agree but for position 0, whose
     Qwen3-Next and later     mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0.{the layer's own}
     MiMo                     model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm, ...}
 
-The decoder layer inside is the target family's own class (`heads.stock_layer`). One module becomes a shared block,
+The decoder layer inside is the target family's own class (`modules/stock_layer.py`). One module becomes a shared block,
 applied as often as the tree is deep; several become a block for each depth.
 """
 
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from heads.modules.stock_layer import StockLayer
 from heads.mtp import FLOAT32_BUFFERS, MTPConfig, MTPHeads
-from heads.stock_layer import StockLayer
-from inference.target import Target
+from inference.targets.target import Target
 
 # FastMTP (arXiv 2509.18362) trains a native module further with three applications.
 DEFAULT_NUM_STEPS = 3

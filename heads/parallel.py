@@ -24,14 +24,14 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from heads.anchors import draw_slots
 from heads.base import EXTEND_CHUNK
 from heads.draft_step import DraftStep
 from heads.eagle3 import Eagle3Config, Eagle3Heads
-from heads.layers import DecoderLayer, DraftAttention, DraftCache
-from heads.vocab import mean_embedding
-from inference.drafter import DraftLogits
-from inference.target import Target
+from heads.modules.anchors import draw_slots
+from heads.modules.layers import DecoderLayer, DraftAttention, DraftCache
+from heads.modules.vocabulary import mean_embedding
+from inference.drafters.base import DraftLogits
+from inference.targets.target import Target
 
 Attend = Callable[[int, DraftAttention, Tensor, Tensor, Tensor], Tensor]
 

@@ -1,18 +1,18 @@
 """How drafts become tokens: the target, token trees, drafters without training, acceptance and the decode loop."""
 
-from inference.acceptance_rules import AcceptanceRule
-from inference.decode_loop import GenerationOutput
+from inference.acceptance.rules import AcceptanceRule
 from inference.decoder import Decoder
-from inference.drafter import Drafter, DraftLogits, DraftSampling
+from inference.drafters.base import Drafter, DraftLogits, DraftSampling
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter
+from inference.drafters.staged import StagedDrafter
 from inference.generation import generate, stream
-from inference.merged import MergedDrafter
-from inference.ngram import NgramDrafter
-from inference.policy import DynamicTree, StaticTree, TreePolicy, chain
-from inference.small_model import SmallModelDrafter
-from inference.staged import StagedDrafter
+from inference.loop import GenerationOutput
 from inference.stats import GenerationStats
-from inference.target import Target
-from inference.token_stream import TokenStream
+from inference.streaming.token_stream import TokenStream
+from inference.targets.target import Target
+from inference.trees.policy import DynamicTree, StaticTree, TreePolicy, chain
 
 __all__ = [
     "AcceptanceRule",

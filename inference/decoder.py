@@ -14,25 +14,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inference.acceptance import PREFIX_FREE, Sampler
-from inference.acceptance_rules import AcceptanceRule, resolve_rule
-from inference.auto_tree import AutoTree
-from inference.cost_measurement import find_costs
-from inference.cost_model import BatchCosts, CostModel
-from inference.decode_loop import DecodeLoop, GenerationOutput, StepCallback, gather_output, rows_may_leave
-from inference.drafter import Drafter, RowCopyingDrafter
-from inference.drafting import AdaptiveDrafting, Drafting, FixedDrafting
-from inference.hf_request import make_request
-from inference.kv_cache import TreeCache
+from inference.acceptance.exact import PREFIX_FREE, Sampler
+from inference.acceptance.rules import AcceptanceRule, resolve_rule
+from inference.cache.tree_cache import TreeCache
+from inference.drafters.base import Drafter, RowCopyingDrafter
+from inference.execution.step import DecodeStep
+from inference.loop import DecodeLoop, GenerationOutput, StepCallback, gather_output, rows_may_leave
 from inference.noise import row_seeds
-from inference.policy import TreePolicy, resolve_policy
-from inference.prompt_reading import HeldTexts, PromptReader, ReadPrompts, leave_room
-from inference.request import Request
+from inference.planning.auto_tree import AutoTree
+from inference.planning.cost_measurement import find_costs
+from inference.planning.cost_model import BatchCosts, CostModel
+from inference.planning.drafting import AdaptiveDrafting, Drafting, FixedDrafting
+from inference.planning.tree_planner import TreePlanner
+from inference.prompts import HeldTexts, PromptReader, ReadPrompts, leave_room
+from inference.request.generate_arguments import make_request
+from inference.request.request import Request
 from inference.stats import GenerationStats, PhaseClock
-from inference.step import DecodeStep
-from inference.target import Target
-from inference.token_stream import TokenStream
-from inference.tree_planner import TreePlanner
+from inference.streaming.token_stream import TokenStream
+from inference.targets.target import Target
+from inference.trees.policy import TreePolicy, resolve_policy
 
 
 class Decoder:
@@ -289,7 +289,7 @@ class Decoder:
         if reuse_cache and self.drafter is not None and not isinstance(self.drafter, RowCopyingDrafter):
             raise ValueError(
                 f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
-                "has no copy_rows (inference.drafter.RowCopyingDrafter): add it, or leave reuse_cache out"
+                "has no copy_rows (inference.drafters.base.RowCopyingDrafter): add it, or leave reuse_cache out"
             )
         rows, kept = held.match(prompts) if held is not None and reuse_cache else ([], [])
         capacity = request.max_length + step.num_slots_behind
@@ -337,8 +337,7 @@ class Decoder:
         )
 
     def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> CostModel:
-        """What `tree="auto"` decides with: measured when first asked for (see `inference.cost_model`), then kept in a
-        file.
+        """What `tree="auto"` decides with: measured when first asked for, then kept in a file (`cost_model.py`).
 
         Args:
             processors: logits processors of transformers; those that read the prefix are left out.

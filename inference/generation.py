@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inference.acceptance_rules import AcceptanceRule
-from inference.decode_loop import GenerationOutput
+from inference.acceptance.rules import AcceptanceRule
 from inference.decoder import Decoder
-from inference.drafter import Drafter
-from inference.policy import TreePolicy
-from inference.target import Target
-from inference.token_stream import TokenStream
+from inference.drafters.base import Drafter
+from inference.loop import GenerationOutput
+from inference.streaming.token_stream import TokenStream
+from inference.targets.target import Target
+from inference.trees.policy import TreePolicy
 
 
 def generate(

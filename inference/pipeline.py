@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import TextGenerationPipeline
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from inference.acceptance_rules import AcceptanceRule
+from inference.acceptance.rules import AcceptanceRule
 from inference.decoder import Decoder
-from inference.drafter import Drafter
-from inference.policy import TreePolicy
+from inference.drafters.base import Drafter
 from inference.stats import GenerationStats
+from inference.trees.policy import TreePolicy
 
 
 class DraftingPipeline(TextGenerationPipeline):

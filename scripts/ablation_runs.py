@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from benchmark_report import write_text
 
-from training.command_line import parse_arguments, resolve_arguments
+from training.options.command_line import parse_arguments, resolve_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs" / "ablation"

@@ -34,7 +34,7 @@ from model_loading import DTYPES, TREE_HELP
 from rich.console import Console
 from transformers import HfArgumentParser
 
-from inference.acceptance_rules import RULES, resolve_rule
+from inference.acceptance.rules import RULES, resolve_rule
 
 
 @dataclass

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from inference import Decoder, Drafter, DraftLogits, Target
-from inference.auto_tree import AutoTree
-from inference.ngram import NgramDrafter
+from inference.drafters.ngram import NgramDrafter
 from inference.noise import row_seeds
-from inference.policy import resolve_policy
+from inference.planning.auto_tree import AutoTree
+from inference.trees.policy import resolve_policy
 
 NGRAMS = "n-gram drafter"
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation

@@ -28,7 +28,7 @@ from rich.console import Console
 from transformers import HfArgumentParser
 
 from heads import create_heads
-from inference.policy import resolve_policy
+from inference.trees.policy import resolve_policy
 
 SPARE_POSITIONS = 1024  # behind the longest context, for trees
 COLUMNS = {

@@ -67,10 +67,10 @@ def measure(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
 
 def extract(options: list[str], folder: Path) -> tuple[float, int]:
     """Seconds and tokens of the whole extraction, loading included."""
-    from training.command_line import parse_arguments
     from training.features.extraction import extract_features
     from training.features.extraction_options import ExtractionArguments
     from training.features.target_loading import PlacementArguments
+    from training.options.command_line import parse_arguments
 
     model_args, data_args, *_ = parse_arguments(options)
     begin = time.perf_counter()
@@ -81,8 +81,8 @@ def extract(options: list[str], folder: Path) -> tuple[float, int]:
 
 def prepare(options: list[str]) -> Any:
     """The trainer of a run that neither evaluates nor saves."""
-    from training.command_line import parse_arguments
-    from training.run import prepare_run
+    from training.options.command_line import parse_arguments
+    from training.run.run import prepare_run
 
     quiet = ["--num_eval_prompts", "0", "--eval_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true"]
     return prepare_run(*parse_arguments([*options, *quiet, "--logging_steps", "1000"])).trainer

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from heads import DraftHeads
 from heads.adapter import is_adapted
 from inference import Drafter, Target
-from inference.merged import MergedDrafter
-from inference.ngram import NgramDrafter
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
 
 Heads = dict[str, DraftHeads]
 SMALL_MODEL = "small model"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from inference import GenerationStats, Target
-from inference.compilation import count_graphs
+from inference.execution.compiled import count_graphs
 from training.synthesis.prompts import read_prompts
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
 from inference import Drafter
-from inference.ngram import NgramDrafter
+from inference.drafters.ngram import NgramDrafter
 
 KEEP_EVERY = 20  # prompts; what was counted is then written
 # Rounding puts a logit off by half a step and its lead over another by one: from their last rounding alone the leads of

@@ -28,9 +28,9 @@ from rich.progress import track
 from table_program import run_table_program
 
 from inference import Decoder, Drafter, Target
-from inference.acceptance_rules import resolve_rule
-from inference.ngram import NgramDrafter
-from inference.policy import StaticTree, resolve_policy
+from inference.acceptance.rules import resolve_rule
+from inference.drafters.ngram import NgramDrafter
+from inference.trees.policy import StaticTree, resolve_policy
 
 RULES: dict[str, dict[str, Any]] = {
     "exact": {"acceptance": "exact"},

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from inference import Drafter, Target, TreePolicy
-from inference.acceptance import Sampler
-from inference.kv_cache import TreeCache
-from inference.prompt_reading import PREFILL_CHUNK
-from inference.step import DecodeStep, NewSlots
-from inference.tree import TokenTree
+from inference.acceptance.exact import Sampler
+from inference.cache.tree_cache import TreeCache
+from inference.execution.step import DecodeStep, NewSlots
+from inference.prompts import PREFILL_CHUNK
+from inference.trees.token_tree import TokenTree
 
 WARM_UP_STEPS = 2
 

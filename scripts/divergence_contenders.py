@@ -15,9 +15,9 @@ from divergence_count import Decode, Decoded
 from torch import Tensor
 
 from inference import Decoder, Drafter, Target
-from inference.kv_cache import TreeCache
-from inference.target import TargetOutput
-from inference.tree import TokenTree
+from inference.cache.tree_cache import TreeCache
+from inference.targets.target import TargetOutput
+from inference.trees.token_tree import TokenTree
 
 
 @dataclass

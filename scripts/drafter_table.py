@@ -32,7 +32,7 @@ from model_loading import DTYPES, TREE_HELP
 from rich.console import Console
 from transformers import HfArgumentParser
 
-from inference.ngram import NgramDrafter
+from inference.drafters.ngram import NgramDrafter
 
 HEADS_FOLDER = Path("examples/heads")
 

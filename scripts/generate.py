@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import HfArgumentParser
 
 from inference import Decoder, GenerationStats
-from inference.acceptance_rules import RULES
-from inference.detokenizer import IncrementalDetokenizer
+from inference.acceptance.rules import RULES
+from inference.streaming.detokenizer import IncrementalDetokenizer
 
 DRAFTED_STYLE = "bold green"
 DRAFTERS = "--heads, --drafter_model or --ngrams"

@@ -22,12 +22,12 @@ from transformers import AutoConfig, AutoTokenizer
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from inference.target_config import find_length_limit
-from training.arguments import DataArguments
-from training.command_line import parse_arguments
+from inference.targets.model_config import find_length_limit
 from training.data.reply_spans import find_special_ids
 from training.data.set_statistics import MeasuredSet, SetStatistics, measure_sets, total_statistics
 from training.data.training_sets import cut_to_limit
+from training.options.arguments import DataArguments
+from training.options.command_line import parse_arguments
 
 
 @dataclass

@@ -16,11 +16,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from heads import DraftHeads
 from inference import Drafter, DynamicTree, Target, TreePolicy, chain
-from inference.gamma import gamma_chain
-from inference.merged import MergedDrafter
-from inference.ngram import NgramDrafter
-from inference.small_model import SmallModelDrafter
-from inference.staged import StagedDrafter
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter
+from inference.drafters.staged import StagedDrafter
+from inference.planning.gamma import gamma_chain
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TREE_HELP = (

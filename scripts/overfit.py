@@ -25,10 +25,10 @@ from transformers import HfArgumentParser, PrinterCallback, TrainerCallback, set
 
 from heads import HEAD_TYPES, create_heads
 from inference import Decoder, Target, chain, generate
-from training.arguments import HeadsTrainingArguments
 from training.data.collation import ConversationCollator
 from training.features.sources import OnlineFeatures, TargetStates
-from training.trainer import HeadsTrainer
+from training.options.arguments import HeadsTrainingArguments
+from training.run.trainer import HeadsTrainer
 
 DEPTH_OF_ANY = 4  # of kinds that draft as deep as they are asked to
 

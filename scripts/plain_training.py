@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import heads.layers
+import heads.modules.layers
 from heads import DraftHeads, DraftStep
-from inference.target import Target
+from inference.targets.target import Target
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ def shift_rows(step: DraftStep, teacher: Tensor) -> Tensor:
 def dense_attention(*, use_sdpa: bool) -> Iterator[None]:
     """Within, draft layers attend by `attend_densely`, and to all blocks of a block drafter at once."""
     with (
-        patch.object(heads.layers, "attend_unrolled", partial(attend_densely, use_sdpa=use_sdpa)),
-        patch.object(heads.layers, "QUERY_CHUNK", 1 << 30),
+        patch.object(heads.modules.layers, "attend_unrolled", partial(attend_densely, use_sdpa=use_sdpa)),
+        patch.object(heads.modules.layers, "QUERY_CHUNK", 1 << 30),
     ):
         yield
 
 
 def attend_densely(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *, use_sdpa: bool) -> Tensor:
-    """`heads.unrolled_attention.attend_unrolled` over all keys at once."""
+    """`heads.modules.unrolled_attention.attend_unrolled` over all keys at once."""
     length, repeats = q.shape[2], q.shape[1] // keys[0].shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     own = torch.eye(length, dtype=torch.bool, device=q.device)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.eagle3 import Eagle3Config, Eagle3Heads, default_feature_layers
-from heads.unrolled_attention import attend_in_chunks
+from heads.modules.unrolled_attention import attend_in_chunks
 
 DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published heads
 NUM_STEPS = 7  # the training-time test of the authors' code
@@ -142,7 +142,7 @@ def _run_unroll(shape: TargetShape, length: int) -> tuple[int, float, float]:
             FlopCounterMode(display=False) as counter,
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
             torch.autocast("cpu", torch.bfloat16),
-            patch("heads.layers.attend_unrolled", attend_in_chunks),  # as on a GPU, on fake tensors of a CPU
+            patch("heads.modules.layers.attend_unrolled", attend_in_chunks),  # as on a GPU, on fake tensors of a CPU
         ):
             steps = heads.unroll(features, torch.zeros(1, length, dtype=torch.long))
             size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -16,7 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from heads import HEAD_TYPES
 from inference import StaticTree
 from tests.conftest import REPOSITORY
-from training.command_line import parse_arguments
+from training.options.command_line import parse_arguments
 
 CONFIGS = REPOSITORY / "configs"
 TRAIN = sorted([*(CONFIGS / "train").glob("*.yaml"), *(CONFIGS / "ablation").glob("*.yaml")])

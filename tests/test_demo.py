@@ -24,8 +24,8 @@ from model_loading import encode_messages
 
 from heads import HEAD_TYPES
 from inference import Target
-from inference.ngram import NgramDrafter
-from training.command_line import parse_arguments
+from inference.drafters.ngram import NgramDrafter
+from training.options.command_line import parse_arguments
 
 QUESTIONS = ["What do you like about autumn?", "Tell me a story.", "Where do swallows go?", "Thank you!"]
 

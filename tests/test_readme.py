@@ -20,7 +20,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from tests.conftest import REPOSITORY
-from training.command_line import parse_arguments
+from training.options.command_line import parse_arguments
 
 DOCUMENTS = [
     REPOSITORY / "README.md",

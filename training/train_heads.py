@@ -20,15 +20,15 @@ def main() -> int:
 
     if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
         sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
-    from training.command_line import parse_arguments
     from training.data.conversations import BadLineError
     from training.data.streaming import NoConversationError
-    from training.lost_processes import naming_lost_processes
+    from training.options.command_line import parse_arguments
+    from training.options.run_arguments import RunArguments, pick
     from training.reporting.dry_run import dry_run
     from training.reporting.dry_run_table import show
-    from training.run import prepare_run
-    from training.run_arguments import RunArguments, pick
-    from training.stopping import TrainingStoppedError
+    from training.run.lost_processes import naming_lost_processes
+    from training.run.run import prepare_run
+    from training.run.stopping import TrainingStoppedError
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_main_process else logging.ERROR  # one process speaks for all

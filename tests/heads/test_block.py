@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads import DraftHeads, create_heads
-from heads import layers as layers_module
 from heads.block import BlockHeads, default_loss_decay, spaced_feature_layers
+from heads.modules import layers as layers_module
 from inference import Target, chain, generate
-from inference.drafter import DraftSampling
-from inference.merged import MergedDrafter
-from inference.ngram import NgramDrafter
-from inference.tree import TokenTree
+from inference.drafters.base import DraftSampling
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.trees.token_tree import TokenTree
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target

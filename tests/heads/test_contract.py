@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
 from inference import Decoder, Target, generate
-from inference.drafter import CacheSharingDrafter
+from inference.drafters.base import CacheSharingDrafter
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
 from training.losses.draft_loss import draft_loss

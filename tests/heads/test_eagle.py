@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads, DraftStep, create_heads
-from heads import layers as layers_module
 from heads.eagle import EagleHeads
+from heads.modules import layers as layers_module
 from inference import Decoder, DynamicTree, StaticTree, Target, chain
 from tests.heads import slow_layer
 from tests.heads.tiny_heads import tiny_heads

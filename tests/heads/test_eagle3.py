@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads, create_heads
-from heads import layers as layers_module
 from heads.eagle3 import Eagle3Heads, default_feature_layers
+from heads.modules import layers as layers_module
 from inference import Target, generate
 from tests.heads import slow_layer
 from tests.heads.slow_layer import norm

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from heads import create_heads
 from heads import hydra as hydra_module
-from heads import layers as layers_module
 from heads.hydra import HydraConfig, HydraHeads
+from heads.modules import layers as layers_module
 from inference import Target
 from tests.heads import slow_layer
 from tests.heads.slow_layer import norm

@@ -18,9 +18,9 @@ from transformers import LlamaModel
 from heads import DraftHeads, create_heads
 from heads.kangaroo import KangarooHeads, default_exit_layer
 from inference import Decoder, DynamicTree, Target, chain, generate
-from inference.drafter import CacheSharingDrafter, DraftSampling
-from inference.step import DecodeStep
-from inference.tree import TokenTree
+from inference.drafters.base import CacheSharingDrafter, DraftSampling
+from inference.execution.step import DecodeStep
+from inference.trees.token_tree import TokenTree
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target

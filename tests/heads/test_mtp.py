@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads import create_heads
-from heads import layers as layers_module
+from heads.modules import layers as layers_module
 from heads.mtp import MTPHeads
 from inference import Decoder, DynamicTree, Target, generate
 from tests.heads.slow_layer import norm, turn

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from heads import DraftHeads
+from heads.modules.stock_layer import StockLayer
 from heads.mtp import MTPHeads
-from heads.stock_layer import StockLayer
 from inference import Target, generate
 from tests.heads.test_contract import Prefix, assert_scores, assert_tree_matches
 from tests.tiny_targets import random_prompt, tiny_target

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, DraftStep, create_heads
-from heads.layers import DraftCache
+from heads.modules.layers import DraftCache
 from inference import Target, generate
-from inference.drafter import DraftLogits
+from inference.drafters.base import DraftLogits
 from tests.tiny_targets import random_prompt, tiny_target
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from inference import Target
-from inference.drafter import CacheSharingDrafter, Drafter, DraftLogits, RowCopyingDrafter
-from inference.merged import MergedDrafter
-from inference.ngram import NgramDrafter
-from inference.small_model import SmallModelDrafter
-from inference.staged import StagedDrafter
+from inference.drafters.base import CacheSharingDrafter, Drafter, DraftLogits, RowCopyingDrafter
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter
+from inference.drafters.staged import StagedDrafter
 from tests.heads.test_mtp_native import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import VOCAB_SIZE, tiny_target

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.tree import TokenTree, compute_depths
+from inference.trees.token_tree import TokenTree, compute_depths
 from tests.tiny_targets import tiny_target
 
 ATOL = 1e-4

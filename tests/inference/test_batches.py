@@ -22,9 +22,9 @@ from inference import (
     Target,
     chain,
     generate,
-    prompt_reading,
 )
-from inference.kv_cache import TreeCache
+from inference import prompts as prompt_reading
+from inference.cache.tree_cache import TreeCache
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from inference import Decoder, GenerationStats, chain, generate
-from inference.ngram import NgramDrafter
+from inference.drafters.ngram import NgramDrafter
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -206,7 +206,7 @@ def test_plain_decoding_emits_one_token_a_step() -> None:
 
 
 def test_long_prompt_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.prompt_reading.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("inference.prompts.PREFILL_CHUNK", 7)
     prompt = random_prompt(40)
     output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
     assert torch.equal(output.sequences, MODEL.generate(prompt, **GREEDY))
@@ -253,7 +253,7 @@ def test_outputs_are_read_by_name() -> None:
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
-        ({"assistant_model": MODEL}, "assistant_model .*: pass an inference.small_model.SmallModelDrafter"),
+        ({"assistant_model": MODEL}, "assistant_model .*: pass an inference.drafters.small_model.SmallModelDrafter"),
     ],
 )
 def test_refused_options(options: dict[str, Any], match: str) -> None:

@@ -10,14 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from inference.acceptance import Sampler, accept_exact
-from inference.drafter import CacheSharingDrafter, DraftSampling
+from inference.acceptance.exact import Sampler, accept_exact
+from inference.drafters.base import CacheSharingDrafter, DraftSampling
+from inference.drafters.ngram import NgramDrafter
 from inference.generation import Decoder
-from inference.ngram import NgramDrafter
 from inference.noise import row_seeds
-from inference.policy import chain, resolve_policy
-from inference.target import Target
-from inference.tree import TokenTree, compute_depths
+from inference.targets.target import Target
+from inference.trees.policy import chain, resolve_policy
+from inference.trees.token_tree import TokenTree, compute_depths
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from heads import DraftHeads, create_heads
 from inference import Decoder, Target
-from inference.attention import LONG_PASS
-from inference.token_stream import TokenStream
+from inference.streaming.token_stream import TokenStream
+from inference.targets.attention import LONG_PASS
 from tests.conftest import REPOSITORY
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -119,7 +119,7 @@ def small_bytes(batch: int, length: int) -> int:
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.prompt_reading.PREFILL_CHUNK", CHUNK)
+    monkeypatch.setattr("inference.prompts.PREFILL_CHUNK", CHUNK)
 
 
 def test_storages_are_counted_once_and_to_their_end() -> None:

@@ -6,9 +6,9 @@ import itertools
 from typing import Any
 
 from inference import Decoder
-from inference.auto_tree import AutoTree
-from inference.cost_model import NO_TREE, CostModel, Plan
-from inference.tree_planner import TreePlanner
+from inference.planning.auto_tree import AutoTree
+from inference.planning.cost_model import NO_TREE, CostModel, Plan
+from inference.planning.tree_planner import TreePlanner
 
 TREE = AutoTree(depths=(1, 2, 4), sizes=(8, 24), widths=(2, 4))
 

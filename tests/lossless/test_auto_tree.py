@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from inference import Decoder, generate
-from inference.cost_model import NO_TREE, CostModel
-from inference.ngram import NgramDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.planning.cost_model import NO_TREE, CostModel
 from tests.lossless.near_tie import assert_same_text
 from tests.lossless.restless import TREE, restless
 from tests.scripted_drafter import ScriptedDrafter

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 from inference import DynamicTree, StaticTree, TreePolicy, chain
-from inference.auto_tree import AutoTree
-from inference.gamma import gamma_chain
+from inference.planning.auto_tree import AutoTree
+from inference.planning.gamma import gamma_chain
 from tests.lossless.matrix.cases import Call, Case, run_case
 from tests.lossless.matrix.drafters import DRAFTERS
 from tests.lossless.matrix.references import SAMPLING, Row, attentions_of, do_sample

@@ -13,9 +13,9 @@ import torch
 
 from heads import HEAD_TYPES
 from inference import TreePolicy, chain
-from inference.acceptance import Acceptance, Sampler
-from inference.step import DecodeStep
-from inference.tree import TokenTree
+from inference.acceptance.exact import Acceptance, Sampler
+from inference.execution.step import DecodeStep
+from inference.trees.token_tree import TokenTree
 from tests.lossless.matrix import __main__ as program
 from tests.lossless.matrix import cases
 from tests.lossless.matrix.cases import Case, run_case

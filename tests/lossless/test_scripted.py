@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference import Decoder, DynamicTree, GenerationStats, StaticTree, TreePolicy, chain, generate, prompt_reading
+from inference import Decoder, DynamicTree, GenerationStats, StaticTree, TreePolicy, chain, generate, prompts
 from tests.lossless.near_tie import assert_same_text
 from tests.lossless.watched_commits import Commits, watch_commits
 from tests.scripted_drafter import ScriptedDrafter
@@ -101,7 +101,7 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(policy: str) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_batches_far_beyond_the_window(family: str, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in several chunks; rows end at their own EOS, the longest of them first."""
-    monkeypatch.setattr(prompt_reading, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(prompts, "PREFILL_CHUNK", 32)
     starts = watch_passes(monkeypatch, lambda cache, view: view - cache.window_sizes[SLIDING_WINDOW].shape[0])
     model = tiny_target(family, initializer_range=0.3)
     lengths, longest = (101, 70, 85), 101

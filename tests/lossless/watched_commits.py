@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from inference.acceptance import Acceptance
-from inference.kv_cache import TreeCache
-from inference.step import DecodeStep
-from inference.tree import TokenTree
+from inference.acceptance.exact import Acceptance
+from inference.cache.tree_cache import TreeCache
+from inference.execution.step import DecodeStep
+from inference.trees.token_tree import TokenTree
 
 
 @dataclass

@@ -39,8 +39,8 @@ from model_loading import encode_messages, load_assistant
 
 from heads import create_heads
 from inference import GenerationStats, Target
-from inference.cost_measurement import _describe_drafter
-from inference.ngram import NgramDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.planning.cost_measurement import _describe_drafter
 
 
 @pytest.fixture(scope="module")

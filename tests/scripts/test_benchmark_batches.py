@@ -30,7 +30,7 @@ from roofline import Hardware, Work
 
 from heads import create_heads
 from inference import GenerationStats, NgramDrafter, Target
-from inference.drafter import RowCopyingDrafter
+from inference.drafters.base import RowCopyingDrafter
 
 TURNS = ["Count to two", "The sea", "Tell me about a dog who gets lost"]
 

@@ -27,7 +27,7 @@ from divergence_contenders import (
 from divergence_count import Decode, Decoded, Tally, count_divergences, find_gaps, find_step
 from divergence_render import render
 
-from inference.tree import TokenTree
+from inference.trees.token_tree import TokenTree
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 

@@ -20,7 +20,7 @@ import yaml
 
 from heads import create_heads
 from inference import Decoder, StaticTree
-from inference.tree_search import best_static_tree
+from inference.trees.search import best_static_tree
 from tests.tiny_targets import tiny_target
 
 MAX_POSITIONS = 32

@@ -23,9 +23,9 @@ from generate import Conversation, GenerateArguments, IncrementalDetokenizer, Sp
 from model_loading import encode_messages, parse_tree
 
 from inference import Decoder, StaticTree
-from inference.acceptance_rules import RULES
-from inference.auto_tree import AutoTree
-from inference.ngram import NgramDrafter
+from inference.acceptance.rules import RULES
+from inference.drafters.ngram import NgramDrafter
+from inference.planning.auto_tree import AutoTree
 
 ODD_TEXT = "Grüße, 日本語のテキスト 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000 too"
 REPEATING = "one two three four five six seven. one two three four five six seven. one two three"

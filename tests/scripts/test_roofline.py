@@ -21,7 +21,7 @@ from roofline import Hardware, Work, count_round, count_weight_bytes, measure_ba
 
 from heads import create_heads
 from inference import Target, chain
-from inference.ngram import NgramDrafter
+from inference.drafters.ngram import NgramDrafter
 from tests.tiny_targets import NUM_LAYERS, VOCAB_SIZE, random_prompt, tiny_target
 
 CPU = torch.device("cpu")

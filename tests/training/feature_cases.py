@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from inference import Target
-from tests.training.test_trainer import UNEVEN, make_rows
+from tests.training.run.test_trainer import UNEVEN, make_rows
 from training.data.collation import ConversationCollator
 from training.features.extraction import Extraction, plan_shards
 from training.features.extraction_options import ExtractionArguments, plan_tensors

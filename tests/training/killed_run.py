@@ -14,10 +14,10 @@ import torch
 from transformers import TrainerCallback
 
 from training import train_heads
-from training.command_line import parse_arguments
-from training.run import prepare_run
-from training.stopping import TrainingStoppedError
-from training.trainer import HeadsTrainer
+from training.options.command_line import parse_arguments
+from training.run.run import prepare_run
+from training.run.stopping import TrainingStoppedError
+from training.run.trainer import HeadsTrainer
 
 # What a run does to its folder: every such event is a moment at which it can be killed.
 FILE_EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")

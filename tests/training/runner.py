@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_targets import tiny_target
-from training.command_line import parse_arguments
-from training.run import run_training
-from training.trainer import HeadsTrainer
+from training.options.command_line import parse_arguments
+from training.run.run import run_training
+from training.run.trainer import HeadsTrainer
 
 SPECIAL = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
 WORDS = [f"word{index}" for index in range(60 - len(SPECIAL))]

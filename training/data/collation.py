@@ -17,7 +17,7 @@ class ConversationCollator:
 
     Rows that are packed (`training.data.packing`) have document_ids too, [B, T] int64: which of the row's documents a
     token belongs to, counted from 0 (padding: -1). Positions are counted within documents by whoever splits them
-    (`inference.documents`).
+    (`inference.targets.documents`).
 
     Args:
         pad_token_id: any valid id; padding is masked everywhere.
@@ -54,7 +54,7 @@ def find_documents(batch: Mapping[str, Tensor], *, num_groups: int | None = None
     """What `Target.encode` and `DraftHeads.forward` take as `document_ids` of a batch.
 
     Rows that are not packed are documents as well: in groups of like lengths, less of what is computed is padding. Only
-    where every group has its price (`num_groups` is given, see `inference.documents`) they are left as they are: None.
+    where every group has its price (`num_groups` is given, see `targets/documents.py`) they are left as they are: None.
     """
     if "document_ids" in batch:
         return batch["document_ids"]

@@ -1,6 +1,6 @@
 """Packing: rows of about `max_length` tokens, each of several conversations that do not see one another.
 
-What keeps them apart is `inference.documents`; here it is decided which of them share a row.
+What keeps them apart is `inference.targets.documents`; here it is decided which of them share a row.
 """
 
 from __future__ import annotations

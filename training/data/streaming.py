@@ -21,11 +21,11 @@ from typing import Any
 import datasets
 from torch.utils.data import IterableDataset, get_worker_info
 
-from training.arguments import DataArguments, HeadsTrainingArguments
 from training.data.chat_tokens import check_tokenizer, tokenize_row, warn_of_lost_thoughts
 from training.data.conversations import BadLineError, Place, iterate_place
 from training.data.packing import WINDOW, pack_window
 from training.data.records import SUFFIXES
+from training.options.arguments import DataArguments, HeadsTrainingArguments
 
 logger = logging.getLogger(__name__)
 

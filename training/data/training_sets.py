@@ -11,11 +11,11 @@ from typing import Any
 
 import datasets
 
-from inference.target_config import LengthLimit
-from training.arguments import DataArguments
+from inference.targets.model_config import LengthLimit
 from training.data.chat_tokens import tokenize_conversations
 from training.data.conversations import load_conversations
 from training.data.streaming import ConversationStream
+from training.options.arguments import DataArguments
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from inference.target import Target
-from inference.target_config import find_length_limit
-from training.arguments import DataArguments, ModelArguments
+from inference.targets.model_config import find_length_limit
+from inference.targets.target import Target
 from training.data.collation import ConversationCollator
 from training.data.training_sets import cut_to_limit, load_datasets
 from training.features.extraction_options import ExtractionArguments, choose_layers, plan_tensors
@@ -46,6 +45,7 @@ from training.features.target_identity import hash_tokenizer, identify_target
 from training.features.target_loading import PlacementArguments, check_placement, load_adapted_model
 from training.features.top_logits import TopLogits, take_top_logits
 from training.losses.teacher import rows_per_chunk
+from training.options.arguments import DataArguments, ModelArguments
 
 logger = logging.getLogger(__name__)
 

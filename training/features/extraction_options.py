@@ -9,11 +9,11 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig
 
 from heads import HEAD_TYPES
-from inference.target import Target
-from training.arguments import DataArguments, ModelArguments
-from training.command_line import parse_arguments
+from inference.targets.target import Target
 from training.features.options import name_tensors
 from training.features.target_loading import PlacementArguments
+from training.options.arguments import DataArguments, ModelArguments
+from training.options.command_line import parse_arguments
 
 
 @dataclass

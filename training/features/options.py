@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from heads import DraftHeads
-from inference.target import Target
+from inference.targets.target import Target
 from training.features.sharded_target import is_sharded
 from training.features.sources import (
     FeatureSource,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.target import Target
+from inference.targets.target import Target
 from training.data.streaming import ConversationStream
 from training.features.options import PreparedFeatures
 from training.features.sources import FeatureSource, TargetStates

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from training.launching import import_deepspeed
+from training.run.launching import import_deepspeed
 
 Sharding = Literal["none", "fsdp2", "zero3"]
 

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import TrainerCallback
 
-from inference.target import Target
+from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.features.store import DiskFullError, FeatureStore, StoredRow, hash_tokens, write_shard
 from training.features.top_logits import TopLogits
@@ -52,7 +52,7 @@ class OnlineFeatures:
     """Runs the target on every batch: nothing is kept, and nothing can be stale.
 
     Args:
-        num_groups: of documents, in a packed batch (`inference.documents.split_documents`).
+        num_groups: of documents, in a packed batch (`inference.targets.documents.split_documents`).
         with_autograd: gradients flow from the states into weights of the target that are trained (adapters).
     """
 

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from heads.adapter import find_adapter_hash
-from inference.target import Target
+from inference.targets.target import Target
 from training.features.store import TargetIdentity, hash_text
 
 _ROWS = 8192  # of the embedding at a time

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.adapter import find_adapter_of, load_adapter
 from inference import Target
-from training.arguments import ModelArguments
 from training.features.sharded_target import Sharding, shard_target
-from training.launching import loading_whole
+from training.options.arguments import ModelArguments
+from training.run.launching import loading_whole
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

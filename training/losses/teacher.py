@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inference.target import Target
+from inference.targets.target import Target
 from training.features.top_logits import TopLogits, restore_logits
 from training.losses.terms import parse_loss
 

@@ -22,15 +22,14 @@ from huggingface_hub import HfApi
 from transformers import AutoTokenizer
 from transformers.trainer_utils import SaveStrategy
 
-from inference.target_config import LengthLimit
-from training.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, seed_of_data
+from inference.targets.model_config import LengthLimit
 from training.data.streaming import ConversationStream
 from training.data.training_sets import load_datasets
-from training.evaluation import eval_prompts
 from training.features.options import FeatureArguments
 from training.features.target_loading import PlacementArguments
-from training.joint import JointArguments
-from training.option_checks import check_options
+from training.options.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, seed_of_data
+from training.options.checks import check_options
+from training.options.run_arguments import RunArguments, pick
 from training.reporting.run_costs import (
     Figures,
     data_figures,
@@ -52,8 +51,9 @@ from training.reporting.trial import (
     temporary_folder,
     write_replies,
 )
-from training.run import PreparedRun, prepare_run
-from training.run_arguments import RunArguments, pick
+from training.run.evaluation import eval_prompts
+from training.run.joint import JointArguments
+from training.run.run import PreparedRun, prepare_run
 
 _Found = TypeVar("_Found")
 # What goes wrong for a user; anything else is a bug of ours and keeps its traceback.
@@ -94,7 +94,7 @@ class DryRun:
 
 
 def dry_run(*arguments: Any) -> DryRun:
-    """Tries a run out; the arguments are those of `training.run.run_training`. Leaves nothing in `output_dir`."""
+    """Tries a run out; the arguments are those of `training.run.run.run_training`. Leaves nothing in `output_dir`."""
     model_args, data_args, training_args, *more = arguments
     found = DryRun()
     output_dir = Path(training_args.output_dir)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from inference import Decoder, GenerationStats
-from inference.detokenizer import IncrementalDetokenizer
-from training.evaluation import AcceptanceMeter
-from training.whole_heads import whole_heads
+from inference.streaming.detokenizer import IncrementalDetokenizer
+from training.run.evaluation import AcceptanceMeter
+from training.run.whole_heads import whole_heads
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import Any
 
 import datasets
 
-from training.checkpoints import write_file
-from training.evaluation import AcceptanceMeter
 from training.reporting.examples import decode_examples
 from training.reporting.model_card import render_card
 from training.reporting.report import render_report
 from training.reporting.run_costs import data_figures, row_lengths, step_sizes
+from training.run.checkpoints import write_file
+from training.run.evaluation import AcceptanceMeter
+from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows
-from training.trainer import HeadsTrainer
 
 logger = logging.getLogger(__name__)
 NUM_EXAMPLES = 4
@@ -35,7 +35,7 @@ def report_run(
     The heads are saved already: what goes wrong here is logged, and nothing else.
 
     Args:
-        settings: every option (`training.command_line.resolve_arguments`).
+        settings: every option (`training.options.command_line.resolve_arguments`).
         record: what `training_record.json` holds.
     """
     output_dir = Path(str(trainer.args.output_dir))

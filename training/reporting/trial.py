@@ -19,13 +19,13 @@ from transformers import EarlyStoppingCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from heads import DraftHeads
-from training.evaluation import AcceptanceMeter
-from training.joint_trainer import JointTrainer
-from training.launching import loading_whole
 from training.reporting.run_costs import TrialSteps, row_lengths
-from training.resume import find_damage
+from training.run.evaluation import AcceptanceMeter
+from training.run.joint_trainer import JointTrainer
+from training.run.launching import loading_whole
+from training.run.resume import find_damage
+from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows, WriteReplies
-from training.trainer import HeadsTrainer
 
 TRIAL_STEPS = 4  # two on the longest rows, two on median ones; the first of each pair warms up
 STREAMED_ROWS = 512  # of a stream, so many rows stand for all

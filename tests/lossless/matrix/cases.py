@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from inference import Decoder, GenerationStats, TreePolicy, prompt_reading
-from inference.auto_tree import AutoTree
+from inference import Decoder, GenerationStats, TreePolicy
+from inference.planning.auto_tree import AutoTree
 from tests.lossless.matrix.drafters import Drafting, drafter_of, policy_of
 from tests.lossless.matrix.references import (
     PAD,
@@ -129,7 +129,7 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
     on_step = watch if len(prompts) == 1 else None
     started = time.perf_counter()
     with (
-        patch.object(prompt_reading, "PREFILL_CHUNK", case.prefill_chunk),
+        patch.object(prompts, "PREFILL_CHUNK", case.prefill_chunk),
         watch_commits(outcome.commits),
     ):
         output = decoder.generate(**inputs, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)

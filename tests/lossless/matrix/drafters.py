@@ -8,15 +8,15 @@ from typing import Any
 
 from heads import HEAD_TYPES
 from inference import Drafter, DynamicTree, StaticTree, Target, TreePolicy, chain
-from inference.auto_tree import AutoTree
-from inference.gamma import gamma_chain
-from inference.merged import MergedDrafter
-from inference.ngram import NgramDrafter
-from inference.small_model import SmallModelDrafter
-from inference.staged import StagedDrafter
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter
+from inference.drafters.staged import StagedDrafter
+from inference.planning.auto_tree import AutoTree
+from inference.planning.gamma import gamma_chain
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
-from tests.inference.test_small_model import rough_copy
+from tests.inference.drafters.test_small_model import rough_copy
 from tests.lossless.matrix.references import CHAT, target_of
 from tests.scripted_drafter import ScriptedDrafter
 

@@ -24,7 +24,7 @@ padding side and prefill chunk, in float32, and compares the token ids of every 
   the same whatever is drafted, coupled (drafts read the target's noise) or not.
 - Rejection sampling, block verification and typical acceptance: greedy texts only, which have to be transformers'.
   Sampled, these rules are right in distribution (or lossy: typical) and not token for token; chi-square tests of
-  their distributions are in tests/inference/test_rejection.py and test_sampled_texts.py.
+  their distributions are in tests/inference/acceptance/test_rejection.py and test_sampled_texts.py.
 
 The targets are random models of each family (tests/tiny_targets.py): 6 layers, windows of 8 tokens where the family
 has windows, weights so large that texts keep changing, drawn with one of three seeds (in the cells' names). Prompts

@@ -1,0 +1,290 @@
+"""Building blocks shared by drafters with an attention layer: RoPE, attention over a draft cache or an unroll, MLP.
+
+Legend: B batch, T sequence length, Q queries, W new rows of one call, S slots of the draft cache, R scratch rows,
+H query heads, G key/value heads, d head size, D hidden size, K unroll steps, A blocks of N rows.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from heads.modules.unrolled_attention import QUERY_CHUNK, attend_unrolled
+from inference.targets.attention import attend_masked
+
+
+class RotaryEmbedding:
+    """cos and sin tables for the config's `rope_parameters`. Not a module: a non-persistent buffer comes back as
+    garbage from `from_pretrained`, so the frequencies are computed at first use on each device."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+        self.frequencies: dict[torch.device, tuple[Tensor, float]] = {}
+
+    def _frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        if device not in self.frequencies:
+            rope = self.config.rope_parameters
+            if rope["rope_type"] == "default":
+                exponents = torch.arange(0, self.config.head_dim, 2, device=device).float() / self.config.head_dim
+                self.frequencies[device] = (rope["rope_theta"] ** -exponents, 1.0)
+            else:
+                self.frequencies[device] = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
+        return self.frequencies[device]
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B, Q] int64 -> cos, sin [B, 1, Q, d] float32."""
+        frequencies, scale = self._frequencies(positions.device)
+        angles = positions[:, None, :, None].float() * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies RoPE (half-split layout, as Llama's) to x [B, H, Q, d] in float32, back in x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, back in the input's dtype: torch's own where input and weight are of one dtype
+    (autocast hands it bf16 beside a float32 weight: it then falls off its fused path, with a warning)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
+
+
+class DraftCache:
+    """Keys and values of one draft layer: R scratch rows for the tree in front, then one slot per certain position.
+
+    Scratch in front keeps both regions at fixed columns for every row, whatever its length. `num_scratch` rows are used
+    level by level; `extend` of the drafter drops them.
+
+    Args:
+        shape: (B, G, d) of the keys.
+        value_shape: (G, d) of the values where they differ.
+        num_slots: certain slots a row can hold.
+        num_scratch: R.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        *,
+        num_slots: int,
+        num_scratch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        value_shape: tuple[int, int] | None = None,
+    ) -> None:
+        batch, groups, size = shape
+        self.num_scratch = num_scratch
+        # One more column than is ever seen: padding of rows that are full is written there.
+        columns = num_scratch + num_slots + 1
+        self.keys = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
+        groups, size = value_shape or (groups, size)
+        self.values = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.columns = torch.arange(num_scratch + num_slots, device=device)
+        self.rows = torch.arange(batch, device=device)[:, None]
+        self.max_slots = 0
+        self.used_scratch = torch.zeros(1, dtype=torch.long, device=device)
+        self._num_used = 0
+
+    def append(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes W certain slots behind each row's own, [B, G, W, d]; only the first counts[b] become certain. What was
+        drafted is forgotten.
+
+        Returns:
+            keys and values [B, G, S, d] up to the last slot written, and the mask [B, 1, W, S] (True = sees).
+        """
+        columns, mask = self.open(keys.shape[2], counts, max_slots)
+        return (*self.write(columns, keys, values), mask)
+
+    def open(self, width: int, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor]:
+        """The first half of `append`: the columns [B, W] to be written, and the mask."""
+        slots_BW = self.lengths[:, None] + torch.arange(width, device=self.keys.device)
+        # Rows with fewer real slots than W write their padding into slots that the next call overwrites.
+        columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
+        slot_of_column = self.columns[: self.num_scratch + max_slots] - self.num_scratch
+        mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
+        self.lengths = self.lengths + counts
+        self.max_slots = max_slots
+        self.used_scratch = torch.zeros_like(self.used_scratch)
+        self._num_used = 0
+        return columns, mask_BWS[:, None]
+
+    def store(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> None:
+        """`append` for rows that nothing attends from yet."""
+        columns, _ = self.open(keys.shape[2], counts, max_slots)
+        self.write(columns, keys, values)
+
+    def append_scratch(self, keys: Tensor, values: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes one level's W frontier rows. `ancestors` [B, W, R] says which scratch rows each sees.
+
+        Where the level begins is a tensor, so that one compiled graph serves every level.
+        """
+        columns, mask = self.open_scratch(keys.shape[2], ancestors)
+        return (*self.write(columns, keys, values), mask)
+
+    def open_scratch(self, width: int, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        """The first half of `append_scratch`: the columns [W] to be written, and the mask [B, 1, W, S]."""
+        if not torch.compiler.is_compiling():
+            self._num_used += width
+            if self._num_used > self.num_scratch:
+                raise ValueError(
+                    f"the tree has more than num_scratch={self.num_scratch} frontier nodes: start() the drafter with "
+                    "more"
+                )
+        columns = self.used_scratch + self.columns[:width]
+        self.used_scratch = self.used_scratch + width
+        certain_BS = self.columns[: self.max_slots] < self.lengths[:, None]
+        mask_BWS = torch.cat([ancestors, certain_BS[:, None].expand(-1, width, -1)], dim=-1)
+        return columns, mask_BWS[:, None]
+
+    def copy_rows(self, source: DraftCache, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
+        """Fills this fresh cache: row b with the first lengths[b] slots, at most `max_slots`, of row rows[b] of
+        `source`, whose numbers of rows, slots and scratch rows may be others."""
+        here = rows.to(self.keys.device)
+        width = min(max_slots, len(self.columns) - self.num_scratch, len(source.columns) - source.num_scratch)
+        for plane, other in ((self.keys, source.keys), (self.values, source.values)):
+            plane.narrow(2, self.num_scratch, width).copy_(
+                other.narrow(2, source.num_scratch, width).index_select(0, here)
+            )
+        self.lengths.copy_(lengths)
+
+    def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The second half of both: fills the opened columns; keys and values up to the last column in view."""
+        if columns.dim() == 1:
+            self.keys.index_copy_(2, columns, keys)  # an assignment to a slice would be compiled to a copy of the cache
+            self.values.index_copy_(2, columns, values)
+        else:
+            self.keys[self.rows, :, columns] = keys.transpose(1, 2)
+            self.values[self.rows, :, columns] = values.transpose(1, 2)
+        view = self.num_scratch + self.max_slots
+        return self.keys[:, :, :view], self.values[:, :, :view]
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention whose input may be wider than the hidden size (EAGLE-3 reads 2D)."""
+
+    def __init__(self, config: PreTrainedConfig, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.head_dim: int = config.head_dim
+        self.num_heads: int = config.num_attention_heads
+        self.num_groups: int = config.num_key_value_heads
+        self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.num_groups * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.num_groups * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=False)
+        self.rope = RotaryEmbedding(config)
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, Q, input], positions [B, Q] -> q [B, H, Q, d], k and v [B, G, Q, d], rotated."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            projection(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = self.rope(positions)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def new_cache(self, batch_size: int, *, num_slots: int, num_scratch: int) -> DraftCache:
+        """An empty cache for this attention's keys and values."""
+        weight = self.k_proj.weight
+        shape = (batch_size, self.num_groups, self.head_dim)
+        return DraftCache(shape, num_slots=num_slots, num_scratch=num_scratch, device=weight.device, dtype=weight.dtype)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """[B, H, Q, d] -> [B, Q, D]."""
+        return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """q [B, H, Q, d] over keys and values [B, G, S, d] where mask [B, 1, Q, S] is True -> [B, Q, D]."""
+        return self.output(attend_masked(q, keys, values, mask))
+
+    def attend_blocks(
+        self, block: tuple[Tensor, Tensor, Tensor], context: tuple[Tensor, Tensor], slots: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Blocks of N drafted rows, each over the context up to its own slot and over itself: [B, A * N, D].
+
+        Done for a few blocks at a time, since those attended to together pay for one another's keys.
+
+        Args:
+            block: q [B, H, A * N, d], k and v [B, G, A * N, d] of A blocks.
+            context: keys and values [B, G, T, d].
+            slots: [B, A].
+            mask: [N, N] which rows of its block a row sees.
+        """
+        size, (batch, num_anchors), length = mask.shape[0], slots.shape, context[0].shape[2]
+        columns = torch.arange(length, device=slots.device)
+        step = max(1, QUERY_CHUNK // size)
+        attended = []
+        for start in range(0, num_anchors, step):
+            few = slots[:, start : start + step]
+            count = few.shape[1]
+            q, k, v = (x[:, :, start * size : (start + count) * size] for x in block)
+            sees_context = (columns <= few[..., None]).repeat_interleave(size, dim=1)
+            own = torch.eye(count, dtype=torch.bool, device=mask.device).repeat_interleave(size, 0)
+            own = own.repeat_interleave(size, 1) & mask.repeat(count, count)
+            seen = torch.cat([sees_context, own.expand(batch, -1, -1)], dim=-1)
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(context, (k, v), strict=True))
+            attended.append(self.attend(q, keys, values, seen[:, None]))
+        return torch.cat(attended, dim=1)
+
+    def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """`heads.modules.unrolled_attention.attend_unrolled`, and the projection behind it: [B, T, D]."""
+        return self.output(attend_unrolled(q, keys, values))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: PreTrainedConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden_size, bias=False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer from its attention on; what stands before that, and what the attention reads, a kind decides."""
+
+    def add_blocks(self, config: PreTrainedConfig, attention: DraftAttention, hidden_size: int) -> None:
+        """Called behind the input norms: parameters keep the order that the states of optimizers are stored in."""
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config, hidden_size)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """What is left of the layer behind its attention, all [B, Q, D]."""
+        hidden = residual + attended
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class DecoderLayer(DraftLayer):
+    """A pre-norm decoder layer, as Llama's unless another attention is given."""
+
+    def __init__(self, config: PreTrainedConfig, hidden_size: int, attention: DraftAttention | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.add_blocks(config, attention or DraftAttention(config, hidden_size, hidden_size), hidden_size)
+
+    def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`DraftAttention.project` of the normed states [B, Q, D]."""
+        return self.self_attn.project(self.input_layernorm(hidden), positions)

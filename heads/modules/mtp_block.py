@@ -1,0 +1,89 @@
+"""One block of multi-token prediction (`heads.mtp`): what joins state and embedding, and a decoder layer.
+
+Legend: B batch, Q rows of a pass, T sequence length, S cache columns in view, D hidden size, G key/value heads, d head
+size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
+from heads.modules.stock_layer import StockLayer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one cached pass: where a layer writes its keys and values, and what it then sees.
+
+    Attributes:
+        columns: the cache columns opened for them. mask: [B, 1, Q, S] bool, True = sees.
+    """
+
+    cache: DraftCache
+    columns: Tensor
+    mask: Tensor
+
+    def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view: the method transformers' layers call."""
+        return self.cache.write(self.columns, keys, values)
+
+
+class MTPLayer(DecoderLayer):
+    """A decoder layer as Llama's."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config, config.hidden_size)
+
+    def new_cache(self, batch_size: int, **sizes: int) -> DraftCache:
+        return self.self_attn.new_cache(batch_size, **sizes)
+
+    def decode(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        """x [B, Q, D] at positions [B, Q] -> [B, Q, D]."""
+        q, keys, values = self.project(x, positions)
+        return self.finish(x, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
+
+    def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Whole sequences x [B, T, D] -> [B, T, D]; a slot sees the earlier ones of depth 0, its own of later depths.
+
+        Args:
+            past: keys and values of the depths before this one, whose own are added.
+        """
+        q, keys, values = self.project(x, positions)
+        past.append((keys, values))
+        return self.finish(x, self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past]))
+
+
+class MTPBlock(nn.Module):
+    """What surrounds the decoder layer, under the names of DeepSeek-V3's checkpoints (`shared_head.norm` is `norm`)."""
+
+    def __init__(self, config: PreTrainedConfig, index: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RMSNorm(size, eps)
+        self.hnorm = RMSNorm(size, eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer: MTPLayer | StockLayer = (
+            MTPLayer(config) if config.stock_layer is None else StockLayer(config.stock_layer, index)
+        )
+        self.norm = RMSNorm(size, eps)
+        self.is_hidden_first: bool = config.hidden_first
+        self.norms_output: bool = config.norm_output
+
+    def join(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """The decoder layer's input: states and embeddings [B, Q, D] -> [B, Q, D]."""
+        inputs = [self.enorm(embedded), self.hnorm(state)]
+        return cast(Tensor, self.eh_proj(torch.cat(inputs[::-1] if self.is_hidden_first else inputs, dim=-1)))
+
+    def next_state(self, hidden: Tensor) -> Tensor:
+        """The layer's output as the next depth reads it."""
+        return cast(Tensor, self.norm(hidden)) if self.norms_output else hidden
+
+    def scored(self, state: Tensor) -> Tensor:
+        """`next_state` as the LM head reads it."""
+        return state if self.norms_output else cast(Tensor, self.norm(state))

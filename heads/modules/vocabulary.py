@@ -1,0 +1,57 @@
+"""The reduced draft vocabulary: a drafter scores only the tokens that matter, and a map leads back to the target's ids.
+
+Legend: Vd draft vocabulary, V target vocabulary, D hidden size.
+
+Worked example: V = 6, the chosen target ids are [1, 4, 5]. Then
+    d2t = [1, 3, 3]                        (OFFSETS: target id = draft index + d2t)
+    t2d = [False, True, False, False, True, True]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inference.targets.target import Target
+
+
+def most_frequent_tokens(counts: Tensor, size: int) -> Tensor:
+    """The `size` most frequent token ids in ascending order ([size] int64); ties go to the lower id.
+
+    Args:
+        counts: [V] how often each token is to be predicted.
+
+    Raises:
+        ValueError: when `size` exceeds V.
+    """
+    if not 0 < size <= counts.numel():
+        raise ValueError(f"draft_vocab_size is {size}; allowed is 1 to the target's vocabulary size {counts.numel()}")
+    order = torch.argsort(counts, descending=True, stable=True)
+    return order[:size].sort().values
+
+
+def map_tensors(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Ascending target ids [Vd] -> d2t [Vd] int64 offsets and t2d [V] bool (the layout EAGLE-3 checkpoints use)."""
+    d2t = token_ids - torch.arange(token_ids.numel(), device=token_ids.device)
+    t2d = torch.zeros(vocab_size, dtype=torch.bool, device=token_ids.device)
+    t2d[token_ids] = True
+    return d2t, t2d
+
+
+@torch.no_grad()
+def mean_embedding(target: Target, num_tokens: int = 1024) -> Tensor:
+    """[D] float32: where the embedding of a mask starts, among those of the first `num_tokens` tokens."""
+    token_ids = torch.arange(min(target.vocab_size, num_tokens), device=target.device)
+    embedded: Tensor = target.embed_tokens(token_ids)
+    return embedded.float().mean(0)
+
+
+@torch.no_grad()
+def principal_embeddings(target: Target, rank: int) -> Tensor:
+    """[V, min(rank, D)] float32: the target's token embeddings along the directions in which they differ most, each row
+    scaled to a root mean square of 1."""
+    table: Tensor = target.embed_tokens(torch.arange(target.vocab_size, device=target.device))
+    table = table.float() - table.float().mean(0)
+    if rank < table.shape[1]:
+        table = table @ torch.linalg.eigh(table.T @ table).eigenvectors[:, -rank:]
+    return table / table.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)

@@ -1,0 +1,176 @@
+"""Acceptance by comparing probabilities: token rejection over siblings, and block verification of chains.
+
+Both give the target's distribution exactly, for drafts that were drawn from q (`drafters/draws.py`), and need noise
+that is independent of theirs. Other than with exact acceptance, the text depends on what was drafted; its distribution
+does not.
+
+Legend: B batch, N tree nodes, K depth, P = K + 1, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inference.acceptance.exact import Acceptance, Sampler, accept_exact, pick_token
+from inference.acceptance.target_scores import may_emit, score_walk
+from inference.noise import derive_seeds, uniform_noise
+from inference.trees.token_tree import TokenTree
+
+# Streams of `derive_seeds`: of the drafts, and of the draws that accept them.
+DRAFT_STREAM, ACCEPT_STREAM = 1, 2
+
+
+def accept_by_rejection(
+    sampler: Sampler,
+    tree: TokenTree,
+    logits: Tensor,
+    root_positions: Tensor,
+    *,
+    noise: Tensor | None = None,
+    prefixes: Sequence[Tensor] | None = None,
+    max_tokens: Sequence[int] | None = None,
+) -> Acceptance:
+    """At each node, child after child: accepted with chance min(1, p(x) / q(x)); if not, p becomes the normalised
+    max(0, p - q), and q leaves the child out (arXiv 2211.17192, section 2.3; siblings: arXiv 2402.14160, algorithm 1).
+    The token behind the last accepted node is drawn from what p has become.
+
+    Arguments and result as in `accept_exact`, whose text this gives when the target is greedy or nothing is drafted.
+    """
+    if not sampler.do_sample or tree.drawn is None:
+        return accept_exact(
+            sampler, tree, logits, root_positions, noise=noise, prefixes=prefixes, max_tokens=max_tokens
+        )
+    if noise is None:
+        noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
+    assert noise is not None
+    score = score_walk(sampler, logits, prefixes)
+    batch, width, num_ranks = logits.shape[0], tree.path_width, tree.drawn.num_ranks
+    rows, nodes = torch.arange(batch, device=logits.device), torch.arange(tree.num_nodes, device=logits.device)
+    uniforms = _uniforms(sampler, root_positions, width * num_ranks).view(batch, width, num_ranks)
+    current, is_walking = torch.zeros_like(rows), may_emit(sampler, rows, 0, [], max_tokens)
+    path: list[Tensor] = []
+    tokens: list[Tensor] = []
+    walked: list[Tensor] = []
+    kept: list[Tensor] = []
+    for depth in range(width):
+        row_scores = score(current, tokens, is_walking).float()  # [B, V]
+        if sampler.keeps_scores:
+            kept.append(row_scores)
+        p = torch.softmax(row_scores, dim=-1)
+        log_q = tree.drawn.log_q[rows, tree.drawn.rows[current]]
+        is_child = (tree.parents == current[:, None]) & (nodes > 0)
+        places = is_child.cumsum(1)  # 1 = the first child
+        chosen, is_chosen = torch.zeros_like(rows), torch.zeros_like(is_walking)
+        for rank in range(num_ranks):
+            # In logarithms: what is left behind the likeliest tokens of a sharp q may be less than a float can hold.
+            q = _normalise_log(log_q)
+            fits = is_child & (places == rank + 1)
+            child, exists = fits.int().argmax(1), fits.any(1) & ~is_chosen
+            token = tree.token_ids.gather(1, child[:, None])  # [B, 1]
+            q_token, p_token = q.gather(1, token)[:, 0], p.gather(1, token)[:, 0]
+            accepts = exists & (uniforms[:, depth, rank] * q_token < p_token)
+            chosen, is_chosen = torch.where(accepts, child, chosen), is_chosen | accepts
+            rejects = (exists & ~accepts)[:, None]
+            p = torch.where(rejects, _normalise((p - q).clamp(min=0), p), p)
+            log_q = log_q.scatter(1, token, float("-inf"))
+        bonus = pick_token(p.log(), noise[:, depth])
+        drafted = tree.token_ids.gather(1, chosen[:, None])[:, 0]
+        path.append(current)
+        tokens.append(torch.where(is_chosen, drafted, bonus))
+        walked.append(is_walking)
+        is_walking = is_walking & is_chosen & may_emit(sampler, rows, depth + 1, tokens, max_tokens)
+        current = chosen
+    is_real = torch.stack(walked, dim=1)  # [B, P]
+    scores = torch.stack(kept, dim=1) if kept else None
+    return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real, scores)
+
+
+def accept_blocks(
+    sampler: Sampler,
+    tree: TokenTree,
+    logits: Tensor,
+    root_positions: Tensor,
+    *,
+    noise: Tensor | None = None,
+    prefixes: Sequence[Tensor] | None = None,
+    max_tokens: Sequence[int] | None = None,
+) -> Acceptance:
+    """Block verification (arXiv 2403.10444, algorithm 2) of a chain: all drafts are judged together, and in expectation
+    no fewer are accepted than by token rejection.
+
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the first i drafts pass with chance
+    R_i / (R_i + 1 - w_i), R_i = sum over x of max(0, w_i p(x) - q(x)) at the i-th draft (the last one: w_i); as many
+    drafts as the longest prefix that passes has are accepted.
+
+    Arguments and result as in `accept_by_rejection`; processors that read the prefix must be in `KEEPS_NOTHING`, since
+    they are asked about all drafts, accepted or not.
+    """
+    if not sampler.do_sample or tree.drawn is None:
+        return accept_exact(
+            sampler, tree, logits, root_positions, noise=noise, prefixes=prefixes, max_tokens=max_tokens
+        )
+    if not sampler.keeps_nothing:
+        raise ValueError(
+            f"{', '.join(sampler.reading_names)} may keep a state, and block verification asks about drafts that it "
+            "may not accept: use acceptance='exact' or 'rejection'"
+        )
+    if noise is None:
+        noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
+    assert noise is not None
+    batch, num_nodes, vocab = logits.shape
+    num_drafts = num_nodes - 1
+    if sampler.is_prefix_free:
+        scores = sampler.process(logits.flatten(0, 1)).view(batch, num_nodes, vocab)
+    else:
+        score, asked = score_walk(sampler, logits, prefixes), may_emit(sampler, root_positions, 0, [], max_tokens)
+        drafted = tree.token_ids[:, 1:].unbind(1)
+        nodes = torch.arange(num_nodes, device=logits.device)[:, None].expand(-1, batch)
+        scores = torch.stack([score(nodes[n], drafted[:n], asked) for n in range(num_nodes)], dim=1)
+    p = torch.softmax(scores.float(), dim=-1)
+    q = _extend(tree.drawn.log_q.exp()[:, tree.drawn.rows[:num_drafts]])  # [B, N, V]; nothing behind the last draft
+    drafts = tree.token_ids[:, 1:, None]  # [B, N - 1, 1]
+    ratio = (p[:, :-1].gather(-1, drafts) / q[:, :-1].gather(-1, drafts).clamp(min=1e-38))[..., 0]
+    ratio = ratio.masked_fill(tree.parents[:, 1:] < 0, 0.0)  # padding is never accepted
+    uniforms = _uniforms(sampler, root_positions, num_drafts)
+    weight = torch.ones_like(ratio[:, 0])
+    weights, length = [weight], torch.zeros_like(root_positions)
+    for place in range(num_drafts):
+        weight = (weight * ratio[:, place]).clamp(max=1.0)
+        weights.append(weight)
+        rest = (weight[:, None] * p[:, place + 1] - q[:, place + 1]).clamp(min=0).sum(-1)
+        passes = weight if place == num_drafts - 1 else rest / (rest + 1.0 - weight).clamp(min=1e-38)
+        length = torch.where(uniforms[:, place] < passes, place + 1, length)
+    rows = torch.arange(batch, device=logits.device)
+    scale = torch.stack(weights, dim=1)[rows, length]
+    last = p[rows, length]
+    left = _normalise((scale[:, None] * last - q[rows, length]).clamp(min=0), last)
+    bonus = pick_token(left.log(), noise[rows, length])
+    steps = torch.arange(num_nodes, device=logits.device)
+    is_real = (steps <= length[:, None]) & may_emit(sampler, root_positions, 0, [], max_tokens)[:, None]
+    tokens = _extend(tree.token_ids[:, 1:, None])[..., 0].scatter(1, length[:, None], bonus[:, None])
+    kept = scores.float() if sampler.keeps_scores else None
+    return Acceptance(steps.expand(batch, -1) * is_real, is_real.sum(1), tokens * is_real, kept)
+
+
+def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:
+    assert sampler.row_seeds is not None
+    return uniform_noise(derive_seeds(sampler.row_seeds, ACCEPT_STREAM, root_positions), count)
+
+
+def _normalise(values: Tensor, otherwise: Tensor) -> Tensor:
+    """Rows [B, V] that sum to one; rows of zeros (rounding alone can make them) become those of `otherwise`."""
+    total = values.sum(-1, keepdim=True)
+    return torch.where(total > 0, values / total.clamp(min=1e-38), otherwise)
+
+
+def _normalise_log(log_values: Tensor) -> Tensor:
+    """Logarithms of any scale [B, V] as probabilities; rows of -inf become zeros."""
+    return torch.softmax(log_values, dim=-1).nan_to_num(nan=0.0)
+
+
+def _extend(values: Tensor) -> Tensor:
+    """One more entry of zeros at the end of dimension 1 of [B, N, X]."""
+    return torch.nn.functional.pad(values, (0, 0, 0, 1))

@@ -1,0 +1,90 @@
+"""The acceptance rules a decoder knows by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.rejection import accept_blocks, accept_by_rejection
+from inference.acceptance.typical import accept_typical
+from inference.trees.policy import StaticTree, TreePolicy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AcceptanceRule:
+    """What a verify step keeps of a tree.
+
+    Attributes:
+        accept: a function of tensors like `accept_exact`.
+        may_couple: drafts may be chosen with the target's own noise. Only for a rule that accepts a draft exactly if it
+            is the token that the target draws: any other would draw with noise that drafts already depend on.
+        draws_drafts: drafts must be drawn at random from q, with noise that is not the target's: trees of a fixed shape
+            alone, since choosing nodes by what was drawn would change their distribution.
+        needs_chain: judges chains only.
+        is_lossless: whether the text keeps the target's distribution.
+    """
+
+    name: str
+    accept: Callable[..., Acceptance]
+    may_couple: bool = False
+    draws_drafts: bool = False
+    needs_chain: bool = False
+    is_lossless: bool = True
+
+    def check(self, policy: TreePolicy | None) -> None:
+        """Raises ValueError for trees this rule cannot judge; warns if it is lossy."""
+        if not self.is_lossless:
+            logger.warning("acceptance=%r is lossy: texts do not keep the target's distribution", self.name)
+        if policy is None:
+            return
+        cure = "use tree='chain'" + ("" if self.needs_chain else ", a list of rank paths or a tree file")
+        if self.draws_drafts and type(policy) is not StaticTree:
+            raise ValueError(
+                f"acceptance={self.name!r} needs a tree whose shape does not depend on what was drafted, and the tree "
+                f"is a {type(policy).__name__}: {cure}, or acceptance='exact'"
+            )
+        if self.needs_chain and not policy.is_chain:
+            raise ValueError(f"acceptance={self.name!r} judges chains only: {cure}, or acceptance='rejection'")
+        if self.draws_drafts and isinstance(policy, StaticTree) and policy.skips_ranks:
+            raise ValueError(
+                f"acceptance={self.name!r} needs all siblings before each one (the tree has a node of some rank "
+                "without those of lower rank): add them"
+            )
+
+
+def typical(epsilon: float = 0.09, delta: float = 0.3) -> AcceptanceRule:
+    """Medusa's typical acceptance with its two thresholds (see `accept_typical`); the paper's defaults."""
+    if not (0 < epsilon < 1 and delta > 0):
+        raise ValueError(f"got epsilon={epsilon}, delta={delta}; allowed are 0 < epsilon < 1 and delta > 0")
+
+    def accept(*args: Any, **kwargs: Any) -> Acceptance:
+        return accept_typical(*args, epsilon=epsilon, delta=delta, **kwargs)
+
+    return AcceptanceRule("typical", accept, is_lossless=False)
+
+
+EXACT = AcceptanceRule("exact", accept_exact, may_couple=True)
+RULES = {
+    "exact": EXACT,
+    "rejection": AcceptanceRule("rejection", accept_by_rejection, draws_drafts=True),
+    "block_verification": AcceptanceRule("block_verification", accept_blocks, draws_drafts=True, needs_chain=True),
+    "typical": typical(),
+}
+
+
+def resolve_rule(acceptance: AcceptanceRule | str) -> AcceptanceRule:
+    """A rule from what users write.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if isinstance(acceptance, AcceptanceRule):
+        return acceptance
+    if acceptance not in RULES:
+        raise ValueError(f"acceptance is {acceptance!r}; allowed are {', '.join(RULES)}, or an AcceptanceRule")
+    return RULES[acceptance]

@@ -1,0 +1,107 @@
+"""DraftRows: the target's cache as a drafter sees it that runs the target's own first layers on drafted tokens.
+
+Legend: B batch, W tokens of one level, R rows of a draft (the root and all frontier nodes), S slots in view, H
+key-value heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from inference.cache.tree_cache import TreeCache
+
+
+class DraftRows(Cache):
+    """The slots of a `TreeCache` behind each row's committed tokens, lent until the next verification writes over them.
+
+    The first layers' keys and values of committed tokens are read where the target left them (Kangaroo, arXiv
+    2404.18911, section 3.2: the draft shares the target's cache), those of drafted tokens are written behind them and
+    are never committed. Row r stands in slot length + r; which rows a level has is a tensor, so that one compiled graph
+    serves every level.
+
+    Worked example, 5 committed tokens and `num_rows=4`:
+
+        forget_levels(5), open_level(1)   the root, depth 0: row 0, slot 5
+        open_level(2)                     depth 1: rows 1 and 2, slots 6 and 7
+        open_level(1)                     depth 2: row 3, slot 8
+
+    Attributes:
+        slots: [B, W] long, those of the open level; depth: [1] long, its depth.
+        depths: [R] long, each used row's depth.
+    """
+
+    def __init__(self, cache: TreeCache, num_rows: int) -> None:
+        super().__init__(layers=[])
+        self.cache = cache
+        self.num_rows = num_rows
+        device = cache.lengths.device
+        self.rows = torch.arange(num_rows, device=device)
+        self.depths = torch.zeros_like(self.rows)
+        self.slots = cache.lengths[:, None]
+        self.forget_levels(0)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] long, committed tokens per row."""
+        return self.cache.lengths
+
+    def forget_levels(self, max_slots: int) -> None:
+        """A new draft begins.
+
+        Args:
+            max_slots: no row has more committed tokens.
+        """
+        self.max_slots = max_slots
+        self.used = torch.zeros(1, dtype=torch.long, device=self.rows.device)
+        self.depth = self.used - 1
+        self._num_used = 0
+
+    def open_level(self, width: int) -> Tensor:
+        """Opens the next `width` rows, one level deeper than those before; returns which ones they are, [W] long."""
+        if not torch.compiler.is_compiling():
+            self._num_used += width
+            if self._num_used > self.num_rows:
+                raise ValueError(
+                    f"the tree has more than num_scratch={self.num_rows - 1} frontier nodes: start() the drafter with "
+                    "more"
+                )
+        own = self.used + self.rows[:width]
+        self.used, self.depth = self.used + width, self.depth + 1
+        self.depths.index_copy_(0, own, self.depth.expand(width))
+        self.slots = self.lengths[:, None] + own
+        return own
+
+    def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """As `TreeCache.slots_seen`: [S] long, and [B, R] long, where all rows stand. Windows are left to the masks.
+
+        A row that holds more than `max_slots` tokens, its root among them, stands partly behind the view: nobody reads
+        its draft (`CacheSharingDrafter`)."""
+        slots = self.cache.first_slots(self._view)
+        return slots, (self.lengths[:, None] + self.rows).clamp(max=slots.shape[0] - 1)
+
+    @property
+    def _view(self) -> int:
+        return self.max_slots + self.num_rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the model's layers: writes [B, H, W, width] into the open level, returns the S slots in view."""
+        keys, values = self.cache.write(layer_idx, self.slots, key_states, value_states)
+        return keys[:, :, : self._view], values[:, :, : self._view]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.max_slots
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.cache.capacity
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return min(self._view, self.cache.capacity), 0
+
+    def __len__(self) -> int:
+        return len(self.cache)

@@ -1,0 +1,293 @@
+"""MergedDrafter: the candidates of two drafters in one tree, such as trained heads and n-grams of the text.
+
+Every node's children are scored by the mixture w1 c1 q1 + w2 c2 q2 of the two drafters' distributions q over their
+candidates; c is what a drafter says of its own confidence at the node (`DraftLogits.confidence`, 1 if nothing), w its
+weight. The decode loop normalises the sum, so that a drafter without candidates at a node leaves it to the other.
+
+The weights are those under which the text becomes most likely, followed online by expectation maximisation: when both
+drafters had candidates behind the last root, and x is the token that came, drafter i is credited with
+r_i = w_i c_i q_i(x) / sum_j w_j c_j q_j(x), and w_i moves to (1 - rate) w_i + rate r_i (Cappe and Moulines, "Online
+EM algorithm for latent data models", arXiv 0712.4273, for this one parameter). Each row of a batch has its own.
+
+Legend: B batch, S slots handed over, W frontier nodes, F feature width, C, D candidate columns of the two drafters,
+V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from inference.cache.tree_cache import TreeCache
+from inference.drafters.base import CacheSharingDrafter, Drafter, DraftLogits, RowCopyingDrafter
+from inference.targets.target import Target
+
+# No drafter is ever forgotten: a text may begin to repeat itself at any time.
+MIN_WEIGHT = 0.02
+
+
+@dataclass
+class MergedState:
+    """states: of the two drafters. weights: [B, 2] float32. roots: what each said of the last root's children.
+    has_root: [B] bool, whether they have said it of this row. lengths: [B] long, slots so far. All but `states` are
+    None before the first `extend`."""
+
+    states: tuple[Any, Any]
+    weights: Tensor | None = None
+    roots: tuple[DraftLogits, DraftLogits] | None = None
+    has_root: Tensor | None = None
+    lengths: Tensor | None = None
+
+
+class MergedDrafter(nn.Module):
+    """Drafts with two drafters at once. A third is added by merging twice.
+
+    Each level asks both, so it costs what both cost: worth it where one of them costs next to nothing.
+
+    Args:
+        first, second: any drafters. Trained heads are bound to the target when the merged drafter is.
+        weight: of the second in the mixture, from 0 to 1, at the beginning of each text.
+        rate: how fast weights follow what is accepted, as the share of the newest step; 0 = fixed weights.
+
+    Attributes:
+        feature_layers: those of both, the first's in front.
+        max_depth: the smaller of both.
+        share_cache: that of the one which runs layers of the target (`CacheSharingDrafter`); missing if neither does.
+        copy_rows: as in `RowCopyingDrafter`; missing unless both have it.
+
+    Raises:
+        ValueError: for a bad weight or rate, or two drafters that both write to the target's cache.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter, *, weight: float = 0.5, rate: float = 0.05) -> None:
+        super().__init__()
+        if not 0 < weight < 1 or not 0 <= rate < 1:
+            raise ValueError(
+                f"got weight={weight} and rate={rate}; allowed are weights between 0 and 1 and rates from 0 to below 1"
+            )
+        self.drafters = (first, second)
+        self.modules_of_drafters = nn.ModuleList(part for part in self.drafters if isinstance(part, nn.Module))
+        self.weight = weight
+        self.rate = rate
+        self.feature_layers = tuple(dict.fromkeys((*first.feature_layers, *second.feature_layers)))
+        sharing = [index for index, drafter in enumerate(self.drafters) if isinstance(drafter, CacheSharingDrafter)]
+        if len(sharing) == 2:
+            raise ValueError(
+                f"got {type(first).__name__} and {type(second).__name__}, which both draft in the target's own cache "
+                "and would overwrite each other: merge one of them with a drafter that has its own"
+            )
+        if sharing:
+            self.share_cache = partial(self._share_cache, sharing[0])
+        if all(isinstance(drafter, RowCopyingDrafter) for drafter in self.drafters):
+            self.copy_rows = self._copy_rows
+        depths = [drafter.max_depth for drafter in self.drafters if drafter.max_depth is not None]
+        self.max_depth = min(depths, default=None)
+        self.drafts_chains_only = any(getattr(drafter, "drafts_chains_only", False) for drafter in self.drafters)
+
+    def bind(self, target: Target | nn.Module) -> Self:
+        """Binds whichever of the two can be bound."""
+        if not isinstance(target, Target):
+            target = Target(target)
+        for drafter in self.drafters:
+            if (bind := getattr(drafter, "bind", None)) is not None:
+                bind(target)
+        return self
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> MergedState:
+        first, second = (drafter.start(batch_size, max_length, num_scratch) for drafter in self.drafters)
+        return MergedState((first, second))
+
+    def _share_cache(self, index: int, state: MergedState, cache: TreeCache) -> None:
+        self.drafters[index].share_cache(state.states[index], cache)  # type: ignore[attr-defined]
+
+    def _copy_rows(
+        self, state: MergedState, source: MergedState, rows: Tensor, lengths: Tensor, *, max_slots: int
+    ) -> None:
+        """Rows keep their weights; those that keep all their slots also what was said of their last root."""
+        for drafter, own, other in zip(self.drafters, state.states, source.states, strict=True):
+            drafter.copy_rows(own, other, rows, lengths, max_slots=max_slots)  # type: ignore[attr-defined]
+        if source.weights is None or source.roots is None or source.has_root is None or source.lengths is None:
+            return
+        here = rows.to(source.weights.device)
+        state.lengths = lengths.to(here.device, copy=True)
+        state.weights = source.weights.index_select(0, here)
+        state.has_root = source.has_root[here] & (source.lengths[here] == state.lengths)
+        first, second = (_select_rows(root, here) for root in source.roots)
+        state.roots = (first, second)
+
+    def read_source(self, state: MergedState, token_ids: Tensor, mask: Tensor) -> None:
+        """Hands the source texts [B, E] to whoever reads them."""
+        for drafter, own in zip(self.drafters, state.states, strict=True):
+            if (read_source := getattr(drafter, "read_source", None)) is not None:
+                read_source(own, token_ids, mask)
+
+    def read_first(self, state: MergedState, token_ids: Tensor) -> None:
+        """Hands the texts' first tokens [B] to whoever reads them."""
+        for drafter, own in zip(self.drafters, state.states, strict=True):
+            if (read_first := getattr(drafter, "read_first", None)) is not None:
+                read_first(own, token_ids)
+
+    def extend(
+        self, state: MergedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        """Credits the drafters with the token behind the last root, and lets both extend (Drafter.extend)."""
+        self._credit(state, next_token_ids, counts)
+        first, second = (
+            drafter.extend(own, self._features_of(drafter, features), next_token_ids, counts, max_slots=max_slots)
+            for drafter, own in zip(self.drafters, state.states, strict=True)
+        )
+        is_new = counts > 0
+        if state.roots is None:
+            state.roots = (first, second)
+        else:  # of rows that wait, what was said before: now they were not asked
+            old = state.roots
+            state.roots = (_choose_rows(is_new, first, old[0]), _choose_rows(is_new, second, old[1]))
+        return self._merge(state, first, second)
+
+    def expand(self, state: MergedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        """Lets both expand the frontier [B, W] (Drafter.expand)."""
+        first, second = (
+            drafter.expand(own, token_ids, parents, depth)
+            for drafter, own in zip(self.drafters, state.states, strict=True)
+        )
+        return self._merge(state, first, second)
+
+    def _features_of(self, drafter: Drafter, features: Tensor | None) -> Tensor | None:
+        """[B, S, its F] of the layers one drafter asked for."""
+        if features is None or not drafter.feature_layers:
+            return None
+        if tuple(drafter.feature_layers) == self.feature_layers:
+            return features
+        layers = dict(zip(self.feature_layers, features.chunk(len(self.feature_layers), dim=-1), strict=True))
+        return torch.cat([layers[layer] for layer in drafter.feature_layers], dim=-1)
+
+    def _credit(self, state: MergedState, next_token_ids: Tensor, counts: Tensor) -> None:
+        """The first new token of a row is the one behind its last root."""
+        if state.weights is None or state.lengths is None:
+            start = torch.tensor([1 - self.weight, self.weight], device=next_token_ids.device)
+            state.weights = start.repeat(next_token_ids.shape[0], 1)
+            state.lengths = torch.zeros_like(counts)
+        had_root, has_slots = state.has_root, counts > 0
+        state.has_root = has_slots if had_root is None else had_root | has_slots
+        state.lengths = state.lengths + counts
+        if state.roots is None or had_root is None or self.rate == 0:
+            return
+        chances = torch.stack([chance_of(root, next_token_ids[:, 0]) for root in state.roots], dim=1)  # [B, 2]
+        spoke = torch.stack([(root.logits > -torch.inf).any(-1)[:, 0] for root in state.roots], dim=1).all(1)
+        shares = state.weights * chances
+        total = shares.sum(1)
+        moved = (1 - self.rate) * state.weights + self.rate * shares / total.clamp(min=1e-30)[:, None]
+        moved = moved.clamp(MIN_WEIGHT, 1 - MIN_WEIGHT)
+        counted = spoke & had_root & has_slots & (total > 0)
+        state.weights = torch.where(counted[:, None], moved, state.weights)
+
+    def _merge(self, state: MergedState, first: DraftLogits, second: DraftLogits) -> DraftLogits:
+        assert state.weights is not None
+        weights = state.weights[:, :, None, None]  # [B, 2, 1, 1]
+        return merge_drafts(first, to_chances(first) * weights[:, 0], second, to_chances(second) * weights[:, 1])
+
+
+def _select_rows(draft: DraftLogits, rows: Tensor) -> DraftLogits:
+    """A draft of rows [B'] of a batch."""
+    token_ids, confidence = draft.token_ids, draft.confidence
+    if token_ids is not None and token_ids.dim() == 3:
+        token_ids = token_ids.index_select(0, rows)
+    if confidence is not None:
+        confidence = confidence.index_select(0, rows)
+    return DraftLogits(draft.logits.index_select(0, rows), token_ids, confidence)
+
+
+def _choose_rows(is_new: Tensor, new: DraftLogits, old: DraftLogits) -> DraftLogits:
+    """Two drafts of one form, by `is_new` [B]."""
+
+    def choose(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(is_new.view(-1, *[1] * (one.dim() - 1)), one, other)
+
+    token_ids, confidence = new.token_ids, new.confidence
+    if token_ids is not None and token_ids.dim() == 3 and old.token_ids is not None:
+        token_ids = choose(token_ids, old.token_ids)
+    if confidence is not None and old.confidence is not None:
+        confidence = choose(confidence, old.confidence)
+    return DraftLogits(choose(new.logits, old.logits), token_ids, confidence)
+
+
+def to_chances(draft: DraftLogits) -> Tensor:
+    """[B, W, C] float32: each column's chance, c q; all 0 where a node has no candidate."""
+    chances = torch.softmax(draft.logits.float(), dim=-1).nan_to_num(nan=0.0)
+    return chances if draft.confidence is None else chances * draft.confidence[..., None]
+
+
+def chance_of(draft: DraftLogits, token_ids: Tensor) -> Tensor:
+    """[B] float32: what a draft of one node gave to the tokens [B]."""
+    chances = to_chances(draft)[:, 0]  # [B, C]
+    if draft.token_ids is None:
+        is_known = token_ids < chances.shape[-1]
+        return chances.gather(1, torch.where(is_known, token_ids, 0)[:, None])[:, 0] * is_known
+    columns = draft.token_ids if draft.token_ids.dim() == 1 else draft.token_ids[:, 0]
+    return (chances * (columns == token_ids[:, None])).sum(-1)
+
+
+def merge_drafts(first: DraftLogits, first_chances: Tensor, second: DraftLogits, second_chances: Tensor) -> DraftLogits:
+    """The sum of two drafts' chances; a token that both have is one column.
+
+    The columns are those of the draft whose columns mean the same at all nodes (all tokens, or a reduced vocabulary),
+    and behind them what only the other has. The other's empty and merged columns have the score -inf.
+
+    Worked example, tokens with their chances:
+
+        first            a 0.3   b 0.2
+        second           b 0.4   c 0.1
+        merged           a 0.3   b 0.6   b 0 (merged)   c 0.1
+
+    Args:
+        first_chances, second_chances: [B, W or 1, C or D] float32, weighted.
+
+    Returns:
+        logarithms of the sums, [B, W, C] when one draft is over all tokens, else [B, W, C + D].
+    """
+    if _width_of(first) < _width_of(second):
+        return merge_drafts(second, second_chances, first, first_chances)
+    batch, width = first_chances.shape[0], max(first_chances.shape[1], second_chances.shape[1])
+    base, added = first_chances.expand(batch, width, -1), second_chances.expand(batch, width, -1)
+    if first.token_ids is None and second.token_ids is None:
+        return DraftLogits((base + added).log())
+    assert second.token_ids is not None
+    if first.token_ids is None:
+        return DraftLogits(base.scatter_add(-1, second.token_ids.expand(added.shape), added).log())
+    found = find_columns(first.token_ids, base, second.token_ids)
+    column, is_known = (x.expand(added.shape) for x in found)
+    base = base.scatter_add(-1, column, torch.where(is_known, added, 0.0))
+    merged = torch.cat([base, torch.where(is_known, 0.0, added)], dim=-1).log()
+    if second.token_ids.dim() == 1:
+        return DraftLogits(merged, torch.cat([first.token_ids, second.token_ids]))
+    return DraftLogits(merged, torch.cat([x.expand(batch, width, -1) for x in (first.token_ids, second.token_ids)], -1))
+
+
+def _width_of(draft: DraftLogits) -> int:
+    """2 for columns that are all tokens, 1 for a reduced vocabulary, 0 for tokens of each node."""
+    return 2 if draft.token_ids is None else int(draft.token_ids.dim() == 1)
+
+
+def find_columns(token_ids: Tensor, chances: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each token of `wanted` ([D] or [B, W or 1, D]) stands among the columns `token_ids` ([C] or [B, W or 1, C])
+    that have `chances` [B, W, C].
+
+    Returns:
+        long (0 where it stands nowhere), and whether it stands anywhere, of the shape of `wanted` or [B, W, D].
+    """
+    if token_ids.dim() == 1:  # of a reduced vocabulary, each once
+        keys = token_ids
+    else:  # columns without a chance carry any token
+        keys = torch.where(chances > 0, token_ids, -1)
+        wanted = wanted.expand(*keys.shape[:2], -1).contiguous()
+    ordered, order = keys.sort(dim=-1, stable=True)
+    place = torch.searchsorted(ordered, wanted).clamp(max=keys.shape[-1] - 1)
+    if token_ids.dim() == 1:
+        column, is_known = order[place], ordered[place] == wanted
+    else:
+        column, is_known = order.gather(-1, place), ordered.gather(-1, place) == wanted
+    return torch.where(is_known, column, 0), is_known

@@ -1,0 +1,164 @@
+"""NgramDrafter: prompt look-up. What followed the present n-gram earlier in the text is drafted again.
+
+Not trained, and it runs no model, so it is the yardstick for text that repeats itself. The idea is prompt look-up
+decoding (A. Saxena, 2023), here for trees: every node of the tree looks up its own suffix. Each level reads the whole
+text once per candidate and length of suffix, so its cost grows with the text: little beside a model's, but not nothing.
+
+The scores are those of "stupid backoff" (Brants et al., "Large Language Models in Machine Translation", EMNLP 2007,
+section 4) over the text so far, with occurrences that count the more, the later they are.
+
+Legend: B batch, S slots handed over, W frontier nodes, C candidate columns, E positions of the history in view.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference.drafters.base import DraftLogits
+
+BACKOFF = 0.4  # for each token that a match is shorter (the paper's)
+RECENCY = 1.0  # an occurrence now counts by so much more than one at the beginning
+
+
+@dataclass
+class NgramState:
+    """history: [B, capacity + 1] long, the text so far (its last column takes writes of padding); lengths: [B] long;
+    view: host bound of `lengths`; paths: [B, W, depth] long, drafted tokens down to each node of the last frontier."""
+
+    history: Tensor
+    lengths: Tensor
+    view: int
+    paths: Tensor
+
+
+class NgramDrafter:
+    """Drafts the continuations of earlier occurrences of the last tokens.
+
+    For every node, the longest suffix of (text + drafted path) of at most `max_ngram` tokens that occurs earlier in
+    the text is looked up; its latest occurrences come first, then those of shorter suffixes. Continuations that were
+    already found are skipped, so a node's columns carry distinct tokens, and a tree of them is the trie of what
+    followed; columns that stay empty have the score -inf.
+
+    A column's score is the logarithm of how often its token followed, as a share of all occurrences of the longest
+    suffix it follows, times `BACKOFF` for each token that this suffix is shorter than the node's longest. A node's
+    confidence is `BACKOFF` to the number of tokens that its longest suffix falls short of `max_ngram`.
+
+    Worked example with `max_ngram=2, num_candidates=3`, where position e of 11 counts as (11 + e) / 11:
+
+        text          a b c   a b d   x b e   a b
+        suffix "a b"  followed by d (latest, at 5), then c (at 2)
+        suffix "b"    followed by e (at 8), d and c again
+        columns       d             c             e
+        scores        log(16/29)    log(13/29)    log(0.4 * 19/48)
+
+    Attributes:
+        feature_layers: (), the target hands over no features.
+        max_depth: None, any depth can be drafted.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    max_depth: int | None = None
+
+    def __init__(self, *, max_ngram: int = 3, num_candidates: int = 4) -> None:
+        """
+        Args:
+            max_ngram: longest suffix that is looked up, in tokens.
+            num_candidates: columns C, continuations per node.
+        """
+        if max_ngram < 1 or num_candidates < 1:
+            raise ValueError(f"max_ngram and num_candidates start at 1, got {max_ngram=} and {num_candidates=}")
+        self.max_ngram = max_ngram
+        self.num_candidates = num_candidates
+
+    def start(
+        self, batch_size: int, max_length: int, num_scratch: int, device: torch.device | str = "cpu"
+    ) -> NgramState:
+        """Empty histories for rows of at most `max_length` tokens; the first `extend` moves them to its device."""
+        history = torch.zeros((batch_size, max_length + 1), dtype=torch.long, device=device)
+        lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return NgramState(history, lengths, 0, history.new_zeros((batch_size, 1, 0)))
+
+    def extend(
+        self, state: NgramState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        """Append certain tokens [B, S], counts [B] of them real, and look up the root's children (Drafter.extend)."""
+        if state.history.device != next_token_ids.device:
+            state.history = state.history.to(next_token_ids.device)
+            state.lengths = state.lengths.to(next_token_ids.device)
+        batch, num_slots = next_token_ids.shape
+        steps = torch.arange(num_slots, device=next_token_ids.device)
+        dump = state.history.shape[1] - 1
+        slots = torch.where(steps < counts[:, None], state.lengths[:, None] + steps, dump)
+        state.history.scatter_(1, slots, next_token_ids)
+        state.lengths = state.lengths + counts
+        state.view = max_slots
+        state.paths = next_token_ids.new_zeros((batch, 1, 0))
+        return self._look_up(state)
+
+    def copy_rows(
+        self, state: NgramState, source: NgramState, rows: Tensor, lengths: Tensor, *, max_slots: int
+    ) -> None:
+        """`RowCopyingDrafter.copy_rows`."""
+        device = source.history.device
+        width = min(max_slots, state.history.shape[1] - 1, source.history.shape[1] - 1)
+        state.history = state.history.to(device)
+        state.history[:, :width] = source.history[:, :width].index_select(0, rows.to(device))
+        state.lengths = torch.zeros_like(state.lengths, device=device).copy_(lengths)
+
+    def expand(self, state: NgramState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        """Look up the children of the frontier [B, W] (Drafter.expand)."""
+        index = parents[..., None].expand(*parents.shape, state.paths.shape[2])
+        state.paths = torch.cat([state.paths.gather(1, index), token_ids[..., None]], dim=2)
+        return self._look_up(state)
+
+    def _look_up(self, state: NgramState) -> DraftLogits:
+        """Scores and tokens [B, W, C] of the children of the frontier whose paths are in `state`."""
+        history = state.history[:, : state.view]  # [B, E]
+        suffix, is_token = self._read_suffixes(state)  # [B, W, max_ngram], latest token first
+        ends = torch.arange(state.view, device=history.device)  # a continuation candidate at each position
+        weights = (1.0 + RECENCY * ends / state.lengths.clamp(min=1)[:, None])[:, None]  # [B, 1, E] of occurrences
+        matched = torch.zeros((*suffix.shape[:2], state.view), dtype=torch.long, device=history.device)
+        still = (ends < state.lengths[:, None])[:, None, :].expand_as(matched)
+        totals = []  # weight of all occurrences of the suffix of each length
+        for back in range(self.max_ngram):
+            earlier = history.roll(back + 1, dims=1)  # earlier[e] = history[e - back - 1]
+            fits = (earlier[:, None, :] == suffix[..., back, None]) & is_token[..., back, None] & (ends > back)
+            still = still & fits
+            matched += still
+            totals.append((still * weights).sum(-1, keepdim=True))
+        rank = torch.where(matched > 0, matched * state.view + ends, -1)  # longest match first, then the latest
+        tokens, lengths, own = [], [], []
+        for _ in range(self.num_candidates):
+            best, place = rank.max(-1, keepdim=True)  # [B, W, 1]
+            token = history[:, None, :].expand_as(rank).gather(2, place)
+            is_own = history[:, None, :] == token
+            length = torch.where(best >= 0, matched.gather(2, place), 0)
+            tokens.append(torch.where(best >= 0, token, 0))
+            lengths.append(length)
+            # Of a token's occurrences, none follows a longer suffix than the one it was found by.
+            own.append((is_own & (matched == length)).mul(weights).sum(-1, keepdim=True))
+            rank = rank.masked_fill(is_own, -1)
+        token, length = torch.cat(tokens, dim=2), torch.cat(lengths, dim=2)  # [B, W, C]
+        total = torch.cat(totals, dim=2).gather(2, (length - 1).clamp(min=0))
+        share = torch.cat(own, dim=2) / total
+        longest = length[..., :1]
+        logits = torch.where(length > 0, share.log() + math.log(BACKOFF) * (longest - length), -torch.inf)
+        confidence = torch.where(longest > 0, BACKOFF ** (self.max_ngram - longest).float(), 0.0)[..., 0]
+        return DraftLogits(logits, token, confidence)
+
+    def _read_suffixes(self, state: NgramState) -> tuple[Tensor, Tensor]:
+        """The last `max_ngram` tokens of (text + path) of every frontier node, latest first, and whether they exist."""
+        batch, num_nodes, depth = state.paths.shape
+        num_text = max(self.max_ngram - depth, 0)
+        places = state.lengths[:, None] - 1 - torch.arange(num_text, device=state.lengths.device)  # [B, num_text]
+        text = state.history.gather(1, places.clamp(min=0))
+        path = state.paths.flip(2)[..., : self.max_ngram]
+        suffix = torch.cat([path, text[:, None].expand(batch, num_nodes, num_text)], dim=2)
+        exists = torch.cat(
+            [torch.ones_like(path, dtype=torch.bool), (places >= 0)[:, None].expand(batch, num_nodes, num_text)], dim=2
+        )
+        return suffix, exists

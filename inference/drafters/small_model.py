@@ -1,0 +1,308 @@
+"""SmallModelDrafter: a small causal LM with the target's tokenizer drafts (Leviathan et al., arXiv 2211.17192).
+
+The small model is a `Target` of its own with its own cache. Its chains and trees are grown level by level, one pass of
+the small model each; the accepted tokens are read again with the next `extend`, in one pass.
+
+How deep a chain pays (gamma in the paper) is `inference.planning.gamma`'s subject.
+
+Legend: B batch, S slots handed over, W frontier nodes of one tree level, R scratch rows of the tree, V the target's
+vocabulary, Vs the small model's.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from inference.cache.scratch_cache import ScratchCache
+from inference.cache.tree_cache import VIEW_MULTIPLE
+from inference.drafters.base import DraftLogits
+from inference.targets.target import Target
+
+EXTEND_CHUNK = 512  # tokens of a prompt per pass
+SHOWN_CONFLICTS = 3
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SmallModelState:
+    """cache: the small model's keys and values, with R scratch rows.
+    ancestors: [B, 1 + R, R] bool, which scratch rows the root (row 0) and each scratch row see; depths: [R] long, the
+    level of each scratch row, 0 = the root's children. What tells levels apart are tensors of one shape, so that one
+    compiled graph serves every level: base [1], where the last frontier begins in `ancestors`; used, depth [1], scratch
+    rows and levels so far. num_used: `used` on the host, kept where it may be checked. num_first: tokens that the cache
+    holds besides those of slots, the texts' first ones, 0 or 1."""
+
+    cache: ScratchCache
+    ancestors: Tensor
+    depths: Tensor
+    base: Tensor
+    used: Tensor
+    depth: Tensor
+    num_used: int = 0
+    num_first: int = 0
+
+
+class SmallModelDrafter(nn.Module):
+    """Drafts with a causal LM whose token ids mean what the target's mean.
+
+    Its cost is the LM's: a chain of gamma tokens takes gamma passes. Positions beyond the small model's own limit are
+    drafted at the limit: nothing breaks, but less is accepted, and a warning says so once (not from compiled steps).
+    Layers with a sliding window read the whole text. The cache is kept from text to text.
+
+    Args:
+        model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device. For an
+            encoder-decoder target, a smaller such model: it encodes the source itself, once per text.
+        tokenizer, target_tokenizer: when given (both), they are compared, and the two vocabularies may differ in size
+            by padding; without them, they must be of one size.
+
+    Attributes:
+        feature_layers: (), the target hands over no features.
+        max_depth: None, any depth can be drafted.
+
+    Raises:
+        ValueError: for a model that `Target` refuses, and for tokenizers that differ.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    max_depth: int | None = None
+
+    def __init__(self, model: Target | nn.Module, *, tokenizer: Any = None, target_tokenizer: Any = None) -> None:
+        super().__init__()
+        self.small = model if isinstance(model, Target) else Target(model)
+        self.model = self.small.model  # a submodule, so that its weights are found
+        if (tokenizer is None) != (target_tokenizer is None):
+            raise ValueError("one tokenizer cannot be compared: pass both tokenizer and target_tokenizer, or neither")
+        self.has_compared = tokenizer is not None
+        if self.has_compared:
+            compare_tokenizers(tokenizer, target_tokenizer)
+        self.num_target_tokens = self.small.vocab_size
+        self._has_warned = self._is_bound = False
+        # The last text's cache, its shape, and the text's state: once nobody holds that, the cache is free.
+        # (A list, of which threads pop.)
+        self._kept: list[tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the cache behind."""
+        return {**self.__dict__, "_kept": []}
+
+    @property
+    def config(self) -> Any:
+        """The small model's."""
+        return self.small.text_config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.small.dtype
+
+    def bind(self, target: Target | nn.Module) -> Self:
+        """Checks that the small model can draft for this target; `Decoder` calls it.
+
+        Raises:
+            ValueError: for vocabularies of different sizes whose tokenizers were not compared, for a decoder-only and
+                an encoder-decoder model together, for different devices, and when it drafts for a target with another
+                vocabulary already.
+        """
+        if not isinstance(target, Target):
+            target = Target(target)
+        if self.small.vocab_size != target.vocab_size and not self.has_compared:
+            raise ValueError(
+                f"the target has a vocabulary of {target.vocab_size} tokens, the small model one of "
+                f"{self.small.vocab_size}: give a small model with the target's tokenizer, or, if they differ by "
+                "padding only, pass tokenizer= and target_tokenizer= so that they can be compared"
+            )
+        if self.small.is_encoder_decoder != target.is_encoder_decoder:
+            kinds = {True: "an encoder-decoder model", False: "a decoder-only model"}
+            raise ValueError(
+                f"the target is {kinds[target.is_encoder_decoder]}, the small model "
+                f"{kinds[self.small.is_encoder_decoder]}: both must be of one kind"
+            )
+        if self.small.device != target.device:
+            raise ValueError(
+                f"the target is on {target.device}, the small model on {self.small.device}: move the small model with "
+                f"model.to({str(target.device)!r}) before making its drafter"
+            )
+        if self._is_bound and self.num_target_tokens != target.vocab_size:
+            raise ValueError(
+                f"this small model drafts for a target with a vocabulary of {self.num_target_tokens} tokens already, "
+                f"and this one has {target.vocab_size}: make another SmallModelDrafter of the same model"
+            )
+        self._is_bound, self.num_target_tokens = True, target.vocab_size
+        return self
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:
+        cache = self._get_cache(batch_size, max_length + 1, num_scratch)
+        device = cache.lengths.device
+        ancestors = torch.zeros(batch_size, 1 + num_scratch, num_scratch, dtype=torch.bool, device=device)
+        depths = torch.zeros(num_scratch, dtype=torch.long, device=device)
+        zero = torch.zeros(1, dtype=torch.long, device=device)
+        state = SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
+        self._kept[:] = [(cache, (batch_size, max_length + 1, num_scratch), weakref.ref(state))]
+        return state
+
+    def _get_cache(self, batch_size: int, max_tokens: int, num_scratch: int) -> ScratchCache:
+        """The last text's if it has the same shape and that text has ended, else a new one."""
+        try:
+            cache, shape, state = self._kept.pop()
+        except IndexError:
+            pass
+        else:
+            if shape == (batch_size, max_tokens, num_scratch) and state() is None:
+                cache.reset()
+                return cache
+            del cache  # free the old one first
+        return self.small.new_scratch_cache(batch_size, max_tokens=max_tokens, num_scratch=num_scratch)
+
+    def read_source(self, state: SmallModelState, token_ids: Tensor, mask: Tensor) -> None:
+        """Encode source texts [B, E], mask [B, E] true on real tokens, with the small model's own encoder."""
+        self.small.read_source(state.cache, self.small.encode_source(self.to_small_ids(token_ids), mask))
+
+    def read_first(self, state: SmallModelState, token_ids: Tensor) -> None:
+        """Take in the texts' first tokens [B], which no slot carries. Left out, texts are read without them."""
+        self.read_certain(state, token_ids[:, None], torch.ones_like(token_ids), max_tokens=1)
+        state.num_first = 1
+
+    def copy_rows(
+        self, state: SmallModelState, source: SmallModelState, rows: Tensor, lengths: Tensor, *, max_slots: int
+    ) -> None:
+        """`RowCopyingDrafter.copy_rows`."""
+        num_first = state.num_first = source.num_first
+        state.cache.copy_rows(source.cache, rows, lengths + num_first, max_length=max_slots + num_first)
+
+    def extend(
+        self,
+        state: SmallModelState,
+        features: Tensor | None,
+        next_token_ids: Tensor,
+        counts: Tensor,
+        *,
+        max_slots: int,
+    ) -> DraftLogits:
+        """Read certain tokens [B, S], counts [B] of them real, and score the root's children (Drafter.extend)."""
+        self.check_length(max_slots)
+        last: Tensor | None = None
+        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
+            chunk = next_token_ids[:, start : start + EXTEND_CHUNK]
+            here = (counts - start).clamp(0, chunk.shape[1])
+            logits = self.read_certain(state, chunk, here, max_tokens=max_slots + 1)
+            last = logits if last is None else torch.where((here > 0)[:, None, None], logits, last)
+        assert last is not None
+        return self.to_draft(last)
+
+    def expand(self, state: SmallModelState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        """Read the frontier [B, W] and score its children (Drafter.expand)."""
+        batch, width = token_ids.shape
+        num_scratch = state.depths.shape[0]
+        if not torch.compiler.is_compiling():
+            state.num_used += width
+            if state.num_used > num_scratch:
+                raise ValueError(f"the tree has more than {num_scratch=} frontier nodes: start() the drafter with more")
+        own = state.used + torch.arange(width, device=token_ids.device)  # the scratch rows of this level
+        itself = own[:, None] == torch.arange(num_scratch, device=own.device)
+        rows = (state.base + parents)[..., None].expand(-1, -1, num_scratch)
+        ancestors = state.ancestors.gather(1, rows) | itself
+        state.ancestors.index_copy_(1, 1 + own, ancestors)
+        state.depths.index_copy_(0, own, state.depth.expand(width))
+        state.cache.open_level(own)
+        logits = self.small.score_opened(
+            state.cache,
+            self.to_small_ids(token_ids),
+            state.depth.expand(batch, width),
+            ancestors,
+            tree_depths=state.depths[None],
+        )
+        state.base, state.used, state.depth = 1 + state.used, state.used + width, state.depth + 1
+        return self.to_draft(logits)
+
+    def read_certain(
+        self,
+        state: SmallModelState,
+        token_ids: Tensor,
+        counts: Tensor,
+        *,
+        max_tokens: int,
+        num_guesses: int = 0,
+    ) -> Tensor:
+        """One pass over tokens that are certain, and guesses behind them that are not.
+
+        Args:
+            token_ids: [B, S] long, of which counts[b] are certain and the `num_guesses` behind them guesses.
+            max_tokens: the largest number of certain tokens of any row after this call.
+
+        Returns:
+            logits [B, 1 + num_guesses, Vs] behind the last certain token and each guess.
+        """
+        cache, width = state.cache, token_ids.shape[1]
+        cache.open_certain(width, max_tokens)
+        steps = torch.arange(width, device=token_ids.device)
+        num_real = counts + num_guesses
+        depths = torch.minimum(steps, (num_real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
+        causal = (steps[:, None] >= steps).expand(token_ids.shape[0], width, width)
+        read = (counts - 1).clamp(min=0)[:, None] + torch.arange(1 + num_guesses, device=counts.device)
+        logits = self.small.score_opened(cache, self.to_small_ids(token_ids), depths, causal, read=read)
+        cache.keep_certain(counts)
+        state.base, state.used = torch.zeros_like(state.base), torch.zeros_like(state.used)
+        state.depth = torch.zeros_like(state.depth)
+        state.num_used = 0
+        return logits
+
+    def check_length(self, max_slots: int) -> None:
+        """Warns once about texts beyond the small model's positions."""
+        limit = self.small.max_length
+        # The loop rounds `max_slots` up to a view.
+        if torch.compiler.is_compiling() or self._has_warned or limit is None or max_slots < limit + VIEW_MULTIPLE:
+            return
+        self._has_warned = True
+        logger.warning(
+            "the text is longer than the %d positions of the small model that drafts (%s): little of what it drafts "
+            "beyond them will be accepted, at full cost; take one with more positions, or tree='auto' or 'gamma', "
+            "which leave out a drafter that does not pay",
+            limit,
+            self.small.length_limit_reason,
+        )
+
+    def to_small_ids(self, token_ids: Tensor) -> Tensor:
+        """Ids the small model has no row for stand for padding, and become its last one."""
+        if self.num_target_tokens <= self.small.vocab_size:
+            return token_ids
+        return token_ids.clamp(max=self.small.vocab_size - 1)
+
+    def to_draft(self, logits: Tensor) -> DraftLogits:
+        """Logits [B, W, Vs] as scores of the target's tokens."""
+        if self.small.vocab_size >= self.num_target_tokens:
+            return DraftLogits(logits[..., : self.num_target_tokens])
+        return DraftLogits(logits, torch.arange(self.small.vocab_size, device=logits.device))
+
+
+def compare_tokenizers(tokenizer: Any, target_tokenizer: Any) -> None:
+    """Refuses a small model's tokenizer whose ids do not mean what the target's mean. Tokens of one side alone, whose
+    ids are no tokens of the other, do no harm.
+
+    Raises:
+        ValueError: naming the first tokens that conflict.
+    """
+    small, target = tokenizer.get_vocab(), target_tokenizer.get_vocab()
+    small_ids, target_ids = set(small.values()), set(target.values())
+    conflicting = sorted(
+        token
+        for token in small.keys() | target.keys()
+        if small.get(token) != target.get(token)
+        and ((token in small and token in target) or small.get(token) in target_ids or target.get(token) in small_ids)
+    )
+    if not conflicting:
+        return
+    shown = [
+        f"{token!r} is {target.get(token, 'missing')} in the target's and {small.get(token, 'missing')} in the small "
+        "model's"
+        for token in conflicting[:SHOWN_CONFLICTS]
+    ]
+    raise ValueError(
+        f"the tokenizers differ in {len(conflicting)} tokens ({'; '.join(shown)}): give a small model with the "
+        "target's tokenizer"
+    )

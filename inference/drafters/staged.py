@@ -1,0 +1,176 @@
+"""StagedDrafter: the small model that drafts is drafted for by n-grams (Spector and Re, arXiv 2308.04623, section 3.2).
+
+Legend: B batch, S slots handed over, G guesses, Vs the small model's vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from inference.drafters.base import DraftLogits
+from inference.drafters.ngram import NgramDrafter, NgramState
+from inference.drafters.small_model import EXTEND_CHUNK, SmallModelDrafter, SmallModelState
+from inference.targets.target import Target
+
+
+@dataclass
+class StagedState:
+    """small, ngram: of the two drafters. is_active: [B], rows that the last `extend` gave slots.
+
+    logits: [B, 1 + G, Vs] of the small model's last pass: behind its first token, and behind each guess. guesses:
+    [B, G] long, -1 = none. first_depth: the depth of that pass's first token (0 = the root)."""
+
+    small: SmallModelState
+    ngram: NgramState
+    is_active: Tensor
+    logits: Tensor
+    guesses: Tensor
+    first_depth: int
+
+
+class StagedDrafter(nn.Module):
+    """Drafts chains with a small model whose own passes n-grams save.
+
+    Each pass of the small model also reads the continuation that n-grams of the text guess. As long as the decode loop
+    picks what was guessed, the small model's scores are known already and no pass is made. So the scores are exactly
+    the small model's, whatever is guessed and however the loop picks; only the number of its passes falls.
+
+    Whether a pass is needed is asked on the host, once per level, so it is never compiled.
+
+    Args:
+        small: the small model.
+        ngrams: who guesses.
+        num_guesses: G.
+
+    Attributes:
+        num_passes: of the small model, those over certain tokens included, but for a text's first token; num_saved:
+            levels that needed none.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    max_depth: int | None = None
+    drafts_chains_only = True
+
+    def __init__(self, small: SmallModelDrafter, ngrams: NgramDrafter | None = None, *, num_guesses: int = 4) -> None:
+        super().__init__()
+        if num_guesses < 1:
+            raise ValueError(f"num_guesses is {num_guesses}; without guesses use the SmallModelDrafter alone")
+        self.small = small
+        self.ngrams = ngrams or NgramDrafter()
+        self.num_guesses = num_guesses
+        self.num_passes = self.num_saved = 0
+
+    @property
+    def name(self) -> str:
+        return f"staged, {self.num_guesses} guesses"
+
+    @property
+    def config(self) -> Any:
+        """The small model's."""
+        return self.small.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.small.dtype
+
+    def bind(self, target: Target | nn.Module) -> Self:
+        """As `SmallModelDrafter.bind`."""
+        self.small.bind(target)
+        return self
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> StagedState:
+        small = self.small.start(batch_size, max_length, num_scratch + self.num_guesses)
+        device = small.cache.lengths.device
+        guesses = torch.full((batch_size, self.num_guesses), -1, device=device)
+        ngram = self.ngrams.start(batch_size, max_length, num_scratch, device)
+        return StagedState(small, ngram, guesses[:, 0] > 0, torch.empty(0, device=device), guesses, 0)
+
+    def read_source(self, state: StagedState, token_ids: Tensor, mask: Tensor) -> None:
+        """As `SmallModelDrafter.read_source`."""
+        self.small.read_source(state.small, token_ids, mask)
+
+    def read_first(self, state: StagedState, token_ids: Tensor) -> None:
+        """As `SmallModelDrafter.read_first`."""
+        self.small.read_first(state.small, token_ids)
+
+    def copy_rows(
+        self, state: StagedState, source: StagedState, rows: Tensor, lengths: Tensor, *, max_slots: int
+    ) -> None:
+        """`RowCopyingDrafter.copy_rows`."""
+        self.small.copy_rows(state.small, source.small, rows, lengths, max_slots=max_slots)
+        self.ngrams.copy_rows(state.ngram, source.ngram, rows, lengths, max_slots=max_slots)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def extend(
+        self, state: StagedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        """Read certain tokens [B, S] and guesses behind them in one pass (Drafter.extend)."""
+        draft = self.ngrams.extend(state.ngram, None, next_token_ids, counts, max_slots=max_slots)
+        state.guesses = self._guess(state.ngram, draft, 1)
+        state.is_active, state.first_depth = counts > 0, 0
+        self.small.check_length(max_slots)
+        num_slots, num_guesses = next_token_ids.shape[1], self.num_guesses
+        self.num_passes += -(-num_slots // EXTEND_CHUNK)
+        if num_slots > EXTEND_CHUNK:  # a prompt in several passes: nothing is guessed behind it
+            state.guesses = torch.full_like(state.guesses, -1)
+            known = self.small.extend(state.small, None, next_token_ids, counts, max_slots=max_slots)
+            state.logits = known.logits.expand(-1, 1 + num_guesses, -1)
+            return known
+        token_ids = nn.functional.pad(next_token_ids, (0, num_guesses))
+        places = counts[:, None] + torch.arange(num_guesses, device=counts.device)
+        token_ids = token_ids.scatter(1, places, state.guesses.clamp(min=0))
+        state.logits = self.small.read_certain(
+            state.small, token_ids, counts, max_tokens=max_slots + 1, num_guesses=num_guesses
+        )
+        return self.small.to_draft(state.logits[:, :1])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def expand(self, state: StagedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        """Scores of the one node [B, 1]: known, if it was guessed, and else from another pass (Drafter.expand)."""
+        assert token_ids.shape[1] == 1, "a chain"
+        own = self.ngrams.expand(state.ngram, token_ids, parents, depth)
+        place = depth - state.first_depth
+        if place <= self.num_guesses:
+            is_guess = state.guesses[:, place - 1] == token_ids[:, 0]
+            # Without any active row, as when costs are measured, nothing is saved: a level costs a pass.
+            if bool((is_guess | ~state.is_active).all() & state.is_active.any()):
+                self.num_saved += 1
+                return self.small.to_draft(state.logits[:, place : place + 1])
+        self.num_passes += 1
+        state.guesses, state.first_depth = self._guess(state.ngram, own, depth + 1), depth
+        state.logits = self._read_drafted(state.small, torch.cat([token_ids, state.guesses.clamp(min=0)], 1), depth)
+        return self.small.to_draft(state.logits[:, :1])
+
+    def _guess(self, state: NgramState, draft: DraftLogits, depth: int) -> Tensor:
+        """The n-grams' own chain of G tokens [B, G], -1 from where they have none, behind a node whose children `draft`
+        scores; `depth` is the children's."""
+        state = copy.copy(state)  # guesses are no drafts: the path stays as it is
+        guesses: list[Tensor] = []
+        is_known: Tensor | None = None
+        for place in range(self.num_guesses):
+            assert draft.token_ids is not None
+            best, column = draft.logits[:, 0].max(-1, keepdim=True)  # [B, 1]
+            token_ids = draft.token_ids[:, 0].gather(1, column)
+            is_known = best > -torch.inf if is_known is None else is_known & (best > -torch.inf)
+            guesses.append(torch.where(is_known, token_ids, -1))
+            if place + 1 < self.num_guesses:
+                draft = self.ngrams.expand(state, token_ids, torch.zeros_like(token_ids), depth + place)
+        return torch.cat(guesses, dim=1)
+
+    def _read_drafted(self, state: SmallModelState, token_ids: Tensor, depth: int) -> Tensor:
+        """One pass over a drafted token of this depth and the guesses behind it, [B, 1 + G]: logits [B, 1 + G, Vs]."""
+        batch, width = token_ids.shape
+        nodes = torch.arange(state.depths.shape[0], device=token_ids.device)  # node r of a chain is scratch row r
+        own = nodes[depth - 1 : depth - 1 + width]
+        if len(own) < width:
+            raise ValueError(f"the chain is deeper than num_scratch allows at {depth=}: start() the drafter with more")
+        state.cache.open_level(own)
+        ancestors = (nodes <= own[:, None]).expand(batch, -1, -1)
+        return self.small.small.score_opened(
+            state.cache, self.small.to_small_ids(token_ids), own.expand(batch, -1), ancestors, tree_depths=nodes[None]
+        )

@@ -1,0 +1,216 @@
+"""How prompts come into the target's cache and to the drafter: in chunks, and none of it twice.
+
+What all rows of a batch begin with is read once, by a batch of one, and then copied; what the cache of an earlier call
+still holds of a prompt is not read again (`HeldTexts`).
+
+Legend: B batch, T longest prompt, F feature width, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.cache.tree_cache import TreeCache
+from inference.drafters.base import RowCopyingDrafter
+from inference.execution.step import DecodeStep
+from inference.stats import GenerationStats
+from inference.targets.encoder_decoder import Source
+
+PREFILL_CHUNK = 512  # tokens of a row per forward pass
+MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own
+
+
+@dataclass(frozen=True)
+class HeldTexts:
+    """What a finished or interrupted call has left in the cache.
+
+    Attributes:
+        cache: holds, of every row, the keys and values of the tokens but the newest.
+        state: the drafter's, None without one.
+        texts: per row of the cache, its tokens, as far as they are certain.
+        num_taken: per row, slots the drafter has taken in; None without one.
+    """
+
+    cache: TreeCache
+    state: Any
+    texts: list[list[int]]
+    num_taken: list[int] | None
+
+    def match(self, prompts: Sequence[list[int]]) -> tuple[list[int], list[int]]:
+        """For every prompt the row that holds most of it, and how many of its tokens need not be read again.
+
+        At least one token is always read, since its logits are wanted. With a drafter, slot k - 1 pairs token k with a
+        feature that is gone, so k tokens are kept only if the next one is the same, too.
+        """
+        rows, kept = [], []
+        for prompt in prompts:
+            lengths = [self._count_kept(row, prompt) for row in range(len(self.texts))]
+            kept.append(max(lengths))
+            rows.append(lengths.index(max(lengths)))
+        return rows, kept
+
+    def _count_kept(self, row: int, prompt: list[int]) -> int:
+        text = self.texts[row]
+        shared = count_shared([text, prompt])
+        kept = min(shared, len(text) - 1, len(prompt) - 1)
+        if self.num_taken is not None:
+            kept = min(kept, shared - 1, self.num_taken[row])
+        return max(kept, 0)
+
+
+def count_shared(texts: Sequence[list[int]]) -> int:
+    """Tokens that all texts begin with.
+
+    >>> count_shared([[5, 6, 7], [5, 6], [5, 6, 8]])
+    2
+    """
+    first, last = min(texts), max(texts)  # in the order of a dictionary
+    pairs = enumerate(zip(first, last, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
+
+
+@dataclass
+class ReadPrompts:
+    """logits: [B, 1, V] behind each prompt. feature: [B, 1, F] of each prompt's last token, which no slot of the
+    drafter has yet, or None."""
+
+    logits: Tensor
+    feature: Tensor | None
+
+
+class PromptReader:
+    """Reads prompts into a cache and hands them to the drafter, all slots but each row's last.
+
+    Attributes:
+        cache: of the rows of the call.
+        state: the drafter's, or None.
+    """
+
+    def __init__(self, step: DecodeStep, stats: GenerationStats) -> None:
+        self.step = step
+        self.stats = stats
+
+    @property
+    def copies_rows(self) -> bool:
+        return self.step.drafter is None or isinstance(self.step.drafter, RowCopyingDrafter)
+
+    def read(
+        self, cache: TreeCache, prompts: Sequence[list[int]], source: Source | None = None
+    ) -> tuple[ReadPrompts, Any]:
+        """Reads all of the prompts into an empty cache; returns the drafter's state as well.
+
+        Args:
+            source: of the rows of an encoder-decoder target.
+        """
+        shared = count_shared(prompts) if len(prompts) > 1 and source is None else 0
+        if shared < MIN_SHARED or not self.copies_rows:
+            cache.reset(len(prompts))
+            state = self._start(cache, prompts, source)
+            return self.read_rest(cache, state, prompts, [0] * len(prompts)), state
+        # Up to the token before the shared beginning's last: the drafter pairs every feature with the next token.
+        shared = min(shared, min(map(len, prompts)) - 1)
+        cache.reset(1)
+        first = self._start(cache, prompts[:1])
+        self.read_rest(cache, first, [prompts[0][:shared]], [0])
+        kept = shared if self.step.drafter is None else shared - 1
+        cache.length_bound = shared
+        cache.spread_row(len(prompts))
+        cache.lengths.fill_(kept)
+        state = self.copy_state(cache, first, [0] * len(prompts), [kept] * len(prompts))
+        return self.read_rest(cache, state, prompts, [kept] * len(prompts)), state
+
+    def take_over(self, held: HeldTexts, cache: TreeCache, rows: list[int], kept: list[int]) -> Any:
+        """Fills `cache` with what is kept of `held`; returns a state of the drafter that holds as much.
+
+        Args:
+            cache: that of `held`, of as many rows, or an empty one.
+            rows, kept: as `HeldTexts.match` gives them; in the cache of `held`, every row must be in its place.
+        """
+        lengths = torch.tensor(kept, device=cache.lengths.device)
+        if cache is held.cache:
+            assert rows == list(range(len(rows)))
+            cache.lengths.copy_(lengths)
+            cache.clear_behind(max(kept))
+        else:
+            cache.copy_rows(held.cache, torch.tensor(rows, device=lengths.device), lengths, max_length=max(kept))
+        cache.length_bound, cache.length_floor = max(kept), 0
+        return self.copy_state(cache, held.state, rows, kept)
+
+    def copy_state(self, cache: TreeCache, source: Any, rows: Sequence[int], num_slots: Sequence[int]) -> Any:
+        """A state of the drafter whose row i holds the first num_slots[i] slots of row rows[i] of `source`."""
+        drafter = self.step.drafter
+        if drafter is None:
+            return None
+        assert isinstance(drafter, RowCopyingDrafter)
+        state = self.step.start_drafter(cache)
+        index = torch.tensor(rows, device=cache.lengths.device)
+        slots = torch.tensor(num_slots, device=cache.lengths.device)
+        drafter.copy_rows(state, source, index, slots, max_slots=max(num_slots))
+        return state
+
+    def _start(self, cache: TreeCache, prompts: Sequence[list[int]], source: Source | None = None) -> Any:
+        state = None if self.step.drafter is None else self.step.start_drafter(cache)
+        if source is not None:
+            self.step.read_source(state, cache, source)
+        if (read_first := getattr(self.step.drafter, "read_first", None)) is not None:
+            read_first(state, torch.tensor([prompt[0] for prompt in prompts], device=cache.lengths.device))
+        return state
+
+    def read_rest(self, cache: TreeCache, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]) -> ReadPrompts:
+        """Reads prompts[b][kept[b]:], at least one token of each row, behind what cache and state hold of it.
+
+        All rows come to their ends in the last chunk: rows with less to read wait for the others.
+        """
+        drafter, device = self.step.drafter, cache.lengths.device
+        rests = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
+        longest = max(map(len, rests))
+        for start in range(0, longest, PREFILL_CHUNK):
+            size = min(PREFILL_CHUNK, longest - start)
+            # What each row has read, and will have: of a row with less to read, the chunk holds less, or nothing.
+            begins, ends = ([max(0, place - longest + len(rest)) for rest in rests] for place in (start, start + size))
+            spans = list(zip(rests, begins, ends, strict=True))
+            cache.length_bound = max(count + begin for count, begin in zip(kept, begins, strict=True))
+            reading = [(count, begin) for count, begin, end in zip(kept, begins, ends, strict=True) if begin < end]
+            cache.length_floor = min(count + begin for count, begin in reading)
+            token_ids, counts = _pad([rest[begin:end] for rest, begin, end in spans], size, device)
+            output = self.step.target.prefill(
+                cache, token_ids, counts, feature_layers=self.step.feature_layers, chunk_size=size
+            )
+            self.stats.num_target_forwards += 1
+            cache.length_bound = max(count + end for count, end in zip(kept, ends, strict=True))
+            # Behind the last token of a prompt nothing is known yet.
+            following = [rest[begin + 1 : end + 1] for rest, begin, end in spans]
+            if drafter is not None and any(following):
+                next_ids, num_slots = _pad(following, size, device)
+                view = cache.view_slots(cache.length_bound).shape[0]
+                drafter.extend(state, output.features, next_ids, num_slots, max_slots=view)
+            feature = None
+            if output.features is not None:
+                rows = torch.arange(len(rests), device=device)
+                feature = output.features[rows, (counts - 1).clamp(min=0)][:, None]
+            read = ReadPrompts(output.logits, feature)
+            del output  # or its features would be alive beside those of the next chunk
+        cache.length_floor = min(map(len, prompts))
+        return read
+
+
+def _pad(rows: Sequence[list[int]], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows as [B, size] long, padded on the right, and how many are real [B]."""
+    padded = [row + [0] * (size - len(row)) for row in rows]
+    return torch.tensor(padded, device=device), torch.tensor([len(row) for row in rows], device=device)
+
+
+def leave_room(kept: Sequence[int], prompts: Sequence[list[int]], room: int) -> list[int]:
+    """Fewer kept tokens of rows so long that a chunk's padding would run over the end of the cache, or of the
+    positions, while they wait for rows with more to read.
+
+    >>> leave_room([250, 0], [[1] * 254, [2] * 100], room=256)
+    [156, 0]
+    """
+    longest = max(len(prompt) - count for prompt, count in zip(prompts, kept, strict=True))
+    return [min(count, room - min(PREFILL_CHUNK, longest)) for count in kept]

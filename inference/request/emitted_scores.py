@@ -1,0 +1,54 @@
+"""Scores and logits of the emitted tokens, as transformers' generate returns them on request.
+
+Legend: B rows in the batch, P path length, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inference.request.request import Request
+
+
+class EmittedScores:
+    """Keeps what the request asks for: logits as the target gives them, scores as processors leave them, in float32."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._logits: list[list[Tensor]] = [[] for _ in range(request.batch_size)]  # per row, pieces [n, V]
+        self._scores: list[list[Tensor]] = [[] for _ in range(request.batch_size)]
+
+    def gather(self, logits: Tensor, path: Tensor) -> Tensor | None:
+        """Logits [B, N, V] at the nodes of a path [B, P]: [B, P, V] float32, if they are asked for."""
+        if not self.request.keeps_logits:
+            return None
+        return logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1])).float()
+
+    def add(self, rows: Sequence[int], counts: Sequence[int], logits: Tensor | None, scores: Tensor | None) -> None:
+        """Of each row of the batch, `rows` of the call, its first counts[b] entries."""
+        for kept, values in ((self._logits, logits), (self._scores, scores)):
+            if values is not None:
+                for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+                    if count:
+                        kept[row].append(values[place, :count].clone())  # a view would keep all of `values`
+
+    def logits(self) -> tuple[Tensor, ...] | None:
+        """[B, V] for every emitted token; zeros where a row has ended. None if they are not asked for."""
+        return self._stack(self._logits) if self.request.keeps_logits else None
+
+    def scores(self) -> tuple[Tensor, ...] | None:
+        """As `logits`."""
+        return self._stack(self._scores) if self.request.keeps_scores else None
+
+    @staticmethod
+    def _stack(kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
+        if not any(kept):
+            return ()
+        rows = [torch.cat(pieces) if pieces else None for pieces in kept]
+        like = next(row for row in rows if row is not None)
+        filled = [like[:0] if row is None else row for row in rows]
+        stacked = torch.nn.utils.rnn.pad_sequence(filled, batch_first=True)  # [B, T, V]
+        return tuple(stacked.clone().unbind(1))

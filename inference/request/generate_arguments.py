@@ -1,0 +1,167 @@
+"""One call of transformers' `generate`, as the decode loop sees it.
+
+`make_request` goes through the model's own `generate(custom_generate=...)`, which merges generation configs, builds
+logits processors and stopping criteria and expands `num_return_sequences`; what that hook drops is handled here. The
+request is handed out before anything is decoded, so that the loop may run step by step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+
+from inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
+from inference.request.request import Request
+from inference.targets.encoder_decoder import Source
+from inference.targets.target import Target
+
+# Options transformers would accept silently and this loop cannot honour: name -> (values that are fine, what to do).
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((None, 1), "beam search keeps several texts a row; use num_beams=1, with do_sample=True for variety"),
+    "num_beam_groups": ((None, 1), "use num_beams=1"),
+    "penalty_alpha": ((None, 0.0), "contrastive search is another decoding method; leave it out"),
+    "prompt_lookup_num_tokens": ((None,), "pass an inference.drafters.ngram.NgramDrafter as the drafter instead"),
+    "assistant_early_exit": ((None,), "pass heads as the drafter instead"),
+    "use_mtp": ((None, False), "pass heads as the drafter instead"),
+    "dola_layers": ((None,), "DoLa compares layers, which is another decoding method; leave it out"),
+    "force_words_ids": ((None,), "constraints need beam search; leave it out, or use a logits processor"),
+    "constraints": ((None,), "constraints need beam search; leave it out, or use a logits processor"),
+    "use_cache": ((None, True), "the loop needs its cache; leave it out"),
+    "output_attentions": ((None, False), "a verify step has attention over a tree; leave it out"),
+    "output_hidden_states": ((None, False), "hidden states are not collected; leave it out"),
+}
+_LEAVE_OUT = "leave it out"
+_ONE_ADAPTER = (
+    "every row has the model's active adapters; leave it out, call model.set_adapter(...), and decode the rows of each "
+    "adapter in a call of their own"
+)
+# What transformers makes of these arguments of generate is read here; whatever else the model takes would be dropped.
+_READ = {"use_cache", "attention_mask", "decoder_attention_mask", "decoder_input_ids", "encoder_outputs", "tokenizer"}
+_REFUSED_ARGUMENTS = {
+    "assistant_model": "pass an inference.drafters.small_model.SmallModelDrafter of it as the drafter instead",
+    "past_key_values": _LEAVE_OUT,
+    "inputs_embeds": _LEAVE_OUT,
+    "position_ids": _LEAVE_OUT,
+    "custom_generate": _LEAVE_OUT,
+    "synced_gpus": _LEAVE_OUT,
+    # PEFT reads these itself, and hooks them into its own generate alone.
+    "adapter_names": _ONE_ADAPTER,
+    "alora_offsets": _ONE_ADAPTER,
+}
+
+
+def make_request(
+    target: Target,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    stop_strings: str | list[str] | None = None,
+    generate_kwargs: dict[str, Any],
+) -> Request:
+    """Calls `model.generate`, whose decoding method is here one that decodes nothing.
+
+    Raises:
+        ValueError: for options that transformers or PEFT would take and this loop cannot honour; for what a target does
+            not decode with (`Target.check_again`).
+    """
+    target.check_again()
+    # Arguments that another release of PEFT reads itself would not arrive either.
+    read_by_peft = dict.fromkeys(getattr(target.model, "special_peft_forward_args", ()), _ONE_ADAPTER)
+    for name, cure in (read_by_peft | _REFUSED_ARGUMENTS).items():
+        if generate_kwargs.get(name) is not None:
+            raise ValueError(f"{name} is not supported by this decode loop: {cure}")
+    if generate_kwargs.get("cache_implementation") == "paged":
+        raise ValueError("cache_implementation='paged' is not supported by this decode loop: leave it out")
+    check_prompt(input_ids, attention_mask)
+    model, given_ids, is_moved = cast(Any, target.model), input_ids, False
+    if target.is_encoder_decoder:
+        check_source(model, input_ids, attention_mask)
+    elif attention_mask is not None:
+        # On the left, where transformers' processors tell it from tokens. They look it up, so it may not be anything.
+        input_ids, attention_mask = pad_left(input_ids.to(target.device), attention_mask.to(target.device))
+        input_ids = input_ids.where((attention_mask != 0) | are_tokens(input_ids, target.num_embeddings), 0)
+        is_moved = not torch.equal(input_ids, given_ids.to(target.device))
+    kwargs = dict(generate_kwargs)
+    criteria = list(kwargs.pop("stopping_criteria", None) or [])
+    # transformers drops the tokenizer on its way to a custom_generate: what needs it is done here, and switched off
+    # there.
+    stop_strings = _take_option("stop_strings", stop_strings, kwargs, model)
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError(f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=...")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    is_healed = _take_option("token_healing", kwargs.pop("token_healing", None), kwargs, model)
+    if is_healed and target.is_encoder_decoder:
+        raise ValueError(f"token_healing is for prompts, and {type(model).__name__} reads a source: leave it out")
+    if is_healed and tokenizer is None:
+        raise ValueError("token_healing needs the tokenizer: pass tokenizer=...")
+
+    def custom_generate(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Sequence[Any],
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Request:
+        for name, (fine, cure) in _REFUSED.items():
+            if (value := getattr(generation_config, name, None)) not in fine:
+                raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
+        if streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
+        dropped = sorted((model_kwargs.keys() & generate_kwargs.keys()) - _READ)
+        if dropped:
+            raise ValueError(f"{', '.join(dropped)}: this decode loop hands the model token ids alone; leave it out")
+        mask, source = model_kwargs.get("attention_mask"), None
+        if target.is_encoder_decoder:  # the mask is the source's, and the ids are the decoder's
+            source = Source.of_call(given_ids, mask, model_kwargs["encoder_outputs"].last_hidden_state)
+            mask = model_kwargs.get("decoder_attention_mask")
+        if is_healed:
+            input_ids = _heal_tokens(model, input_ids, mask, tokenizer)
+        request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
+        request.source = source
+        if is_moved and not is_healed:
+            request.given_ids = given_ids.repeat_interleave(len(input_ids) // len(given_ids), dim=0).to(target.device)
+        return request
+
+    request = model.generate(
+        inputs=input_ids,  # by name: PEFT's generate for encoder-decoder models takes nothing else
+        attention_mask=attention_mask,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        custom_generate=custom_generate,
+        **kwargs,
+    )
+    return cast(Request, request)
+
+
+def _take_option(name: str, value: Any, kwargs: dict[str, Any], model: Any) -> Any:
+    """The value of an option of generation: the argument, or the call's config's, or the model's. Switches it off in
+    `kwargs`: in a copy of the call's config, and as an argument where transformers would fill it in again."""
+    given = kwargs.get("generation_config")
+    for config in (given, model.generation_config):
+        value = getattr(config, name, None) if value is None else value
+    if getattr(given, name, None) not in (None, False):
+        kwargs["generation_config"] = copy.deepcopy(given)
+        setattr(kwargs["generation_config"], name, None)
+    if getattr(model.generation_config, name, None) not in (None, False):
+        kwargs[name] = None  # an argument outranks both
+    return value
+
+
+def _heal_tokens(model: Any, input_ids: Tensor, mask: Tensor | None, tokenizer: Any) -> Tensor:
+    if tokenizer.padding_side != "left" and mask is not None and not mask.all():
+        raise ValueError("token_healing reads each row's last token: set tokenizer.padding_side = 'left'")
+    healed = cast(Tensor, model.heal_tokens(input_ids, tokenizer))
+    if healed.shape != input_ids.shape:
+        raise ValueError(
+            f"token_healing tokenizes prompts anew, and made shape {tuple(healed.shape)} of {tuple(input_ids.shape)}: "
+            "pass ids as the tokenizer gives them, of texts without spaces around them"
+        )
+    return healed

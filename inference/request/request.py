@@ -1,0 +1,214 @@
+"""The rows of one call: their prompts, what was emitted so far, and when each of them ends.
+
+Legend: B batch, L padded prompt length as given, T longest prompt without padding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria
+
+from inference.acceptance.exact import NO_TOKEN
+from inference.request.prompt_checks import check_token_ids, pad_left
+from inference.request.row_processors import ask_criterion, criteria_of_row
+from inference.targets.encoder_decoder import Source
+from inference.targets.target import Target
+
+logger = logging.getLogger(__name__)
+
+
+class Request:
+    """The rows of one call and what was emitted so far. All of its state lives on the host.
+
+    Attributes:
+        prompt_ids: [B, T] int64, right-padded; prompt_counts: [B] int64 real tokens.
+        last_prompt_ids: [B] the last real token of each prompt.
+        prompts: the real tokens of each row.
+        processors: transformers' logits processors, in order.
+        max_length: tokens a row may reach at most, prompt without padding included.
+        unfinished: rows still decoding.
+        source: what an encoder-decoder target decodes about; then prompts are what its decoder begins with.
+        given_ids: [B, L] the prompts as `sequences` begins with them, padded on whichever side.
+        keeps_scores, keeps_logits: whether the caller asked for them (and for a dictionary to hold them).
+    """
+
+    source: Source | None = None
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        processors: LogitsProcessorList,
+        criteria: Sequence[Any],
+        config: GenerationConfig,
+        target: Target,
+        streamer: Any,
+    ) -> None:
+        self.input_ids = self.given_ids = input_ids.to(target.device)
+        mask = torch.ones_like(self.input_ids) if attention_mask is None else attention_mask.to(target.device)
+        mask = (mask != 0).long()
+        counts: list[int] = mask.sum(1).tolist()
+        if min(counts) < 1:
+            raise ValueError(
+                f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token"
+            )
+        self.prompt_counts = torch.tensor(counts, device=target.device)
+        # A stable sort moves the real tokens to the front in their order, whichever side the padding is on.
+        order = mask.argsort(dim=1, descending=True, stable=True)
+        self.prompt_ids = (self.input_ids * mask).gather(1, order)[:, : max(counts)]
+        self._left_padded = pad_left(self.input_ids, mask)[0]
+        self.last_prompt_ids = self.prompt_ids.gather(1, (self.prompt_counts - 1)[:, None])[:, 0]
+        self.prompts: list[list[int]] = [
+            row[:count] for row, count in zip(self.prompt_ids.tolist(), counts, strict=True)
+        ]
+        check_token_ids(self.prompts, target.num_embeddings)
+        keeps = bool(config.return_dict_in_generate)
+        self.keeps_scores, self.keeps_logits = (
+            keeps and bool(config.output_scores),
+            keeps and bool(config.output_logits),
+        )
+
+        self.processors = processors
+        self.do_sample = bool(config.do_sample)
+        self.streamer = streamer
+        self.eos_token_ids: set[int] = set()
+        self.criteria: list[Any] = []
+        self._row_criteria: dict[int, list[Any]] = {}  # copies: they may keep a state
+        limit: int | None = None  # on input_ids, padding included, as transformers counts
+        for criterion in criteria:
+            if isinstance(criterion, EosTokenCriteria):
+                self.eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
+            elif isinstance(criterion, MaxLengthCriteria):
+                limit = criterion.max_length if limit is None else min(limit, criterion.max_length)
+            else:
+                self.criteria.append(criterion)
+        if limit is None:
+            raise ValueError("there is no length limit: pass max_new_tokens or max_length")
+        self.pad_token_id = _pad_token_id(config)
+        self._prompt_lengths = counts
+        self._new: list[list[int]] = [[] for _ in counts]
+        self.unfinished = set(range(len(counts)))
+        self.budgets = [limit - self.input_ids.shape[1]] * len(counts)
+        self._is_cut = [False] * len(counts)
+        if target.max_length is not None:
+            self._cut_budgets(target.max_length, target.length_limit_reason)
+        # A limit that the prompt has passed still gives one token, as transformers does.
+        self.max_length = max(count + max(budget, 1) for count, budget in zip(counts, self.budgets, strict=True))
+
+    def _cut_budgets(self, max_length: int, reason: str) -> None:
+        longest = max(self._prompt_lengths)
+        if longest >= max_length:
+            raise ValueError(
+                f"the prompt has {longest} tokens; this target takes fewer than {max_length} ({reason}): shorten it"
+            )
+        cut = [min(b, max_length - n) for b, n in zip(self.budgets, self._prompt_lengths, strict=True)]
+        if cut != self.budgets:
+            logger.warning(
+                "generation will stop at the target's limit of %d tokens (%s), before max_new_tokens",
+                max_length,
+                reason,
+            )
+        self._is_cut = [after < before for after, before in zip(cut, self.budgets, strict=True)]
+        self.budgets = cut
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._new)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.unfinished
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(map(len, self._new))
+
+    @property
+    def stopped_at_position_limit(self) -> list[bool]:
+        """Of each row, whether it took all positions the target has, before its length limit and without an EOS."""
+        return [
+            is_cut and budget <= 0 and new[-1] not in self.eos_token_ids
+            for is_cut, budget, new in zip(self._is_cut, self.budgets, self._new, strict=True)
+        ]
+
+    def num_committed(self, row: int) -> int:
+        """A row's tokens in the cache: all but the newest, which is the next tree's root."""
+        return self._prompt_lengths[row] + len(self._new[row]) - 1
+
+    def text(self, row: int) -> list[int]:
+        """The row so far, prompt without padding included."""
+        return self.prompts[row] + self._new[row]
+
+    def prefixes(self, rows: Sequence[int]) -> list[Tensor]:
+        """These rows as transformers shows them to a processor: the prompt with its padding, in front on whichever side
+        it was given, then the new tokens; each [1, L + new]."""
+        return [self._shown(row) for row in rows]
+
+    def _shown(self, row: int) -> Tensor:
+        new = torch.tensor(self._new[row], dtype=torch.long, device=self.input_ids.device)
+        return torch.cat([self._left_padded[row], new])[None]
+
+    def open_budgets(self, rows: Sequence[int]) -> list[int]:
+        """How many tokens each of these rows may still emit."""
+        return [self.budgets[row] if row in self.unfinished else 0 for row in rows]
+
+    def emit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Takes what each of these rows emitted, cuts it where the row ends, and returns what was kept. Finished rows
+        emit nothing.
+
+        Raises:
+            ValueError: when a row cannot go on, and has not ended before.
+        """
+        kept: list[list[int]] = [[] for _ in rows]
+        for place, row in enumerate(rows):
+            for token in tokens[place]:
+                if token == NO_TOKEN:
+                    self._raise_no_token(row)
+                self._new[row].append(token)
+                kept[place].append(token)
+                self.budgets[row] -= 1
+                if self.streamer is not None:
+                    self.streamer.put(torch.tensor([token]))
+                if token in self.eos_token_ids or self.budgets[row] <= 0 or self._meets_criteria(row):
+                    self.unfinished.remove(row)
+                    break
+        if self.is_finished and self.streamer is not None:
+            self.streamer.end()
+        return kept
+
+    def _raise_no_token(self, row: int) -> None:
+        raise ValueError(
+            f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are NaN there "
+            "(hidden states of a token drafted in the same pass can be why), or logits processors forbid every token. "
+            "Look at target(**inputs).logits (half-precision weights that overflow give NaN), and at the processors, "
+            "with their bad words, prefixes or grammar"
+        )
+
+    def _meets_criteria(self, row: int) -> bool:
+        if not self.criteria:
+            return False
+        if row not in self._row_criteria:
+            self._row_criteria[row] = criteria_of_row(self.criteria) if self.batch_size > 1 else self.criteria
+        text = self._shown(row)
+        answers = [ask_criterion(criterion, text, row, self.batch_size) for criterion in self._row_criteria[row]]
+        return any(answers)  # all are asked: they may count
+
+    def sequences(self) -> Tensor:
+        """[B, L + longest continuation], padded on the right."""
+        longest = max(map(len, self._new))
+        rows = [new + [self.pad_token_id] * (longest - len(new)) for new in self._new]
+        new_ids = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
+        return torch.cat([self.given_ids, new_ids], dim=1)
+
+
+def _pad_token_id(config: GenerationConfig) -> int:
+    pad = config.pad_token_id
+    if pad is None:
+        eos = config.eos_token_id
+        pad = eos[0] if isinstance(eos, list) else eos
+    return int(pad) if pad is not None else 0

@@ -1,0 +1,162 @@
+"""What a model and its config say before anything is run: attention, windows, length limits, devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from inference.targets.attention import GROUPED, STOCK
+
+# Layer types whose whole past stays readable in the cache, so that a step can be forgotten.
+_ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")
+_ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+# Where layers and tensors of quantised weights are defined, also when the model was not loaded as a quantised one.
+_QUANTISERS = ("bitsandbytes.", "torchao.", "torch.ao.", "optimum.quanto.")
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """max_length: number of positions, or None; reason: where the number comes from, for error messages."""
+
+    max_length: int | None
+    reason: str
+
+
+def unwrap_model(model: nn.Module) -> Any:
+    """The transformers model inside `model` (a PEFT model keeps its adapters in place), after the checks by config."""
+    causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not isinstance(causal_lm, PreTrainedModel):
+        raise ValueError(f"a target is a transformers causal LM (AutoModelForCausalLM), got {type(model).__name__}")
+    check_adapters(model)
+    name, config = type(causal_lm).__name__, causal_lm.config
+    if causal_lm.get_output_embeddings() is None:
+        loader = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+        raise ValueError(f"{name} has no LM head: load it with {loader}")
+    text_config = config.get_text_config()
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    other = ", ".join(sorted(layer_types - set(_ATTENTION_LAYER_TYPES)))
+    if other or getattr(causal_lm, "_is_stateful", False):
+        raise ValueError(
+            f"{name} has layers of a kind that cannot be rolled back after a rejected draft, or that masks by rules of "
+            f"its own ({other or 'a recurrent state'}): a target has {' and '.join(_ATTENTION_LAYER_TYPES)} layers only"
+        )
+    implementation = text_config._attn_implementation
+    if implementation == GROUPED:  # another thread is in the middle of a pass
+        implementation = STOCK
+    if implementation not in _ATTENTION_IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention implementation {implementation!r} cannot take a tree mask: load the model with "
+            f"attn_implementation='sdpa' or 'eager'"
+        )
+    if any(
+        "alibi" in attribute and getattr(causal_lm.base_model, attribute) for attribute in dir(causal_lm.base_model)
+    ):
+        raise ValueError(
+            f"{name} has ALiBi, which measures distances in slots of the cache instead of positions, so a node of a "
+            f"tree would be scored by where its siblings lie: use a model with RoPE or learned positions"
+        )
+    if getattr(text_config, "use_bidirectional_attention", None) not in (None, False):
+        raise ValueError(f"{name} attends in both directions (use_bidirectional_attention): it is no causal LM")
+    if model.training:
+        raise ValueError(f"{name} is in training mode, where dropout makes every pass different: call model.eval()")
+    return causal_lm
+
+
+def check_adapters(model: Any) -> None:
+    """Refuses adapters that are more than layers beside the model's own, in use or not (ValueError)."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError("a PEFT model with virtual prompt tokens shifts every position: merge it or use LoRA")
+        if (tokens := getattr(config, "alora_invocation_tokens", None)) is not None:
+            raise ValueError(
+                f"the adapter {name!r} is an aLoRA (alora_invocation_tokens={tokens}): from which token on it applies "
+                f"is told by PEFT's own forward and generate, which do not run here, so it would never apply: use LoRA "
+                f"without alora_invocation_tokens, or take it out with delete_adapter({name!r})"
+            )
+
+
+def refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
+    """A model of `dtype` is refused (ValueError) where autocast would compute in another."""
+    if not torch.is_autocast_enabled(device.type) or (used := torch.get_autocast_dtype(device.type)) == dtype:
+        return
+    raise ValueError(
+        f"torch.autocast to {used} is on for {device.type}, and the target is in {dtype}: a tree and single tokens "
+        f"would be rounded too differently to be compared. Construct the target and decode outside of autocast; for "
+        f"half precision load the model with dtype={used}"
+    )
+
+
+def find_device(module: Any) -> torch.device:
+    """Where a module's inputs belong: at its weight, or where accelerate brings a weight that it has put elsewhere."""
+    weight: Tensor = module.weight
+    if weight.device.type != "meta":
+        return weight.device
+    execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if execution_device is None:
+        raise ValueError("the model's weights are on the meta device: load them, for example with from_pretrained")
+    return torch.device(execution_device)
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether the model says so, or holds layers or weights of a package that quantises."""
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        return True
+    if getattr(model.config, "quantization_config", None) is not None:
+        return True
+    return any(type(part).__module__.startswith(_QUANTISERS) for part in (*model.modules(), *model.parameters()))
+
+
+def chooses_experts(model: nn.Module) -> bool:
+    """Whether routers choose who computes a token, by what transformers calls such layers."""
+    words = ("expert", "router", "moe")
+    return any(word in name for name, _ in model.named_modules() for word in words)
+
+
+def find_layer_windows(text_config: Any) -> dict[str, int | None]:
+    """Sliding window in positions, or None for full attention, per distinct layer type."""
+    window = getattr(text_config, "sliding_window", None)
+    if getattr(text_config, "use_sliding_window", True) is False:
+        window = None
+    layer_types = getattr(text_config, "layer_types", None)
+    if not layer_types:  # every layer the same (llama; mistral, phi3 with a window)
+        return {"full_attention": None} if window is None else {"sliding_attention": int(window)}
+    windows: dict[str, int | None] = {}
+    for layer_type in sorted(set(layer_types)):
+        if layer_type == "sliding_attention" and window is None:
+            raise ValueError(f"the config has sliding_attention layers but no sliding_window ({window!r})")
+        windows[layer_type] = int(window) if layer_type == "sliding_attention" and window is not None else None
+    return windows
+
+
+def list_windows(text_config: Any) -> list[int | None]:
+    """The window of every layer."""
+    windows = find_layer_windows(text_config)
+    layer_types = getattr(text_config, "layer_types", None) or list(windows) * text_config.num_hidden_layers
+    return [windows[layer_type] for layer_type in layer_types]
+
+
+def find_length_limit(text_config: Any) -> LengthLimit:
+    """Positions the model is exact for: its position limit, or where its RoPE starts to depend on the whole pass."""
+    limit = getattr(text_config, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) and limit > 0 else None
+    found = LengthLimit(limit, f"max_position_embeddings={limit}")
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    settings = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # one, or one per layer type
+    for setting in settings:
+        rope_type = setting.get("rope_type", setting.get("type", "default"))
+        if rope_type is None or ("dynamic" not in rope_type and rope_type != "longrope"):
+            continue
+        switch = limit
+        if rope_type == "longrope":
+            switch = setting.get("original_max_position_embeddings") or limit
+        if switch is not None and (found.max_length is None or switch <= found.max_length):
+            found = LengthLimit(
+                switch,
+                f"RoPE of type {rope_type!r} rescales every position once a pass goes beyond {switch}, so tokens "
+                f"verified together would differ from tokens decoded one by one",
+            )
+    return found

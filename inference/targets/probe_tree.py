@@ -1,0 +1,218 @@
+"""The tree of four tokens that is asked of every target, and what a right answer is.
+
+Legend: D hidden, or the vocabulary where logits are compared; Hkv key/value heads, Dk channels of a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from inference.cache.tree_cache import LayerSpec, PlaneSpec
+from inference.targets.lm_head import ScaleLogits
+
+# Empty slots between the tree's first token and the others: more than any window that a model applies on its own.
+_GAP = 4200
+# As models fail when they are called in a way they do not know.
+_MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What `Target` learns of a model by running it.
+
+    Attributes:
+        layer_specs: what each layer caches.
+        scale_logits: from the LM head's output to logits, None if not reproducible.
+        vocab_size: of the logits.
+        state_size: width of the last hidden state; None where no hidden states are handed over.
+        takes_inference_mode: whether it runs under torch.inference_mode, as some quantised weights do not.
+    """
+
+    layer_specs: tuple[LayerSpec, ...]
+    scale_logits: ScaleLogits | None
+    vocab_size: int
+    state_size: int | None
+    takes_inference_mode: bool
+
+
+def takes_inference_mode(run: Callable[[], Any]) -> bool:
+    """Whether `run` runs under torch.inference_mode."""
+    try:
+        with torch.inference_mode():
+            run()
+    except RuntimeError as error:
+        if "inference" not in str(error).lower():
+            raise
+        return False
+    return True
+
+
+class CannotRollBackError(ValueError):
+    """Raised from inside a model's forward, when it asks the cache for another state than keys and values."""
+
+
+class WrongNumbersError(ValueError):
+    """The model runs, but what it computes is not what a target must compute."""
+
+
+@dataclass(frozen=True)
+class ProbeTree:
+    """A root, a child, another child and the first child's twin.
+
+    The twins must come out alike, which fails if the model ignores the mask (one would see its siblings) or the
+    position ids (it would stand two further right), and like the same two tokens in a plain pass, which fails if it
+    reads the mask in another way. So must their keys, which positions change even where weak weights let them hardly
+    change the last states. The root lies thousands of empty slots before the others, so a model that applies
+    windows or distances of its own to the slots fails too.
+
+    Attributes:
+        token_ids, positions: [1, 4].
+        key_positions: [1, S], of the slots, empty ones included.
+        masks: of S slots, as the model takes them.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    key_positions: Tensor
+    masks: Any
+
+    @classmethod
+    def of_tokens(cls, token_ids: Tensor, make_masks: MakeMasks) -> ProbeTree:
+        """Of those that `draw_ids` gives."""
+        positions = torch.tensor([[0, 1, 1, 1]], device=token_ids.device)
+        allowed = torch.eye(4, dtype=torch.bool, device=token_ids.device)[None].clone()
+        allowed[..., 0] = True
+        key_positions = _insert_gap(positions, 1)
+        return cls(token_ids, positions, key_positions, make_masks(_insert_gap(allowed, 2), positions, key_positions))
+
+
+@contextmanager
+def refusing(complaint: str) -> Iterator[None]:
+    """Turns what a model raises when it cannot be called in this way into a ValueError that begins with `complaint`.
+    Running out of memory is another matter."""
+    try:
+        yield
+    except (CannotRollBackError, torch.OutOfMemoryError):
+        raise
+    except _MODEL_ERRORS as error:
+        raise ValueError(f"{complaint}: {error}") from error
+
+
+class RecordingCache(Cache):
+    """Hands keys and values back, with empty slots behind the first token's, and remembers their shapes and the twins'
+    keys; refuses any other kind of state."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(layers=[])
+        self.name = name
+        self.specs: dict[int, LayerSpec] = {}
+        self.twin_keys: dict[int, Tensor] = {}  # [2, Hkv * Dk] per layer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = (
+            PlaneSpec(rows.shape[1], rows.shape[3], rows.dtype, rows.device) for rows in (key_states, value_states)
+        )
+        self.specs[layer_idx] = LayerSpec(keys, values)
+        self.twin_keys[layer_idx] = key_states[0][:, [1, 3]].transpose(0, 1).flatten(1)
+        return _insert_gap(key_states, 2), _insert_gap(value_states, 2)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise CannotRollBackError(
+            f"{self.name} keeps a state besides keys and values (recurrent, convolution or index), which cannot be "
+            f"rolled back after a rejected draft"
+        )
+
+    update_conv_state = update_recurrent_state = update_indexer = has_previous_state = _refuse
+    get_conv_state = get_recurrent_state = _refuse
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return 4 + _GAP, 0
+
+
+def _insert_gap(rows: Tensor, dim: int) -> Tensor:
+    """Zeros (False) behind the first of the four tokens on this dimension."""
+    first, others = rows.split([1, 3], dim)
+    shape = [*rows.shape[:dim], _GAP, *rows.shape[dim + 1 :]]
+    return torch.cat([first, rows.new_zeros(shape), others], dim)
+
+
+def draw_ids(model: Any, first: int, device: torch.device) -> Tensor:
+    """[1, 4] token ids: a root, a child, another child, and the first child's twin."""
+    ids = torch.tensor([[first, first + 1, first + 2, first + 1]], device=device)
+    vocab_size: int = model.get_input_embeddings().weight.shape[0]
+    return ids % vocab_size
+
+
+def check_finite(model: Any, what: str, plain: Sequence[Tensor], tree: Tensor | None = None) -> None:
+    """Refuses (ValueError) a model that computes no numbers, before anybody asks whether they are the right ones.
+
+    Args:
+        what: the values' name.
+        plain: of passes over plain texts.
+        tree: of the pass over the tree. Broken keys may show here alone: attention kernels can lose a NaN. Where no
+            weight is broken, the model's masks are to blame, which `check_branches` says.
+    """
+    is_plain_finite = all(map(_is_finite, plain))
+    if is_plain_finite and (tree is None or _is_finite(tree)):
+        return
+    broken = next((name for name, weight in model.named_parameters() if _is_broken(weight)), None)
+    if broken is None and is_plain_finite:
+        return
+    cause = (
+        f"so do its weights ({broken}), broken or too large for float16: load them again, or in bfloat16"
+        if broken is not None
+        else "none of the weights that could be read does, so a number overflows (float16: load the model in bfloat16)"
+    )
+    raise ValueError(
+        f"the {what} of {type(model).__name__} in {plain[0].dtype} hold NaN or infinite numbers for a text of a few "
+        f"tokens; {cause}"
+    )
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
+
+
+def _is_broken(weight: Tensor) -> bool:
+    is_readable = type(weight) is nn.Parameter and not weight.is_meta  # packed and offloaded ones are not
+    return is_readable and weight.dtype in _FLOATS and not _is_finite(weight)
+
+
+def check_branches(cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float) -> None:
+    """Rows 0, 1 and 3 of the tree pass [4, D] are rows 0, 1 and 1 of the plain pass [2, D], which another pass may
+    change by `noise`; see `ProbeTree`. They are hidden states, or logits."""
+    has_single = is_single(plain_hidden)
+    within, between = (1e-4, 1e-3) if has_single else (1e-2, 0.1)  # rows of one pass are all but equal
+    compared = [
+        ("twins", tree_hidden[3], tree_hidden[1], within),
+        *(("keys of twins", keys[1], keys[0], 3 * within) for keys in cache.twin_keys.values()),
+        ("roots", tree_hidden[0], plain_hidden[0], max(between, 3 * noise)),
+        ("children", tree_hidden[1], plain_hidden[1], max(between, 3 * noise)),
+    ]
+    for rows, found, wanted, tolerance in compared:
+        difference, size = (float(row.float().norm()) for row in (found - wanted, wanted))
+        if not difference <= tolerance * size:
+            raise WrongNumbersError(
+                f"{cache.name} does not compute a tree as separate continuations ({rows} differ by {difference:.2g} of "
+                f"{size:.2g}); it reads 4-D masks or counts positions in a way of its own"
+            )
+
+
+def is_single(values: Tensor) -> bool:
+    return values.dtype in (torch.float32, torch.float64)

@@ -1,0 +1,183 @@
+"""The blocks of draft layers against slow references: rotary positions, norms, the draft cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig
+
+from heads import create_heads
+from heads.decoder_config import decoder_settings
+from heads.eagle3 import Eagle3Config
+from heads.modules.layers import DraftCache, RMSNorm, RotaryEmbedding, rotate
+from inference import Target
+from tests.tiny_targets import tiny_target
+
+
+def attention_config() -> Eagle3Config:
+    return Eagle3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+
+
+class TestRotaryEmbedding:
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"rope_type": "default", "rope_theta": 10000.0},
+            {"rope_type": "default", "rope_theta": 500000.0},
+            {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+        ],
+        ids=lambda rope: f"{rope['rope_type']}-{rope['rope_theta']:g}",
+    )
+    def test_equals_the_targets(self, rope: dict[str, Any]) -> None:
+        model: Any = tiny_target("llama", rope_parameters=rope)
+        heads: Any = create_heads("eagle3", model)
+        positions = torch.tensor([[0, 1, 7, 63, 255], [3, 4, 5, 100, 5000]])
+        cos, sin = heads.midlayer.self_attn.rope(positions)
+        expected = model.model.rotary_emb(torch.zeros(1), positions)
+        torch.testing.assert_close((cos[:, 0], sin[:, 0]), expected)
+
+    def test_equals_the_full_attention_of_gemma3(self) -> None:
+        model: Any = tiny_target(
+            "gemma3",
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        )
+        heads: Any = create_heads("eagle3", model)
+        positions = torch.tensor([[0, 1, 50, 500]])
+        cos, sin = heads.midlayer.self_attn.rope(positions)
+        expected = model.model.rotary_emb(torch.zeros(1), positions, "full_attention")
+        torch.testing.assert_close((cos[:, 0], sin[:, 0]), expected)
+
+    def test_the_halves_of_a_head_are_turned_as_a_complex_number(self) -> None:
+        rope = RotaryEmbedding(attention_config())
+        positions = torch.tensor([[0, 3, 1000]])
+        x = torch.randn(1, 2, 3, 8)
+        frequencies = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+        turned = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[0, :, None] * frequencies)
+        torch.testing.assert_close(rotate(x, *rope(positions)), torch.cat([turned.real, turned.imag], dim=-1))
+
+    def test_low_precision_is_turned_in_float32(self) -> None:
+        rope = RotaryEmbedding(attention_config())
+        positions = torch.tensor([[4001]])
+        x = torch.randn(1, 1, 1, 8).bfloat16()
+        found = rotate(x, *rope(positions))
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, rotate(x.float(), *rope(positions)).bfloat16())
+
+
+class TestDecoderSettings:
+    def test_of_llama(self) -> None:
+        config = LlamaConfig(
+            hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, intermediate_size=99,
+            rms_norm_eps=1e-5, hidden_act="gelu", max_position_embeddings=77,
+        )  # fmt: skip
+        settings = decoder_settings(config)
+        assert settings.pop("rope_parameters")["rope_theta"] == 10000.0
+        assert settings == {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 99,
+            "hidden_act": "gelu",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 77,
+        }
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            GPT2Config(n_embd=64, n_head=4),
+            OPTConfig(hidden_size=64, num_attention_heads=4),
+            GPTNeoXConfig(hidden_size=64, num_attention_heads=4, intermediate_size=256),
+        ],
+        ids=lambda config: config.model_type,
+    )
+    def test_of_targets_without_such_settings(self, config: Any) -> None:
+        settings = decoder_settings(config)
+        assert settings["num_key_value_heads"] == 4
+        assert settings["head_dim"] == 16
+        assert settings["intermediate_size"] == 256
+        assert settings["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+    @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+    def test_rope_that_reads_the_whole_pass_is_not_inherited(self, rope_type: str) -> None:
+        config = SimpleNamespace(
+            hidden_size=64,
+            num_attention_heads=4,
+            rope_parameters={"rope_type": rope_type, "rope_theta": 777.0, "factor": 2.0},
+        )
+        settings = decoder_settings(config)  # type: ignore[arg-type]
+        assert settings["rope_parameters"] == {"rope_type": "default", "rope_theta": 777.0}
+
+    def test_whole_heads_are_turned_even_where_the_target_turns_a_part(self) -> None:
+        config = SimpleNamespace(
+            hidden_size=64,
+            num_attention_heads=4,
+            rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5},
+        )
+        settings = decoder_settings(config)  # type: ignore[arg-type]
+        rope = RotaryEmbedding(Eagle3Config(**settings))
+        assert rope(torch.tensor([[3]]))[0].shape[-1] == settings["head_dim"] == 16
+
+    def test_overrides_win(self) -> None:
+        heads = create_heads(
+            "eagle3", Target(tiny_target("llama")), head_dim=16, num_attention_heads=2, hidden_act="relu"
+        )
+        assert heads.config.head_dim == 16
+        assert heads.config.num_key_value_heads == 2
+        assert heads.config.hidden_act == "relu"
+
+
+class TestRMSNorm:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_equals_torchs_own_in_float32(self, dtype: torch.dtype) -> None:
+        norm = RMSNorm(16, eps=1e-5)
+        norm.weight.data.uniform_(0.5, 2)
+        x = (10 * torch.randn(3, 16)).to(dtype)
+        expected = torch.nn.functional.rms_norm(x.float(), (16,), norm.weight, 1e-5)
+        assert norm(x).dtype == dtype
+        torch.testing.assert_close(norm(x), expected.to(dtype))
+
+
+class TestDraftCache:
+    def test_more_frontier_nodes_than_scratch_rows(self) -> None:
+        cache = DraftCache((1, 1, 2), num_slots=4, num_scratch=3, device=torch.device("cpu"), dtype=torch.float32)
+        rows = torch.ones(1, 1, 2, 2)
+        cache.append(rows, rows, torch.tensor([2]), max_slots=2)
+        cache.append_scratch(rows, rows, torch.eye(2, dtype=torch.bool)[None])
+        with pytest.raises(
+            ValueError, match=r"more than num_scratch=3 frontier nodes: start\(\) the drafter with more"
+        ):
+            cache.append_scratch(rows, rows, torch.ones(1, 2, 4, dtype=torch.bool))
+
+    def test_masks(self) -> None:
+        """Two rows with 2 and 0 certain slots take 3 more, of which 1 and 3 are real; then a level of two nodes."""
+        cache = DraftCache((2, 1, 1), num_slots=5, num_scratch=2, device=torch.device("cpu"), dtype=torch.float32)
+        one = torch.ones(2, 1, 2, 1)
+        cache.append(one, one, torch.tensor([2, 0]), max_slots=2)
+        three = torch.arange(6.0).view(2, 1, 3, 1)
+        keys, _, mask = cache.append(three, three, torch.tensor([1, 3]), max_slots=3)
+        assert cache.lengths.tolist() == [3, 3]
+        # Columns: 2 scratch rows, then slots 0 to 2.
+        assert mask[1, 0].int().tolist() == [[0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+        assert mask[0, 0, 0].int().tolist() == [0, 0, 1, 1, 1]
+        assert keys[0, 0, 2:, 0].tolist() == [1, 1, 0]
+        assert keys[1, 0, 2:, 0].tolist() == [3, 4, 5]
+        nodes = torch.full((2, 1, 2, 1), 9.0)
+        keys, _, mask = cache.append_scratch(nodes, nodes, torch.eye(2, dtype=torch.bool).expand(2, -1, -1))
+        assert mask[0, 0].int().tolist() == [[1, 0, 1, 1, 1], [0, 1, 1, 1, 1]]
+        assert keys[0, 0, :, 0].tolist() == [9, 9, 1, 1, 0]

@@ -1,0 +1,107 @@
+"""The attention of the training-time test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import heads.modules.unrolled_attention as module
+from heads.modules.unrolled_attention import attend_in_chunks, attend_unrolled
+
+Attend = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
+both_ways = pytest.mark.parametrize("attend", [attend_unrolled, attend_in_chunks])
+
+
+def dense_mask(num_steps: int, length: int) -> Tensor:
+    """[K * T, K * T]: query (k, i) sees key (0, j) for j <= i, and key (m, i) for 1 <= m <= k."""
+    mask = torch.zeros(num_steps * length, num_steps * length, dtype=torch.bool)
+    for k in range(num_steps):
+        for i in range(length):
+            for j in range(i + 1):
+                mask[k * length + i, j] = True
+            for m in range(1, k + 1):
+                mask[k * length + i, m * length + i] = True
+    return mask
+
+
+def attend_densely(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+    """All steps as one softmax over all K * T keys, under an explicit mask."""
+    length, repeats = q[0].shape[2], q[0].shape[1] // k[0].shape[1]
+    queries = torch.cat(q, dim=2)
+    keys, values = (torch.cat(x, dim=2).repeat_interleave(repeats, dim=1) for x in (k, v))
+    scores = queries @ keys.transpose(-1, -2) / q[0].shape[-1] ** 0.5
+    scores = scores.masked_fill(~dense_mask(len(q), length), float("-inf"))
+    return list((scores.softmax(-1) @ values).split(length, dim=2))
+
+
+def draw(
+    steps: int, groups: int, length: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Large scores, so that weights are far from even."""
+    torch.manual_seed(groups)
+    q = [(3 * torch.randn(2, 4, length, 8)).to(dtype).requires_grad_() for _ in range(steps)]
+    k, v = ([torch.randn(2, groups, length, 8).to(dtype).requires_grad_() for _ in range(steps)] for _ in range(2))
+    return q, k, v
+
+
+def run(attend: Attend, q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+    return [attend(q[step], k[: step + 1], v[: step + 1]) for step in range(len(q))]
+
+
+def gradients(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(7)
+    weighted = [(torch.randn(each.shape) * each.float()).sum() for each in outputs]
+    return list(torch.autograd.grad(weighted, inputs))
+
+
+@both_ways
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("query_chunk", [256, 5, 1])
+def test_equals_dense_attention(attend: Attend, groups: int, query_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUERY_CHUNK", query_chunk)
+    q, k, v = draw(4, groups, 13)
+    expected, found = attend_densely(q, k, v), run(attend, q, k, v)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    inputs = [*q, *k, *v]
+    for one, other in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_are_exact_in_float64() -> None:
+    q, k, v = draw(3, 2, 5, torch.float64)
+    assert torch.autograd.gradcheck(lambda *x: attend_unrolled(x[0], x[1:4], x[4:]), [q[2], *k, *v])
+
+
+@both_ways
+def test_bfloat16_is_as_near_as_its_rounding(attend: Attend) -> None:
+    """Longer than the kernel's own blocks."""
+    q, k, v = draw(3, 2, 700, torch.bfloat16)
+    wide = [[x.detach().float().requires_grad_() for x in part] for part in (q, k, v)]
+    found, expected = run(attend, q, k, v), run(attend_unrolled, *wide)
+    assert all(output.dtype == torch.bfloat16 for output in found)
+    both = gradients(found, [*q, *k, *v]), gradients(expected, [x for part in wide for x in part])
+    for one, other in (*zip(found, expected, strict=True), *zip(*both, strict=True)):
+        assert (one.float() - other).norm() < 0.02 * other.norm()
+
+
+@both_ways
+def test_no_tensor_of_all_pairs_is_kept_for_the_backward_pass(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUERY_CHUNK", 16)
+    length = 512
+    q = torch.randn(1, 4, length, 8, requires_grad=True)
+    k, v = ([torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)] for _ in range(2))
+    kept: dict[int, int] = {}  # what views share counts once
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        attend(q, k, v).sum().backward()
+    assert kept
+    assert sum(kept.values()) < 4 * length * length / 4  # half of one causal score per head and pair

@@ -1,0 +1,62 @@
+"""The reduced draft vocabulary: which tokens are chosen, and the map between the two numberings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from heads.modules.vocabulary import map_tensors, most_frequent_tokens, principal_embeddings
+
+
+def test_the_worked_example() -> None:
+    d2t, t2d = map_tensors(torch.tensor([1, 4, 5]), 6)
+    assert d2t.tolist() == [1, 3, 3]
+    assert t2d.tolist() == [False, True, False, False, True, True]
+    assert (torch.arange(3) + d2t).tolist() == [1, 4, 5]
+
+
+def test_the_map_is_what_a_loop_finds() -> None:
+    token_ids = torch.randperm(50)[:20].sort().values
+    d2t, t2d = map_tensors(token_ids, 50)
+    assert d2t.dtype == torch.long
+    assert t2d.dtype == torch.bool
+    for draft_id, token_id in enumerate(token_ids.tolist()):
+        assert draft_id + int(d2t[draft_id]) == token_id
+    assert [token_id for token_id in range(50) if t2d[token_id]] == token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("counts", "size", "expected"),
+    [
+        ([0, 9, 2, 0, 5, 7], 3, [1, 4, 5]),
+        ([3, 3, 3, 3], 2, [0, 1]),  # ties go to the lower id
+        ([1, 2, 2, 0, 2], 2, [1, 2]),
+        ([0, 0, 0], 3, [0, 1, 2]),
+        ([0, 0, 1], 2, [0, 2]),  # unseen tokens fill up
+    ],
+)
+def test_the_most_frequent_are_chosen(counts: list[int], size: int, expected: list[int]) -> None:
+    assert most_frequent_tokens(torch.tensor(counts), size).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [0, -1, 5])
+def test_impossible_sizes(size: int) -> None:
+    with pytest.raises(ValueError, match=f"draft_vocab_size is {size}; allowed is 1 to the target's vocabulary size 4"):
+        most_frequent_tokens(torch.ones(4), size)
+
+
+@pytest.mark.parametrize("rank", [3, 8, 20])
+def test_principal_embeddings_keep_what_tells_tokens_apart(rank: int) -> None:
+    table = torch.randn(40, 2) @ torch.randn(2, 8) + 5.0  # all differences lie in a plane
+    target = SimpleNamespace(embed_tokens=nn.Embedding.from_pretrained(table), vocab_size=40, device="cpu")
+    found = principal_embeddings(target, rank)  # type: ignore[arg-type]
+    assert found.shape == (40, min(rank, 8))
+    torch.testing.assert_close(found.square().mean(-1), torch.ones(40))
+    centred = table - table.mean(0)
+    angles = nn.functional.cosine_similarity(centred[:, None], centred[None], dim=-1)
+    torch.testing.assert_close(
+        nn.functional.cosine_similarity(found[:, None], found[None], dim=-1), angles, atol=1e-3, rtol=1e-3
+    )

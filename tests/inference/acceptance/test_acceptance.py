@@ -1,0 +1,354 @@
+"""Acceptance against a walk in plain Python that knows nothing of batches, depths or noise tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from transformers.generation.logits_process import (
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from inference.acceptance.exact import NO_TOKEN, PREFIX_FREE, Acceptance, Sampler, accept_exact
+from inference.noise import gumbel_noise, row_seeds
+from inference.trees.token_tree import TokenTree, compute_depths
+
+VOCAB = 12
+
+
+class PreviousToken:
+    """Reads the prefix, keeps a log of what it was asked, and favours the successor of the last token."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __call__(self, prefix: Tensor, scores: Tensor) -> Tensor:
+        assert scores.shape[0] == prefix.shape[0] == 1
+        assert scores.dtype == torch.float32
+        self.asked.append(prefix[0].tolist())
+        favoured = (prefix[:, -1:] + 1) % scores.shape[1]
+        return scores.scatter_add(1, favoured, torch.full_like(favoured, 3.0, dtype=torch.float32))
+
+
+def make_tree(logits: Tensor, sampler: Sampler, positions: Tensor, generator: torch.Generator) -> TokenTree:
+    """A random tree whose nodes often, but not always, carry what the target draws at their parent; padding in row 1.
+
+    Siblings carry distinct tokens, as drafters' candidates do.
+    """
+    batch, num_nodes, vocab = logits.shape
+    token_ids = torch.randint(0, vocab, (batch, num_nodes), generator=generator)
+    parents = torch.full((batch, num_nodes), -1)
+    for row in range(batch):
+        for node in range(1, num_nodes - (2 if row == 1 else 0)):
+            parents[row, node] = torch.randint(max(0, node - 3), node, (), generator=generator)
+    depths = torch.where(parents < 0, 0, compute_depths(parents))
+    for row in range(batch):
+        for node in range(1, num_nodes):
+            parent = int(parents[row, node])
+            if parent < 0:
+                continue
+            scores = sampler.process(logits[row, parent][None])[0].float()
+            if sampler.row_seeds is not None:
+                drawn_at = positions[row] + depths[row, parent] + 1
+                scores = scores + gumbel_noise(sampler.row_seeds[row : row + 1], drawn_at.view(1, 1), vocab)[0, 0]
+            taken = {int(token_ids[row, n]) for n in range(node) if int(parents[row, n]) == parent}
+            wanted = int(scores.argmax()) if torch.rand((), generator=generator) < 0.7 else int(token_ids[row, node])
+            while wanted in taken:
+                wanted = (wanted + 1) % vocab
+            token_ids[row, node] = wanted
+    return TokenTree(token_ids, parents, depths, torch.zeros(batch, num_nodes), max_depth=int(depths.max()))
+
+
+def walk_in_python(
+    tree: TokenTree, row: int, draw: Callable[[int, int, list[int]], int], prefix: Sequence[int] = ()
+) -> tuple[list[int], list[int]]:
+    """The path and the emitted tokens of one row; draw(node, depth, emitted so far) is the target's own token."""
+    node, path, emitted = 0, [0], list[int]()
+    while True:
+        token = draw(node, len(emitted), [*prefix, *emitted])
+        emitted.append(token)
+        children = [
+            child
+            for child in range(tree.num_nodes)
+            if int(tree.parents[row, child]) == node and int(tree.token_ids[row, child]) == token
+        ]
+        if not children:
+            return path, emitted
+        node = children[0]
+        path.append(node)
+
+
+def check(acceptance: Acceptance, tree: TokenTree, draw: Callable[[int, int, int, list[int]], int]) -> list[int]:
+    """Compare every row; returns how many nodes were accepted."""
+    width = tree.path_width
+    assert acceptance.path.shape == acceptance.next_tokens.shape == (tree.token_ids.shape[0], width)
+    counts = []
+    for row in range(tree.token_ids.shape[0]):
+        path, emitted = walk_in_python(tree, row, lambda node, depth, text, row=row: draw(row, node, depth, text))
+        assert acceptance.counts[row] == len(path) == len(emitted)
+        assert acceptance.path[row].tolist() == path + [0] * (width - len(path))
+        assert acceptance.next_tokens[row].tolist() == emitted + [0] * (width - len(path))
+        counts.append(len(path))
+    return counts
+
+
+PREFIX_FREE_CASES: list[tuple[bool, list[Any]]] = [
+    (False, []),
+    (False, [SuppressTokensLogitsProcessor([0, 3], device="cpu")]),
+    (True, []),
+    (True, [TemperatureLogitsWarper(0.7)]),
+    (True, [TemperatureLogitsWarper(1.3), TopKLogitsWarper(4), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]),
+    (True, [TopPLogitsWarper(0.5), SuppressTokensLogitsProcessor([1], device="cpu"), LogitNormalization()]),
+]
+
+
+@pytest.mark.parametrize(("do_sample", "processors"), PREFIX_FREE_CASES, ids=range(len(PREFIX_FREE_CASES)))
+def test_random_trees_equal_the_python_walk(do_sample: bool, processors: list[Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    seeds = row_seeds(7, 3, "cpu") if do_sample else None
+    sampler = Sampler(LogitsProcessorList(processors), do_sample=do_sample, row_seeds=seeds)
+    assert sampler.is_prefix_free
+    counts: list[int] = []
+    for _ in range(12):
+        logits = torch.randn(3, 10, VOCAB, generator=generator) * 2
+        positions = torch.randint(0, 1000, (3,), generator=generator)
+        tree = make_tree(logits, sampler, positions, generator)
+
+        def draw(
+            row: int, node: int, depth: int, text: list[int], logits: Tensor = logits, at: Tensor = positions
+        ) -> int:
+            scores = logits[row, node][None]
+            for processor in processors:
+                scores = processor(None, scores)
+            if seeds is not None:
+                scores = scores + gumbel_noise(seeds[row : row + 1], at[row].view(1, 1) + depth + 1, VOCAB)[0]
+            # The last case may forbid all that top-p has left.
+            return int(scores.argmax()) if bool((scores > float("-inf")).any()) else NO_TOKEN
+
+        acceptance = accept_exact(sampler, tree, logits, positions)
+        counts += check(acceptance, tree, draw)
+        noise = sampler.draw_noise(positions, tree.path_width + 2, VOCAB)  # a longer table, as policies use
+        again = accept_exact(sampler, tree, logits, positions, noise=noise)
+        assert torch.equal(again.path, acceptance.path)
+        assert torch.equal(again.next_tokens, acceptance.next_tokens)
+    assert {1, 2, 3, 4} <= set(counts)  # every depth was reached
+
+
+def test_the_docstrings_example() -> None:
+    """the=0, cat=1, dog=2, sat=3, ran=4, away=5."""
+    parents = torch.tensor([[-1, 0, 0, 1, 1]])
+    tree = TokenTree(torch.tensor([[0, 1, 2, 3, 4]]), parents, compute_depths(parents), torch.zeros(1, 5), max_depth=2)
+    logits = torch.zeros(1, 5, 6)
+    for node, token in enumerate([1, 4, 0, 0, 5]):
+        logits[0, node, token] = 1.0
+    acceptance = accept_exact(Sampler(), tree, logits, torch.tensor([9]))
+    assert acceptance.path.tolist() == [[0, 1, 4]]
+    assert acceptance.counts.tolist() == [3]
+    assert acceptance.next_tokens.tolist() == [[1, 4, 5]]
+
+
+def test_greedy_ties_go_to_the_first_token_in_any_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.zeros(1, 1, 50, dtype=dtype)
+        logits[0, 0, [20, 30]] = 2.0
+        tree = TokenTree.from_root(torch.tensor([1]))
+        assert accept_exact(Sampler(), tree, logits, torch.tensor([0])).next_tokens.tolist() == [[20]]
+
+
+def test_half_precision_logits_are_processed_in_float32() -> None:
+    sampler = Sampler([TemperatureLogitsWarper(0.3)], do_sample=True, row_seeds=row_seeds(0, 1, "cpu"))
+    logits = torch.randn(1, 1, 500).bfloat16()
+    kept = logits.clone()
+    tree = TokenTree.from_root(torch.tensor([1]))
+    token = int(accept_exact(sampler, tree, logits, torch.tensor([4])).next_tokens)
+    assert sampler.row_seeds is not None
+    wanted = logits[0].float() / 0.3 + gumbel_noise(sampler.row_seeds, torch.tensor([[5]]), 500)[0]
+    assert token == int(wanted.argmax())
+    assert torch.equal(logits, kept)  # processors may write into what they get
+
+
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_sampled_tokens_follow_the_targets_distribution(is_biased: bool) -> None:
+    """Chi-square over two tokens in a row; drafts are the best guesses, the coupled ones included. The control
+    prefers drafts a little, and must be caught."""
+    num_rows = 6000
+    generator = torch.Generator().manual_seed(1)
+    root_logits = torch.randn(5, generator=generator)
+    child_logits = torch.randn(5, 5, generator=generator)  # after each first token
+    seeds = row_seeds(11, num_rows, "cpu")
+    sampler = Sampler([TemperatureLogitsWarper(0.8)], do_sample=True, row_seeds=seeds)
+    positions = torch.full((num_rows,), 30)
+    noise = sampler.draw_noise(positions, 2, 5)
+    assert noise is not None
+    best = root_logits.topk(2).indices.expand(num_rows, 2)
+    coupled = (root_logits + noise[:, 0]).argmax(-1, keepdim=True)  # the drafter's q is p without temperature
+    drafted = torch.cat([best, torch.where((best == coupled).any(1, keepdim=True), (best[:, :1] + 1) % 5, coupled)], 1)
+    parents = torch.tensor([[-1, 0, 0, 0]]).expand(num_rows, 4)
+    depths = torch.tensor([[0, 1, 1, 1]]).expand(num_rows, 4)
+    token_ids = torch.cat([torch.zeros(num_rows, 1, dtype=torch.long), drafted], dim=1)
+    tree = TokenTree(token_ids, parents, depths, torch.zeros(num_rows, 4), max_depth=1)
+    logits = torch.cat([root_logits.expand(num_rows, 1, 5), child_logits[drafted]], dim=1)
+    acceptance = accept_exact(sampler, tree, logits, positions)
+    first = acceptance.next_tokens[:, 0]
+    # Rows whose walk ended at once draw their second token in the next step, at the next position.
+    next_noise = sampler.draw_noise(positions + 1, 1, 5)
+    assert next_noise is not None
+    alone = (child_logits[first] / 0.8 + next_noise[:, 0]).argmax(-1)
+    second = torch.where(acceptance.counts == 2, acceptance.next_tokens[:, -1], alone)
+    assert torch.equal(second, alone)  # whatever was drafted
+    if is_biased:  # one row in ten keeps its best draft
+        first = torch.where(torch.arange(num_rows) % 10 == 0, drafted[:, 0], first)
+    joint = (root_logits.double() / 0.8).softmax(-1)[:, None] * (child_logits.double() / 0.8).softmax(-1)
+    counts = torch.bincount(first * 5 + second, minlength=25)
+    p_value = stats.chisquare(counts.numpy(), (joint.flatten() * num_rows).numpy()).pvalue
+    if is_biased:
+        assert p_value < 1e-6
+    else:
+        assert p_value > 1e-3
+
+
+class TestLazyWalk:
+    """Processors that read the prefix run as in plain decoding."""
+
+    @pytest.mark.parametrize("do_sample", [False, True])
+    def test_it_equals_decoding_step_by_step(self, do_sample: bool) -> None:
+        generator = torch.Generator().manual_seed(2)
+        seeds = row_seeds(3, 2, "cpu") if do_sample else None
+        processors = LogitsProcessorList(
+            [
+                RepetitionPenaltyLogitsProcessor(1.7),
+                NoRepeatNGramLogitsProcessor(2),
+                MinNewTokensLengthLogitsProcessor(4, 4, torch.tensor([5])),
+                *([TemperatureLogitsWarper(0.9), TopKLogitsWarper(6)] if do_sample else []),
+            ]
+        )
+        sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
+        assert not sampler.is_prefix_free
+        guesser = Sampler(do_sample=do_sample, row_seeds=seeds)
+        counts: list[int] = []
+        for _ in range(25):
+            logits = torch.randn(2, 9, VOCAB, generator=generator) * 2
+            kept = logits.clone()
+            prefixes = [torch.randint(0, VOCAB, (1, length), generator=generator) for length in (4, 6)]
+            positions = torch.tensor([3, 5])
+            tree = make_tree(logits, guesser, positions, generator)
+
+            def draw(row: int, node: int, depth: int, text: list[int], logits: Tensor = logits) -> int:
+                prefix = torch.cat([prefixes[row], torch.tensor([text], dtype=torch.long)], dim=1)  # noqa: B023
+                scores = processors(prefix, logits[row, node][None].clone())
+                if seeds is not None:
+                    at = torch.tensor([[prefix.shape[1]]])
+                    scores = scores + gumbel_noise(seeds[row : row + 1], at, VOCAB)[0]
+                return int(scores.argmax())
+
+            counts += check(accept_exact(sampler, tree, logits, positions, prefixes=prefixes), tree, draw)
+            assert torch.equal(logits, kept)
+        assert {1, 2, 3} <= set(counts)
+
+    def test_a_processor_is_asked_once_per_emitted_token_in_order(self) -> None:
+        processor = PreviousToken()
+        parents = torch.tensor([[-1, 0, 1, 2]])
+        tree = TokenTree(torch.tensor([[4, 5, 6, 0]]), parents, compute_depths(parents), torch.zeros(1, 4))
+        prefixes = [torch.tensor([[9, 4]])]
+        acceptance = accept_exact(
+            Sampler([processor]), tree, torch.zeros(1, 4, 10), torch.tensor([1]), prefixes=prefixes
+        )
+        assert acceptance.next_tokens.tolist() == [[5, 6, 7, 0]]
+        assert processor.asked == [[9, 4], [9, 4, 5], [9, 4, 5, 6]]
+
+    @pytest.mark.parametrize(
+        ("eos", "max_tokens", "num_asked"), [((6,), None, 2), ((), [2], 2), ((), [0], 0), ((), [9], 4)]
+    )
+    def test_it_stops_where_plain_decoding_does(
+        self, eos: tuple[int, ...], max_tokens: list[int] | None, num_asked: int
+    ) -> None:
+        processor = PreviousToken()
+        parents = torch.tensor([[-1, 0, 1, 2]])
+        tree = TokenTree(torch.tensor([[4, 5, 6, 7]]), parents, compute_depths(parents), torch.zeros(1, 4))
+        acceptance = accept_exact(
+            Sampler([processor], eos_token_ids=eos),
+            tree,
+            torch.zeros(1, 4, 10),
+            torch.tensor([1]),
+            prefixes=[torch.tensor([[9, 4]])],
+            max_tokens=max_tokens,
+        )
+        assert len(processor.asked) == num_asked == int(acceptance.counts)
+        assert acceptance.next_tokens[0, :num_asked].tolist() == [5, 6, 7, 8][:num_asked]
+
+    def test_prefixes_are_required(self) -> None:
+        tree = TokenTree.from_root(torch.tensor([1]))
+        with pytest.raises(ValueError, match="PreviousToken may read the text so far: give prefixes"):
+            accept_exact(Sampler([PreviousToken()]), tree, torch.zeros(1, 1, 4), torch.tensor([0]))
+
+
+class TestSampler:
+    def test_exact_types_alone_are_trusted(self) -> None:
+        class ReadingTopK(TopKLogitsWarper):
+            """Looks like TopK and reads the prefix."""
+
+        assert Sampler([TopKLogitsWarper(3)]).is_prefix_free
+        assert not Sampler([ReadingTopK(3)]).is_prefix_free
+        assert TopKLogitsWarper in PREFIX_FREE
+        assert RepetitionPenaltyLogitsProcessor not in PREFIX_FREE
+
+    def test_sampling_needs_seeds(self) -> None:
+        with pytest.raises(ValueError, match="sampling needs row_seeds"):
+            Sampler(do_sample=True)
+
+    def test_noise_belongs_to_the_drawn_tokens_position(self) -> None:
+        seeds = row_seeds(0, 2, "cpu")
+        noise = Sampler(do_sample=True, row_seeds=seeds).draw_noise(torch.tensor([10, 4]), 3, VOCAB)
+        assert noise is not None
+        assert torch.equal(noise, gumbel_noise(seeds, torch.tensor([[11, 12, 13], [5, 6, 7]]), VOCAB))
+        assert Sampler().draw_noise(torch.tensor([10]), 3, VOCAB) is None
+
+    @pytest.mark.parametrize(
+        "warper", [EtaLogitsWarper(0.01), TopHLogitsWarper(0.9), InfNanRemoveLogitsProcessor(), MinPLogitsWarper(0.01)]
+    )
+    def test_columns_without_a_candidate_stay_so(self, warper: Any) -> None:
+        """N-grams of a text have no candidate at some nodes, where some warpers would fail or make one."""
+        logits = torch.tensor([[1.0, 0.5, -torch.inf], [-torch.inf] * 3])
+        sampler = Sampler([warper], do_sample=True, row_seeds=row_seeds(0, 2, "cpu"))
+        warped = sampler.warp_draft(logits)
+        assert warped[0, 0] == 1.0
+        assert warped[0, 2].isneginf()
+        assert warped[1].isneginf().all()
+
+    def test_allowed_tokens_are_those_of_the_row(self) -> None:
+        processor = PrefixConstrainedLogitsProcessor(lambda row, text: [row + 5], num_beams=1)
+        tree = TokenTree.from_root(torch.tensor([1, 2]))
+        prefixes = [torch.tensor([[1]]), torch.tensor([[2]])]
+        accepted = accept_exact(
+            Sampler([processor]), tree, torch.zeros(2, 1, 9), torch.tensor([0, 0]), prefixes=prefixes
+        )
+        assert accepted.next_tokens.tolist() == [[5], [6]]
+
+    def test_drafts_are_warped_by_what_ignores_columns_and_prefix(self) -> None:
+        processors = [
+            RepetitionPenaltyLogitsProcessor(2.0),
+            TemperatureLogitsWarper(0.5),
+            SuppressTokensLogitsProcessor([0], device="cpu"),
+            TopKLogitsWarper(2),
+        ]
+        logits = torch.tensor([[4.0, 3.0, 1.0]])
+        sampling = Sampler(processors, do_sample=True, row_seeds=row_seeds(0, 1, "cpu"))
+        assert sampling.warp_draft(logits).tolist() == [[8.0, 6.0, -torch.inf]]
+        assert Sampler(processors).warp_draft(logits).tolist() == logits.tolist()

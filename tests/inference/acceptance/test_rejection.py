@@ -1,0 +1,452 @@
+"""Acceptance rules against the target's exact distribution.
+
+The target and the drafter are Markov chains over a few tokens, so that the chance of every continuation is known. Each
+test of a distribution draws 200,000 continuations of two tokens, step after step as the decode loop would, and fails a
+correct rule with a chance of 1e-6 (cells of fewer than 5 expected draws are pooled); all together, with a chance below
+1e-4. The bound of the total variation follows from that of chi-square and adds nothing to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+from transformers import (
+    ForcedEOSTokenLogitsProcessor,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from inference.acceptance.exact import Acceptance, Sampler, accept_exact
+from inference.acceptance.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
+from inference.acceptance.rules import RULES, resolve_rule, typical
+from inference.acceptance.typical import accept_typical
+from inference.drafters.base import DraftLogits, DraftSampling
+from inference.drafters.draws import DraftDraws
+from inference.drafters.ngram import NgramDrafter
+from inference.execution.step import DecodeStep
+from inference.noise import derive_seeds, row_seeds
+from inference.targets.target import Target
+from inference.trees.policy import DynamicTree, StaticTree, chain
+from inference.trees.token_tree import TokenTree
+from tests.tiny_targets import tiny_target
+
+NUM_DRAWS, VOCAB, FALSE_ALARM = 200_000, 6, 1e-6
+TEXT = torch.tensor([2, 3, 0])
+WIDE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+LOSSLESS = {
+    "exact": accept_exact,
+    "rejection": accept_by_rejection,
+    "block_verification": accept_blocks,
+}
+
+
+class MarkovDrafter:
+    """Scores [V, V] by the last token; `columns` [C] hides the other tokens from it."""
+
+    feature_layers = ()
+    max_depth = None
+
+    def __init__(self, scores: Tensor, columns: Tensor | None = None) -> None:
+        self.scores, self.columns = scores, columns
+
+    def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        scores = self.scores[token_ids]
+        return DraftLogits(scores if self.columns is None else scores[..., self.columns], self.columns)
+
+
+def random_scores(seed: int, size: int = VOCAB) -> Tensor:
+    return torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def make_sampler(processors: Sequence[Any] = (), num_rows: int = NUM_DRAWS, seed: int = 0) -> Sampler:
+    return Sampler(processors, do_sample=True, row_seeds=row_seeds(seed, num_rows, "cpu"))
+
+
+def take_step(
+    accept: Callable[..., Acceptance],
+    sampler: Sampler,
+    policy: StaticTree,
+    target: Tensor,
+    drafter: MarkovDrafter,
+    roots: Tensor,
+    positions: Tensor,
+    **kwargs: Any,
+) -> Acceptance:
+    draws = None
+    if accept is not accept_exact and accept is not accept_typical:
+        assert sampler.row_seeds is not None
+        draws = DraftDraws(derive_seeds(sampler.row_seeds, DRAFT_STREAM, positions), VOCAB, sampler.warp_draft)
+    sampling = DraftSampling(warp=sampler.warp_draft, draws=draws)
+    tree = policy.grow(drafter, None, roots, drafter.expand(None, roots[:, None], roots, 0), sampling)
+    return accept(sampler, tree, target[tree.token_ids], positions, **kwargs)
+
+
+def draw_pairs(
+    accept: Callable[..., Acceptance], sampler: Sampler, policy: StaticTree, target: Tensor, drafter: MarkovDrafter
+) -> tuple[Tensor, float]:
+    """The first two tokens behind TEXT, [rows, 2], and the mean number of tokens of the first step."""
+    num_rows = NUM_DRAWS if sampler.row_seeds is None else len(sampler.row_seeds)
+    text, zeros = TEXT.expand(num_rows, -1), torch.zeros(num_rows, dtype=torch.long)
+
+    def step(text: Tensor, positions: Tensor) -> Acceptance:
+        prefixes = None if sampler.is_prefix_free else text.split(1)
+        return take_step(accept, sampler, policy, target, drafter, text[:, -1], positions, prefixes=prefixes)
+
+    first = step(text, zeros)
+    second = step(torch.cat([text, first.next_tokens[:, :1]], 1), zeros + 1)
+    behind = torch.where(first.counts > 1, first.next_tokens[:, 1], second.next_tokens[:, 0])
+    return torch.stack([first.next_tokens[:, 0], behind], dim=1), first.counts.float().mean().item()
+
+
+def compare(pairs: Tensor, sampler: Sampler, target: Tensor) -> tuple[float, float, float]:
+    """Chi-square over its bound, total variation, and the bound of that: half the root of chi-square over the draws, by
+    the inequality of Cauchy and Schwarz."""
+    every = torch.arange(VOCAB)[:, None]
+    first = torch.softmax(sampler.process(target[TEXT[-1:]], TEXT[None]).double(), dim=-1)[0]
+    second = sampler.process(target, torch.cat([TEXT.expand(VOCAB, -1), every], 1))
+    exact = (first[:, None] * torch.softmax(second.double(), dim=-1)).flatten()
+    seen = torch.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2).double()
+    assert seen[exact == 0].sum() == 0, "tokens that the target never says"
+    variation = (seen / len(pairs) - exact).abs().sum().item() / 2
+    is_large = exact * len(pairs) >= 5
+    seen, expected = (torch.cat([x[is_large], x[~is_large].sum()[None]]) for x in (seen, exact * len(pairs)))
+    is_possible = expected > 0
+    statistic = ((seen - expected) ** 2 / expected)[is_possible].sum().item()
+    bound = float(chi2.isf(FALSE_ALARM, int(is_possible.sum()) - 1))
+    # What was pooled counts there as one cell, and here as many.
+    chance = math.sqrt(bound / len(pairs)) / 2 + (exact[~is_large].sum().item() + seen[-1].item() / len(pairs)) / 2
+    return statistic / bound, variation, chance
+
+
+SETTINGS: dict[str, list[Any]] = {
+    "T=1": [],
+    "T=0.7": [TemperatureLogitsWarper(0.7)],
+    "top-k": [TopKLogitsWarper(3)],
+    "T, top-p": [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)],
+    "min-p": [MinPLogitsWarper(0.2)],
+    "typical-p": [TypicalLogitsWarper(0.7)],
+    "suppressed": [SuppressTokensLogitsProcessor([4], device="cpu")],
+    "repetition": [RepetitionPenaltyLogitsProcessor(2.0)],
+    "n-grams": [NoRepeatNGramLogitsProcessor(2)],
+    "bad words": [NoBadWordsLogitsProcessor([[4], [1, 5]])],
+    "forced": [ForcedEOSTokenLogitsProcessor(5, 3)],
+    "several": [RepetitionPenaltyLogitsProcessor(1.5), TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)],
+}
+
+
+# The fast tests have none, and several at once; all together take minutes.
+FAST = ("T=1", "several")
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SETTINGS]
+)
+@pytest.mark.parametrize(
+    ("rule", "paths"),
+    [
+        ("exact", WIDE),
+        ("rejection", [[0], [0, 0], [0, 0, 0]]),
+        ("rejection", WIDE),
+        ("block_verification", [[0], [0, 0], [0, 0, 0]]),
+    ],
+    ids=["exact-tree", "rejection-chain", "rejection-tree", "block-chain"],
+)
+def test_continuations_have_the_targets_distribution(rule: str, paths: list[list[int]], setting: str) -> None:
+    target, drafter = random_scores(1), MarkovDrafter(random_scores(2))
+    sampler = make_sampler(SETTINGS[setting])
+    pairs, _ = draw_pairs(LOSSLESS[rule], sampler, StaticTree(paths), target, drafter)
+    ratio, variation, chance = compare(pairs, sampler, target)
+    assert ratio < 1, (rule, setting, ratio)
+    assert variation < chance
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block_verification"])
+def test_a_drafter_that_knows_fewer_tokens(rule: str) -> None:
+    target, drafter = random_scores(3), MarkovDrafter(random_scores(4), columns=torch.tensor([5, 1, 2]))
+    sampler = make_sampler()
+    policy = StaticTree(WIDE) if rule == "rejection" else chain(3)
+    pairs, _ = draw_pairs(LOSSLESS[rule], sampler, policy, target, drafter)
+    assert compare(pairs, sampler, target)[0] < 1
+
+
+def test_siblings_behind_a_sharp_draft_are_judged_by_what_is_left_of_q() -> None:
+    """Behind the likeliest token, q holds 1e-60: no float32, and yet the second child is drawn from it."""
+    target, drafter = random_scores(20), MarkovDrafter(random_scores(21))
+    drafter.scores[:, 0] += 140
+    sampler = make_sampler()
+    pairs, _ = draw_pairs(accept_by_rejection, sampler, StaticTree([[0], [1], [2]]), target, drafter)
+    assert compare(pairs, sampler, target)[0] < 1
+
+
+def _without_residual(*args: Any, **kwargs: Any) -> Acceptance:
+    """A wrong rule: behind a rejected draft it draws from p itself."""
+    import inference.acceptance.rejection as rejection
+
+    usual = rejection._normalise
+    rejection._normalise = lambda values, otherwise: otherwise
+    try:
+        return accept_by_rejection(*args, **kwargs)
+    finally:
+        rejection._normalise = usual
+
+
+def test_these_tests_catch_a_biased_rule() -> None:
+    target, drafter = random_scores(1), MarkovDrafter(random_scores(2))
+    sampler = make_sampler()
+    pairs, _ = draw_pairs(_without_residual, sampler, chain(2), target, drafter)
+    ratio, variation, chance = compare(pairs, sampler, target)
+    assert ratio > 5
+    assert variation > 3 * chance
+
+
+def test_these_tests_catch_shared_noise() -> None:
+    """Drafts drawn with the target's own noise break rejection (they are for exact acceptance alone)."""
+    target, drafter = random_scores(1), MarkovDrafter(random_scores(2))
+    sampler = make_sampler()
+
+    def shared(sampler: Sampler, tree: TokenTree, logits: Tensor, positions: Tensor, **_: Any) -> Acceptance:
+        noise = sampler.draw_noise(positions, tree.path_width, VOCAB)
+        assert noise is not None
+        log_q = torch.log_softmax(drafter.scores[tree.token_ids[:, 0]], -1)
+        tree.token_ids[:, 1] = (log_q + noise[:, 0]).argmax(-1)
+        return accept_by_rejection(sampler, tree, target[tree.token_ids], positions, noise=noise)
+
+    pairs, _ = draw_pairs(shared, sampler, chain(1), target, drafter)
+    assert compare(pairs, sampler, target)[0] > 5
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 5])
+def test_tokens_per_step_of_token_rejection(gamma: int) -> None:
+    """Independent tokens: (1 - alpha^(gamma + 1)) / (1 - alpha), alpha = sum of min(p, q) (arXiv 2211.17192, eq. 1)."""
+    target, draft = (random_scores(seed)[:1].expand(VOCAB, -1).contiguous() for seed in (5, 6))
+    p, q = torch.softmax(target[0], -1), torch.softmax(draft[0], -1)
+    alpha = torch.minimum(p, q).sum().item()
+    _, mean = draw_pairs(accept_by_rejection, make_sampler(), chain(gamma), target, MarkovDrafter(draft))
+    expected = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    assert mean == pytest.approx(expected, abs=4 * gamma / math.sqrt(NUM_DRAWS))
+
+
+def test_tokens_per_step_of_block_verification() -> None:
+    """The example of arXiv 2403.10444, section 3: p = (1/3, 2/3) and q = (2/3, 1/3) at every place, two drafts. Of them
+    token rejection accepts 10/9, block verification 11/9."""
+    p, q = torch.full((2, VOCAB, VOCAB), -torch.inf)
+    p[:, :2], q[:, :2] = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
+    for rule, accepted in ((accept_by_rejection, 10 / 9), (accept_blocks, 11 / 9)):
+        _, mean = draw_pairs(rule, make_sampler(), chain(2), p, MarkovDrafter(q))
+        assert mean == pytest.approx(1 + accepted, abs=4 / math.sqrt(NUM_DRAWS))
+
+
+def test_siblings_that_are_all_there_is_are_always_accepted() -> None:
+    """Two tokens, both drafted: the second has all of what is left of p."""
+    p, q = torch.full((2, VOCAB, VOCAB), -torch.inf)
+    p[:, :2], q[:, :2] = torch.tensor([0.9, 0.1]).log(), torch.tensor([0.2, 0.8]).log()
+    _, mean = draw_pairs(accept_by_rejection, make_sampler(), StaticTree([[0], [1]]), p, MarkovDrafter(q))
+    assert mean == pytest.approx(2, abs=1e-4)
+
+
+def test_one_coupled_draft() -> None:
+    """The best of log q with the target's own noise is the target's token with chance
+    sum over x of 1 / (sum over y of max(p(y) / p(x), q(y) / q(x))), at least (1 - TV) / (1 + TV) (arXiv 2408.07978)."""
+    target, drafter = random_scores(18), MarkovDrafter(random_scores(19))
+    p, q = (torch.softmax(scores[0], -1) for scores in (target, drafter.scores))
+    chance = (1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)).sum().item()
+    variation = (p - q).abs().sum().item() / 2
+    assert chance >= (1 - variation) / (1 + variation)
+    sampler, zeros = make_sampler(), torch.zeros(NUM_DRAWS, dtype=torch.long)
+    noise = sampler.draw_noise(zeros, 2, VOCAB)
+    sampling = DraftSampling(warp=sampler.warp_draft, noise=noise)
+    tree = chain(1).grow(drafter, None, zeros, drafter.expand(None, zeros[:, None], zeros, 0), sampling)
+    mean = accept_exact(sampler, tree, target[tree.token_ids], zeros, noise=noise).counts.double().mean().item()
+    assert mean == pytest.approx(1 + chance, abs=4 / math.sqrt(NUM_DRAWS))
+
+
+@pytest.mark.parametrize(
+    "processors", [[], [RepetitionPenaltyLogitsProcessor(2.0)], ["Recorder"]], ids=["none", "stock", "own"]
+)
+@pytest.mark.parametrize("rule", list(LOSSLESS))
+def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> None:
+    """Texts of different lengths, together and each alone."""
+    if processors == ["Recorder"]:
+        if rule == "block_verification":
+            pytest.skip("block verification refuses processors that may keep a state")
+        processors = [Recorder()]
+    num_rows = 24
+    target, drafter = random_scores(22), MarkovDrafter(random_scores(23))
+    policy = chain(3) if rule == "block_verification" else StaticTree(WIDE)
+    sampler = make_sampler(processors, num_rows)
+    assert sampler.row_seeds is not None
+    positions = torch.arange(num_rows) % 3 + 1
+    texts = [torch.randint(0, VOCAB, (1, 1 + int(position))) for position in positions]
+    roots = torch.cat([text[:, -1] for text in texts])
+    together = take_step(LOSSLESS[rule], sampler, policy, target, drafter, roots, positions, prefixes=texts)
+    for row in range(num_rows):
+        one = slice(row, row + 1)
+        alone = Sampler(processors, do_sample=True, row_seeds=sampler.row_seeds[one])
+        own = take_step(LOSSLESS[rule], alone, policy, target, drafter, roots[one], positions[one], prefixes=texts[one])
+        assert own.next_tokens[0].tolist() == together.next_tokens[row].tolist()
+        assert own.path[0].tolist() == together.path[row].tolist()
+    assert len(set(together.counts.tolist())) > 1
+
+
+def test_one_draft_accepted_by_matching_alone() -> None:
+    """Exact acceptance of one fixed candidate x: 1 + p(x) tokens; of several: 1 + the sum of their p."""
+    target, draft = random_scores(7), random_scores(8)
+    p, order = torch.softmax(target[0], -1), draft[0].argsort(descending=True)
+    for width in (1, 3):
+        policy = StaticTree([[rank] for rank in range(width)])
+        _, mean = draw_pairs(accept_exact, make_sampler(), policy, target, MarkovDrafter(draft))
+        assert mean == pytest.approx(1 + p[order[:width]].sum().item(), abs=4 / math.sqrt(NUM_DRAWS))
+
+
+def test_block_verification_accepts_no_fewer() -> None:
+    target, drafter = random_scores(9), MarkovDrafter(random_scores(10))
+    means = [
+        draw_pairs(rule, make_sampler(), chain(5), target, drafter)[1] for rule in (accept_by_rejection, accept_blocks)
+    ]
+    assert means[1] > means[0] + 4 * 5 / math.sqrt(NUM_DRAWS)
+
+
+def test_a_perfect_drafter_is_always_accepted() -> None:
+    target = random_scores(11)
+    for rule in (accept_by_rejection, accept_blocks):
+        _, mean = draw_pairs(rule, make_sampler(), chain(4), target, MarkovDrafter(target))
+        assert mean > 4.999
+
+
+def test_a_greedy_target_is_decoded_exactly() -> None:
+    target, drafter = random_scores(12), MarkovDrafter(random_scores(13))
+    sampler, zeros = Sampler(), torch.zeros(1, dtype=torch.long)
+    tree = StaticTree(WIDE).grow(
+        drafter, None, zeros, drafter.expand(None, zeros[None], zeros[None], 0), DraftSampling()
+    )
+    wanted = accept_exact(sampler, tree, target[tree.token_ids], zeros)
+    for rule in (accept_by_rejection, accept_blocks, accept_typical):
+        got = rule(sampler, tree, target[tree.token_ids], zeros)
+        assert torch.equal(got.path, wanted.path)
+        assert torch.equal(got.next_tokens, wanted.next_tokens)
+
+
+class Recorder(LogitsProcessor):
+    """Forbids the last token, and notes what it was asked about."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[list[int]] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.prefixes += input_ids.tolist()
+        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+
+
+def test_processors_that_read_the_prefix() -> None:
+    """One that may keep a state is asked once per emitted token, about its row's own text."""
+    num_rows = 300
+    target, drafter = random_scores(14), MarkovDrafter(random_scores(15))
+    processor = Recorder()
+    sampler = make_sampler([processor], num_rows)
+    sampler.for_row = lambda row, batch_size: sampler  # type: ignore[method-assign]
+    roots = torch.arange(num_rows) % VOCAB
+    prefixes = [torch.tensor([[row, root]]) for row, root in enumerate(roots.tolist())]
+    budgets = [3] * (num_rows - 1) + [0]
+    got = take_step(
+        accept_by_rejection,
+        sampler,
+        StaticTree(WIDE),
+        target,
+        drafter,
+        roots,
+        roots * 0,
+        prefixes=prefixes,
+        max_tokens=budgets,
+    )
+    emitted = {row: got.next_tokens[row, : got.counts[row]].tolist() for row in range(num_rows)}
+    assert emitted[num_rows - 1] == []
+    for row, tokens in emitted.items():
+        text = [int(roots[row]), *tokens]
+        assert all(one != other for one, other in itertools.pairwise(text))
+        asked = sorted(prefix[1:] for prefix in processor.prefixes if prefix[0] == row)
+        assert asked == sorted(text[: 1 + place] for place in range(len(tokens)))
+    assert max(map(len, emitted.values())) == 3
+    for rule, words in (
+        (accept_blocks, "Recorder may keep a state"),
+        (accept_typical, "Recorder may read the text so far"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            take_step(rule, sampler, chain(2), target, drafter, roots, roots * 0, prefixes=prefixes)
+
+
+def test_typical_acceptance_equals_a_slow_reference() -> None:
+    target, drafter, policy = random_scores(16), MarkovDrafter(random_scores(17)), StaticTree(WIDE)
+    num_rows, epsilon, delta = 200, 0.15, 0.4
+    sampler = make_sampler(num_rows=num_rows)
+    roots = torch.arange(num_rows) % VOCAB
+    sampling = DraftSampling(warp=sampler.warp_draft)
+    tree = policy.grow(drafter, None, roots, drafter.expand(None, roots[:, None], roots, 0), sampling)
+    got = accept_typical(sampler, tree, target[tree.token_ids], roots * 0, epsilon=epsilon, delta=delta)
+    noise = sampler.draw_noise(roots * 0, tree.path_width, VOCAB)
+    assert noise is not None
+    lengths = set()
+    for row in range(num_rows):
+        best: tuple[int, float, list[int]] = (0, 0.0, [0])
+        for node in range(1, tree.num_nodes):
+            path = [node]
+            while path[0]:
+                path.insert(0, int(tree.parents[row, path[0]]))
+            total, is_typical = 0.0, True
+            for above, below in itertools.pairwise(path):
+                p = torch.softmax(target[tree.token_ids[row, above]], -1)
+                entropy = -(p * p.log()).sum().item()
+                chance = p[tree.token_ids[row, below]].item()
+                is_typical &= chance > min(epsilon, delta * math.exp(-entropy))
+                total += math.log(chance)
+            if is_typical and (len(path) - 1, total) > best[:2]:
+                best = (len(path) - 1, total, path)
+        depth, _, path = best
+        drafted = tree.token_ids[row, path[1:]].tolist()
+        bonus = int((target[tree.token_ids[row, path[-1]]] + noise[row, depth]).argmax())
+        assert got.path[row, : depth + 1].tolist() == path
+        assert got.next_tokens[row, : depth + 1].tolist() == [*drafted, bonus]
+        assert int(got.counts[row]) == depth + 1
+        lengths.add(depth)
+    assert len(lengths) >= 3
+
+
+def test_rules_are_checked() -> None:
+    with pytest.raises(
+        ValueError, match="acceptance is 'exakt'; allowed are exact, rejection, block_verification, typical"
+    ):
+        resolve_rule("exakt")
+    with pytest.raises(ValueError, match="shape does not depend on what was drafted, and the tree is a DynamicTree"):
+        RULES["rejection"].check(DynamicTree())
+    with pytest.raises(ValueError, match="judges chains only"):
+        RULES["block_verification"].check(StaticTree(WIDE))
+    with pytest.raises(ValueError, match="needs all siblings before each one"):
+        RULES["rejection"].check(StaticTree([[0], [2]]))
+    with pytest.raises(ValueError, match="epsilon=2"):
+        typical(epsilon=2)
+
+
+def test_typical_says_that_it_is_lossy(caplog: pytest.LogCaptureFixture) -> None:
+    typical().check(DynamicTree())
+    assert "is lossy" in caplog.text
+
+
+def test_only_exact_acceptance_lets_drafts_read_the_targets_noise() -> None:
+    target = Target(tiny_target("llama", num_hidden_layers=1))
+    for name, rule in RULES.items():
+        step = DecodeStep(target, NgramDrafter(), chain(2), is_coupled=True, compile=False, rule=rule)
+        assert step.is_coupled == (name == "exact")

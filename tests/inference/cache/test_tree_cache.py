@@ -1,0 +1,210 @@
+"""TreeCache against a list of rows per sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference.cache.tree_cache import LayerSpec, PlaneSpec, TreeCache
+
+CPU = torch.device("cpu")
+# Two layers as in most models, and one whose keys and values differ in width (MLA) and heads.
+NARROW = PlaneSpec(num_heads=2, width=3, dtype=torch.float32, device=CPU)
+WIDE = PlaneSpec(num_heads=1, width=5, dtype=torch.float64, device=CPU)
+LAYERS = (LayerSpec(NARROW, NARROW), LayerSpec(WIDE, NARROW), LayerSpec(NARROW, NARROW))
+
+
+def write_nodes(cache: TreeCache, num_nodes: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """What a model's forward does: every layer appends `num_nodes` random rows [B, H, N, width]."""
+    written = []
+    for layer, spec in enumerate(LAYERS):
+        keys, values = (
+            torch.randn(
+                cache.batch_size, plane.num_heads, num_nodes, plane.width, generator=generator, dtype=plane.dtype
+            )
+            for plane in (spec.keys, spec.values)
+        )
+        seen_keys, seen_values = cache.update(keys, values, layer)
+        assert seen_keys.shape == (cache.batch_size, spec.keys.num_heads, cache.view, spec.keys.width)
+        assert seen_values.shape == (cache.batch_size, spec.values.num_heads, cache.view, spec.values.width)
+        written.append((keys, values))
+    return written
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_branching_commits_keep_exactly_the_accepted_rows(batch_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cache = TreeCache(LAYERS, batch_size, capacity=40, view_multiple=4)
+    # reference[layer][row] = the rows [H, width] of the committed tokens, keys and values
+    reference: list[list[list[tuple[Tensor, Tensor]]]] = [[[] for _ in range(batch_size)] for _ in LAYERS]
+    paths = (
+        ([0, 2, 3], [0, 1], [0, 4, 5]),
+        ([0], [0, 1, 2, 3, 4], [0, 3]),
+        ([0, 5], [0, 2, 4, 5], [0]),
+        ([0, 3, 4],) * 3,
+    )
+    for step in paths:
+        rows = step[:batch_size]
+        cache.open_slots(6)
+        written = write_nodes(cache, 6, generator)
+        width = max(map(len, rows))
+        path = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        cache.commit(path, torch.tensor([len(row) for row in rows]))
+        for layer, (keys, values) in enumerate(written):
+            for row, nodes in enumerate(rows):
+                reference[layer][row] += [(keys[row, :, node], values[row, :, node]) for node in nodes]
+        assert cache.lengths.tolist() == [len(tokens) for tokens in reference[0]]
+        cache.length_bound = int(cache.lengths.max())
+    for layer in range(len(LAYERS)):
+        for row, tokens in enumerate(reference[layer]):
+            for slot, (key, value) in enumerate(tokens):
+                assert torch.equal(cache._keys[layer][row, :, slot], key)
+                assert torch.equal(cache._values[layer][row, :, slot], value)
+
+
+def test_the_docstrings_example() -> None:
+    cache = TreeCache(LAYERS, 1, capacity=16)
+    cache.open_slots(5)
+    cache.advance(torch.tensor([5]), 5)
+    cache.open_slots(4)
+    assert cache.slots.tolist() == [[5, 6, 7, 8]]
+    written = write_nodes(cache, 4, torch.Generator().manual_seed(1))
+    cache.commit(torch.tensor([[0, 2, 3]]), torch.tensor([3]))
+    assert cache.lengths.tolist() == [8]
+    assert torch.equal(cache._keys[0][:, :, 5:8], written[0][0][:, :, [0, 2, 3]])
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_chain_moves_nothing(batch_size: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    counts = torch.tensor([3, 1][:batch_size])
+    caches = []
+    for is_chain in (True, False):
+        cache = TreeCache(LAYERS, batch_size, capacity=12)
+        cache.open_slots(4)
+        write_nodes(cache, 4, generator.manual_seed(2))
+        before = [buffer.clone() for buffer in cache._buffers]
+        path = torch.arange(3).expand(batch_size, 3) * (torch.arange(3) < counts[:, None])
+        cache.commit(path, counts, is_chain=is_chain)
+        if is_chain:
+            assert all(torch.equal(*pair) for pair in zip(cache._buffers, before, strict=True))
+        caches.append(cache)
+    for row, count in enumerate(counts.tolist()):
+        assert torch.equal(caches[0]._keys[1][row, :, :count], caches[1]._keys[1][row, :, :count])
+    assert torch.equal(caches[0].lengths, caches[1].lengths)
+
+
+def test_the_view_grows_in_steps_and_follows_the_bound() -> None:
+    cache = TreeCache(LAYERS, 2, capacity=100, view_multiple=32)
+    assert cache.open_slots(5) == 32
+    cache.advance(torch.tensor([5, 2]), 5)
+    assert cache.length_bound == 5
+    assert cache.open_slots(28) == 64
+    cache.commit(torch.zeros(2, 7, dtype=torch.long), torch.tensor([1, 1]))
+    assert cache.length_bound == 12  # the host cannot know better without a synchronisation
+    cache.length_bound = 6  # ... and the loop says so once it has had one
+    assert cache.open_slots(3) == 32
+    cache.length_bound = 90
+    assert cache.open_slots(10) == 100  # never beyond the capacity
+    assert cache.get_mask_sizes(10) == (100, 0)
+    assert (cache.get_seq_length(), cache.get_max_length(), len(cache)) == (90, 100, 3)
+
+
+def test_window_layers_see_the_end_of_the_view() -> None:
+    windowed = tuple(LayerSpec(NARROW, WIDE, window=window) for window in (None, 8, 3, 8))
+    cache = TreeCache(windowed, 2, capacity=60, view_multiple=4)
+    for buffer in cache._buffers:
+        buffer.copy_(torch.rand(buffer.shape, dtype=buffer.dtype))
+    # (lengths, bound, floor) -> the first slot seen with windows of 8 and 3, as in the docstring's example.
+    cases = (
+        ([0, 0], 0, 0, 0, 0),
+        ([12, 9], 13, 2, 0, 0),
+        ([12, 11], 13, 11, 4, 8),
+        ([30, 21], 30, 21, 12, 16),
+        ([30, 22], 30, 22, 12, 20),
+        ([54, 0], 54, 54, 44, 52),
+    )
+    for lengths, bound, floor, start_of_8, start_of_3 in cases:
+        cache.lengths.copy_(torch.tensor(lengths))
+        cache.length_bound, cache.length_floor = bound, floor
+        view = cache.open_slots(5)
+        assert cache.slots[:, 0].tolist() == [max(length, floor) for length in lengths]
+        for layer, start in enumerate((0, start_of_8, start_of_3, start_of_8)):
+            rows = [torch.rand(2, 2, 5, 3), torch.rand(2, 1, 5, 5, dtype=torch.float64)]
+            seen = cache.update(rows[0], rows[1], layer)
+            for shown, plane, written in zip(seen, (cache._keys[layer], cache._values[layer]), rows, strict=True):
+                assert torch.equal(shown, plane[:, :, start:view])
+                assert torch.equal(shown[0, :, cache.slots[0] - start], written[0])
+            assert cache.get_mask_sizes(5, layer) == (view - start, start)
+            slots, places = cache.slots_seen(windowed[layer].window)
+            assert torch.equal(slots, torch.arange(start, view))
+            assert torch.equal(slots[places], cache.slots)
+    cache.length_floor = 11
+    cache.open_slots(5, num_ahead=10)
+    assert cache.slots_seen(8)[0][0] == 12
+    cache.reset()
+    assert cache.length_floor == 0
+
+
+@pytest.mark.parametrize("capacity", [11, 30])
+def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    source = TreeCache(LAYERS, 3, capacity=20, view_multiple=4)
+    source.open_slots(14)
+    written = write_nodes(source, 14, generator)
+    source.advance(torch.tensor([12, 3, 9]), 12)
+    cache = TreeCache(LAYERS, 4, capacity=capacity, view_multiple=4)
+    cache.open_slots(6)
+    write_nodes(cache, 6, generator)
+    cache.advance(torch.full((4,), 6), 6)
+    cache.length_floor = 6
+    rows, kept = [2, 0, 2, 1], [9, 10, 0, 3]
+    lengths = torch.tensor(kept)
+    cache.copy_rows(source, torch.tensor(rows), lengths, max_length=10)
+    assert (cache.length_bound, cache.length_floor) == (10, 0)
+
+    def check(copied: TreeCache, origins: list[int], lengths: list[int]) -> None:
+        assert copied.lengths.tolist() == lengths
+        for layer, (keys, values) in enumerate(written):
+            for row, (origin, length) in enumerate(zip(origins, lengths, strict=True)):
+                assert torch.equal(copied._keys[layer][row, :, :length], keys[origin, :, :length])
+                assert torch.equal(copied._values[layer][row, :, :length], values[origin, :, :length])
+
+    check(cache, rows, kept)
+    cache.open_slots(1)  # behind each row's own length, and in none but its own cache
+    write_nodes(cache, 1, generator)
+    cache.advance(torch.ones(4, dtype=torch.long), 1)
+    assert lengths.tolist() == kept
+    check(source, [0, 1, 2], [12, 3, 9])
+
+
+def test_buffers_are_zeroed_stacked_and_kept() -> None:
+    cache = TreeCache(LAYERS, 2, capacity=8)
+    assert [tuple(buffer.shape) for buffer in cache._buffers] == [(5, 2, 2, 8, 3), (1, 2, 1, 8, 5)]
+    assert all(bool((buffer == 0).all()) for buffer in cache._buffers)
+    places = [buffer.data_ptr() for buffer in cache._buffers]
+    cache.open_slots(4)
+    write_nodes(cache, 4, torch.Generator().manual_seed(0))
+    cache.commit(torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 2]))
+    cache.reset()
+    assert cache.lengths.tolist() == [0, 0]
+    assert cache.length_bound == 0
+    assert [buffer.data_ptr() for buffer in cache._buffers] == places
+
+
+def test_a_cache_made_under_inference_mode_can_be_used_outside() -> None:
+    with torch.inference_mode():
+        cache = TreeCache(LAYERS, 1, capacity=8)
+    cache.open_slots(2)
+    write_nodes(cache, 2, torch.Generator().manual_seed(0))
+    cache.commit(torch.tensor([[0, 1]]), torch.tensor([2]))
+    cache.reset()
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="at least one row and one slot, got batch_size=0 and capacity=4"):
+        TreeCache(LAYERS, 0, capacity=4)
+    cache = TreeCache(LAYERS, 1, capacity=4)
+    with pytest.raises(ValueError, match="holds 4 slots per row, but 5 new tokens behind up to 0 committed"):
+        cache.open_slots(5)

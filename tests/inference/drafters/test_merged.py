@@ -1,0 +1,362 @@
+"""Merged drafters: sums of chances against dictionaries, weights against a slow update, and the text that stays."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import HEAD_TYPES
+from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
+from inference.drafters.base import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling, RowCopyingDrafter
+from inference.drafters.merged import MIN_WEIGHT, MergedDrafter, chance_of, find_columns, merge_drafts, to_chances
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter
+from inference.trees.policy import resolve_policy
+from tests.heads.tiny_heads import tiny_heads
+from tests.inference.drafters.test_small_model import rough_copy
+from tests.inference.test_host_reads import RefuseHostReads, make_sampler
+from tests.lossless.near_tie import assert_same_text
+from tests.lossless.restless import restless
+from tests.lossless.watched_commits import Commits, watch_commits
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
+
+B, W, V = 2, 3, 24
+STATIC_PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]
+POLICIES: dict[str, TreePolicy] = {
+    "chain": chain(4),
+    "static": StaticTree(STATIC_PATHS),
+    "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=24),
+}
+
+
+def make_draft(form: str, seed: int, *, is_shared: bool = False) -> DraftLogits:
+    """Random scores over all tokens, a reduced vocabulary, or a few tokens of each node, some of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    width = 1 if is_shared else W
+    if form == "all":
+        return DraftLogits(torch.randn(B, width, V, generator=generator))
+    if form == "reduced":
+        ids = torch.randperm(V, generator=generator)[:13]
+        return DraftLogits(torch.randn(B, width, 13, generator=generator), ids)
+    ids = torch.stack([torch.randperm(V, generator=generator)[:5] for _ in range(B * width)]).view(B, width, 5)
+    logits = torch.randn(B, width, 5, generator=generator)
+    logits[0, 0, 3:] = -math.inf
+    ids[0, 0, 3:] = 0  # as empty columns of n-grams are
+    logits[1, -1] = -math.inf
+    return DraftLogits(logits, ids, confidence=torch.rand(B, width, generator=generator))
+
+
+def to_dict(draft: DraftLogits, chances: Tensor, row: int, node: int) -> dict[int, float]:
+    """Token -> chance at one node; columns without one are left out."""
+    chances = chances.expand(B, W, -1)[row, node]
+    ids = torch.arange(V) if draft.token_ids is None else draft.token_ids
+    ids = ids if ids.dim() == 1 else ids.expand(B, W, -1)[row, node]
+    found: dict[int, float] = {}
+    for token, chance in zip(ids.tolist(), chances.tolist(), strict=True):
+        if chance > 0:
+            assert token not in found, f"token {token} stands in two columns"
+            found[token] = chance
+    return found
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(["all", "reduced", "few"], repeat=2)))
+def test_chances_are_added_by_token(first: str, second: str, is_shared: bool) -> None:
+    drafts = make_draft(first, 0, is_shared=is_shared), make_draft(second, 1)
+    chances = [to_chances(draft) * weight for draft, weight in zip(drafts, (0.3, 0.7), strict=True)]
+    merged = merge_drafts(drafts[0], chances[0], drafts[1], chances[1])
+    for row in range(B):
+        for node in range(W):
+            wanted: dict[int, float] = {}
+            for draft, own in zip(drafts, chances, strict=True):
+                for token, chance in to_dict(draft, own, row, node).items():
+                    wanted[token] = wanted.get(token, 0.0) + chance
+            got = to_dict(merged, merged.logits.exp(), row, node)
+            assert got == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_docstrings_example() -> None:
+    a, b, c = 5, 6, 7
+    chances = torch.tensor([[[0.3, 0.2]]]), torch.tensor([[[0.4, 0.1]]])
+    drafts = [
+        DraftLogits(values.log(), ids)
+        for values, ids in zip(chances, (torch.tensor([a, b]), torch.tensor([[[b, c]]])), strict=True)
+    ]
+    merged = merge_drafts(drafts[0], chances[0], drafts[1], chances[1])
+    assert merged.token_ids is not None
+    assert merged.token_ids.tolist() == [[[a, b, b, c]]]
+    torch.testing.assert_close(merged.logits.exp(), torch.tensor([[[0.3, 0.6, 0.0, 0.1]]]))
+
+
+def test_tokens_are_found_without_comparing_all_columns() -> None:
+    """Two drafters with thousands of columns at each node; the slow comparison would take gigabytes."""
+    columns, wanted = (torch.stack([torch.randperm(40000)[:20000] for _ in range(3)])[None] for _ in range(2))
+    chances = torch.rand(1, 3, 20000).round(decimals=1)  # some are 0
+    column, is_known = find_columns(columns, chances, wanted)
+    for node in range(3):
+        pairs = zip(columns[0, node].tolist(), chances[0, node].tolist(), strict=True)
+        places = {token: place for place, (token, chance) in enumerate(pairs) if chance > 0}
+        assert column[0, node].tolist() == [places.get(token, 0) for token in wanted[0, node].tolist()]
+        assert is_known[0, node].tolist() == [token in places for token in wanted[0, node].tolist()]
+
+
+def test_confidence_scales_chances() -> None:
+    draft = DraftLogits(torch.zeros(1, 2, 4), confidence=torch.tensor([[0.5, 0.0]]))
+    assert to_chances(draft).tolist() == [[[0.125] * 4, [0.0] * 4]]
+    few = DraftLogits(torch.zeros(1, 1, 2), torch.tensor([[[9, 3]]]))
+    assert [float(chance_of(few, torch.tensor([token]))) for token in (3, 9, 4)] == [0.5, 0.5, 0.0]
+
+
+@dataclass
+class FixedDrafter:
+    """Says the same at every node; -inf at all for rows in `is_silent`."""
+
+    logits: Tensor
+    is_silent: tuple[bool, ...] = (False, False)
+    feature_layers: tuple[int, ...] = ()
+    max_depth: int | None = None
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> None:
+        return None
+
+    def extend(self, state: None, features: Tensor | None, *_: Any, **__: Any) -> DraftLogits:
+        self.features = features
+        logits = self.logits.repeat(len(self.is_silent), 1, 1)
+        return DraftLogits(logits.masked_fill(torch.tensor(self.is_silent)[:, None, None], -math.inf))
+
+    def expand(self, state: None, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        return DraftLogits(self.logits.repeat(token_ids.shape[0], 1, 1))
+
+
+def test_weights_follow_what_comes() -> None:
+    """Row 0: by expectation maximisation; row 1, where one drafter is silent, and rows that wait: not at all."""
+    chances = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.1, 0.3, 0.6])
+    first, second = FixedDrafter(chances[0].log()), FixedDrafter(chances[1].log(), is_silent=(False, True))
+    drafter = MergedDrafter(first, second, weight=0.25, rate=0.2)
+    state = drafter.start(2, 16, 4)
+    weights = [0.75, 0.25]
+    for step, (token, count) in enumerate([(2, 3), (2, 1), (0, 1), (2, 0), (1, 2)]):
+        tokens = torch.tensor([[token, 0, 0], [token, 0, 0]])
+        draft = drafter.extend(state, None, tokens, torch.tensor([count, count]), max_slots=16)
+        if step > 0 and count > 0:  # nothing was said before the first step
+            shares = [weight * float(chance[token]) for weight, chance in zip(weights, chances, strict=True)]
+            weights = [0.8 * old + 0.2 * credit / sum(shares) for old, credit in zip(weights, shares, strict=True)]
+        assert state.weights is not None
+        torch.testing.assert_close(state.weights, torch.tensor([weights, [0.75, 0.25]]))
+        mixture = weights[0] * chances[0] + weights[1] * chances[1]
+        torch.testing.assert_close(draft.logits[0, 0].exp(), mixture)
+        torch.testing.assert_close(draft.logits[1, 0].softmax(-1), chances[0])
+
+
+def test_weights_reach_a_floor_and_may_be_fixed() -> None:
+    right, wrong = FixedDrafter(torch.tensor([0.0, -9.0])), FixedDrafter(torch.tensor([-9.0, 0.0]))
+    tokens, counts = torch.zeros(2, 1, dtype=torch.long), torch.ones(2, dtype=torch.long)
+    for rate, wanted in ((0.2, MIN_WEIGHT), (0.0, 0.5)):
+        drafter = MergedDrafter(right, wrong, rate=rate)
+        state = drafter.start(2, 128, 4)
+        for _ in range(100):
+            drafter.extend(state, None, tokens, counts, max_slots=128)
+        assert state.weights is not None
+        assert state.weights[:, 1].tolist() == pytest.approx([wanted] * 2, abs=1e-3)
+
+
+def test_each_drafter_gets_the_features_it_asked_for() -> None:
+    first, second, third = (FixedDrafter(torch.zeros(3), feature_layers=layers) for layers in ((4, 1), (1, 2), ()))
+    drafter = MergedDrafter(MergedDrafter(first, second), third)
+    assert drafter.feature_layers == (4, 1, 2)
+    features = torch.arange(2 * 5 * 6.0).view(2, 5, 6)
+    tokens, counts = torch.zeros(2, 5, dtype=torch.long), torch.tensor([5, 5])
+    drafter.extend(drafter.start(2, 8, 4), features, tokens, counts, max_slots=5)
+    assert torch.equal(first.features, features[..., :4])  # type: ignore[arg-type]
+    assert torch.equal(second.features, features[..., 2:])  # type: ignore[arg-type]
+    assert third.features is None
+
+
+def test_depths_and_refusals() -> None:
+    one, other = FixedDrafter(torch.zeros(3), max_depth=3), FixedDrafter(torch.zeros(3))
+    assert (MergedDrafter(one, other).max_depth, MergedDrafter(other, other).max_depth) == (3, None)
+    assert isinstance(MergedDrafter(one, other), Drafter)
+    for options in ({"weight": 0.0}, {"weight": 1.0}, {"rate": 1.0}, {"rate": -0.1}):
+        with pytest.raises(ValueError, match="allowed are weights between 0 and 1 and rates"):
+            MergedDrafter(one, other, **options)
+
+
+def scripted(texts: list[Tensor]) -> MergedDrafter:
+    """Two drafters, of which exactly one is right at each place, with features of their own."""
+    return MergedDrafter(
+        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(0, 9, 0, 9, 1, 9)),
+        ScriptedDrafter(texts, VOCAB_SIZE, ranks=(9, 0, 9, 0, 9, 1), feature_layers=(2, 4)),
+        weight=0.4,
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma3"])
+def test_greedy_text_is_transformers_generate(family: str, policy: str) -> None:
+    model = tiny_target(family, initializer_range=0.3)
+    prompt = random_prompt(12)
+    expected = model.generate(prompt, max_new_tokens=96, do_sample=False)
+    drafter, commits = scripted([expected[0]]), Commits()
+    options = {"tree": POLICIES[policy], "max_new_tokens": 96, "do_sample": False}
+    with watch_commits(commits):
+        output = generate(model, drafter, prompt, **options)
+    assert_same_text(model, expected, output.sequences)
+    # A chain follows the likelier of the two, and each is wrong about every other time.
+    assert len(output.stats.accepted_histogram) >= (3 if policy == "chain" else 5), "not every depth was reached"
+    if policy == "dynamic":
+        alone = [generate(model, one, prompt, **options).stats.acceptance_length for one in drafter.drafters]
+        assert output.stats.acceptance_length > max(alone) + 0.3, "each has what the other lacks"
+    assert policy != "static" or commits.paths == set(map(tuple, STATIC_PATHS)), "not every node was accepted"
+    assert policy == "chain" or {path[-1] for path in commits.paths} >= {0, 1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_coupled", [True, False], ids=["coupled", "uncoupled"])
+@pytest.mark.parametrize("settings", [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 9}])
+def test_sampled_text_is_plain_decoding(settings: dict[str, Any], policy: str, is_coupled: bool) -> None:
+    model = tiny_target("qwen3", initializer_range=0.3)
+    prompt = random_prompt(9)
+    options = {"max_new_tokens": 64, "do_sample": True, "seed": 5, **settings}
+    expected = generate(model, None, prompt, **options).sequences
+    output = generate(model, scripted([expected[0]]), prompt, tree=POLICIES[policy], is_coupled=is_coupled, **options)
+    assert torch.equal(output.sequences, expected)
+    assert sum(output.stats.accepted_histogram[1:]) > 0
+
+
+def test_trees_of_changing_sizes() -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    prompt = random_prompt(12)
+    expected = model.generate(prompt, max_new_tokens=150, do_sample=False)
+    decoder, planner = restless(model, scripted([expected[0]]))
+    output = decoder.generate(prompt, max_new_tokens=150, do_sample=False)
+    assert_same_text(model, expected, output.sequences)
+    assert planner.taken >= set(planner.plans)
+    assert len(output.stats.accepted_histogram) == 5
+
+
+def make_pair(kind: str, target: Target) -> MergedDrafter:
+    """Real drafters: n-grams with heads or a small model, and both."""
+    small = SmallModelDrafter(rough_copy(target.model))
+    if kind == "small":
+        return MergedDrafter(small, NgramDrafter())
+    if kind == "three":
+        return MergedDrafter(MergedDrafter(NgramDrafter(), tiny_heads("eagle3", target)), small)
+    return MergedDrafter(tiny_heads(kind, target), NgramDrafter())
+
+
+KINDS = [*HEAD_TYPES, "small", "three"]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(tree, marks=() if name == "dynamic" else pytest.mark.slow, id=name)
+        for name, tree in {"chain": chain(2), "dynamic": "dynamic", "auto": "auto", "gamma": "gamma"}.items()
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_its_rows(kind: str, tree: Any) -> None:
+    """Left-padded rows of different lengths; n-grams find the prompt's repetition."""
+    target = Target(tiny_target("mistral", initializer_range=0.3))
+    prompts = [random_prompt(length, seed=length).repeat(1, 3) for length in (2, 7, 4)]
+    inputs = pad_prompts(prompts)
+    options = {"max_new_tokens": 30, "do_sample": False}
+    decoder = Decoder(target, make_pair(kind, target), tree=tree)
+    output = decoder.generate(**inputs, **options)
+    for row, prompt in enumerate(prompts):
+        expected = generate(target, None, prompt, **options).sequences[0, prompt.shape[1] :]
+        assert torch.equal(output.sequences[row, 21:], expected)
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_read_on_the_host(kind: str, tree: str) -> None:
+    target = Target(tiny_target("llama"))
+    drafter = make_pair(kind, target).bind(target)
+    policy = resolve_policy(chain(2) if tree == "chain" else tree, drafter.max_depth)
+    sampler = make_sampler(3, do_sample=True)
+    tokens, counts = random_prompt(9, batch_size=3), torch.tensor([9, 4, 7])
+    with torch.inference_mode():
+        cache = target.new_cache(3, 64)
+        state = drafter.start(3, 64, policy.num_scratch)
+        features = target.prefill(cache, tokens, counts, feature_layers=drafter.feature_layers).features
+        with RefuseHostReads():
+            drafter.read_first(state, tokens[:, 0])
+            if isinstance(drafter, CacheSharingDrafter):
+                drafter.share_cache(state, cache)
+            for max_slots in (9, 18):
+                draft = drafter.extend(state, features, tokens, counts, max_slots=max_slots)
+                noise = sampler.draw_noise(counts, policy.max_depth + 1, target.vocab_size)
+                policy.grow(drafter, state, tokens[:, 0], draft, DraftSampling(warp=sampler.warp_draft, noise=noise))
+
+
+def test_two_drafters_in_the_targets_cache_are_refused() -> None:
+    target = Target(tiny_target("llama"))
+    heads = [tiny_heads("kangaroo", target) for _ in range(2)]
+    with pytest.raises(ValueError, match="KangarooHeads and KangarooHeads, which both draft in the target's own cache"):
+        MergedDrafter(*heads)
+    assert not isinstance(MergedDrafter(NgramDrafter(), NgramDrafter()), CacheSharingDrafter)
+    assert isinstance(MergedDrafter(NgramDrafter(), heads[0]), CacheSharingDrafter)
+
+
+def test_measured_costs_tell_merged_drafters_apart() -> None:
+    from inference.planning.cost_measurement import _describe_drafter
+
+    pairs = [MergedDrafter(NgramDrafter(max_ngram=n), NgramDrafter()) for n in (2, 2, 3)]
+    one, same, other = (repr(_describe_drafter(pair)) for pair in pairs)
+    assert one == same != other
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "tree"), [("eagle3", DynamicTree(3, 3, 10)), ("small", chain(2))], ids=["eagle3", "small"]
+)
+def test_compiled_it_drafts_what_it_drafts_eagerly(kind: str, tree: TreePolicy) -> None:
+    target = Target(tiny_target("llama", num_hidden_layers=4, initializer_range=0.3))
+    drafter = make_pair(kind, target)
+    compiled, eager = (Decoder(target, drafter, tree=tree, compile=flag) for flag in (True, False))
+    for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
+        prompt = random_prompt(6).repeat(1, 2)
+        one, other = (decoder.generate(prompt, max_new_tokens=40, **options) for decoder in (compiled, eager))
+        assert one.sequences.tolist() == other.sequences.tolist()
+        assert one.stats.accepted_histogram == other.stats.accepted_histogram
+
+
+def test_copied_rows_keep_their_weights() -> None:
+    """A row of all slots is credited as if it had stayed; one that was cut short begins with what it had learned."""
+    drafter = MergedDrafter(NgramDrafter(max_ngram=1), NgramDrafter(max_ngram=3), rate=0.3)
+    assert isinstance(drafter, RowCopyingDrafter)
+    assert not isinstance(MergedDrafter(FixedDrafter(torch.zeros(4)), NgramDrafter()), RowCopyingDrafter)
+    tokens = torch.randint(2, 5, (2, 40), generator=torch.Generator().manual_seed(0))
+    source = drafter.start(2, 64, 4)
+    for end in (20, 24, 27):
+        draft = drafter.extend(source, None, tokens[:, end - 4 : end], torch.tensor([4, 3]), max_slots=end)
+    assert source.weights is not None
+    assert draft.token_ids is not None
+    before = source.weights.clone()
+    copied = drafter.start(4, 80, 2)
+    rows, lengths = torch.tensor([1, 0, 1, 0]), torch.tensor([9, 12, 8, 12])
+    drafter.copy_rows(copied, source, rows, lengths, max_slots=12)
+    assert torch.equal(copied.weights, before[rows])
+
+    likely = draft.token_ids[:, 0].gather(1, draft.logits[:, 0].argmax(-1, keepdim=True))
+    following = torch.cat([likely, tokens[:, 30:31]], dim=1)
+    counts = torch.tensor([2, 1, 2, 0])  # the last row waits
+    drafter.extend(copied, None, following[rows], counts, max_slots=14)
+    drafter.extend(source, None, following, torch.tensor([1, 2]), max_slots=14)
+    assert not torch.equal(source.weights, before)
+    expected = torch.stack([source.weights[1], source.weights[0], before[1], before[0]])
+    assert torch.equal(copied.weights, expected)
+    drafter.extend(copied, None, following[rows], torch.tensor([2, 1, 2, 1]), max_slots=16)
+    assert torch.equal(copied.weights[3], source.weights[0])
+    assert not torch.equal(copied.weights[2], before[1])

@@ -1,0 +1,167 @@
+"""The n-gram drafter against a search with Python lists."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from inference import generate
+from inference.drafters.base import Drafter, DraftLogits, DraftSampling
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import BACKOFF, NgramDrafter
+from inference.trees.policy import DynamicTree
+from tests.tiny_targets import random_prompt, tiny_target
+
+
+def look_up(
+    text: list[int], path: list[int], max_ngram: int, num_candidates: int
+) -> tuple[list[int], list[float], float]:
+    """The distinct continuations, longest suffix first, then the latest occurrence; their scores; the confidence."""
+    suffix_of, found = text + path, dict[int, int]()  # token -> length of the suffix it follows
+    ends: dict[int, list[int]] = {}  # where each suffix of this length occurred
+    for length in range(min(max_ngram, len(suffix_of)), 0, -1):
+        suffix = suffix_of[-length:]
+        ends[length] = [end for end in range(length, len(text)) if text[end - length : end] == suffix]
+        for end in reversed(ends[length]):
+            found.setdefault(text[end], length)
+    tokens = list(found)[:num_candidates]
+    scores = []
+    for token in tokens:
+        weights = {end: 1 + end / len(text) for end in ends[found[token]]}
+        share = sum(weight for end, weight in weights.items() if text[end] == token) / sum(weights.values())
+        scores.append(math.log(share * BACKOFF ** (found[tokens[0]] - found[token])))
+    return tokens, scores, BACKOFF ** (max_ngram - found[tokens[0]]) if tokens else 0.0
+
+
+def check(draft: DraftLogits, texts: list[list[int]], paths: list[list[list[int]]], drafter: NgramDrafter) -> int:
+    """Compare all nodes [B][W] of a frontier; returns the number of candidates found."""
+    assert draft.token_ids is not None
+    assert draft.confidence is not None
+    assert draft.logits.shape == draft.token_ids.shape == (len(texts), len(paths[0]), drafter.num_candidates)
+    total = 0
+    for row, text in enumerate(texts):
+        for node, path in enumerate(paths[row]):
+            tokens, wanted, confidence = look_up(text, path, drafter.max_ngram, drafter.num_candidates)
+            scores = draft.logits[row, node].tolist()
+            assert draft.token_ids[row, node, : len(wanted)].tolist() == tokens
+            assert scores == pytest.approx([*wanted, *[-math.inf] * (len(scores) - len(wanted))], abs=1e-5)
+            assert float(draft.confidence[row, node]) == pytest.approx(confidence)
+            total += len(wanted)
+    return total
+
+
+def test_the_docstrings_example() -> None:
+    text = [ord(letter) for letter in "abcabdxbeab"]
+    drafter = NgramDrafter(max_ngram=2, num_candidates=3)
+    assert isinstance(drafter, Drafter)
+    state = drafter.start(1, 32, 0)
+    draft = drafter.extend(state, None, torch.tensor([text]), torch.tensor([11]), max_slots=11)
+    assert draft.token_ids is not None
+    assert "".join(map(chr, draft.token_ids[0, 0].tolist())) == "dce"
+    wanted = [math.log(16 / 29), math.log(13 / 29), math.log(0.4 * 19 / 48)]
+    assert draft.logits[0, 0].tolist() == pytest.approx(wanted, abs=1e-6)
+    assert draft.confidence is not None
+    assert draft.confidence.tolist() == [[1.0]]
+
+
+def test_what_followed_more_often_scores_higher() -> None:
+    """The latest occurrence comes first, but does not outweigh two earlier ones."""
+    drafter = NgramDrafter(max_ngram=1, num_candidates=2)
+    text = [7, 1, 7, 1, 7, 2, 7]
+    draft = drafter.extend(drafter.start(1, 8, 0), None, torch.tensor([text]), torch.tensor([7]), max_slots=7)
+    assert draft.token_ids is not None
+    assert draft.token_ids.tolist() == [[[2, 1]]]
+    assert draft.logits[0, 0, 1] > draft.logits[0, 0, 0]
+
+
+def test_a_dynamic_tree_is_the_trie_of_what_followed() -> None:
+    """Two continuations of two tokens that begin alike, and one that does not: prefixes are shared, each node once."""
+    text = [5, 6, 1, 2, 5, 6, 1, 3, 5, 6, 4, 9, 5, 6]
+    drafter = NgramDrafter(max_ngram=3, num_candidates=3)
+    state = drafter.start(1, 32, 8)
+    draft = drafter.extend(state, None, torch.tensor([text]), torch.tensor([len(text)]), max_slots=len(text))
+    tree = DynamicTree(2, 3, 6).grow(drafter, state, torch.tensor([6]), draft, DraftSampling())
+    paths = set()
+    for node in range(1, tree.num_nodes):
+        path, here = [], node
+        while here > 0:
+            path.append(int(tree.token_ids[0, here]))
+            here = int(tree.parents[0, here])
+        paths.add(tuple(reversed(path)))
+    assert paths == {(1,), (4,), (1, 2), (1, 3), (4, 9)}
+
+
+@pytest.mark.parametrize(("max_ngram", "num_candidates"), [(1, 1), (2, 4), (3, 2), (5, 7)])
+def test_random_texts_and_trees_equal_the_slow_search(max_ngram: int, num_candidates: int) -> None:
+    """Ragged rows, several steps, trees of several levels, arrears, a row that waits; few letters, so much repeats."""
+    generator = torch.Generator().manual_seed(0)
+    drafter = NgramDrafter(max_ngram=max_ngram, num_candidates=num_candidates)
+    state = drafter.start(3, 128, 64)
+    texts: list[list[int]] = [[], [], []]
+    total = 0
+    for step in range(8):
+        counts = torch.randint(1, 12, (3,), generator=generator)
+        if step == 3:
+            counts[1] = 0
+        slots = torch.randint(0, 4, (3, int(counts.max()) + step % 2), generator=generator)
+        for row, count in enumerate(counts.tolist()):
+            texts[row] += slots[row, :count].tolist()
+        draft = drafter.extend(state, None, slots, counts, max_slots=max(map(len, texts)))
+        paths: list[list[list[int]]] = [[[]] for _ in texts]
+        total += check(draft, texts, paths, drafter)
+        for depth in range(1, 4):
+            width = 2 + depth
+            parents = torch.randint(0, len(paths[0]), (3, width), generator=generator)
+            tokens = torch.randint(0, 4, (3, width), generator=generator)
+            paths = [
+                [[*paths[row][int(parents[row, node])], int(tokens[row, node])] for node in range(width)]
+                for row in range(3)
+            ]
+            total += check(drafter.expand(state, tokens, parents, depth), texts, paths, drafter)
+    assert total > 100
+
+
+def test_a_text_without_repetition_has_no_candidates() -> None:
+    drafter = NgramDrafter(num_candidates=2)
+    draft = drafter.extend(drafter.start(1, 8, 0), None, torch.tensor([[3, 4, 5]]), torch.tensor([3]), max_slots=3)
+    assert draft.logits.tolist() == [[[-math.inf, -math.inf]]]
+
+
+def test_padding_at_the_end_of_the_buffer_does_no_harm() -> None:
+    drafter = NgramDrafter(max_ngram=1, num_candidates=1)
+    state = drafter.start(1, 4, 0)
+    drafter.extend(state, None, torch.tensor([[1, 2, 1]]), torch.tensor([3]), max_slots=3)
+    draft = drafter.extend(state, None, torch.tensor([[2, 9, 9, 9]]), torch.tensor([1]), max_slots=4)
+    assert state.history[0, :4].tolist() == [1, 2, 1, 2]
+    assert draft.token_ids is not None
+    assert draft.token_ids.tolist() == [[[1]]]
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_its_state_follows_the_tokens_to_their_device(is_merged: bool) -> None:
+    """The loop does not say where the target is."""
+    drafter = MergedDrafter(NgramDrafter(), NgramDrafter()) if is_merged else NgramDrafter()
+    state = drafter.start(2, 16, 4)
+    tokens = torch.zeros(2, 5, dtype=torch.long, device="meta")
+    for max_slots in (5, 10):
+        draft = drafter.extend(state, None, tokens, tokens[:, 0], max_slots=max_slots)
+        draft = drafter.expand(state, tokens[:, :3], tokens[:, :3], 1)
+        assert draft.logits.is_meta
+    for own in state.states if is_merged else (state,):
+        assert all(values.is_meta for values in (own.history, own.lengths, own.paths))
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_nodes_without_candidates_pass_all_processors(tree: str) -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    options = {"max_new_tokens": 12, "do_sample": True, "seed": 1, "eta_cutoff": 1e-3}
+    expected = generate(model, None, random_prompt(8), **options).sequences
+    assert torch.equal(generate(model, NgramDrafter(), random_prompt(8), tree=tree, **options).sequences, expected)
+
+
+@pytest.mark.parametrize("options", [{"max_ngram": 0}, {"num_candidates": 0}])
+def test_refusals(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="max_ngram and num_candidates start at 1"):
+        NgramDrafter(**options)

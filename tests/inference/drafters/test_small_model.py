@@ -1,0 +1,418 @@
+"""A small model that drafts, against the model's own forward without cache, one pass per path."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
+from inference.cache.scratch_cache import ScratchCache
+from inference.drafters import small_model
+from inference.drafters.base import Drafter, DraftLogits, DraftSampling
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
+from inference.drafters.staged import StagedDrafter
+from inference.planning.auto_tree import AutoTree
+from inference.planning.cost_model import CostModel, Plan
+from inference.planning.gamma import gamma_chain
+from inference.planning.tree_planner import TreePlanner
+from inference.trees.policy import resolve_policy
+from tests.inference.plain_passes import calm_target, run_plainly
+from tests.inference.test_host_reads import RefuseHostReads, make_sampler
+from tests.lossless.near_tie import assert_same_text
+from tests.lossless.restless import restless
+from tests.tiny_targets import CORE_FAMILIES, pad_prompts, random_prompt, tiny_target
+
+POLICIES: dict[str, TreePolicy] = {
+    "chain": chain(4),
+    "static": StaticTree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]),
+    "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=24),
+}
+
+
+def rough_copy(model: PreTrainedModel, seed: int = 0, noise: float = 0.02) -> PreTrainedModel:
+    """A model that agrees with `model` often, but not always: its weights are a little off."""
+    copy: Any = type(model)(model.config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs * (1 + noise * torch.randn(theirs.shape, generator=generator)))
+    return copy
+
+
+def score_plainly(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    logits: Tensor = run_plainly(model, tokens).logits[0, -1]
+    return logits
+
+
+def check(draft: DraftLogits, model: PreTrainedModel, texts: list[list[int]], paths: list[list[list[int]]]) -> None:
+    """Scores of all nodes [B][W] against a recompute of their paths; None = a row that is not compared."""
+    assert draft.token_ids is None
+    for row, nodes in enumerate(paths):
+        for node, path in enumerate(nodes):
+            wanted = score_plainly(model, texts[row] + path)
+            torch.testing.assert_close(draft.logits[row, node], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+@pytest.mark.parametrize("family", CORE_FAMILIES)
+def test_every_level_is_a_recompute_of_its_paths(family: str, has_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged rows, prompts in several passes, arrears, a row that waits, trees of several levels; windows of 8."""
+    monkeypatch.setattr(small_model, "EXTEND_CHUNK", 7)
+    model = calm_target(family)
+    drafter = SmallModelDrafter(model)
+    assert isinstance(drafter, Drafter)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(2, 128, shape, generator=generator)
+
+    state = drafter.start(3, 64, 12)
+    texts: list[list[int]] = [[], [], []]
+    if has_first:
+        first = draw(3)
+        drafter.read_first(state, first)
+        texts = [[token] for token in first.tolist()]
+    for counts in ([11, 3, 20], [1, 5, 2], [4, 0, 1], [2, 9, 12]):
+        slots = draw(3, max(counts) + 2)
+        for row, count in enumerate(counts):
+            texts[row] += slots[row, :count].tolist()
+        longest = max(map(len, texts))
+        draft = drafter.extend(state, None, slots, torch.tensor(counts), max_slots=longest - has_first)
+        waits = [not count for count in counts]
+        check(draft, model, texts, [[] if wait else [[]] for wait in waits])
+        paths: list[list[list[int]]] = [[[]] for _ in texts]
+        for depth, width in ((1, 3), (2, 5), (3, 4)):
+            parents = torch.randint(0, len(paths[0]), (3, width), generator=generator)
+            tokens = draw(3, width)
+            paths = [
+                [[*paths[row][int(parents[row, node])], int(tokens[row, node])] for node in range(width)]
+                for row in range(3)
+            ]
+            check(drafter.expand(state, tokens, parents, depth), model, texts, paths)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", CORE_FAMILIES)
+def test_greedy_text_is_transformers_generate(family: str, policy: str) -> None:
+    model = tiny_target(family, initializer_range=0.3)
+    drafter = SmallModelDrafter(rough_copy(model))
+    histogram = [0] * 5
+    for length in (5, 30):
+        prompt = random_prompt(length, seed=length)
+        expected = model.generate(prompt, max_new_tokens=64, do_sample=False)
+        output = generate(model, drafter, prompt, tree=POLICIES[policy], max_new_tokens=64, do_sample=False)
+        assert_same_text(model, expected, output.sequences)
+        for accepted, steps in enumerate(output.stats.accepted_histogram):
+            histogram[accepted] += steps
+    assert min(histogram[1:]) > 0, f"not every depth was reached: {histogram}"
+    assert sum(histogram[:4]) > 0, f"nothing was refused: {histogram}"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"temperature": 1.0, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize("is_coupled", [True, False], ids=["coupled", "uncoupled"])
+def test_sampled_text_is_plain_decoding(settings: dict[str, float], policy: str, is_coupled: bool) -> None:
+    model = tiny_target("qwen3", initializer_range=0.3)
+    prompt = random_prompt(9)
+    options = {"max_new_tokens": 48, "do_sample": True, "seed": 5, **settings}
+    expected = generate(model, None, prompt, **options).sequences
+    drafter = SmallModelDrafter(rough_copy(model))
+    output = generate(model, drafter, prompt, tree=POLICIES[policy], is_coupled=is_coupled, **options)
+    assert torch.equal(output.sequences, expected)
+    assert sum(output.stats.accepted_histogram[1:]) > 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_model_that_drafts_for_itself_is_always_right(do_sample: bool) -> None:
+    """Its chain is what it says itself, also at temperature 1, where it reads the target's noise."""
+    model = tiny_target("gemma3", initializer_range=0.3)
+    prompt = random_prompt(11)
+    options: dict[str, Any] = {"max_new_tokens": 41, "do_sample": do_sample}
+    expected = generate(model, None, prompt, seed=3, **options).sequences
+    output = generate(model, SmallModelDrafter(model), prompt, tree=chain(4), seed=3, **options)
+    assert torch.equal(output.sequences, expected)
+    assert output.stats.accepted_histogram == [0, 0, 0, 0, 8]
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic", "changing"])
+def test_a_batch_is_its_rows(tree: str) -> None:
+    """Left-padded rows of different lengths, of which the longest ends first; trees of changing sizes, with arrears."""
+    model = tiny_target("mistral", initializer_range=0.3)
+    prompts = [random_prompt(length, seed=length) for length in (4, 90, 9)]
+    inputs = pad_prompts(prompts)
+    free = generate(model, None, prompts[1], max_new_tokens=60, do_sample=False).sequences
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": int(free[0, 90 + 20]), "pad_token_id": 0}
+    alone = [generate(model, None, one, **options).sequences[0, one.shape[1] :].tolist() for one in prompts]
+    assert len(alone[1]) < 60
+    drafter = SmallModelDrafter(rough_copy(model))
+    decoder = restless(model, drafter)[0] if tree == "changing" else Decoder(model, drafter, tree=tree)
+    for _ in range(2):
+        output = decoder.generate(**inputs, **options)
+        for row, expected in zip(output.sequences[:, 90:].tolist(), alone, strict=True):
+            assert row == expected + [0] * (len(row) - len(expected))
+        assert sum(output.stats.accepted_histogram[1:]) > 0
+
+
+def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
+    """Steps without drafting hand over several slots at once: not one of them may be lost."""
+    model = tiny_target("llama", initializer_range=0.3)
+    prompt = random_prompt(12)
+    decoder, planner = restless(model, SmallModelDrafter(model))
+    accepted: list[tuple[int, int]] = []
+
+    def learn(plan: Any, confidences: Any, numbers: Any, *args: Any) -> None:
+        accepted.extend((plan.depth, number) for number in numbers)
+        plain_learn(plan, confidences, numbers, *args)
+
+    plain_learn, planner.learn = planner.learn, learn  # type: ignore[method-assign]
+    decoder.generate(prompt, max_new_tokens=150, do_sample=False)
+    short = [(depth, number) for depth, number in accepted if depth != number]
+    # The root's best child and what follows it is in every tree; trees that end with the text do not count.
+    assert len(accepted) > 20
+    assert len(short) <= len(accepted) // 3
+
+
+class ScriptedPlanner(TreePlanner):
+    """Drafts in these steps and not in others, always the largest tree."""
+
+    def __init__(self, policy: AutoTree, is_drafting: Sequence[bool]) -> None:
+        super().__init__(policy)
+        self.turns = itertools.cycle(is_drafting)
+        self.turn = next(self.turns)
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.turn
+
+    def choose(self, *_: Any) -> Plan:
+        self.pass_step()
+        return self.largest
+
+    def pass_step(self) -> None:
+        self.turn = next(self.turns)
+
+    def learn(self, *_: Any) -> None: ...
+
+    def learn_plain(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["small", "staged", "merged"])
+def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None:
+    """The longest row ends in the middle of a path, which the drafter has read whole; a plain step later, fewer tokens
+    are in view than that."""
+    model = tiny_target("llama", initializer_range=0.3)
+    small = SmallModelDrafter(model)
+    drafters = {"small": small, "staged": StagedDrafter(small), "merged": MergedDrafter(small, NgramDrafter())}
+    prompts = [random_prompt(length, seed=seed) for seed, length in ((1, 58), (2, 10))]
+    inputs = pad_prompts(prompts)
+    free = [
+        generate(model, None, one, max_new_tokens=40, do_sample=False).sequences[0, one.shape[1] :] for one in prompts
+    ]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": int(free[0][1]), "pad_token_id": 0}
+    assert options["eos_token_id"] not in [*free[0][:1], *free[1]]
+    policy = gamma_chain(8)
+    decoder = Decoder(model, drafters[kind], tree=policy)
+    decoder._planner = ScriptedPlanner(policy, [True, True, False, True])
+    sizes = (1, *policy.sizes)
+    costs = CostModel((8,), sizes, ((1.0,) * len(sizes),), 0.1, 0.0, (1,), (0.1,), 0.0, 0.0)
+    decoder.costs = lambda *_, **__: costs  # type: ignore[method-assign]
+    rows = decoder.generate(**inputs, **options).sequences[:, 58:].tolist()
+    assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
+
+
+def test_the_cache_is_kept_but_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    drafter = SmallModelDrafter(model)
+    made: list[ScratchCache] = []
+
+    def make(*args: Any, **kwargs: Any) -> ScratchCache:
+        made.append(plain_make(*args, **kwargs))
+        return made[-1]
+
+    plain_make = drafter.small.new_scratch_cache
+    monkeypatch.setattr(drafter.small, "new_scratch_cache", make)
+    one, other = (Decoder(model, drafter, tree=chain(depth)) for depth in (4, 4))
+    prompts = [random_prompt(length, seed=length) for length in (6, 9)]
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = [generate(model, None, prompt, **options).sequences.tolist() for prompt in prompts]
+    # A decoder holds its last text, which it may be asked to go on with, until the next one.
+    for decoder, num_made in ((one, 1), (one, 1), (other, 2)):
+        with torch.inference_mode(decoder is one):
+            output = decoder.generate(prompts[0], **options)
+        assert output.sequences.tolist() == expected[0]
+        assert output.stats.accepted_histogram[:4] == [0] * 4, "nothing of the last text is left"
+        assert len(made) == num_made
+
+    inner: list[Any] = []
+
+    def generate_within(*_: Any) -> None:
+        if not inner:
+            inner.append(None)
+            inner[0] = other.generate(prompts[1], **options).sequences.tolist()
+
+    outer = one.generate(prompts[0], on_step=generate_within, **options)
+    assert (outer.sequences.tolist(), inner[0]) == (expected[0], expected[1])
+    assert outer.stats.accepted_histogram[:4] == [0] * 4
+    assert len(made) == 4
+    one.generate(torch.cat([prompts[0]] * 2), **options)
+    assert len(made) == 5, "of another shape"
+
+
+def test_copies_leave_the_cache_behind() -> None:
+    drafter = SmallModelDrafter(tiny_target("llama"))
+    cache = drafter.start(1, 16, 2).cache
+    assert copy.deepcopy(drafter).start(1, 16, 2).cache is not cache
+    assert drafter.start(1, 16, 2).cache is cache
+
+
+def test_rows_are_copied_between_caches_that_live_together() -> None:
+    drafter = SmallModelDrafter(tiny_target("llama"))
+    source = drafter.start(2, 16, 2)
+    state = drafter.start(2, 16, 2)
+    assert state.cache is not source.cache
+    drafter.extend(source, None, torch.full((2, 5), 7), torch.tensor([5, 3]), max_slots=5)
+    drafter.copy_rows(state, source, torch.tensor([1, 0]), torch.tensor([3, 4]), max_slots=4)
+    del source
+    assert drafter.start(2, 16, 2).cache is not state.cache, "the text that goes on"
+    assert state.cache.lengths.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("small_size", [96, 160])
+def test_vocabularies_may_differ_by_padding(small_size: int) -> None:
+    """Columns the target does not have are never drafted, and tokens the small model does not know do no harm."""
+    model = tiny_target("llama", initializer_range=0.3)
+    small = tiny_target("llama", initializer_range=0.3, vocab_size=small_size)
+    tokenizer = FakeTokenizer({"a": 0, "b": 1})
+    drafter = SmallModelDrafter(small, tokenizer=tokenizer, target_tokenizer=FakeTokenizer({"b": 1, "a": 0}))
+    prompt = random_prompt(12)
+    for options in ({"do_sample": False}, {"do_sample": True, "seed": 1}):
+        expected = generate(model, None, prompt, max_new_tokens=24, **options).sequences
+        for tree in ("chain", "dynamic"):
+            output = generate(model, drafter, prompt, tree=tree, max_new_tokens=24, **options)
+            assert torch.equal(output.sequences, expected)
+    assert int(expected.max()) >= 96, "tokens that a vocabulary of 96 does not have"
+
+
+def test_one_small_model_drafts_for_targets_of_one_vocabulary() -> None:
+    small = tiny_target("llama")
+    tokenizer = FakeTokenizer({"a": 0})
+    drafter = SmallModelDrafter(small, tokenizer=tokenizer, target_tokenizer=tokenizer)
+    drafter.bind(tiny_target("llama", vocab_size=96)).bind(tiny_target("llama", vocab_size=96, seed=1))
+    with pytest.raises(ValueError, match="vocabulary of 96 tokens already, and this one has 128: make another"):
+        drafter.bind(small)
+    assert drafter.num_target_tokens == 96
+
+
+class FakeTokenizer:
+    def __init__(self, vocab: dict[str, int]) -> None:
+        self.vocab = vocab
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocab
+
+
+def test_vocabularies_that_do_not_fit_are_refused() -> None:
+    model, small = tiny_target("llama"), tiny_target("llama", vocab_size=96)
+    with pytest.raises(ValueError, match=r"vocabulary of 128 tokens, the small model one of 96: give .* tokenizer="):
+        Decoder(model, SmallModelDrafter(small))
+    one, other = FakeTokenizer({"a": 0, "b": 1, "c": 2}), FakeTokenizer({"a": 0, "b": 2})
+    with pytest.raises(ValueError, match=r"differ in 2 tokens \('b' is 2 in the target's and 1 in the small .*; 'c'"):
+        compare_tokenizers(one, other)
+    for vocab in ({"a": 0, "b": 1}, {"a": 0, "b": 1, "c": 2, "d": 3}, {"a": 0, "b": 1, "d": 3}):
+        compare_tokenizers(one, FakeTokenizer(vocab))  # tokens of one side alone
+        compare_tokenizers(FakeTokenizer(vocab), one)
+    with pytest.raises(ValueError, match="'d' is 2 in the target's and missing in the small model's"):
+        compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 1, "d": 2}))
+    with pytest.raises(ValueError, match="'c' is 3 in the target's and 2 in the small model's"):
+        compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 1, "c": 3}))
+    with pytest.raises(ValueError, match="pass both tokenizer and target_tokenizer"):
+        SmallModelDrafter(small, tokenizer=one)
+
+
+def test_real_tokenizers_are_compared(chat_tokenizer: Any, chat_target: PreTrainedModel) -> None:
+    drafter = SmallModelDrafter(chat_target, tokenizer=chat_tokenizer, target_tokenizer=chat_tokenizer)
+    assert drafter.bind(Target(chat_target)) is drafter
+
+
+def test_more_frontier_nodes_than_announced_are_refused() -> None:
+    drafter = SmallModelDrafter(tiny_target("llama"))
+    state = drafter.start(1, 16, 2)
+    drafter.extend(state, None, torch.tensor([[3, 4]]), torch.tensor([2]), max_slots=2)
+    with pytest.raises(ValueError, match="more than num_scratch=2 frontier nodes"):
+        drafter.expand(state, torch.tensor([[3, 4, 5]]), torch.zeros(1, 3, dtype=torch.long), 1)
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_texts_beyond_the_small_models_positions_stay_right(is_staged: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    small = SmallModelDrafter(tiny_target("llama", initializer_range=0.3, max_position_embeddings=32))
+    decoder = Decoder(model, StagedDrafter(small) if is_staged else small, tree="chain")
+    prompt = random_prompt(24)
+    expected = generate(model, None, prompt, max_new_tokens=60, do_sample=False).sequences
+    decoder.generate(prompt[:, :4], max_new_tokens=20, do_sample=False)
+    assert not caplog.records
+    for _ in range(2):
+        assert torch.equal(decoder.generate(prompt, max_new_tokens=60, do_sample=False).sequences, expected)
+    (record,) = caplog.records
+    assert "longer than the 32 positions of the small model that drafts (max_position_embeddings=32)" in record.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_part_of_the_module(dtype: torch.dtype) -> None:
+    """So that the compiler and the roofline count them."""
+    model = tiny_target("llama", dtype=dtype)
+    drafter = SmallModelDrafter(model)
+    assert sum(p.numel() for p in drafter.parameters()) == sum(p.numel() for p in model.parameters())
+    assert (drafter.dtype, drafter.config) == (dtype, model.config)
+    output = generate(model, drafter, random_prompt(6), max_new_tokens=12, do_sample=False, tree="chain")
+    assert output.stats.num_new_tokens == 12
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_nothing_is_read_on_the_host(family: str, batch_size: int, tree: str) -> None:
+    drafter = SmallModelDrafter(tiny_target(family))
+    policy = resolve_policy(tree, None)
+    sampler = make_sampler(batch_size, do_sample=True)
+    tokens, counts = random_prompt(9, batch_size=batch_size), torch.tensor([9, 4, 7][:batch_size])
+    with torch.inference_mode():
+        state = drafter.start(batch_size, 64, policy.num_scratch)
+        with RefuseHostReads():
+            drafter.read_first(state, tokens[:, 0])
+            for max_slots in (9, 18):
+                draft = drafter.extend(state, None, tokens, counts, max_slots=max_slots)
+                noise = sampler.draw_noise(counts, policy.max_depth + 1, 128)
+                policy.grow(drafter, state, tokens[:, 0], draft, DraftSampling(warp=sampler.warp_draft, noise=noise))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("tree", [chain(3), DynamicTree(3, 3, 10)], ids=["chain", "dynamic"])
+def test_compiled_it_drafts_what_it_drafts_eagerly(tree: TreePolicy, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "inference.execution.compiled")
+    model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
+    drafter = SmallModelDrafter(rough_copy(model))
+    compiled, eager = (Decoder(model, drafter, tree=tree, compile=flag) for flag in (True, False))
+    for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
+        one, other = (decoder.generate(random_prompt(6), max_new_tokens=40, **options) for decoder in (compiled, eager))
+        assert one.sequences.tolist() == other.sequences.tolist()
+        assert one.stats.accepted_histogram == other.stats.accepted_histogram
+    # The first longer text leaves the length open where it was not; then one graph serves every length and level.
+    seconds = [
+        compiled.generate(random_prompt(9), max_new_tokens=length, do_sample=False).stats.seconds["compile"]
+        for length in (80, 170)
+    ]
+    assert seconds[1] == 0
+    assert "in pieces" not in caplog.text

@@ -1,0 +1,152 @@
+"""A staged drafter drafts what its small model alone drafts, in fewer passes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference import Decoder, DynamicTree, chain, generate
+from inference.drafters import staged
+from inference.drafters.base import DraftLogits
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter, SmallModelState
+from inference.drafters.staged import StagedDrafter
+from tests.inference.drafters.test_small_model import check, rough_copy
+from tests.tiny_targets import random_prompt, tiny_target
+
+
+class CountingSmallModel(SmallModelDrafter):
+    """Counts its passes, that over the first token included."""
+
+    num_passes = 0
+
+    def read_certain(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.num_passes += 1
+        return super().read_certain(*args, **kwargs)
+
+    def expand(self, state: SmallModelState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        self.num_passes += 1
+        return super().expand(state, token_ids, parents, depth)
+
+
+def repeating_prompt(length: int = 6, times: int = 4, seed: int = 0) -> Tensor:
+    return random_prompt(length, seed=seed).repeat(1, times)
+
+
+@pytest.mark.parametrize("is_agreeing", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_scores_are_a_recompute_whatever_the_loop_picks(family: str, is_agreeing: bool) -> None:
+    """Ragged rows that pick guessed tokens at some levels and others at the rest; a row that waits."""
+    model = tiny_target(family, initializer_range=0.3)
+    drafter = StagedDrafter(SmallModelDrafter(model), NgramDrafter(max_ngram=2), num_guesses=3)
+    state = drafter.start(3, 96, 7)
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randint(2, 6, (3,), generator=generator)
+    drafter.read_first(state, first)
+    texts = [[token] for token in first.tolist()]
+    for counts in ([20, 11, 16], [2, 3, 1], [4, 0, 2]):
+        slots = torch.randint(2, 6, (3, max(counts) + 1), generator=generator)  # few tokens, so much repeats
+        for row, count in enumerate(counts):
+            texts[row] += slots[row, :count].tolist()
+        longest = max(map(len, texts)) - 1
+        draft = drafter.extend(state, None, slots, torch.tensor(counts), max_slots=longest)
+        active = [count > 0 for count in counts]
+        check(draft, model, texts, [[[]] if is_on else [] for is_on in active])
+        paths: list[list[int]] = [[] for _ in texts]
+        for depth in range(1, 8):
+            guessed = state.guesses[:, min(depth - state.first_depth, 3) - 1 : depth - state.first_depth][:, :1]
+            tokens = torch.randint(2, 6, (3, 1), generator=generator)
+            if is_agreeing and guessed.shape[1] and depth % 3:
+                tokens = torch.where(guessed >= 0, guessed, tokens)
+            paths = [[*path, int(token)] for path, token in zip(paths, tokens, strict=True)]
+            draft = drafter.expand(state, tokens, torch.zeros(3, 1, dtype=torch.long), depth)
+            check(draft, model, texts, [[path] if is_on else [] for path, is_on in zip(paths, active, strict=True)])
+    assert drafter.num_passes + drafter.num_saved == 3 * 8
+    assert (drafter.num_saved > 3) == is_agreeing
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.5, "seed": 4}])
+@pytest.mark.parametrize("num_guesses", [1, 4])
+def test_it_drafts_what_the_small_model_drafts(num_guesses: int, options: dict[str, Any]) -> None:
+    """The same tokens are accepted at every step, so the drafts were the same; the small model ran less often."""
+    model = tiny_target("qwen3", initializer_range=0.3)
+    prompt = repeating_prompt()
+    alone = CountingSmallModel(rough_copy(model, noise=0.02))
+    drafter = StagedDrafter(SmallModelDrafter(alone.model), num_guesses=num_guesses)
+    outputs = [generate(model, one, prompt, tree=chain(5), max_new_tokens=60, **options) for one in (alone, drafter)]
+    expected = generate(model, None, prompt, max_new_tokens=60, **options).sequences
+    for output in outputs:
+        assert torch.equal(output.sequences, expected)
+    assert outputs[0].stats.accepted_histogram == outputs[1].stats.accepted_histogram
+    # The first token's pass is not counted by the staged drafter.
+    assert drafter.num_passes + drafter.num_saved == alone.num_passes - 1
+
+
+def test_passes_are_saved_in_text_that_repeats_itself() -> None:
+    model = tiny_target("llama", initializer_range=0.02)  # so calm that it repeats itself for ever
+    drafter = StagedDrafter(SmallModelDrafter(model), num_guesses=5)
+    output = generate(model, drafter, repeating_prompt(), tree=chain(6), max_new_tokens=60, do_sample=False)
+    assert output.stats.acceptance_length > 5
+    assert drafter.num_saved > drafter.num_passes
+
+
+def test_a_batch_of_rows_and_chosen_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in several passes, behind which nothing is guessed; a decoder that is used twice; tree='gamma'."""
+    monkeypatch.setattr(staged, "EXTEND_CHUNK", 8)
+    model = tiny_target("mistral", initializer_range=0.3)
+    prompts = torch.cat([repeating_prompt(seed=seed) for seed in range(3)])
+    expected = generate(model, None, prompts, max_new_tokens=40, do_sample=False).sequences
+    small = rough_copy(model)
+    for tree in (chain(4), "gamma"):
+        decoder = Decoder(model, StagedDrafter(SmallModelDrafter(small)), tree=tree)
+        for _ in range(2):
+            assert torch.equal(decoder.generate(prompts, max_new_tokens=40, do_sample=False).sequences, expected)
+
+
+def test_levels_of_no_row_are_passes() -> None:
+    """Costs are measured with nothing that becomes certain: levels must not look free."""
+    drafter = StagedDrafter(SmallModelDrafter(tiny_target("llama")))
+    state = drafter.start(1, 64, 3)
+    zeros = torch.zeros(1, 4, dtype=torch.long)
+    for _ in range(2):
+        drafter.extend(state, None, zeros, torch.tensor([0]), max_slots=8)
+        for depth in (1, 2, 3):
+            drafter.expand(state, zeros[:, :1], zeros[:, :1], depth)
+    assert (drafter.num_passes, drafter.num_saved) == (8, 0)
+
+
+def test_refusals() -> None:
+    model = tiny_target("llama")
+    drafter = StagedDrafter(SmallModelDrafter(model))
+    for one in (drafter, MergedDrafter(drafter, NgramDrafter())):
+        for tree in (None, "auto", DynamicTree(2, 2, 4), [[0], [1], [0, 0], [1, 0]]):
+            with pytest.raises(ValueError, match="Drafter drafts chains only: pass tree='chain'"):
+                Decoder(model, one, tree=tree)
+        for tree in (
+            "chain",
+            "gamma",
+            DynamicTree(3, 1, 4),
+            [[0], [1], [0, 0]],
+        ):  # of each level, one node has children
+            Decoder(model, one, tree=tree)
+    with pytest.raises(ValueError, match="num_guesses is 0"):
+        StagedDrafter(SmallModelDrafter(model), num_guesses=0)
+    with pytest.raises(ValueError, match="vocabulary of 128 tokens, the small model one of 64"):
+        Decoder(model, StagedDrafter(SmallModelDrafter(tiny_target("llama", vocab_size=64))))
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_decoder_runs_it_eagerly() -> None:
+    model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
+    drafter = StagedDrafter(SmallModelDrafter(rough_copy(model)))
+    compiled, eager = (Decoder(model, drafter, tree=chain(3), compile=flag) for flag in (True, False))
+    one, other = (
+        decoder.generate(repeating_prompt(), max_new_tokens=30, do_sample=False) for decoder in (compiled, eager)
+    )
+    assert one.sequences.tolist() == other.sequences.tolist()
+    assert one.stats.accepted_histogram == other.stats.accepted_histogram

@@ -1,0 +1,289 @@
+"""Compiled steps: the text of the eager ones, and no compiling beyond what new shapes need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper
+
+from heads import HEAD_TYPES
+from inference import Decoder, DynamicTree, StaticTree, Target, chain
+from inference.drafters.ngram import NgramDrafter
+from inference.execution.compiled import StepCompiler, count_graphs
+from inference.execution.step import DecodeStep
+from inference.planning.auto_tree import AutoTree
+from inference.trees.token_tree import TokenTree, compute_depths
+from tests.heads.tiny_heads import tiny_heads
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+
+# torch's compiler warns about parts of torch itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3},
+    "prefix": {"do_sample": False, "repetition_penalty": 1.3},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama", num_hidden_layers=4))
+
+
+class HostDrafter(ScriptedDrafter):
+    """Its scripts are Python: only what surrounds it is compiled."""
+
+    extend = torch._dynamo.disable(ScriptedDrafter.extend)
+    expand = torch._dynamo.disable(ScriptedDrafter.expand)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tree", "name"),
+    [(DynamicTree(3, 3, 8), "greedy"), (DynamicTree(3, 3, 8), "sampled"), (chain(3), "prefix")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -> None:
+    prompt = random_prompt(12)
+    expected = Decoder(target).generate(prompt, max_new_tokens=60, **SETTINGS[name]).sequences
+    drafter = HostDrafter([expected[0]], VOCAB_SIZE)
+    output = Decoder(target, drafter, tree=tree, compile=True).generate(prompt, max_new_tokens=60, **SETTINGS[name])
+    assert output.sequences.tolist() == expected.tolist()
+    assert min(output.stats.accepted_histogram) > 0, "not every depth was reached"
+
+
+@pytest.mark.usefixtures("traced_alone")
+def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
+    settings = SETTINGS["sampled"]
+    prompt = random_prompt(12)
+    expected = Decoder(target).generate(prompt, max_new_tokens=90, **settings).sequences
+    drafter = HostDrafter([expected[0]], VOCAB_SIZE)
+    decoder = Decoder(target, drafter, tree=AutoTree((1, 2), (4, 6), (2, 3)), compile=True)
+    output = decoder.generate(prompt, max_new_tokens=90, **settings)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.stats.num_host_syncs == output.stats.num_verify_steps
+
+
+@pytest.mark.slow
+def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
+    step = DecodeStep(target, NgramDrafter(), AutoTree((1, 3), (4, 8), (2,)), is_coupled=True, compile=True)
+    cache = step.new_cache(1, 256)
+    for buffer in cache._buffers:
+        buffer.normal_(generator=torch.Generator().manual_seed(0))
+    numbers = []
+    with step.active(), torch.no_grad():
+        for length, size in ((5, 4), (70, 8), (200, 6), (30, 4)):
+            parents = torch.tensor([[-1, 0, 1, 0, 2, 1, 3, 0][:size]])
+            tree = TokenTree(random_prompt(size), parents, compute_depths(parents), torch.zeros(1, size), max_depth=3)
+            cache.lengths.fill_(length)
+            cache.length_bound = cache.length_floor = length
+            logits = step.verify(cache, tree).logits
+            numbers.append(count_graphs())
+            torch.testing.assert_close(logits, target.verify(cache, tree).logits, atol=1e-3, rtol=0)
+    assert len(set(numbers)) == 1
+
+
+@pytest.mark.slow
+def test_compiled_heads_draft_what_they_draft_eagerly(target: Target) -> None:
+    check_compiled_heads(target, "eagle3")
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_heads_of_every_kind_are_traced_whole(target: Target, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "inference.execution.compiled")
+    check_compiled_heads(target, kind)
+    assert "in pieces" not in "".join(caplog.messages)
+
+
+def check_compiled_heads(target: Target, kind: str) -> None:
+    heads = tiny_heads(kind, target)
+    prompt = random_prompt(6)
+    compiled, eager = (Decoder(target, heads, tree=DynamicTree(3, 4, 12), compile=flag) for flag in (True, False))
+    one, other = (decoder.generate(prompt, max_new_tokens=40, **SETTINGS["sampled"]) for decoder in (compiled, eager))
+    assert one.sequences.tolist() == other.sequences.tolist()
+    assert one.stats.accepted_histogram == other.stats.accepted_histogram
+    assert one.stats.seconds["compile"] > 0
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize(
+    ("rule", "tree"),
+    [
+        ("rejection", StaticTree([[0], [1], [0, 0]])),
+        ("block_verification", chain(2)),
+        ("typical", DynamicTree(2, 2, 5)),
+    ],
+    ids=["rejection", "block_verification", "typical"],
+)
+def test_compiled_rules_accept_what_they_accept_eagerly(rule: str, tree: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """In one graph each. Processors that read the prefix make the same decoder run its rule eagerly."""
+    caplog.set_level("INFO", "inference.execution.compiled")
+    target = Target(tiny_target("llama", num_hidden_layers=2))
+    heads = tiny_heads("medusa", target)
+    compiled, eager = (Decoder(target, heads, tree=tree, acceptance=rule, compile=flag) for flag in (True, False))
+    settings = {"max_new_tokens": 24, "do_sample": True, "temperature": 2.0, "top_p": 0.9, "seed": 3}
+    calls = [settings] if rule == "typical" else [settings, settings | {"repetition_penalty": 1.2}]
+    for options in calls:
+        one, other = (decoder.generate(random_prompt(6, batch_size=2), **options) for decoder in (compiled, eager))
+        assert one.sequences.tolist() == other.sequences.tolist()
+        assert one.stats.accepted_histogram == other.stats.accepted_histogram
+        assert sum(one.stats.accepted_histogram[1:]) > 0
+    assert "in pieces" not in "".join(caplog.messages)
+
+
+def test_too_many_settings_run_eagerly() -> None:
+    """Every temperature makes a graph, and torch allows only so many of one function."""
+    compiler = StepCompiler([torch.nn.Linear(2, 2)], lambda _: None)
+    warper = TemperatureLogitsWarper(0.5)
+    function = compiler.compile(lambda scores, warper: warper(None, scores))
+    with compiler.active(), torch._dynamo.config.patch(recompile_limit=2):
+        for temperature in (0.5, 0.25, 0.75, 1.5, 0.5):
+            warper.temperature = temperature
+            assert torch.equal(function(torch.ones(1, 3), warper), torch.full((1, 3), 1.0) / temperature)
+
+
+@pytest.mark.slow
+def test_plain_decoding_compiles_once(target: Target) -> None:
+    compiled, plain = Decoder(target, compile=True), Decoder(target)
+    seconds = []
+    for length in (4, 30, 17):
+        prompt = random_prompt(length, seed=length)
+        output = compiled.generate(prompt, max_new_tokens=12, do_sample=False)
+        seconds.append(output.stats.seconds["compile"])
+        assert (
+            output.sequences.tolist() == plain.generate(prompt, max_new_tokens=12, do_sample=False).sequences.tolist()
+        )
+    assert seconds[0] > 0
+    assert seconds[1:] == [0, 0], "another length of the prompt must not make another graph"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [5, 100])
+def test_windows_of_any_length_share_one_graph(first: int) -> None:
+    """Whether the first pass is within the window, where its view is the whole view, or far beyond it."""
+    layer_types = ["sliding_attention", "full_attention"]
+    target = Target(tiny_target("gemma3", num_hidden_layers=2, layer_types=layer_types))
+    step = DecodeStep(target, None, None, is_coupled=True, compile=True)
+    cache = step.new_cache(2, 256)
+    for buffer in cache._buffers:
+        buffer.normal_(generator=torch.Generator().manual_seed(0))
+    parents = torch.tensor([[-1, 0, 0, 1]] * 2)
+    tree = TokenTree(random_prompt(4, batch_size=2), parents, compute_depths(parents), torch.zeros(2, 4))
+    numbers = []
+    with step.active(), torch.no_grad():
+        for length in (first, 5, 70, 75, 130, 201):
+            cache.lengths.copy_(torch.tensor([length, length - 2]))
+            cache.length_bound, cache.length_floor = length, length - 2
+            logits = step.verify(cache, tree).logits
+            numbers.append(count_graphs())
+            torch.testing.assert_close(logits, target.verify(cache, tree).logits, atol=1e-3, rtol=0)
+    assert len(set(numbers)) == 1
+
+
+@pytest.mark.parametrize("tree", [chain(2), DynamicTree(5, 2, 3)], ids=["chain", "deeper than its nodes"])
+def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.MonkeyPatch, tree: Any) -> None:
+    """Its length is new each time: compiled, every call would make a graph of its own."""
+    widths = set()
+
+    def fake_compile(function: Any, **_: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if function.__name__ in ("_draft_eagerly", "_open_eagerly"):
+                widths.add(args[3].next_ids.shape[1])
+            if function.__name__ == "_start_plain_eagerly":
+                widths.add(args[2].shape[1])
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    decoder = Decoder(target, tiny_heads("eagle3", target), tree=tree, compile=True)
+    for length in (4, 9):
+        decoder.generate(random_prompt(length), max_new_tokens=10, do_sample=False)
+    assert widths == {3}
+
+
+@pytest.mark.parametrize(
+    ("tree", "acceptance", "is_shared"),
+    [(chain(3), "exact", True), (chain(3), "rejection", False), ([[0], [1], [0, 0]], "exact", False)],
+)
+def test_levels_of_a_chain_share_a_graph(
+    target: Target, monkeypatch: pytest.MonkeyPatch, tree: Any, acceptance: str, is_shared: bool
+) -> None:
+    """A graph of the whole draft would hold a packed copy of the weights for each level."""
+    called: list[str] = []
+
+    def fake_compile(function: Any, **_: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    prompt = random_prompt(5)
+    expected = Decoder(target).generate(prompt, max_new_tokens=12, do_sample=False).sequences
+    heads = tiny_heads("eagle3", target)
+    eager, compiled = (
+        Decoder(target, heads, tree=tree, acceptance=acceptance, compile=flag).generate(
+            prompt, max_new_tokens=12, do_sample=False
+        )
+        for flag in (False, True)
+    )
+    assert torch.equal(compiled.sequences, expected)
+    assert eager.stats.accepted_histogram == compiled.stats.accepted_histogram
+    assert ("_draft_eagerly" not in called) == is_shared
+    assert called.count("_expand_eagerly") == (2 * compiled.stats.num_verify_steps if is_shared else 0)
+
+
+def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch.compile was called")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    step = DecodeStep(target, None, None, is_coupled=True, compile=False)
+    assert step.num_nodes == step.num_depths == 1
+    Decoder(target).generate(random_prompt(4), max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.slow
+def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
+    """Guards on modules are dropped, and both models have one class and one shape."""
+    other = Target(tiny_target("llama", num_hidden_layers=4, seed=1))
+    prompt = random_prompt(8)
+    texts = {}
+    for name, one in (("first", target), ("second", other), ("first again", target)):
+        compiled = Decoder(one, compile=True).generate(prompt, max_new_tokens=12, do_sample=False).sequences
+        texts[name] = compiled.tolist()
+        assert texts[name] == Decoder(one).generate(prompt, max_new_tokens=12, do_sample=False).sequences.tolist()
+    assert texts["first"] != texts["second"]
+    assert texts["first"] == texts["first again"]
+
+
+@pytest.mark.usefixtures("traced_alone")
+def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(target: Target) -> None:
+    compiled, eager = (
+        Decoder(target, tiny_heads("eagle3", target), tree=DynamicTree(2, 2, 4), compile=flag) for flag in (True, False)
+    )
+    prompt = random_prompt(6)
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (prompt, SETTINGS["greedy"]),
+        (prompt, SETTINGS["sampled"]),
+        (torch.cat([prompt, random_prompt(6, seed=9)]), SETTINGS["greedy"]),
+        (prompt, SETTINGS["greedy"]),
+    ]
+    for ids, settings in calls:
+        one, other = (decoder.generate(ids, max_new_tokens=24, **settings) for decoder in (compiled, eager))
+        assert one.sequences.tolist() == other.sequences.tolist()

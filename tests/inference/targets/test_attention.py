@@ -1,0 +1,101 @@
+"""Grouped attention under a tree mask: the numbers of transformers' own function, without repeated keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from inference import Target
+from inference.targets.attention import GROUPED, LONG_PASS, STOCK, attend_grouped, attend_masked, grouped_attention
+from tests.tiny_targets import random_prompt, tiny_target
+
+
+class Layer(torch.nn.Module):
+    num_key_value_groups = 3
+    is_causal = True
+
+
+def make_inputs(num_groups: int = 2, num_tokens: int = 5, num_slots: int = 11) -> tuple[torch.Tensor, ...]:
+    query = torch.randn(2, 6, num_tokens, 8)
+    key, value = (torch.randn(2, num_groups, num_slots, 8) for _ in range(2))
+    seen = torch.rand(2, 1, num_tokens, num_slots) > 0.4
+    seen[..., 0] = True
+    return query, key, value, torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("num_tokens", [5, LONG_PASS])
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_numbers_are_transformers_own(scale: float | None, num_tokens: int) -> None:
+    query, key, value, mask = make_inputs(num_tokens=num_tokens)
+    expected, _ = sdpa_attention_forward(Layer(), query, key, value, mask, scaling=scale)
+    found, _ = attend_grouped(Layer(), query, key, value, mask, scaling=scale)
+    torch.testing.assert_close(found, expected)
+
+
+def test_keys_and_values_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    stock = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        seen.append((query.shape, key.shape, key.data_ptr()))
+        return stock(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    query, key, value, mask = make_inputs()
+    attend_grouped(Layer(), query, key, value, mask)
+    assert seen == [((2, 2, 15, 8), (2, 2, 11, 8), key.data_ptr())]
+
+
+def test_one_head_per_group_and_boolean_masks() -> None:
+    query, key, value, mask = make_inputs(num_groups=6)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(attend_masked(query, key, value, mask == 0), expected)
+
+
+def test_without_a_mask_it_is_transformers_own_function() -> None:
+    query, key, value, _ = make_inputs(num_tokens=11)
+    expected, _ = sdpa_attention_forward(Layer(), query, key, value, None, is_causal=True)
+    found, _ = attend_grouped(Layer(), query, key, value, None, is_causal=True)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("before", "inside"), [(STOCK, GROUPED), ("eager", "eager")])
+def test_the_config_is_as_it_was(before: str, inside: str) -> None:
+    config = tiny_target("llama", attn_implementation=before).config
+
+    def fail_inside() -> None:
+        with grouped_attention(config):
+            assert config._attn_implementation == inside
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail_inside()
+    assert config._attn_implementation == before
+
+
+def test_verify_passes_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("llama")
+    target = Target(model)
+    cache = target.new_cache(1, 64)
+    calls = []
+    monkeypatch.setattr(
+        "inference.targets.attention.attend_masked", lambda *a, **k: calls.append(1) or attend_masked(*a, **k)
+    )
+    prompt = random_prompt(6)
+    target.prefill(cache, prompt, torch.tensor([6]))
+    assert len(calls) == target.num_layers
+    assert model.config._attn_implementation == STOCK
+
+
+def test_two_threads_that_overlap_leave_the_config_as_it_was() -> None:
+    model = tiny_target("llama")
+    one, other = grouped_attention(model.config), grouped_attention(model.config)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__()
+    Target(model)  # made while the other is inside
+    other.__exit__()
+    assert model.config._attn_implementation == STOCK

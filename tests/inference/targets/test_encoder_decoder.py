@@ -1,0 +1,393 @@
+"""Encoder-decoder targets: trees are scored as the model's own decoder scores their paths, and texts are transformers'.
+
+`tests/lossless` holds the same for decoder-only targets; here every cell is one with a source.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+)
+
+from inference import Decoder, DynamicTree, MergedDrafter, StaticTree, Target, TreePolicy, chain, generate
+from inference.cache.tree_cache import TreeCache
+from inference.drafters.base import Drafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter
+from inference.drafters.staged import StagedDrafter
+from inference.targets.encoder_decoder import Source
+from inference.trees.token_tree import TokenTree
+from tests.inference.plain_passes import random_tree
+from tests.inference.tiny_encoder_decoders import (
+    KINDS,
+    LEFT_OUT,
+    START,
+    VOCAB_SIZE,
+    small_model_of,
+    source_batch,
+    target_of,
+    tiny_encoder_decoder,
+)
+from tests.lossless.near_tie import explain_difference
+from tests.scripted_drafter import ScriptedDrafter
+from tests.watched_passes import watch_rows
+
+NEW_TOKENS = 40
+POLICIES: dict[str, TreePolicy] = {
+    "chain": chain(4),
+    "static": StaticTree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]),
+    "dynamic": DynamicTree(depth=4, top_k=4, num_nodes=16),
+}
+# Positions are told in different ways: a bias by distance in one layer or in all, a table of positions, learned or not.
+# Seeds whose greedy text does not soon repeat one token.
+CELLS = [("t5", 0), ("t5", 2), ("t5-v1.1", 0), ("t5-v1.1", 2), ("umt5", 2), ("longt5", 0), ("bart", 0)]
+CELLS += [("mbart", 0), ("blenderbot", 0), ("pegasus", 1)]
+ATTENTIONS = {"longt5": ("eager",)}  # transformers' LongT5 has no sdpa
+GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+SAMPLED = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 5}
+CELLS = [(kind, seed) for kind, seed in CELLS if kind not in LEFT_OUT]
+
+
+@functools.cache
+def reference(kind: str, seed: int, batch_size: int, *, is_sampled: bool) -> Tensor:
+    """Greedy: transformers' own; sampled: plain decoding on our stack."""
+    ids, mask = source_batch(batch_size)
+    if is_sampled:
+        return generate(target_of(kind, seed), None, ids, mask, **SAMPLED).sequences
+    sequences: Tensor = tiny_encoder_decoder(kind, seed).generate(ids, attention_mask=mask, **GREEDY)
+    return sequences
+
+
+def assert_same_text(model: Any, ids: Tensor, mask: Tensor, expected: Tensor, got: Tensor) -> None:
+    """Token identity, but for demonstrated near-ties."""
+    assert expected.shape == got.shape
+    for row in range(len(expected)):
+        source = ids[row][mask[row].bool()][None]
+        difference = explain_difference(lambda text: model(source, decoder_input_ids=text), expected[row], got[row])  # noqa: B023
+        assert difference is None or difference[1] < 1e-4, difference
+
+
+def plain_logits(model: Any, source: Tensor, tokens: list[int]) -> Tensor:
+    """The model's own pass over one text of one source, without padding, cache or masks: [T, V]."""
+    with torch.no_grad():
+        logits: Tensor = model(source[None], decoder_input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def check_tree(
+    model: Any, target: Target, cache: TreeCache, tree: TokenTree, sources: list[Tensor], texts: Any
+) -> None:
+    """Every node's logits are those behind its path."""
+    logits = target.verify(cache, tree).logits
+    for row, (source, text) in enumerate(zip(sources, texts, strict=True)):
+        for node in range(tree.num_nodes):
+            if node and tree.parents[row, node] < 0:
+                continue  # padding
+            path = [i for i in range(tree.num_nodes) if tree.ancestors[row, node, i]]
+            wanted = plain_logits(model, source, [*text, *tree.token_ids[row, path].tolist()])[-1]
+            torch.testing.assert_close(logits[row, node], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        (kind, attention)
+        for kind in KINDS
+        if kind not in LEFT_OUT
+        for attention in ATTENTIONS.get(kind, ("sdpa", "eager"))
+    ],
+)
+def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: str) -> None:
+    """Rows of different lengths and sources, behind a commit that moves slots, and once more behind a selection."""
+    target = target_of(kind, 1, attention)
+    model, (ids, mask) = target.model, source_batch(3)
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (30, 1, 12)]
+    sources = [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
+    cache = target.new_cache(3, 96)
+    target.read_source(cache, target.encode_source(ids, mask))
+    padded = torch.tensor([text + [0] * (30 - len(text)) for text in texts])
+    last = target.prefill(cache, padded, torch.tensor([30, 1, 12]), chunk_size=16).logits[:, 0]
+    for row, text in enumerate(texts):
+        wanted = plain_logits(model, sources[row], text)[-1]
+        torch.testing.assert_close(last[row], wanted, atol=1e-4, rtol=1e-4)
+
+    tree = random_tree(3, 8, generator, num_padding=2)
+    tree.token_ids.remainder_(VOCAB_SIZE)
+    check_tree(model, target, cache, tree, sources, texts)
+    paths = [[i for i in range(8) if tree.ancestors[row, node, i]] for row, node in enumerate((7, 6, 0))]
+    width = max(map(len, paths))
+    cache.commit(torch.tensor([p + [0] * (width - len(p)) for p in paths]), torch.tensor([len(p) for p in paths]))
+    texts = [text + tree.token_ids[row, paths[row]].tolist() for row, text in enumerate(texts)]
+    tree = random_tree(3, 6, generator)
+    tree.token_ids.remainder_(VOCAB_SIZE)
+    check_tree(model, target, cache, tree, sources, texts)
+
+
+def test_selected_rows_keep_their_sources() -> None:
+    target, (ids, mask) = target_of("t5", 1), source_batch(3)
+    source = target.encode_source(ids, mask)
+    token_ids = torch.tensor([[START, 5], [START, 6], [START, 7]])
+    counts, rows = torch.tensor([2, 2, 2]), torch.tensor([2, 0])
+    cache = target.new_cache(3, 16)
+    target.read_source(cache, source)
+    wanted = target.prefill(cache, token_ids, counts).logits[rows]
+    assert cache.source is not None
+    memory = cache.source
+    memory.select_rows(rows)
+    smaller = target.new_cache(2, 16)
+    smaller.source = memory
+    got = target.prefill(smaller, token_ids[rows], counts[rows]).logits
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("kind", "seed"), CELLS)
+def test_texts_with_the_scripted_drafter(kind: str, seed: int, is_sampled: bool) -> None:
+    """Every depth and branch is reached; sampled text is plain decoding's, whatever the batch."""
+    target, histogram = target_of(kind, seed), [0] * 5
+    for batch_size, policy in zip((1, 2, 5), POLICIES, strict=True):
+        ids, mask = source_batch(batch_size)
+        expected = reference(kind, seed, batch_size, is_sampled=is_sampled)
+        drafter = ScriptedDrafter(list(expected), VOCAB_SIZE, feature_layers=())
+        options = SAMPLED if is_sampled else GREEDY
+        output = generate(target, drafter, ids, mask, tree=POLICIES[policy], **options)
+        assert_same_text(target.model, ids, mask, expected, output.sequences)
+        histogram = [a + b for a, b in zip(histogram, output.stats.accepted_histogram + [0] * 5, strict=False)]
+        if is_sampled:
+            one = reference(kind, seed, 1, is_sampled=True)
+            assert torch.equal(output.sequences[:1], one), "a row's text depends on its neighbours"
+    assert min(histogram) > 0, f"not every depth was reached: {histogram}"
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("kind", "seed"), [("t5", 2), ("t5-v1.1", 0)])
+def test_texts_with_a_small_model(kind: str, seed: int, policy: str, is_sampled: bool) -> None:
+    ids, mask = source_batch(5)
+    expected = reference(kind, seed, 5, is_sampled=is_sampled)
+    options = SAMPLED if is_sampled else GREEDY
+    drafter = small_model_of(kind, seed)
+    output = generate(target_of(kind, seed), drafter, ids, mask, tree=POLICIES[policy], **options)
+    assert_same_text(tiny_encoder_decoder(kind, seed), ids, mask, expected, output.sequences)
+    assert output.stats.acceptance_length > 1.3
+
+
+@pytest.mark.parametrize("name", ["ngrams", "staged", "merged"])
+def test_texts_with_other_drafters(name: str) -> None:
+    small = small_model_of("t5", 2)
+    drafters: dict[str, Drafter] = {
+        "ngrams": NgramDrafter(),
+        "staged": StagedDrafter(small),
+        "merged": MergedDrafter(small, NgramDrafter()),
+    }
+    ids, mask = source_batch(5)
+    output = generate(target_of("t5", 2), drafters[name], ids, mask, tree=chain(4), **GREEDY)
+    assert_same_text(target_of("t5", 2).model, ids, mask, reference("t5", 2, 5, is_sampled=False), output.sequences)
+    assert output.stats.acceptance_length > 1.1
+
+
+def test_small_model_drafts_what_it_would_say_itself() -> None:
+    """Drafting for itself, it is always right, so it reads its own source and positions rightly."""
+    model = tiny_encoder_decoder("t5-v1.1", 2)
+    ids, mask = source_batch(5)
+    output = generate(
+        Target(model), SmallModelDrafter(model), ids, mask, tree=chain(4), **(GREEDY | {"max_new_tokens": 41})
+    )
+    assert output.stats.accepted_histogram == [0, 0, 0, 0, 40]
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.slow
+def test_compiled_texts_share_their_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    """Behind the first text, neither a step nor a source of another length makes a graph."""
+    caplog.set_level("INFO", "inference.execution.compiled")
+    model = tiny_encoder_decoder("t5-v1.1", 0, num_decoder_layers=1)
+    small = SmallModelDrafter(tiny_encoder_decoder("t5-v1.1", 0, num_decoder_layers=1, noise=0.1))
+    decoder = Decoder(model, small, tree=DynamicTree(2, 2, 5), compile=True)
+    long = torch.randint(3, VOCAB_SIZE, (2, 70), generator=torch.Generator().manual_seed(2))
+    seconds = []
+    for ids, mask in (source_batch(2), (long, torch.ones_like(long)), source_batch(2)):
+        expected = model.generate(ids, attention_mask=mask, **GREEDY)
+        output = decoder.generate(ids, mask, **GREEDY)
+        assert_same_text(model, ids, mask, expected, output.sequences)
+        seconds.append(output.stats.seconds["compile"])
+    assert seconds[0] > 0
+    assert seconds[1:] == [0, 0]
+    assert "in pieces" not in "".join(caplog.messages)
+
+
+def test_left_padded_sources_and_given_decoder_tokens() -> None:
+    model = tiny_encoder_decoder("t5", 2)
+    ids, mask = source_batch(3, is_left_padded=True)
+    given = torch.tensor([[START, 5, 9], [START, 7, 9], [START, 4, 4]])
+    expected = model.generate(ids, attention_mask=mask, decoder_input_ids=given, **GREEDY)
+    output = generate(target_of("t5", 2), small_model_of("t5", 2), ids, mask, decoder_input_ids=given, **GREEDY)
+    assert torch.equal(output.sequences, expected)
+    assert torch.equal(output.sequences[:, :3], given)
+
+
+def test_return_sequences_share_a_source() -> None:
+    """Also where processors read the source, of each row its own."""
+    ids, mask = source_batch(2)
+    options: dict[str, Any] = {
+        "max_new_tokens": 16,
+        "encoder_repetition_penalty": 1.5,
+        "encoder_no_repeat_ngram_size": 1,
+    }
+    sampled = options | {"do_sample": True, "seed": 3}
+    target, drafter = target_of("t5-v1.1"), small_model_of("t5-v1.1", 0)
+    output = generate(target, drafter, ids, mask, num_return_sequences=3, **sampled)
+    one_each = generate(target, None, ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0), **sampled)
+    assert torch.equal(output.sequences, one_each.sequences)
+    expected = target.model.generate(ids, attention_mask=mask, do_sample=False, **options)
+    assert torch.equal(generate(target, drafter, ids, mask, do_sample=False, **options).sequences, expected)
+
+
+class _FailingProcessor(LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if input_ids.shape[1] > 3:
+            raise RuntimeError("within the loop")
+        return scores
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """What hangs on every module, by identity."""
+    return {name: {key: id(value) for key, value in vars(module).items()} for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_the_model_stays_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrapped, decoded with, failed within the loop and within a pass: nothing of the model has changed."""
+    model = tiny_encoder_decoder(kind, 1)
+    ids, mask = source_batch(2)
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    before = snapshot(model)
+    target = Target(model)
+    generate(target, NgramDrafter(), ids, mask, **GREEDY)
+    with pytest.raises(RuntimeError, match="within the loop"):
+        generate(target, None, ids, mask, logits_processor=LogitsProcessorList([_FailingProcessor()]), **GREEDY)
+    hook = model.lm_head.register_forward_hook(_fail)
+    with pytest.raises(RuntimeError, match="within a pass"):
+        generate(target, None, ids, mask, **GREEDY)
+    hook.remove()
+    assert snapshot(model) == before
+    assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
+    assert torch.equal(generate(target, None, ids, mask, **GREEDY).sequences, expected)
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("within a pass")
+
+
+def test_one_target_in_two_threads() -> None:
+    """While one thread stands within a pass, others decode with the same target and with the model itself."""
+    target, (ids, mask) = target_of("t5", 2), source_batch(2)
+    expected = reference("t5", 2, 2, is_sampled=False)
+    mine = threading.get_ident()
+    others: dict[str, Tensor] = {}
+
+    def decode_meanwhile(*_: Any) -> None:
+        if threading.get_ident() != mine or others:
+            return
+        others["stock"] = torch.empty(0)
+        for name, run in (
+            ("stock", lambda: target.model.generate(ids, attention_mask=mask, **GREEDY)),
+            ("ours", lambda: generate(target, NgramDrafter(), ids, mask, **GREEDY).sequences),
+        ):
+            thread = threading.Thread(target=lambda name=name, run=run: others.update({name: run()}))
+            thread.start()
+            thread.join()
+
+    hook = target.model.decoder.block[0].layer[0].layer_norm.register_forward_hook(decode_meanwhile)
+    try:
+        output = generate(target, NgramDrafter(), ids, mask, **GREEDY)
+    finally:
+        hook.remove()
+    for sequences in (output.sequences, others["stock"], others["ours"]):
+        assert torch.equal(sequences, expected)
+
+
+def test_copies() -> None:
+    ids, mask = source_batch(2)
+    target, drafter = copy.deepcopy((target_of("t5", 2), small_model_of("t5", 2)))
+    output = generate(target, drafter, ids, mask, **GREEDY)
+    assert torch.equal(output.sequences, reference("t5", 2, 2, is_sampled=False))
+
+
+def test_models_with_hooks_of_accelerate() -> None:
+    """Hooks of `device_map` wrap forwards that are bound to the model's own modules."""
+    from accelerate import dispatch_model
+
+    for kind, seed in (("t5", 2), ("bart", 0)):
+        model = copy.deepcopy(tiny_encoder_decoder(kind, seed))
+        dispatch_model(model, {"": "cpu"}, force_hooks=True)
+        ids, mask = source_batch(2)
+        output = generate(model, NgramDrafter(), ids, mask, **GREEDY)
+        assert torch.equal(output.sequences, reference(kind, seed, 2, is_sampled=False))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_peft_models() -> None:
+    """PEFT's generate takes names alone here."""
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    config = peft.LoraConfig(target_modules=["q", "v"], init_lora_weights=False, task_type="SEQ_2_SEQ_LM")
+    plain = tiny_encoder_decoder("t5")
+    model = peft.get_peft_model(copy.deepcopy(plain), config).eval()
+    ids, mask = source_batch(5)
+    expected = model.generate(input_ids=ids, attention_mask=mask, **GREEDY)
+    assert not torch.equal(expected, plain.generate(ids, attention_mask=mask, **GREEDY))
+    drafter = SmallModelDrafter(plain)
+    output = generate(model, drafter, ids, mask, tree=POLICIES["dynamic"], **GREEDY)
+    assert_same_text(model, ids, mask, expected, output.sequences)
+    assert output.stats.acceptance_length > 1.0
+    with pytest.raises(ValueError, match="adapter_names is not supported"):
+        generate(model, drafter, ids, mask, adapter_names=["default"] * 5, **GREEDY)
+
+
+def test_sources_of_return_sequences_stand_together() -> None:
+    source = Source.of_call(torch.tensor([[3, 4], [5, 6]]), None, torch.zeros(4, 2, 8))
+    assert source.token_ids.tolist() == [[3, 4], [3, 4], [5, 6], [5, 6]]
+    assert source.mask.all()
+
+
+@pytest.mark.parametrize("drafter", ["none", "n-grams", "small", "staged"])
+def test_rows_that_have_ended_leave_with_their_sources(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, seed, count = "t5-v1.1", 2, 5
+    target = target_of(kind, seed)
+    ids, mask = source_batch(count)
+    # A token that rows write at different places ends them.
+    free = reference(kind, seed, count, is_sampled=True)[:, 1:]
+    firsts = {token: (free == token).int().argmax(1)[(free == token).any(1)].tolist() for token in range(VOCAB_SIZE)}
+    eos = max(firsts, key=lambda token: len(set(firsts[token])))
+    options = {**SAMPLED, "seed": list(range(count)), "eos_token_id": eos, "pad_token_id": 0}
+    alone = [
+        generate(target, None, ids[row : row + 1, : int(mask[row].sum())], **{**options, "seed": [row]}).sequences[0]
+        for row in range(count)
+    ]
+    widths = watch_rows(monkeypatch)
+    small = small_model_of(kind, seed)
+    drafters: dict[str, Drafter | None] = {
+        "none": None,
+        "n-grams": NgramDrafter(),
+        "small": small,
+        "staged": StagedDrafter(small),
+    }
+    tree = None if drafter == "none" else chain(3) if drafter == "staged" else POLICIES["dynamic"]
+    output = generate(target, drafters[drafter], ids, mask, tree=tree, **options).sequences
+    for row, text in enumerate(alone):
+        assert torch.equal(output[row, : len(text)], text), f"row {row}"
+        assert not output[row, len(text) :].any()
+    assert widths[0] == count
+    assert len(set(widths)) > 1
+    with pytest.raises(ValueError, match="reads a source anew"):
+        Decoder(target, None).generate(ids, mask, reuse_cache=True, **GREEDY)

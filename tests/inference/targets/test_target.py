@@ -1,0 +1,339 @@
+"""Target against plain passes: trees, prefill, encoding, masks and what a cache keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from inference.cache.tree_cache import TreeCache
+from inference.targets.target import Target
+from inference.trees.token_tree import TokenTree, compute_depths
+from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, random_tree, run_plainly
+from tests.tiny_targets import FAMILIES, FAMILIES_AND_ATTENTION, SLIDING_WINDOW, random_prompt
+
+IMPLEMENTATIONS = ("sdpa", "eager")
+BELOW_WINDOW, BEYOND_WINDOW = (1, 3, 4), (9, 14, 21)
+
+
+def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids [B, L], right-padded with 0, and counts [B]."""
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    return ids, torch.tensor([len(row) for row in rows])
+
+
+def node_path(tree: TokenTree, row: int, node: int) -> list[int]:
+    """Node indices from the root to `node`."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(tree.parents[row, node])
+    return path
+
+
+def check_tree(
+    model: PreTrainedModel, texts: list[list[int]], tree: TokenTree, logits: Tensor, features: Tensor
+) -> None:
+    """Every node's logits and features equal those of a plain pass over the text and the node's path."""
+    for row, text in enumerate(texts):
+        for node in range(tree.num_nodes):
+            path = node_path(tree, row, node)
+            if path[0] != 0:
+                continue  # padding
+            output = run_plainly(model, text + tree.token_ids[row, path].tolist())
+            torch.testing.assert_close(logits[row, node], output.logits[0, -1], atol=ATOL, rtol=0)
+            wanted = torch.cat([output.hidden_states[layer][0, -1] for layer in (2, 0, 6)])
+            assert_states_close(features[row, node], wanted)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(BELOW_WINDOW, marks=pytest.mark.slow, id="below-window"),
+        pytest.param(BEYOND_WINDOW, id="beyond-window"),
+    ],
+)
+@pytest.mark.parametrize(("family", "implementation"), FAMILIES_AND_ATTENTION)
+def test_tree_verification_equals_plain_passes_after_branching_commits(
+    family: str, implementation: str, lengths: tuple[int, ...]
+) -> None:
+    model = calm_target(family, attn_implementation=implementation)
+    target = Target(model)
+    generator = torch.Generator().manual_seed(3)
+    texts = [random_prompt(length, seed=length)[0].tolist() for length in lengths]
+    ids, counts = pad_rows(texts)
+    cache = target.new_cache(batch_size=3, capacity=64)
+    output = target.prefill(cache, ids, counts, feature_layers=(2, 0, 6), chunk_size=5)
+    assert output.features is not None
+    for row, text in enumerate(texts):
+        plain = run_plainly(model, text)
+        torch.testing.assert_close(output.logits[row, 0], plain.logits[0, -1], atol=ATOL, rtol=0)
+        wanted = torch.cat([plain.hidden_states[layer][0] for layer in (2, 0, 6)], dim=-1)
+        assert_states_close(output.features[row, : len(text)], wanted)
+    for step in range(3):
+        tree = random_tree(3, 6, generator, num_padding=2)
+        output = target.verify(cache, tree, feature_layers=(2, 0, 6))
+        assert output.features is not None
+        assert output.logits.isfinite().all()  # padding included
+        check_tree(model, texts, tree, output.logits, output.features)
+        paths = [node_path(tree, row, node) for row, node in enumerate((3, 5 - step, 3 - step))]
+        path, path_counts = pad_rows(paths)
+        cache.commit(path, path_counts)
+        for row, nodes in enumerate(paths):
+            texts[row] += tree.token_ids[row, nodes].tolist()
+        cache.length_bound = max(map(len, texts))
+        assert cache.lengths.tolist() == [len(text) for text in texts]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_a_tree_deeper_than_the_window(family: str) -> None:
+    """The window counts positions: a node's ancestors may lie in slots far behind its own position."""
+    model = calm_target(family)
+    target = Target(model)
+    texts = [random_prompt(length, seed=length)[0].tolist() for length in (3, 11)]
+    cache = target.new_cache(2, 64)
+    target.prefill(cache, *pad_rows(texts))
+    depth = SLIDING_WINDOW + 3
+    # Two branches side by side: node 2d - 1 and node 2d have depth d.
+    parents = torch.tensor([[-1, 0, 0, *range(1, 2 * depth - 1)]]).expand(2, -1)
+    token_ids = random_prompt(2 * depth + 1, seed=5, batch_size=2)
+    tree = TokenTree(token_ids, parents, compute_depths(parents), torch.zeros(2, 2 * depth + 1))
+    assert int(tree.depths.max()) == depth
+    output = target.verify(cache, tree, feature_layers=(2, 0, 6))
+    assert output.features is not None
+    check_tree(model, texts, tree, output.logits, output.features)
+
+
+@pytest.fixture
+def seen_sizes(monkeypatch: pytest.MonkeyPatch) -> dict[int | None, set[int]]:
+    """Numbers of slots that `update` returned, per window."""
+    sizes: dict[int | None, set[int]] = {}
+
+    def update(cache: TreeCache, keys: Tensor, values: Tensor, layer: int, *args: Any) -> tuple[Tensor, Tensor]:
+        shown = plain_update(cache, keys, values, layer, *args)
+        assert shown[0].shape[2] == shown[1].shape[2]
+        sizes.setdefault(cache.layer_specs[layer].window, set()).add(shown[0].shape[2])
+        return shown
+
+    plain_update = TreeCache.update
+    monkeypatch.setattr(TreeCache, "update", update)
+    return sizes
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_window_layers_read_only_their_window(
+    family: str, implementation: str, seen_sizes: dict[int | None, set[int]]
+) -> None:
+    """Rows of several lengths, all of them well beyond the window, and then one that has finished."""
+    model = calm_target(family, attn_implementation=implementation)
+    target = Target(model)
+    generator = torch.Generator().manual_seed(5)
+    texts = [random_prompt(length, seed=length)[0].tolist() for length in (44, 33, 38)]
+    ids, counts = pad_rows(texts)
+    cache = target.new_cache(batch_size=3, capacity=64)
+    cache.view_multiple = 4
+    output = target.prefill(cache, ids, counts, feature_layers=(2, 0, 6), chunk_size=6)
+    assert output.features is not None
+    assert cache.length_floor == 0
+    # Chunks of 6 and the window of their first token, both ends rounded to multiples of 4.
+    assert seen_sizes[SLIDING_WINDOW] == {8, 12, 16}
+    assert family == "mistral" or seen_sizes[None] == {8, 12, 20, 24, 32, 36, 44}
+    for row, text in enumerate(texts):
+        plain = run_plainly(model, text)
+        torch.testing.assert_close(output.logits[row, 0], plain.logits[0, -1], atol=ATOL, rtol=0)
+        wanted = torch.cat([plain.hidden_states[layer][0] for layer in (2, 0, 6)], dim=-1)
+        assert_states_close(output.features[row, : len(text)], wanted)
+    rows = [0, 1, 2]
+    for num_rows in (3, 3, 2, 2):
+        if num_rows < len(rows):
+            rows = [0, 2]
+            cache.lengths[1] = 0
+        cache.length_floor = min(len(texts[row]) for row in rows)
+        cache.length_bound = max(len(texts[row]) for row in rows)
+        seen_sizes.clear()
+        tree = random_tree(3, 6, generator)
+        output = target.verify(cache, tree, feature_layers=(2, 0, 6))
+        assert output.features is not None
+        assert output.logits.isfinite().all()
+        start = (cache.length_floor - SLIDING_WINDOW + 1) // 4 * 4
+        assert start > 0
+        assert seen_sizes[SLIDING_WINDOW] == {cache.view - start}
+        kept = [texts[row] for row in rows]
+        part = TokenTree(*(field[rows] for field in (tree.token_ids, tree.parents, tree.depths, tree.log_probs)))
+        check_tree(model, kept, part, output.logits[rows], output.features[rows])
+        paths = [node_path(tree, row, node) for row, node in enumerate((3, 5, 4))]
+        path, path_counts = pad_rows(paths)
+        path_counts *= torch.tensor([row in rows for row in range(3)])
+        cache.commit(path, path_counts)
+        for row in rows:
+            texts[row] += tree.token_ids[row, paths[row]].tolist()
+
+
+def test_prefill_continues_with_windows_behind_a_floor(seen_sizes: dict[int | None, set[int]]) -> None:
+    """A row without new tokens writes elsewhere meanwhile, and is whole afterwards."""
+    model = calm_target("mistral")
+    target = Target(model)
+    rows = [random_prompt(length, seed=length)[0].tolist() for length in (40, 20)]
+    cache = target.new_cache(batch_size=2, capacity=64)
+    cache.view_multiple = 4
+    target.prefill(cache, *pad_rows([rows[0][:20], rows[1]]), chunk_size=8)
+    cache.length_floor = 20
+    seen_sizes.clear()
+    output = target.prefill(cache, torch.tensor([rows[0][20:], [0] * 20]), torch.tensor([20, 0]), chunk_size=10)
+    assert seen_sizes == {SLIDING_WINDOW: {20}}  # slots 12 to 31 and 20 to 39
+    assert (cache.lengths.tolist(), cache.length_floor) == ([40, 20], 20)
+    torch.testing.assert_close(output.logits[0, 0], run_plainly(model, rows[0]).logits[0, -1], atol=ATOL, rtol=0)
+    logits = target.verify(cache, TokenTree.from_root(torch.tensor([5, 6]))).logits
+    for row, text in enumerate(rows):
+        wanted = run_plainly(model, [*text, 5 + row]).logits[0, -1]
+        torch.testing.assert_close(logits[row, 0], wanted, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_row_and_plain_steps_equal_a_plain_pass(family: str) -> None:
+    """B = 1 takes its own, cheaper way through the cache; a tree of a root alone is plain decoding."""
+    model = calm_target(family)
+    target = Target(model)
+    text = random_prompt(6)[0].tolist()
+    cache = target.new_cache(batch_size=1, capacity=48)
+    logits = target.prefill(cache, torch.tensor([text]), torch.tensor([6])).logits[:, -1]
+    for _ in range(2 * SLIDING_WINDOW):
+        torch.testing.assert_close(logits[0], run_plainly(model, text).logits[0, -1], atol=ATOL, rtol=0)
+        token = logits.argmax(-1)
+        text.append(int(token))
+        logits = target.verify(cache, TokenTree.from_root(token)).logits[:, -1]
+        cache.commit(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]), is_chain=True)
+
+
+def test_prefill_continues_a_conversation_and_rows_may_be_left_out() -> None:
+    model = calm_target("mistral")
+    target = Target(model)
+    rows = [random_prompt(length, seed=length)[0].tolist() for length in (12, 7)]
+    cache = target.new_cache(batch_size=2, capacity=64)
+    target.prefill(cache, *pad_rows([rows[0][:5], rows[1]]), chunk_size=3)
+    continuation = torch.tensor([rows[0][5:], [0] * 7])
+    output = target.prefill(cache, continuation, torch.tensor([7, 0]), feature_layers=(6,), chunk_size=2)
+    assert cache.lengths.tolist() == [12, 7]
+    torch.testing.assert_close(output.logits[0, 0], run_plainly(model, rows[0]).logits[0, -1], atol=ATOL, rtol=0)
+    root = torch.tensor([5, 6])
+    logits = target.verify(cache, TokenTree.from_root(root)).logits
+    for row, text in enumerate(rows):
+        wanted = run_plainly(model, [*text, int(root[row])]).logits[0, -1]
+        torch.testing.assert_close(logits[row, 0], wanted, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 512])
+def test_prefill_does_not_depend_on_the_chunk_size(chunk_size: int) -> None:
+    target = Target(calm_target("gemma3"))
+    ids, counts = pad_rows([random_prompt(length, seed=length)[0].tolist() for length in (20, 3, 14)])
+    wanted = target.prefill(target.new_cache(3, 64), ids, counts, feature_layers=(1,), chunk_size=20)
+    output = target.prefill(target.new_cache(3, 64), ids, counts, feature_layers=(1,), chunk_size=chunk_size)
+    torch.testing.assert_close(output.logits, wanted.logits, atol=ATOL, rtol=0)
+    assert output.features is not None
+    assert wanted.features is not None
+    for row, count in enumerate(counts):
+        assert_states_close(output.features[row, :count], wanted.features[row, :count])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encode_equals_the_models_own_hidden_states(family: str) -> None:
+    model = calm_target(family)
+    target = Target(model)
+    rows = [random_prompt(length, seed=length)[0].tolist() for length in (4, 19)]
+    ids, counts = pad_rows(rows)
+    mask = (torch.arange(ids.shape[1]) < counts[:, None]).long()
+    output = target.encode(ids, mask, feature_layers=(1, 3, 6))
+    for row, text in enumerate(rows):
+        plain = run_plainly(model, text)
+        wanted = torch.cat([plain.hidden_states[layer][0] for layer in (1, 3, 6)], dim=-1)
+        assert_states_close(output.features[row, : len(text)], wanted)
+        assert_states_close(output.last_hidden[row, : len(text)], plain.hidden_states[-1][0])
+        logits = target.compute_logits(output.last_hidden[row, : len(text)])
+        torch.testing.assert_close(logits, plain.logits[0], atol=ATOL, rtol=0)
+
+
+def test_encode_feeds_a_graph_and_needs_no_features() -> None:
+    """Inference tensors cannot be saved for backward; encode's outputs must be ordinary ones."""
+    target = Target(calm_target("llama"))
+    output = target.encode(random_prompt(5), torch.ones(1, 5, dtype=torch.long))
+    assert output.features.shape == (1, 5, 0)
+    layer = nn.Linear(32, 32)
+    target.compute_logits(layer(output.last_hidden)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in target.model.parameters()), "the target is frozen"
+
+
+def test_target_leaves_the_model_as_it_was() -> None:
+    model = calm_target("gemma3")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = model.config.to_dict()
+    target = Target(model)
+    cache = target.new_cache(1, 32)
+    target.prefill(cache, random_prompt(4), torch.tensor([4]))
+    assert target.model is model
+    assert model.config.to_dict() == config
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masks_are_float_and_one_per_layer_type(implementation: str) -> None:
+    """A boolean mask would be ADDED by eager attention, silently."""
+    allowed = torch.tensor([[[True, False, False], [True, True, False], [True, True, True]]])
+    positions = torch.tensor([[0, 1, 8]])
+    for family, kind in (("llama", Tensor), ("mistral", Tensor), ("gemma3", dict)):
+        masks = Target(calm_target(family, attn_implementation=implementation)).masks.from_allowed(
+            allowed, positions, positions
+        )
+        assert isinstance(masks, kind)
+        for mask in masks.values() if isinstance(masks, dict) else [masks]:
+            assert mask.dtype == torch.float32
+            assert mask.shape == (1, 1, 3, 3)
+        if family == "gemma3":
+            assert set(masks) == {"full_attention", "sliding_attention"}
+    windowed = Target(calm_target("mistral")).masks.from_allowed(allowed, positions, positions)
+    # Window 8: position 8 still sees 1, not 0, and the gap in the slots does not count.
+    assert (windowed[0, 0] == 0).tolist() == [[True, False, False], [True, True, False], [False, True, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_targets_work(dtype: torch.dtype) -> None:
+    target = Target(calm_target("qwen3", dtype=dtype, initializer_range=0.1))
+    cache = target.new_cache(2, 32)
+    output = target.prefill(cache, random_prompt(5, batch_size=2), torch.tensor([5, 3]), feature_layers=(3,))
+    assert output.logits.dtype == dtype
+    assert output.features is not None
+    assert output.features.dtype == dtype
+    tree = random_tree(2, 4, torch.Generator().manual_seed(0), num_padding=1)
+    assert target.verify(cache, tree).logits.isfinite().all()
+
+
+def test_reused_slots_hold_no_trace() -> None:
+    """A cache that was used for something longer, then reset, gives what a fresh one gives."""
+    target = Target(calm_target("mistral"))
+    prompt, counts = random_prompt(10, batch_size=2), torch.tensor([10, 6])
+    tree = random_tree(2, 5, torch.Generator().manual_seed(1))
+    fresh, used = target.new_cache(2, 64), target.new_cache(2, 64)
+    target.prefill(used, random_prompt(40, seed=9, batch_size=2), torch.tensor([40, 40]))
+    target.verify(used, random_tree(2, 8, torch.Generator().manual_seed(2)))
+    used.reset()
+    for buffer in used._buffers:
+        buffer[:, :, :, 20:] = 1e4  # slots that no token of this test reaches
+    outputs = []
+    for cache in (fresh, used):
+        first = target.prefill(cache, prompt, counts).logits
+        outputs.append(torch.cat([first, target.verify(cache, tree).logits], dim=1))
+    assert outputs[1].isfinite().all()
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-6, rtol=0)
+
+
+def test_a_fresh_cache_is_zeroed() -> None:
+    """Uninitialised memory may hold NaN, and 0 * NaN poisons attention even where the mask hides it."""
+    cache = Target(calm_target("llama")).new_cache(2, 32)
+    assert all(bool((buffer == 0).all()) for buffer in cache._buffers)

@@ -1,0 +1,287 @@
+"""Targets with quantised or offloaded weights, on several devices, or split over processes: what a CPU can show."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from inference import DynamicTree, generate, stream
+from inference.cache.tree_cache import LayerSpec
+from inference.drafters.ngram import NgramDrafter
+from inference.targets.target import Target
+from inference.trees.token_tree import TokenTree
+from tests.conftest import REPOSITORY
+from tests.inference.targets.test_target_refusals import ignore_argument
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+
+TREE = DynamicTree(depth=4, top_k=4, num_nodes=24)
+HERE, THERE = torch.device("cpu"), torch.device("cpu:1")
+
+
+def check_greedy_text(model: PreTrainedModel) -> Target:
+    prompt = random_prompt(6)
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False)
+    target = Target(model)
+    drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE)
+    output = generate(target, drafter, prompt, max_new_tokens=30, do_sample=False, tree=TREE)
+    assert torch.equal(output.sequences, expected)
+    assert output.stats.acceptance_length > 1.5
+    return target
+
+
+@pytest.mark.filterwarnings("ignore")  # of accelerate, about the parameters it has put elsewhere
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_offloaded_weights(family: str, tmp_path: Path) -> None:
+    """accelerate puts weights on disk, leaves them on "meta", and brings them for each pass."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is an optional extra")
+    model = tiny_target(family, initializer_range=0.3)
+    places: dict[str, str] = {f"model.layers.{layer}": "disk" if layer >= 3 else "cpu" for layer in range(6)}
+    places |= {"model.embed_tokens": "disk", "model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    model = accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    target = check_greedy_text(model)
+    assert model.lm_head.weight.is_meta
+    assert target.embed_tokens.weight.is_meta
+    assert target.device == torch.device("cpu")
+    gain = target.final_norm_gain()
+    assert gain is not None
+    assert gain.device == target.device
+    hidden = torch.randn(2, target.hidden_size, requires_grad=True)
+    target.compute_logits(hidden).sum().backward()
+    assert hidden.grad is not None
+    target.prepare_first_layers(2)
+
+
+def test_weights_that_were_never_loaded() -> None:
+    with pytest.raises(ValueError, match="on the meta device: load them"):
+        Target(tiny_target("llama").to("meta"))
+
+
+def split_over_devices(model: Any, target: Target, num_here: int) -> None:
+    """Gives a model the shapes, devices and hooks that a device map would: its first layers here, all behind there."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is an optional extra")
+
+    def place(module: nn.Module, device: torch.device) -> None:
+        for part in module.modules():
+            for name, weight in list(part.named_parameters(recurse=False)):
+                empty = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+                setattr(part, name, nn.Parameter(empty, requires_grad=False))
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=device))
+
+    def move(spec: LayerSpec) -> LayerSpec:
+        return replace(spec, keys=replace(spec.keys, device=THERE), values=replace(spec.values, device=THERE))
+
+    place(model, HERE)
+    for module in (*model.model.layers[num_here:], model.model.norm, model.lm_head):
+        place(module, THERE)
+    target._layer_specs = (*target._layer_specs[:num_here], *map(move, target._layer_specs[num_here:]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_on_two_devices(family: str, batch_size: int) -> None:
+    """Tensors without values, whose devices torch checks: nothing of one device meets anything of another."""
+    model = tiny_target(family)
+    target = Target(model)
+    with FakeTensorMode():
+        split_over_devices(model, target, num_here=3)
+        with pytest.raises(RuntimeError, match="two devices"):
+            torch.ones(1, device=HERE) + torch.ones(1, device=THERE)
+        token_ids = torch.zeros(batch_size, 9, dtype=torch.long)
+        cache = target.new_cache(batch_size, 64)
+        assert {plane.device for plane in cache._keys} == {HERE, THERE}
+        read = target.prefill(cache, token_ids, torch.full((batch_size,), 7), feature_layers=(1, 5, 6), chunk_size=4)
+        parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
+        nodes = (token_ids[:, :4], *(row.expand(batch_size, -1) for row in (parents, depths)))
+        verified = target.verify(cache, TokenTree(*nodes, torch.zeros(batch_size, 4)), feature_layers=(1, 5, 6))
+        cache.commit(torch.tensor([[0, 2]]).expand(batch_size, -1), torch.full((batch_size,), 2))
+        encoded = target.encode(token_ids, torch.ones_like(token_ids), feature_layers=(1, 6))
+        outcomes = (read.logits, read.features, verified.logits, verified.features, cache.lengths, encoded.features)
+        for outcome in (*outcomes, encoded.last_hidden, target.compute_logits(encoded.last_hidden)):
+            assert outcome is not None
+            assert outcome.device == HERE
+
+
+def _bitsandbytes(**settings: Any) -> Any:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not a dependency")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**settings)
+
+
+def _torchao() -> Any:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not a dependency")
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(quantization.Int8WeightOnlyConfig(), include_input_output_embeddings=True)
+
+
+def _quanto(weights: str) -> Any:
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not a dependency")
+    from transformers import QuantoConfig
+
+    return QuantoConfig(weights=weights)
+
+
+WEIGHT_ONLY: dict[str, Callable[[], Any]] = {
+    "bitsandbytes-4bit": lambda: _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "bitsandbytes-4bit-head": lambda: _bitsandbytes(load_in_4bit=True, llm_int8_skip_modules=["none"]),
+    "torchao-int8": _torchao,
+    "quanto-int8": lambda: _quanto("int8"),
+    "quanto-int4": lambda: _quanto("int4"),
+}
+
+
+def load_quantised(config: Any, folder: Path) -> PreTrainedModel:
+    tiny_target("llama", initializer_range=0.3, hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu")
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the quantisers
+@pytest.mark.parametrize("method", WEIGHT_ONLY)
+def test_quantised_weights(method: str, tmp_path: Path) -> None:
+    """With quantised weights and full activations, the text is the quantised model's own, token for token; and heads
+    that copy the LM head get what it computes with."""
+    target = check_greedy_text(load_quantised(WEIGHT_ONLY[method](), tmp_path))
+    assert target.dtype == torch.float32
+    hidden = torch.randn(5, 64)
+    logits = target.compute_logits(hidden)
+    assert logits.shape == (5, VOCAB_SIZE)
+    copied = hidden @ target.lm_head_weight().T
+    assert (copied - logits).norm() < 0.005 * logits.norm()  # bitsandbytes' 4-bit product is in bfloat16 on a CPU
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_activations_decode_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """LLM.int8 rounds activations, so its states change with the pass: such a target decodes, and says so."""
+    model = load_quantised(_bitsandbytes(load_in_8bit=True), tmp_path)
+    with caplog.at_level(logging.WARNING, logger="inference"):
+        target = Target(model)
+    assert "change by" in caplog.text
+    output = generate(target, NgramDrafter(), random_prompt(6), max_new_tokens=20, do_sample=False)
+    assert output.sequences.shape == (1, 26)
+
+
+def test_states_that_change_with_the_pass_are_told_from_broken_masks(caplog: pytest.LogCaptureFixture) -> None:
+    """What the test above shows with bitsandbytes: weights of 8 bits, and activations scaled by the pass's largest."""
+
+    def quantise(module: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        scale = inputs[0].abs().amax() / 127
+        return ((inputs[0] / scale).round() * scale,)
+
+    def build() -> Any:
+        model: Any = tiny_target("llama", initializer_range=0.3)
+        for layer in model.model.layers:
+            layer.mlp.down_proj.register_forward_pre_hook(quantise)
+        return model
+
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is no causal LM"):
+        Target(build())  # nothing says that it is quantised
+    for say_so in (
+        lambda model: setattr(model, "is_quantized", True),
+        lambda model: setattr(model.config, "quantization_config", {"quant_method": "int8"}),
+        lambda model: setattr(
+            model.model.layers[0].mlp, "act_fn", type("Int8", (nn.SiLU,), {"__module__": "torchao.x"})()
+        ),
+    ):
+        model = build()
+        say_so(model)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="inference"):
+            Target(model)
+        assert "LlamaForCausalLM change by" in caplog.text
+    for ignored in ("attention_mask", "position_ids"):
+        model = build()
+        model.is_quantized = True
+        ignore_argument(model, ignored)
+        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+            Target(model)
+
+
+def test_weights_that_do_not_run_in_inference_mode() -> None:
+    """As quanto's of 4 bits: such targets decode without gradients, their text and stream are the model's own."""
+    model: Any = tiny_target("llama", initializer_range=0.3)
+
+    def refuse(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("Inference tensors do not track version counter.")
+
+    model.model.layers[0].mlp.down_proj.register_forward_pre_hook(refuse)
+    target = check_greedy_text(model)
+    with target.without_autograd():
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
+    prompt = random_prompt(6)
+    steps = stream(target, NgramDrafter(), prompt, max_new_tokens=20, do_sample=False)
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False)
+    assert [token for step in steps for token in step] == expected[0, 6:].tolist()
+
+
+def test_errors_in_inference_mode_that_are_the_models_own() -> None:
+    model: Any = tiny_target("llama")
+
+    def fail(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("shapes do not fit")
+
+    model.model.layers[0].mlp.down_proj.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        Target(model)
+
+
+TENSOR_PARALLEL = """
+import sys, torch, torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from inference import generate
+from inference.drafters.ngram import NgramDrafter
+from tests.inference.targets.test_target_placement import check_greedy_text
+from tests.tiny_targets import random_prompt, tiny_target
+
+dist.init_process_group("gloo")
+for family, num_heads in (("llama", 1), ("gpt_oss", 2)):  # transformers' plan leaves gpt-oss's attention whole
+    model = AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{family}", tp_plan="auto").eval()
+    target = check_greedy_text(model)
+    assert target._layer_specs[0].keys.num_heads == num_heads
+    options = {"max_new_tokens": 20, "do_sample": True, "seed": 3}
+    sampled = generate(target, NgramDrafter(), random_prompt(6), **options).sequences
+    whole = tiny_target(family, initializer_range=0.3)
+    assert torch.equal(sampled, generate(whole, None, random_prompt(6), **options).sequences)
+    print("decoded", family)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Two processes hold half of the split weights each, and both decode the whole model's text, greedy and sampled."""
+    for family in ("llama", "gpt_oss"):
+        tiny_target(family, initializer_range=0.3).save_pretrained(tmp_path / family)
+    program = tmp_path / "decode.py"
+    program.write_text(TENSOR_PARALLEL)
+    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, str(program), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("decoded") == 4

@@ -1,0 +1,354 @@
+"""What Target refuses, and with which reason."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
+
+from inference import Decoder
+from inference.targets.target import Target
+from tests.inference.plain_passes import calm_target, random_tree
+from tests.tiny_targets import random_prompt, tiny_target
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def ignore_argument(model: Any, name: str) -> None:
+    """Makes the decoder of `model` deaf to one of its arguments."""
+    model.base_model.register_forward_pre_hook(lambda m, args, kwargs: (args, kwargs | {name: None}), with_kwargs=True)
+
+
+class TestRefusals:
+    """What cannot be rolled back or verified as a tree is refused at construction, with the reason."""
+
+    tiny: ClassVar[dict[str, Any]] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
+
+    def test_state_space_model(self) -> None:
+        model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
+        with pytest.raises(ValueError, match="MambaForCausalLM has layers of a kind that cannot be rolled back"):
+            Target(model.eval())
+
+    def test_linear_attention(self) -> None:
+        config = Qwen3NextConfig(
+            **self.tiny,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            layer_types=["linear_attention", "full_attention"],
+        )
+        with pytest.raises(ValueError, match=r"rolled back after a rejected draft.*\(linear_attention\)"):
+            Target(Qwen3NextForCausalLM(config).eval())
+
+    def test_recurrent_layers(self) -> None:
+        # Three layers, so that one of them is attention: older releases fail inside the model without any.
+        config = RecurrentGemmaConfig(
+            **self.tiny | {"num_hidden_layers": 3}, num_attention_heads=2, lru_width=32, head_dim=16
+        )
+        with pytest.raises(ValueError, match="rolled back"):
+            Target(RecurrentGemmaForCausalLM(config).eval())
+
+    @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
+    def test_attention_that_takes_no_tree_mask(self, implementation: str) -> None:
+        model = calm_target("llama")
+        model.config._attn_implementation_internal = implementation
+        with pytest.raises(ValueError, match=rf"'{implementation}' cannot take a tree mask.*sdpa"):
+            Target(model)
+
+    def test_training_mode(self) -> None:
+        model = calm_target("llama").train()
+        with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+            Target(model)
+        target = Target(model.eval())
+        model.train()
+        with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+            target.encode(random_prompt(3), torch.ones(1, 3))
+
+    def test_no_language_model(self) -> None:
+        with pytest.raises(ValueError, match=r"AutoModelForCausalLM\), got Linear"):
+            Target(nn.Linear(2, 2))
+        with pytest.raises(ValueError, match="LlamaModel has no LM head"):
+            Target(calm_target("llama").base_model)
+
+    def test_layers_that_share_a_cache(self) -> None:
+        class LazyLlama(LlamaForCausalLM):
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.layers[1].self_attn.layer_idx = 0
+
+        with pytest.raises(ValueError, match=r"layers \[1\] of LazyLlama never write"):
+            Target(LazyLlama(calm_target("llama").config).eval())
+
+    @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+    def test_a_model_that_ignores_masks_or_positions(self, ignored: str) -> None:
+        """Whatever the dtype and the weights: weak ones let positions change the last states by less than rounding."""
+        for dtype, weights in product(DTYPES, (0.02, 0.1, 0.5)):
+            model = tiny_target("llama", dtype=dtype, initializer_range=weights)
+            ignore_argument(model, ignored)
+            with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+                Target(model)
+
+    def test_experts_do_not_excuse_a_model_that_ignores_masks_or_positions(self) -> None:
+        for ignored in ("attention_mask", "position_ids"):
+            model = tiny_target("mixtral", dtype=torch.bfloat16, initializer_range=0.02)
+            ignore_argument(model, ignored)
+            with pytest.raises(ValueError, match="MixtralForCausalLM does not"):
+                Target(model)
+
+    def test_a_model_that_reads_the_mask_upside_down(self) -> None:
+        class InvertedLlama(LlamaForCausalLM):
+            """Takes every 4-D mask for 1 = seen, as some releases of MPT do, and so sees all or nothing."""
+
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.register_forward_pre_hook(self.invert, with_kwargs=True)
+
+            @staticmethod
+            def invert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                mask = kwargs.get("attention_mask")
+                return args, kwargs if mask is None else kwargs | {"attention_mask": torch.full_like(mask, -1e30)}
+
+        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+            Target(InvertedLlama(calm_target("llama").config).eval())
+
+    def test_alibi(self) -> None:
+        """ALiBi counts slots, so a sibling's slot would change a node's scores; weak weights would hide that."""
+        falcon: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        for model in (
+            MptForCausalLM(MptConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2)),
+            BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_head=4, n_layer=2)),
+            FalconForCausalLM(FalconConfig(**falcon, alibi=True)),
+        ):
+            with pytest.raises(ValueError, match=f"{type(model).__name__} has ALiBi"):
+                Target(model.eval())
+        Target(FalconForCausalLM(FalconConfig(**falcon, alibi=False)).eval())
+
+    def test_distances_in_slots_that_nothing_names(self) -> None:
+        class SlopedLlama(LlamaForCausalLM):
+            """Scores fall with the distance in slots, slowly enough that a few of them hardly matter."""
+
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.layers[1].self_attn.register_forward_pre_hook(self.slope, with_kwargs=True)
+
+            @staticmethod
+            def slope(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                mask = kwargs["attention_mask"]
+                if mask is not None:
+                    kwargs["attention_mask"] = mask + torch.arange(mask.shape[-1]) * 1e-3
+                return args, kwargs
+
+        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+            Target(SlopedLlama(calm_target("llama").config).eval())
+
+    def test_a_window_that_the_model_applies_by_itself(self) -> None:
+        """GPT-Neo's local layers mask slots, whatever mask they are given."""
+        config = GPTNeoConfig(
+            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+        )
+        assert config.max_position_embeddings == 2048
+        with pytest.raises(ValueError, match="GPTNeoForCausalLM does not"):
+            Target(GPTNeoForCausalLM(config).eval())
+
+    def test_a_window_that_the_model_does_not_apply(self) -> None:
+        class WideMistral(MistralForCausalLM):
+            """Its config names a window, and its layers see everything, as Moshi's do."""
+
+            def __init__(self, config: MistralConfig) -> None:
+                super().__init__(config)
+                self.model.register_forward_pre_hook(self.widen, with_kwargs=True)
+
+            @staticmethod
+            def widen(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                if kwargs.get("attention_mask") is None:
+                    length = kwargs["input_ids"].shape[1]
+                    mask = torch.full((1, 1, length, length), torch.finfo(torch.float32).min).triu(1)
+                    kwargs["attention_mask"] = mask
+                return args, kwargs
+
+        with pytest.raises(ValueError, match="WideMistral does not mask by its config's sliding_window=8"):
+            Target(WideMistral(calm_target("mistral").config).eval())
+
+    @pytest.mark.parametrize("leak", [0.02, 0.05, 0.1, 1.0])
+    def test_a_model_that_looks_ahead(self, leak: float) -> None:
+        """Even a little; a model that is no causal LM does not become one by rounding."""
+        for dtype, weights in product(DTYPES, (0.02, 0.1, 0.5)):
+            model = tiny_target("llama", dtype=dtype, initializer_range=weights)
+            model.model.norm.register_forward_hook(
+                lambda module, args, states: states + leak * states.mean(1, keepdim=True)
+            )
+            with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is no causal LM"):
+                Target(model)
+
+    def test_only_experts_are_asked_again(self) -> None:
+        """Both are wrong with the first tokens they are asked for; only a router could have been at a near-tie."""
+
+        def look_ahead(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if kwargs["input_ids"][0, 0] == first:
+                output["last_hidden_state"] += output.last_hidden_state.mean(1, keepdim=True)
+
+        models = [tiny_target(family) for family in ("mixtral", "llama")]
+        for model in models:
+            model.base_model.register_forward_hook(look_ahead, with_kwargs=True)
+        first = 1
+        Target(models[0])
+        first = 7
+        with pytest.raises(ValueError, match="it is no causal LM"):
+            Target(models[1])
+
+    def test_windows_of_no_number(self) -> None:
+        model = tiny_target("mistral")
+        model.model.layers[0].register_forward_hook(
+            lambda module, args, states: states * (torch.nan if states.shape[1] == 4 else 1)
+        )
+        with pytest.raises(ValueError, match=r"MistralForCausalLM .* hold NaN"):
+            Target(model)
+
+    def test_masked_windows_of_no_number(self) -> None:
+        def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if kwargs.get("attention_mask") is not None and kwargs.get("past_key_values") is None:
+                output["last_hidden_state"] *= torch.nan
+
+        model = tiny_target("mistral")
+        model.base_model.register_forward_hook(spoil, with_kwargs=True)
+        with pytest.raises(ValueError, match="MistralForCausalLM does not mask by"):
+            Target(model)
+
+    @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral"])
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("layer", ["k_proj", "o_proj"])
+    def test_broken_weights(self, family: str, value: float, layer: str) -> None:
+        """One of them; a model that computes no numbers is not called one that looks ahead. Keys show in a tree."""
+        for dtype in DTYPES:
+            model = tiny_target(family, dtype=dtype)
+            broken = f"model.layers.1.self_attn.{layer}.weight"
+            model.get_parameter(broken).data[3, 3] = value
+            with pytest.raises(ValueError, match=rf"hidden states of .* in {dtype} hold NaN .*\({broken}\).*broken"):
+                Target(model)
+
+    def test_trees_of_no_number(self) -> None:
+        """Without a broken weight, masks are to blame."""
+
+        def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if kwargs.get("past_key_values") is not None:
+                output["last_hidden_state"] *= torch.nan
+
+        model = tiny_target("llama")
+        model.base_model.register_forward_hook(spoil, with_kwargs=True)
+        with pytest.raises(ValueError, match="LlamaForCausalLM does not compute a tree"):
+            Target(model)
+
+    def test_half_precision_that_overflows(self) -> None:
+        model = tiny_target("llama", dtype=torch.float16, initializer_range=0.3)
+        for weight in (model.model.layers[1].mlp.up_proj.weight, model.model.layers[1].mlp.down_proj.weight):
+            weight.data *= 1e4
+            assert weight.isfinite().all()
+        with pytest.raises(ValueError, match=r"in torch.float16 hold NaN .*overflows .*load the model in bfloat16"):
+            Target(model)
+        Target(model.bfloat16())
+
+    def test_logits_of_no_number(self) -> None:
+        """NaN in the LM head alone; minus infinity is how a model forbids an id."""
+        model = tiny_target("llama")
+        bias = torch.zeros(model.config.vocab_size)
+        model.lm_head.register_forward_hook(lambda module, args, logits: logits + bias)
+        bias[3] = -torch.inf
+        Target(model)
+        bias[3] = torch.nan
+        with pytest.raises(ValueError, match=r"the logits of LlamaForCausalLM .* hold NaN"):
+            Target(model)
+
+    def test_autocast(self) -> None:
+        model = tiny_target("llama", initializer_range=0.3)
+        prompt = random_prompt(6)
+        decoder = Decoder(model)
+        expected = decoder.generate(prompt, max_new_tokens=8).sequences
+        with torch.autocast("cpu", torch.bfloat16):
+            match = (
+                r"autocast to torch.bfloat16 is on for cpu, and the target is in torch.float32.* outside of autocast"
+            )
+            with pytest.raises(ValueError, match=match):
+                Target(model)
+            with pytest.raises(ValueError, match=match):
+                decoder.generate(prompt, max_new_tokens=8)
+            with torch.autocast("cpu", enabled=False):
+                assert torch.equal(Decoder(model).generate(prompt, max_new_tokens=8).sequences, expected)
+            Target(tiny_target("llama", dtype=torch.bfloat16))
+        assert torch.equal(decoder.generate(prompt, max_new_tokens=8).sequences, expected)
+
+    def test_a_state_that_no_config_names(self) -> None:
+        class ConvolvedLlama(LlamaForCausalLM):
+            """Keeps a convolution state beside keys and values, as hybrids do."""
+
+            def __init__(self, config: LlamaConfig) -> None:
+                super().__init__(config)
+                self.model.layers[1].register_forward_pre_hook(self.touch, with_kwargs=True)
+
+            @staticmethod
+            def touch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+                kwargs["past_key_values"].update_conv_state(torch.zeros(1), 1)
+
+        with pytest.raises(ValueError, match="ConvolvedLlama keeps a state besides keys and values"):
+            Target(ConvolvedLlama(calm_target("llama").config).eval())
+
+    def test_unknown_layer_and_empty_prompt(self) -> None:
+        target = Target(calm_target("llama"))
+        with pytest.raises(ValueError, match=r"hidden states \[7\] do not exist: a target of 6 layers"):
+            target.encode(random_prompt(3), torch.ones(1, 3), feature_layers=(7,))
+        with pytest.raises(ValueError, match="empty prompt"):
+            target.prefill(target.new_cache(1, 8), torch.zeros(1, 0, dtype=torch.long), torch.tensor([0]))
+
+    def test_full_cache(self) -> None:
+        target = Target(calm_target("llama"))
+        cache = target.new_cache(1, 8)
+        target.prefill(cache, random_prompt(6), torch.tensor([6]))
+        with pytest.raises(ValueError, match="holds 8 slots per row, but 3 new tokens behind up to 6"):
+            target.verify(cache, random_tree(1, 3, torch.Generator().manual_seed(0)))
+
+    @pytest.mark.parametrize("error", [KeyError("layer 5"), RuntimeError("shapes"), IndexError("5"), TypeError("none")])
+    def test_layers_that_fail_by_themselves(self, error: Exception) -> None:
+        target = Target(calm_target("llama"))
+
+        def fail(decoder: Any, args: Any) -> None:
+            if len(decoder.layers) < 6:
+                raise error
+
+        target.model.model.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="LlamaForCausalLM does not run with its first 2 layers alone"):
+            target.prepare_first_layers(2)

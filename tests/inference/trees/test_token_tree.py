@@ -1,0 +1,112 @@
+"""Trees against walks from node to parent."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from inference.trees.token_tree import TokenTree, compute_ancestors, compute_depths, paths_to_topology
+
+
+def example_tree() -> TokenTree:
+    """The tree of TokenTree's docstring: the=10, cat=11, dog=12, sat=13, ran=14."""
+    parents = torch.tensor([[-1, 0, 0, 1, 1]])
+    return TokenTree(torch.tensor([[10, 11, 12, 13, 14]]), parents, compute_depths(parents), torch.zeros(1, 5))
+
+
+def test_the_docstrings_example() -> None:
+    tree = example_tree()
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2]]
+    assert tree.ancestors[0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+    assert (tree.num_nodes, tree.path_width) == (5, 5)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 17, 64])
+@pytest.mark.parametrize("shape", ["chain", "star", "random", "padded"])
+def test_ancestors_and_depths_equal_a_walk(num_nodes: int, shape: str) -> None:
+    generator = random.Random(num_nodes)
+    rows = []
+    for _ in range(3):
+        parents = [-1]
+        for node in range(1, num_nodes):
+            parents.append({"chain": node - 1, "star": 0}.get(shape, generator.randrange(node)))
+        if shape == "padded":
+            parents[num_nodes // 2 + 1 :] = [-1] * len(parents[num_nodes // 2 + 1 :])
+        rows.append(parents)
+    parents_BN = torch.tensor(rows)
+    ancestors, depths = compute_ancestors(parents_BN), compute_depths(parents_BN)
+    deepest = int(depths.max())
+    assert torch.equal(compute_ancestors(parents_BN, max_depth=deepest), ancestors)
+    for row, parents in enumerate(rows):
+        for node in range(num_nodes):
+            above, current = {node}, node
+            while parents[current] >= 0:
+                current = parents[current]
+                above.add(current)
+            assert ancestors[row, node].nonzero().flatten().tolist() == sorted(above)
+            assert depths[row, node] == len(above) - 1
+
+
+def test_a_root_alone_is_plain_decoding() -> None:
+    tree = TokenTree.from_root(torch.tensor([7, 9]))
+    assert tree.token_ids.tolist() == [[7], [9]]
+    assert tree.parents.tolist() == [[-1], [-1]]
+    assert tree.log_probs.dtype == torch.float32
+    assert tree.ancestors.tolist() == [[[True]], [[True]]]
+    assert tree.path_width == 1
+
+
+def test_a_path_is_never_wider_than_the_tree() -> None:
+    tree = example_tree()
+    tree.max_depth = 2
+    assert tree.path_width == 3
+    tree.max_depth = 9
+    assert tree.path_width == 5
+
+
+class TestTopology:
+    def test_the_docstrings_example(self) -> None:
+        topology = paths_to_topology([[0], [0, 0], [0, 1], [1]])
+        assert topology.parents == (-1, 0, 0, 1, 1)
+        assert topology.depths == (0, 1, 1, 2, 2)
+        assert topology.ranks == (0, 0, 1, 0, 1)
+        assert topology.levels == ((0,), (1, 2), (3, 4))
+        assert topology.paths == ((), (0,), (1,), (0, 0), (0, 1))
+        assert (topology.num_nodes, topology.max_depth, topology.num_ranks) == (5, 2, 2)
+
+    def test_order_of_the_paths_does_not_matter(self) -> None:
+        paths = [[0], [1], [2], [0, 0], [1, 0], [0, 3], [0, 0, 0], [1, 0, 5], [1, 0, 5, 2]]
+        wanted = paths_to_topology(paths)
+        for seed in range(5):
+            random.Random(seed).shuffle(paths)
+            assert paths_to_topology(paths) == wanted
+        assert sorted(map(list, wanted.paths[1:])) == sorted(paths)
+        assert all(parent < node for node, parent in enumerate(wanted.parents))
+
+    def test_no_path_is_a_root_alone(self) -> None:
+        topology = paths_to_topology([])
+        assert (topology.num_nodes, topology.max_depth, topology.num_ranks) == (1, 0, 0)
+        assert topology.levels == ((0,),)
+
+    @pytest.mark.parametrize(
+        ("paths", "message"),
+        [
+            ([[0], []], "an empty path stands for the root"),
+            ([[0], [0, -1]], r"path \[0, -1\]: ranks are integers from 0"),
+            ([["0"]], r"path \['0'\]: ranks are integers from 0"),
+            ([[True]], r"path \[True\]: ranks are integers from 0"),
+            ([[0], [1], [0]], r"path \[0\] stands twice"),
+            ([[0], [1, 0]], r"path \[1, 0\] has no parent: add \[1\]"),
+        ],
+    )
+    def test_refusals(self, paths: list[list[int]], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            paths_to_topology(paths)

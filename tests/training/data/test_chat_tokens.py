@@ -1,0 +1,167 @@
+"""The mask of the assistant's tokens, down to the token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from tests.training.chat_templates import TEMPLATES
+from tests.training.conversation_cases import (
+    HARMONY_TEMPLATE,
+    MARKED_TEMPLATE,
+    PLAIN_TEXT_TEMPLATE,
+    THINKING_TEMPLATE,
+    TWO_TURNS,
+    learned_text,
+    to_dataset,
+    write,
+)
+from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
+from training.data.set_statistics import measure_sets
+from training.data.streaming import ConversationStream
+from training.options.arguments import DataArguments
+
+
+def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:
+    input_ids, loss_mask = tokenize_conversation(TWO_TURNS[:2], tokenizer)
+    tokens = tokenizer.convert_ids_to_tokens(input_ids)
+    assert list(zip(tokens, loss_mask, strict=True)) == [
+        ("<|im_start|>", 0),
+        ("user", 0),
+        ("Ċ", 0),
+        ("Hi", 0),
+        ("<|im_end|>", 0),
+        ("Ċ", 0),
+        ("<|im_start|>", 0),
+        *[(token, 0) for token in tokenizer.tokenize("assistant")],
+        ("Ċ", 0),
+        *[(token, 1) for token in tokenizer.tokenize("Yo")],
+        ("<|im_end|>", 1),
+        ("Ċ", 0),
+    ]
+
+
+def test_every_turn_of_the_assistant_is_learned(tokenizer: Any) -> None:
+    assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "Hi<|im_end|>"]
+    assert tokenize_conversation(TWO_TURNS, tokenizer)[0] == tokenizer.apply_chat_template(TWO_TURNS, return_dict=False)
+
+
+def test_an_end_of_turn_behind_the_markers_is_learned(tokenizer: Any) -> None:
+    within = "<|im_end|>{% endgeneration %}"
+    assert within in MARKED_TEMPLATE
+    tokenizer.chat_template = MARKED_TEMPLATE.replace(within, "{% endgeneration %}<|im_end|>")
+    assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "Hi<|im_end|>"]
+    # A line break between the markers (one token with that behind them): nothing is taken from the next turn.
+    tokenizer.chat_template = MARKED_TEMPLATE.replace(within, "<|im_end|>\n{% endgeneration %}")
+    assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>\n\n", "Hi<|im_end|>\n\n"]
+
+
+def test_an_end_of_turn_that_is_not_marked_special_is_learned(tokenizer: Any) -> None:
+    """Some tokenizers mark no added token special; the one that they name as their end of text still ends turns."""
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in settings["added_tokens"]:
+        token["special"] = False
+    unmarked = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(settings)), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    unmarked.chat_template = tokenizer.chat_template
+    assert not any(token.special for token in unmarked.added_tokens_decoder.values())
+    assert learned_text(TWO_TURNS, unmarked) == ["Yo<|im_end|>", "Hi<|im_end|>"]
+
+
+@pytest.mark.parametrize("num_opening", [1, 2])
+def test_what_the_assistant_opens_with_is_kept_but_not_learned(tokenizer: Any, num_opening: int) -> None:
+    messages = [TWO_TURNS[1]] * num_opening + TWO_TURNS[2:]
+    assert learned_text(messages, tokenizer) == ["Hi<|im_end|>"]
+    (row,) = tokenize_conversations(to_dataset(messages), tokenizer, max_length=64)
+    assert row["input_ids"] == tokenizer.apply_chat_template(messages, return_dict=False)
+    with pytest.raises(ValueError, match="no token of the assistant's"):
+        tokenize_conversations(to_dataset(TWO_TURNS[1:2]), tokenizer, max_length=64)
+
+
+def test_markers_and_search_agree(tokenizer: Any) -> None:
+    searched = tokenize_conversation(TWO_TURNS, tokenizer)
+    tokenizer.chat_template = MARKED_TEMPLATE
+    assert tokenize_conversation(TWO_TURNS, tokenizer) == searched
+
+
+def test_markers_decide_where_a_template_has_them(tokenizer: Any) -> None:
+    tokenizer.chat_template = MARKED_TEMPLATE.replace("{% generation %}", "Well,\n{% generation %}")
+    assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "Hi<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "reply", [" leads", "trails ", "\n\nlines\n\n", "<|im_end|> quoted", "ünï©ödé 🙂 end", "a", "  "]
+)
+def test_replies_are_learned_as_they_are_rendered(tokenizer: Any, reply: str) -> None:
+    messages = [TWO_TURNS[0], {"role": "assistant", "content": reply}, *TWO_TURNS]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    learned = learned_text(messages, tokenizer)
+    assert len(learned) == 3
+    # A line break that begins a reply may share its token with the header's, which is given.
+    assert f"{reply}<|im_end|>".endswith(learned[0])
+    assert learned[0].strip() == f"{reply}<|im_end|>".strip()
+    assert learned[1:] == ["Yo<|im_end|>", "Hi<|im_end|>"]
+    assert tokenizer.decode(tokenize_conversation(messages, tokenizer)[0]) == text
+
+
+def test_thinking_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = THINKING_TEMPLATE
+    assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "<think>\n\n</think>\n\nHi<|im_end|>"]
+
+
+@pytest.mark.parametrize(("name", "num_lost"), [("forgetting", 3), ("thinking", 0), ("opening", 0)])
+def test_thoughts_that_no_reply_keeps_are_counted_once(
+    tokenizer: Any, name: str, num_lost: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Read from files, from a stream and by the statistics; of templates that drop earlier thoughts nothing is said."""
+    tokenizer.chat_template = TEMPLATES[name].jinja
+    thought = {"role": "assistant", "content": "<think>\nHm,\n\nHi?\n</think>\n\nYo"}
+    apart = {"role": "assistant", "content": "Yo", "reasoning_content": "Hm, Hi?"}
+    sets = [[TWO_TURNS[0], thought] * 2, TWO_TURNS, [TWO_TURNS[0], apart], [*TWO_TURNS[:3], thought, TWO_TURNS[0]]]
+    tokenize_conversations(to_dataset(*sets), tokenizer, max_length=64)
+    message = "the chat template drops the thoughts of 3 replies"
+    assert [message in text for text in caplog.messages] == [True] * (num_lost > 0)
+    caplog.clear()
+    path = write(tmp_path / "a.jsonl", [{"messages": messages} for messages in sets])
+    args = DataArguments(dataset=[path], max_length=64, validation_fraction=0)
+    assert measure_sets(args, tokenizer, seed=0)[0].statistics.num_lost_thoughts == num_lost
+    assert not caplog.messages
+    stream = ConversationStream(replace(args, streaming=True), tokenizer, seed=0, holds_out=False)
+    stream.first_rows(9)
+    assert [message in text for text in caplog.messages] == [True] * (num_lost > 0)
+    caplog.clear()
+    tokenize_conversations(to_dataset(*sets), tokenizer, max_length=64, train_on_thinking=False)
+    assert not caplog.messages
+
+
+def test_thoughts_go_under_the_name_that_the_template_reads(tokenizer: Any) -> None:
+    """gpt-oss's channels."""
+    tokenizer.chat_template = HARMONY_TEMPLATE
+    messages = [TWO_TURNS[0], {**TWO_TURNS[1], "reasoning_content": "Hm"}]
+    thought, answer = "<|channel|>analysis<|message|>Hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Yo"
+    assert learned_text(messages, tokenizer) == [f"{thought}{answer}<|im_end|>"]
+    assert learned_text(messages, tokenizer, train_on_thinking=False) == [f"{answer}<|im_end|>"]
+    assert "thinking" not in messages[1]
+
+
+def test_a_reply_that_the_template_changes_is_not_taken_for_another(tokenizer: Any) -> None:
+    tokenizer.chat_template = THINKING_TEMPLATE.replace("</think>')[-1]", "x')[0]")
+    messages = [TWO_TURNS[0], {"role": "assistant", "content": "Max"}, {"role": "user", "content": "was Max"}]
+    with pytest.raises(ValueError, match="generation %} markers"):
+        tokenize_conversation([*messages[:2], *TWO_TURNS], tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m", "{{ m['content'] if m['role'] == 'user' else m")
+    with pytest.raises(ValueError, match="generation %} markers"):
+        tokenize_conversation(messages, tokenizer)
+
+
+def test_template_without_special_tokens_learns_the_text_alone(tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN_TEXT_TEMPLATE
+    messages = [*TWO_TURNS[:1], {"role": "assistant", "content": "Sure, go on."}, *TWO_TURNS[:1]]
+    assert [text.strip() for text in learned_text(messages, tokenizer)] == ["Sure, go on."]

@@ -1,0 +1,137 @@
+"""Packing: which conversations share a row, what the collator makes of them, and that runs learn the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+from tests.training.run.test_distributed import OPTIONS, launch
+from tests.training.runner import Runner
+from training.data.collation import ConversationCollator
+from training.data.packing import fit_best, pack_rows
+
+
+def make_rows(count: int = 2500, seed: int = 0) -> datasets.Dataset:
+    """Every token says which conversation it is of."""
+    draw = random.Random(seed)
+    sizes = [draw.randint(1, 60) for _ in range(count)]
+    return datasets.Dataset.from_dict(
+        {
+            "input_ids": [[index] * size for index, size in enumerate(sizes)],
+            "loss_mask": [[index % 2] * size for index, size in enumerate(sizes)],
+        }
+    )
+
+
+class TestFitting:
+    def test_the_worked_example(self) -> None:
+        assert fit_best([40, 100, 60, 30], 100) == [[0, 2], [1], [3]]
+
+    def test_a_row_goes_where_the_least_room_is_left(self) -> None:
+        assert fit_best([70, 60, 30, 40], 100) == [[0, 2], [1, 3]]
+
+    def test_one_that_is_too_long_stands_alone(self) -> None:
+        assert fit_best([130, 10], 100) == [[0], [1]]
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_rows_are_nearly_full_and_hold_everything_once(self, seed: int) -> None:
+        draw = random.Random(seed)
+        lengths = [draw.randint(20, 700) for _ in range(400)]
+        packs = fit_best(lengths, 1024)
+        assert sorted(index for pack in packs for index in pack) == list(range(400))
+        assert max(sum(lengths[index] for index in pack) for pack in packs) <= 1024
+        assert len(packs) <= 1.03 * sum(lengths) / 1024 + 1
+
+
+class TestPacking:
+    def test_conversations_are_kept_whole_each_once(self) -> None:
+        rows = make_rows()
+        seen: Counter[int] = Counter()
+        for row in pack_rows(rows, 100, seed=1):
+            assert len(row["input_ids"]) == len(row["loss_mask"]) == sum(row["document_lengths"]) <= 100
+            start = 0
+            for length in row["document_lengths"]:
+                (index,) = set(row["input_ids"][start : start + length])
+                assert row["loss_mask"][start : start + length] == [index % 2] * length
+                assert length == len(rows[index]["input_ids"])
+                seen[index] += 1
+                start += length
+        assert seen == Counter(range(len(rows)))
+
+    def test_is_a_function_of_the_seed(self) -> None:
+        rows = make_rows(60)
+        one, again, other = (pack_rows(rows, 100, seed=seed).to_list() for seed in (1, 1, 2))
+        assert one == again
+        assert one != other
+
+
+def test_the_collator_says_whose_each_token_is() -> None:
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1], "document_lengths": [3, 2]},
+        {"input_ids": [4], "loss_mask": [1], "document_lengths": [1]},
+    ]
+    batch = ConversationCollator(0, multiple_of=2)(rows)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[5, 6, 7, 8, 9, 0], [4, 0, 0, 0, 0, 0]],
+        "attention_mask": [[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]],
+        "loss_mask": [[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]],
+        "document_ids": [[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]],
+    }
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+class TestRuns:
+    def test_learn_what_rows_of_their_own_teach(self, train: Runner) -> None:
+        """All conversations in every optimizer step, so that only the rows they share differ: weights, token counts and
+        the metrics of evaluation are the same, with packed batches accumulated."""
+        options: dict[str, Any] = {
+            "optim": "sgd",
+            "learning_rate": 0.05,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
+            "max_grad_norm": 0,
+            "max_steps": 3,
+            "head_overrides": ["ttt_steps=2"],
+            "max_length": 100,
+        }
+        expected = train(**options, per_device_train_batch_size=18)
+        weights, (tokens, steps) = train.weights(), read_tokens(train)
+        found = train(**options, packing=True, per_device_train_batch_size=3, gradient_accumulation_steps=2)
+        assert read_tokens(train) == (tokens, steps)
+        for name, tensor in train.weights().items():
+            torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=1e-5)
+        for name, value in expected.items():
+            if name.startswith(("eval_loss", "eval_top", "eval_acceptance")):
+                assert found[name] == pytest.approx(value, rel=1e-3), name
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
+    def test_two_processes_learn_what_one_does(self, config: str, train: Runner) -> None:
+        """Evaluation too, whose last packed rows are fewer than the processes ask for; with FSDP all processes run as
+        many groups of documents."""
+        changes: dict[str, Any] = {"max_steps": 2, "packing": True, "max_length": 40, "validation_fraction": 0.4}
+        launch(config, train, **changes)
+        weights = train.weights()
+        found = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
+        shutil.rmtree(train.output_dir)
+        expected = train(**{**OPTIONS, **changes, "use_cpu": True, "per_device_train_batch_size": 4})
+        for name, tensor in train.weights().items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5)
+        for name in ("eval_loss", "eval_top1_depth1", "eval_top5_depth2", "eval_acceptance_length"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3), name
+
+    def test_two_ways_to_save_padding_are_one_too_many(self, train: Runner) -> None:
+        with pytest.raises(ValueError, match="packing and train_sampling_strategy group_by_length"):
+            train(packing=True, train_sampling_strategy="group_by_length")
+
+
+def read_tokens(train: Runner) -> tuple[int, int]:
+    training = json.loads((train.output_dir / "training_record.json").read_text())["training"]
+    return training["tokens"], training["steps"]

@@ -1,0 +1,270 @@
+"""Streams of conversations: who reads what, in which order, and what a resumed run sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+
+from tests.conftest import REPOSITORY
+from tests.training.conversation_cases import sharegpt, write
+from tests.training.runner import WORDS, InterruptedRunError, Runner, assert_same, interrupt_at_step
+from training.data.conversations import BadLineError
+from training.data.streaming import ConversationStream
+from training.data.training_sets import load_datasets
+from training.options.arguments import DataArguments
+from training.options.command_line import parse_arguments
+from training.run import run as run_module
+from training.run.run import prepare_run
+
+NUM_ROWS = 30
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer(target_path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(target_path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Conversations whose replies are word0 to word19, and word20 to word29."""
+    folder = tmp_path_factory.mktemp("streams")
+    rows = [{"prompt": "word50", "response": word} for word in WORDS[:NUM_ROWS]]
+    return [write(folder / "a.jsonl", rows[:20]), write(folder / "b.jsonl.gz", rows[20:])]
+
+
+def replies(rows: Any, tokenizer: Any) -> list[str]:
+    return [tokenizer.convert_ids_to_tokens(row["input_ids"])[row["loss_mask"].index(1)] for row in rows]
+
+
+def make_stream(files: list[str], tokenizer: Any, **options: Any) -> ConversationStream:
+    mine = {key: options.pop(key) for key in ("rank", "num_processes", "seed") if key in options}
+    data_args = DataArguments(dataset=files, streaming=True, **{"shuffle_buffer": 8, **options})
+    return ConversationStream(data_args, tokenizer, **{"seed": 0, **mine}, holds_out=data_args.validation_fraction > 0)
+
+
+def test_every_epoch_has_every_conversation_once_in_another_order(files: list[str], word_tokenizer: Any) -> None:
+    stream = make_stream(files, word_tokenizer, validation_fraction=0)
+    said = replies(islice(stream, 3 * NUM_ROWS), word_tokenizer)
+    epochs = [said[start : start + NUM_ROWS] for start in range(0, len(said), NUM_ROWS)]
+    assert all(sorted(epoch) == sorted(WORDS[:NUM_ROWS]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert said == replies(islice(stream, 3 * NUM_ROWS), word_tokenizer)
+    other = make_stream(files, word_tokenizer, validation_fraction=0, seed=1)
+    assert said != replies(islice(other, 3 * NUM_ROWS), word_tokenizer)
+    in_order = make_stream(files[:1], word_tokenizer, validation_fraction=0, shuffle_buffer=1)
+    assert replies(islice(in_order, 20), word_tokenizer) == WORDS[:20]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_readers_share_an_epoch_without_overlap(files: list[str], word_tokenizer: Any, num_workers: int) -> None:
+    """Two processes with two workers each, batches of 3; what is fetched is less than any reader's epoch."""
+    said = []
+    for rank in range(2):
+        stream = make_stream(files, word_tokenizer, validation_fraction=0, rank=rank, num_processes=2)
+        loader = DataLoader(stream, batch_size=3, num_workers=num_workers, collate_fn=list)
+        for batch in islice(loader, 4):
+            said += replies(batch, word_tokenizer)
+    assert len(said) == len(set(said)) == 24
+
+
+def test_packed_streams_have_the_same_conversations(files: list[str], word_tokenizer: Any) -> None:
+    options = {"validation_fraction": 0, "max_length": 20}
+    single = [row["input_ids"] for row in islice(make_stream(files, word_tokenizer, **options), NUM_ROWS)]
+    packed: list[list[int]] = []
+    for row in make_stream(files, word_tokenizer, **options, packing=True):
+        assert len(row["input_ids"]) == len(row["loss_mask"]) == sum(row["document_lengths"]) <= 20
+        ids = iter(row["input_ids"])
+        packed += [list(islice(ids, length)) for length in row["document_lengths"]]
+        if len(packed) >= NUM_ROWS:
+            break
+    assert max(map(len, single)) <= 10
+    assert sorted(packed) == sorted(single)
+
+
+def test_what_is_held_out_goes_by_the_hash_of_the_conversation(files: list[str], word_tokenizer: Any) -> None:
+    options: dict[str, Any] = {"validation_fraction": 0.3, "streaming": True, "shuffle_buffer": 1}
+    expected = []
+    for word in WORDS[:NUM_ROWS]:
+        turns = (("user", "word50"), ("assistant", word))
+        text = ", ".join(f'{{"role": "{role}", "content": "{content}"}}' for role, content in turns)
+        digest = blake2b(f'{{"messages": [{text}]}}'.encode(), digest_size=8).hexdigest()
+        if int(digest, 16) / 16**16 < 0.3:
+            expected.append(word)
+    assert 3 < len(expected) < 15
+    stream, held_out = load_datasets(DataArguments(dataset=files, **options), word_tokenizer, seed=0)
+    assert replies(held_out, word_tokenizer) == expected
+    num_learned = NUM_ROWS - len(expected)
+    learned = replies(islice(stream, 2 * num_learned), word_tokenizer)
+    assert Counter(learned) == {word: 2 for word in WORDS[:NUM_ROWS] if word not in expected}
+    _, first = load_datasets(DataArguments(dataset=files, **options, max_eval_samples=2), word_tokenizer, seed=1)
+    assert replies(first, word_tokenizer) == expected[:2]
+    assert isinstance(stream, ConversationStream)
+    assert replies(stream.first_rows(4), word_tokenizer) == learned[:4]
+    _, given = load_datasets(
+        DataArguments(dataset=files[:1], eval_dataset=files[1:], streaming=True), word_tokenizer, seed=0
+    )
+    assert replies(given, word_tokenizer) == WORDS[20:30]
+
+
+def test_weights_mix_streams(files: list[str], word_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"dataset_weights": [1, 3], "validation_fraction": 0}
+    said = replies(islice(make_stream(files, word_tokenizer, **options), 2000), word_tokenizer)
+    share = sum(word in WORDS[20:30] for word in said) / len(said)
+    assert 0.7 < share < 0.8
+    stream = make_stream(files, word_tokenizer, **options, stopping_strategy="all_exhausted")
+    said = replies(islice(stream, 2000), word_tokenizer)
+    assert set(said) == set(WORDS[:NUM_ROWS])
+    assert 0.7 < sum(word in WORDS[20:30] for word in said) / len(said) < 0.8
+    assert not caplog.records
+    make_stream(files, word_tokenizer)
+    assert "to mix them give dataset_weights" in caplog.text
+
+
+def test_reading_is_lazy_and_bad_lines_are_named(
+    tmp_path: Path, word_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, unanswered = sharegpt("word1", "word2"), sharegpt("word1")
+    file = write(tmp_path / "a.jsonl", [good, good, unanswered, "{", good])
+    options = {"validation_fraction": 0, "shuffle_buffer": 1}
+    rows = iter(make_stream([file], word_tokenizer, **options))
+    assert next(rows) == next(rows)
+    with pytest.raises(BadLineError, match=r"a.jsonl, line 4: Expecting .*--skip_bad_lines"):
+        next(rows)
+    assert len(list(islice(make_stream([file], word_tokenizer, **options, skip_bad_lines=True), 4))) == 4
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [warning.partition(": ")[0] for warning in warnings] == ["dropped 1 of 5 conversations"] * 2
+    assert "malformed line" in caplog.text
+    assert "no token of the assistant's" in caplog.text
+    bad = write(tmp_path / "b.jsonl", [unanswered])
+    for empty in (bad, write(tmp_path / "c.jsonl", [])):
+        stream = make_stream([empty], word_tokenizer, validation_fraction=0, skip_bad_lines=True)
+        with pytest.raises(ValueError, match=r"no conversation of .* can be used by this reader, one of 1 processes;"):
+            next(iter(stream))
+        with pytest.raises(ValueError, match=r"one of 1 processes, times 2 dataloader_num_workers;"):
+            next(iter(DataLoader(stream, num_workers=2)))
+
+
+class TestRuns:
+    """24 conversations, of which a fraction is held out, in batches of 4: eight steps cross into the next epoch."""
+
+    STREAMED: dict[str, Any] = {  # noqa: RUF012
+        "streaming": True,
+        "shuffle_buffer": 6,
+        "vocabulary_rows": 10,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 0,
+    }
+
+    @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}])
+    def test_an_interrupted_run_sees_the_same_batches(self, train: Runner, options: dict[str, Any]) -> None:
+        metrics = train(**self.STREAMED, **options)
+        assert metrics["eval_top1_depth1"] >= 0
+        uninterrupted = train.weights()
+        shutil.rmtree(train.output_dir)
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at_step(7, patch)
+            with pytest.raises(InterruptedRunError):
+                train(**self.STREAMED, **options)
+        assert not (train.output_dir / "model.safetensors").exists()
+        train(**self.STREAMED, **options, resume_from_checkpoint=True)
+        assert_same(train.weights(), uninterrupted)
+
+    @pytest.mark.parametrize("option", ["dataloader_num_workers", "eval_dataset"])
+    def test_what_changes_the_order_is_refused_on_resuming(self, train: Runner, option: str) -> None:
+        train(**self.STREAMED, max_steps=2)
+        (train.output_dir / "model.safetensors").unlink()
+        changed = {"dataloader_num_workers": 2, "eval_dataset": train.defaults["dataset"]}[option]
+        with pytest.raises(ValueError, match=option):
+            train(**self.STREAMED, resume_from_checkpoint=True, **{option: changed})
+
+    def test_files_that_have_changed_are_refused_on_resuming(self, train: Runner) -> None:
+        train(**self.STREAMED, max_steps=2)
+        file = Path(train.defaults["dataset"])
+        file.write_text(file.read_text().replace("word7 ", "word8 "))
+        with pytest.raises(ValueError, match=rf"training data \['{file.name}: \d+ bytes, .*\(now \['{file.name}: "):
+            train(**self.STREAMED, resume_from_checkpoint=True)
+
+    def test_of_a_copy_of_a_hub_folder_conversations_count(self, train: Runner, tmp_path: Path) -> None:
+        folder = tmp_path / "copy"
+        (folder / ".git").mkdir(parents=True)
+        shutil.copy(train.defaults["dataset"], folder / "train.jsonl")
+        for name in ("README.md", ".git/index.json"):
+            (folder / name).write_text("---\n{}\n---\n")
+        data_args = DataArguments(dataset=[str(folder)], streaming=True)
+        tokenizer = AutoTokenizer.from_pretrained(train.defaults["target"])
+        (described,) = ConversationStream(data_args, tokenizer, seed=0, holds_out=False).describe()
+        assert described.startswith("train.jsonl: ")
+
+    def test_data_seed_gives_another_order_and_keeps_the_first_weights(self, train: Runner) -> None:
+        trainers = [
+            prepare_run(*parse_arguments(train.arguments(**self.STREAMED, data_seed=seed))).trainer
+            for seed in (None, 1, 2)
+        ]
+        firsts = [next(iter(trainer.get_train_dataloader()))["input_ids"].tolist() for trainer in trainers]
+        assert len({str(first) for first in firsts}) == 3
+        weights = [dict(trainer.model.state_dict()) for trainer in trainers]
+        assert_same(weights[1], weights[2])
+
+    def test_the_draft_vocabulary_counts_the_first_rows(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        counted: list[int] = []
+        count = run_module.count_tokens
+        monkeypatch.setattr(
+            run_module, "count_tokens", lambda rows, size: counted.append(len(rows)) or count(rows, size)
+        )
+        train(**self.STREAMED, max_steps=1)
+        assert counted == [10]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_steps": -1}, "got streaming without max_steps"),
+            ({"train_sampling_strategy": "group_by_length"}, "got streaming and train_sampling_strategy"),
+            ({"max_samples": 3}, "got streaming and max_samples 3"),
+            ({"shuffle_buffer": 0}, "got shuffle_buffer 0"),
+        ],
+    )
+    def test_what_a_stream_cannot_do_is_refused(self, train: Runner, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            train(**{**self.STREAMED, **options})
+
+    @pytest.mark.slow
+    def test_two_processes_train_as_one_with_batches_of_twice_the_size(self, train: Runner) -> None:
+        """In order, process r reads the conversations r, r + 2, ...: together the batches of a single process."""
+        exact: dict[str, Any] = {
+            "streaming": True,
+            "shuffle_buffer": 1,
+            "head_overrides": ["ttt_steps=2"],
+            "optim": "sgd",
+            "learning_rate": 0.02,
+            "max_grad_norm": 0.0,
+            "lr_scheduler_type": "constant",
+            "max_steps": 4,
+            "validation_fraction": 0,
+            "num_eval_prompts": 0,
+        }
+        arguments = train.arguments(**exact, per_device_train_batch_size=2)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [*launcher, "training/train_heads.py", *arguments]
+        result = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=500
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        two = train.weights()
+        shutil.rmtree(train.output_dir)
+        train(**exact, per_device_train_batch_size=4)
+        for name, tensor in train.weights().items():
+            torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,246 @@
+"""Features online, from disk, and both: the same states, the same losses, the same heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heads import HEAD_TYPES, DraftHeads
+from inference import Target
+from tests.tiny_targets import tiny_target
+from tests.training.feature_cases import (
+    COLLATE,
+    ROWS,
+    count_computed,
+    limited_file_size,
+    make_extraction,
+    run_extraction,
+    store_rows,
+)
+from tests.training.run.test_trainer import make_heads
+from tests.training.runner import assert_same
+from training.features.extraction_options import ExtractionArguments, plan_tensors
+from training.features.sources import HybridFeatures, OnlineFeatures, StoredFeatures, TargetStates, iterate_documents
+from training.features.store import FeatureStore, StoreSettings, write_settings
+from training.features.target_identity import identify_target
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama").requires_grad_(False))
+
+
+def loss_and_gradients(
+    heads: DraftHeads, states: TargetStates, batch: Mapping[str, Tensor], loss_type: str
+) -> dict[str, Tensor]:
+    target = heads.target
+    teacher = compute_teacher(
+        target,
+        states.last_hidden,
+        batch["input_ids"],
+        batch["loss_mask"],
+        heads.draft_token_ids,
+        loss_type=loss_type,
+        top_logits=states.top_logits,
+    )
+    torch.manual_seed(3)  # of noise on features, and of drawn slots
+    loss_fn = partial(
+        draft_loss,
+        teacher=teacher,
+        loss_mask=batch["loss_mask"],
+        loss_type=loss_type,
+        step_decay=heads.default_step_decay,
+    )
+    heads.train()
+    heads.zero_grad()
+    loss = heads(states.features, batch["input_ids"], loss_fn=loss_fn, loss_mask=batch["loss_mask"]).loss
+    loss.backward()
+    named = {name: weight.grad for name, weight in heads.named_parameters() if weight.grad is not None}
+    assert named
+    return {"loss": loss.detach(), **named}
+
+
+@pytest.fixture(scope="module")
+def everything(target: Target, tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
+    """All hidden states of the rows."""
+    return store_rows(target, tmp_path_factory.mktemp("store"), list(range(target.num_layers)))
+
+
+@pytest.mark.parametrize("kind", [*sorted(HEAD_TYPES), "eagle3 with a draft vocabulary"])
+def test_offline_equals_online_for_every_kind(target: Target, everything: FeatureStore, kind: str) -> None:
+    """Bit for bit, gradients included: the stored dtype is the target's, and the batch has the same shape."""
+    reduced = {"draft_vocab_size": 40} if " " in kind else {}
+    heads = make_heads(target, kind.split()[0], **reduced)
+    online, stored = (
+        OnlineFeatures(target, heads.feature_layers),
+        StoredFeatures(target, heads.feature_layers, everything),
+    )
+    batch = stored.collator(COLLATE)(ROWS)
+    for loss_type in {heads.default_loss, "distillation"}:
+        computed = loss_and_gradients(heads, online(batch), batch, loss_type)
+        read = loss_and_gradients(heads, stored(batch), batch, loss_type)
+        assert computed["loss"] > 0
+        assert_same(computed, read)
+
+
+def test_states_before_the_final_norm(target: Target, tmp_path: Path) -> None:
+    """What is stored is the last layer's output; the norm is applied on loading, to tapped states too."""
+    store = store_rows(target, tmp_path, [2], last_state="pre-norm")
+    stored = StoredFeatures(target, (2, 6), store)
+    batch = stored.collator(COLLATE)(ROWS)
+    outputs: list[Tensor] = []
+    hook = target.model.model.layers[-1].register_forward_hook(lambda module, args, output: outputs.append(output))
+    found, wanted = stored(batch), OnlineFeatures(target, (2, 6))(batch)
+    hook.remove()
+    real = batch["attention_mask"].bool()
+    assert torch.equal(found.features[real], wanted.features[real])
+    assert torch.equal(found.last_hidden[real], wanted.last_hidden[real])
+    raw = store.read(torch.tensor(ROWS[0]["input_ids"]), ["last"])
+    assert raw is not None
+    assert torch.equal(outputs[0][0, : len(raw["last"])], raw["last"])
+
+
+def test_other_shapes_and_dtypes_agree_within_rounding(target: Target, tmp_path: Path) -> None:
+    """Extracted one row at a time and in bfloat16: relative to the states' length, 2^-9 and below."""
+    store = store_rows(target, tmp_path, [2], batch_size=1, features_dtype="bfloat16")
+    stored = StoredFeatures(target, (2,), store)
+    batch = stored.collator(COLLATE)(ROWS)
+    found, wanted = stored(batch), OnlineFeatures(target, (2,))(batch)
+    real = batch["attention_mask"].bool()
+    assert found.features.dtype == torch.float32
+    for one, other in ((found.features, wanted.features), (found.last_hidden, wanted.last_hidden)):
+        assert float((one[real] - other[real]).norm() / other[real].norm()) < 2**-9
+
+
+def test_packed_documents_are_found_one_by_one(target: Target, everything: FeatureStore) -> None:
+    """Two texts in one row, which the store has from rows of their own."""
+    first, second = ROWS[0]["input_ids"], ROWS[1]["input_ids"]
+    ids = torch.tensor([[*first, *second, 0, 0]])
+    marks = torch.tensor([[0] * len(first) + [1] * len(second) + [-1, -1]])
+    batch = {"input_ids": ids, "attention_mask": (marks >= 0).long(), "document_ids": marks}
+    assert list(iterate_documents(batch)) == [(0, 0, len(first)), (0, len(first), len(first) + len(second))]
+    stored = StoredFeatures(target, (2,), everything)
+    found = stored(stored.collator(lambda rows: batch)([]))
+    for text, start in ((first, 0), (second, len(first))):
+        row = everything.read(torch.tensor(text), ["hidden.2", "last"])
+        assert row is not None
+        assert torch.equal(found.features[0, start : start + len(text)], row["hidden.2"])
+        assert torch.equal(found.last_hidden[0, start : start + len(text)], row["last"])
+
+
+def test_a_text_that_is_not_stored(target: Target, everything: FeatureStore) -> None:
+    stored = StoredFeatures(target, (2,), everything)
+    rows = [ROWS[0], {**ROWS[1], "input_ids": ROWS[1]["input_ids"][:-1], "loss_mask": ROWS[1]["loss_mask"][:-1]}]
+    with pytest.raises(ValueError, match=r"lacks a text of this batch: extract .* or train with --feature_mode hybrid"):
+        stored(stored.collator(COLLATE)(rows))
+
+
+class TestHybrid:
+    def make(self, target: Target, folder: Path, shard_bytes: int, layers: tuple[int, ...] = (2,)) -> HybridFeatures:
+        if not (folder / "index.json").exists():
+            args = ExtractionArguments(output_dir=str(folder))
+            tensors = plan_tensors([layer for layer in layers if layer < 6], args, target.num_layers)
+            identity = identify_target(target, "tiny")
+            write_settings(folder, StoreSettings(identity, tensors, "float32", None, [], 64, ""))
+        return HybridFeatures(OnlineFeatures(target, layers), FeatureStore(folder), shard_bytes=shard_bytes)
+
+    def test_each_text_is_computed_and_written_once(
+        self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        computed = count_computed(monkeypatch)
+        features = self.make(target, tmp_path, shard_bytes=10**4)
+        collate = features.collator(COLLATE)
+        wanted = [OnlineFeatures(target, (2,))(COLLATE([row])) for row in ROWS]
+        computed.clear()
+        for epoch in range(2):
+            for row, states in zip(ROWS, wanted, strict=True):
+                found, size = features(collate([row])), len(row["input_ids"])
+                assert torch.equal(found.features[0, :size], states.features[0, :size])
+                assert torch.equal(found.last_hidden[0, :size], states.last_hidden[0, :size])
+            features.flush()
+            features.store.refresh()
+            assert len(computed) == len(ROWS), epoch
+        assert len(features.store) == len(ROWS)
+        assert 1 < len(list(tmp_path.glob("cache-0-*.safetensors"))) < len(ROWS)
+
+    def test_what_a_kill_lost_is_computed_again(
+        self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        computed = count_computed(monkeypatch)
+        killed = self.make(target, tmp_path, shard_bytes=10**4)
+        for row in ROWS[:4]:
+            killed(killed.collator(COLLATE)([row]))
+        kept = len(FeatureStore(tmp_path))
+        assert 0 < kept < 4
+        (tmp_path / "cache-0-00009.safetensors").write_bytes(b"torn")  # no .json: it was not finished
+        computed.clear()
+        again = self.make(target, tmp_path, shard_bytes=10**4)
+        for row in ROWS:
+            again(again.collator(COLLATE)([row]))
+        again.flush()
+        assert len(computed) == len(ROWS) - kept
+        assert len(FeatureStore(tmp_path)) == len(ROWS)
+
+    def test_a_full_disk_ends_the_writing_not_the_training(
+        self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        features = self.make(target, tmp_path, shard_bytes=1)
+        collate = features.collator(COLLATE)
+        features(collate(ROWS[:1]))
+        with limited_file_size(1000):
+            for row in ROWS[1:3]:
+                features(collate([row]))
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "make room" in caplog.text
+        assert len(FeatureStore(tmp_path)) == 1
+        assert not list(tmp_path.glob("*.tmp"))
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most rows of logits (last dimension V) that any operation gives."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for value in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(value, Tensor) and value.dim() and value.shape[-1] == self.vocab_size:
+                self.rows = max(self.rows, value.numel() // self.vocab_size)
+        return output
+
+
+def test_extraction_never_holds_all_logits(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extraction = make_extraction(target, tmp_path, [2], teacher_top_k=4)
+    monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 40 * target.vocab_size)
+    with LargestLogits(target.vocab_size) as largest:
+        run_extraction(extraction)
+    assert target.hidden_size < largest.rows <= 40 < sum(len(row["input_ids"]) for row in ROWS)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="older releases keep all hidden states")
+def test_no_states_are_kept_but_those_that_are_tapped(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    run = Target._run
+
+    def counted(self: Target, *args: Any, **kwargs: Any) -> Any:
+        output = run(self, *args, **kwargs)
+        kept.append(sum(state is not None for state in output.hidden_states))
+        return output
+
+    monkeypatch.setattr(Target, "_run", counted)
+    OnlineFeatures(target, (1, 3))(COLLATE(ROWS))
+    assert set(kept) == {2}

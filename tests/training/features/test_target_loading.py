@@ -1,0 +1,68 @@
+"""Targets that are spread over devices while heads train on one: what one CPU can show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Target
+from tests.tiny_targets import tiny_target
+from tests.training.runner import Runner, assert_same
+from training.features.target_loading import PlacementArguments, check_placement, load_model
+from training.options.arguments import ModelArguments
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.filterwarnings("ignore")  # of accelerate, about the parameters it has put elsewhere
+def test_heads_train_the_same_above_a_spread_target(train: Runner, tmp_path: Path) -> None:
+    """All on the CPU by a map; and with layers and the LM head on disk, which accelerate brings for each pass."""
+    options: dict[str, Any] = {"max_steps": 2, "num_eval_prompts": 1}
+    train(**options)
+    weights = train.weights()
+    train(**options, target_device_map=json.dumps({"": "cpu"}))
+    assert_same(weights, train.weights())
+    places = {"model.layers.1": "disk", "model.layers.3": "disk", "lm_head": "disk", "": "cpu"}
+    train(**options, target_device_map=json.dumps(places), target_offload_folder=tmp_path / "offload")
+    assert_same(weights, train.weights())
+
+
+def test_the_rest_of_a_map(target_path: Path) -> None:
+    """What no key names: the layers on disk, everything else here; weights in safetensors need no folder."""
+    model_args = ModelArguments(str(target_path), head_type="medusa")
+    model = load_model(model_args, PlacementArguments('{"model.layers": "disk", "": "cpu"}'), CPU, num_processes=1)
+    on_disk = {name for name, weight in model.named_parameters() if weight.is_meta}
+    assert on_disk == {name for name, _ in model.named_parameters() if ".layers." in name}
+    check_placement(Target(model), CPU)
+
+
+@pytest.mark.parametrize("text", ["everywhere", "[1, 2]", "{"])
+def test_maps_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"allowed are auto, balanced, .* or a JSON mapping of module names"):
+        PlacementArguments(target_device_map=text)
+
+
+def test_a_folder_for_nothing() -> None:
+    with pytest.raises(ValueError, match="got target_offload_folder place without target_device_map"):
+        PlacementArguments(target_offload_folder="place")
+
+
+def test_a_map_with_several_processes(target_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"target_device_map auto with 2 processes, .* start one process, or split"):
+        load_model(
+            ModelArguments(str(target_path), head_type="medusa"), PlacementArguments("auto"), CPU, num_processes=2
+        )
+
+
+def test_a_map_and_a_target_split_over_processes() -> None:
+    with pytest.raises(ValueError, match="got target_device_map auto and shard_target fsdp2: the one spreads"):
+        PlacementArguments("auto", shard_target="fsdp2")
+
+
+def test_an_embedding_elsewhere() -> None:
+    with pytest.raises(ValueError, match=r"keeps the target's token embedding on cpu, and the heads train on cuda:1"):
+        check_placement(Target(tiny_target("llama")), torch.device("cuda:1"))

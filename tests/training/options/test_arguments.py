@@ -1,0 +1,268 @@
+"""Options from YAML and from the command line: what wins, what is refused, and what a refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import TrainingArguments
+
+from training.features.target_loading import PlacementArguments
+from training.options.arguments import DataArguments
+from training.options.command_line import ARGUMENT_CLASSES, parse_arguments, resolve_arguments
+from training.options.run_arguments import pick
+
+REQUIRED = ["--target", "t", "--head_type", "kind", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
+
+
+def write(folder: Path, settings: dict[str, Any] | str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(settings if isinstance(settings, str) else yaml.safe_dump(settings), encoding="utf-8")
+    return str(path)
+
+
+def test_yaml_alone(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        "target: t\nhead_type: kind\nhead_overrides: {num_heads: 4, rope: [1, 2]}\ndataset: [a.jsonl, b.jsonl]\n"
+        "learning_rate: 1e-3\nbf16: false\nuse_cpu: true\nmax_samples: null\nmax_steps: -1\n"
+        "lr_scheduler_kwargs: {num_cycles: 0.5}\n",
+    )
+    model, data, training, *_ = parse_arguments(["--config", config])
+    assert model.parse_head_overrides() == {"num_heads": 4, "rope": [1, 2]}
+    assert data.dataset == ["a.jsonl", "b.jsonl"]
+    assert data.max_samples is None
+    assert training.learning_rate == 1e-3, "YAML 1.1 reads 1e-3 as a string"
+    assert training.lr_scheduler_kwargs == {"num_cycles": 0.5}
+    assert training.bf16 is False
+
+
+def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        {
+            "target": "yaml",
+            "head_type": "kind",
+            "head_overrides": {"num_heads": 4, "num_layers": 2},
+            "dataset": ["a", "b"],
+            "max_length": 100,
+            "bf16": True,
+            "use_cpu": True,
+        },
+    )
+    flags = ["--target", "flag", "--dataset", "c", "--max-length", "7", "--no_bf16"]
+    overrides = ["--head_overrides", "num_heads=5", "--head_overrides", "name=x", "other=1e-5"]
+    model, data, training, *_ = parse_arguments([*flags, "--config", config, *overrides])
+    assert (model.target, data.dataset, data.max_length, training.bf16) == ("flag", ["c"], 7, False)
+    assert model.parse_head_overrides() == {"num_heads": 5, "num_layers": 2, "name": "x", "other": 1e-5}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of machines that have CPUs alone")
+def test_bfloat16_on_cpus_needs_no_further_option() -> None:
+    _, _, training, *_ = parse_arguments([*REQUIRED[:6], "--bf16", "true"])
+    assert training.bf16
+    assert (training.device.type, training.use_cpu) == ("cpu", False)  # as it was given, for machines with accelerators
+
+
+def test_defaults_leave_the_machine_alone() -> None:
+    _, _, training, *_ = parse_arguments(REQUIRED)
+    assert training.report_to == []
+    assert training.remove_unused_columns is False
+    assert training.prediction_loss_only is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [*REQUIRED, "--learning_rat", "1"],
+            "unknown key 'learning_rat' on the command line; did you mean 'learning_rate'",
+        ),
+        ([*REQUIRED, "--max-lenght=3"], "did you mean 'max_length'"),
+        ([*REQUIRED, "--no_bf1"], "did you mean 'bf16'"),
+        (["--head_typ", "kind"], "did you mean 'head_type'"),
+        ([*REQUIRED, "stray"], "unexpected value 'stray'"),
+        ([*REQUIRED, "--max_length", "many"], "max_length.*invalid int value: 'many'"),
+        ([*REQUIRED, "--max_length", "none"], "got max_length none: it always has a value; .* the default, 2048"),
+        ([*REQUIRED, "--target_dtype", "null"], "target_dtype.*invalid choice: .null."),
+        ([*REQUIRED, "--max_length", "0"], "got max_length 0: it must be at least 1"),
+        ([*REQUIRED, "--num_eval_prompts", "-1"], "got num_eval_prompts -1"),
+        ([*REQUIRED, "--shuffle_buffer", "5"], "got shuffle_buffer 5 without streaming"),
+        ([*REQUIRED, "--vocabulary_rows", "5"], "got vocabulary_rows 5 without streaming"),
+        ([*REQUIRED, "--max_disk_gb", "5"], "got max_disk_gb 5.0 without feature_mode hybrid"),
+        ([*REQUIRED, "--features", "d", "--feature_shard_mb", "5"], "got feature_shard_mb 5.0 without feature_mode"),
+        ([*REQUIRED, "--eval_split", "test"], "got eval_split 'test' without eval_dataset"),
+        (
+            [*REQUIRED[:5], "some/set", "--eval_dataset", "other", "some/set", "--eval_split", "train"],
+            "got some/set as dataset and as eval_dataset, with the splits 'train' and 'train': that evaluates on what",
+        ),
+        (
+            [*REQUIRED[:5], __file__, "--eval_dataset", __file__],
+            "test_arguments.py as dataset and as eval_dataset, with the splits 'train' and 'validation'",
+        ),
+        ([*REQUIRED, "--validation_fraction", "1.5"], r"got validation_fraction 1.5: it is a share, from 0 to below 1"),
+        ([*REQUIRED, "--step_decay", "0"], "got step_decay 0.0: it must be above 0"),
+        ([*REQUIRED, "--muon_learning_rate", "0"], "got muon_learning_rate 0.0: it must be above 0"),
+        ([*REQUIRED, "--loss_type", "hinge"], "loss_type is 'hinge'.*cross_entropy"),
+        ([*REQUIRED, "--depth_weights", "d_pac"], "got depth_weights 'd_pac': give d_pace, or one number"),
+        (
+            [*REQUIRED, "--depth_weights", "1,0.5", "--step_decay", "0.8"],
+            "depth_weights '1,0.5' and step_decay 0.8",
+        ),
+        ([*REQUIRED, "--target_dtype", "int8"], "target_dtype.*int8.*bfloat16"),
+        ([*REQUIRED, "--init_heads", "h"], "give head_type to create heads, or init_heads"),
+        (["--target", "t", "--dataset", "d"], "give head_type to create heads, or init_heads"),
+        (
+            ["--target", "t", "--dataset", "d", "--init_heads", "h", "--head_overrides", "a=1"],
+            "leave head_overrides out",
+        ),
+        ([*REQUIRED, "--head_overrides", "num_heads"], "got --head_overrides 'num_heads': write key=value"),
+        ([*REQUIRED, "--remove_unused_columns"], "got remove_unused_columns True"),
+        ([*REQUIRED, "--prediction_loss_only", "false"], "got prediction_loss_only False"),
+        (["--target", "t"], "required: --dataset"),
+        (["--config", "absent.yaml"], "got --config absent.yaml: cannot read it .No such file.*configs/train"),
+    ],
+)
+def test_bad_command_lines_say_what_to_do(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("targt: x", r"unknown key 'targt' in .*config.yaml; did you mean 'target'"),
+        ("no_bf16: true", "unknown key 'no_bf16'"),
+        ("- target", "holds list: write one `key: value` per line"),
+        ("target: [", "is not valid YAML"),
+        ("", "holds NoneType"),
+        ("max_length: null", "got max_length: null"),
+        ("target: null", "got target: null"),
+        ("head_overrides: [num_heads=4]", "in YAML it is a mapping"),
+        ("max_length: [1, 2]", "unexpected value '2'"),
+        ("max_length: {a: 1}", "max_length.*invalid int value"),
+    ],
+)
+def test_bad_files_say_what_to_do(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_arguments([*REQUIRED, "--config", write(tmp_path, text)])
+
+
+def test_resolved_options_read_back_to_the_same_run(tmp_path: Path) -> None:
+    # max_grad_norm 1.0 is transformers' default and not ours: it must survive all the same.
+    flags = ["--max_grad_norm", "1.0", "--weight_decay", "0.1", "--head_overrides", "a=[1]", "--hub_token", "secret"]
+    arguments = parse_arguments([*REQUIRED, *flags, "--report_to", "tensorboard", "--eval_strategy", "epoch"])
+    settings = resolve_arguments(*arguments)
+    assert settings["max_grad_norm"] == 1.0
+    assert "secret" not in str(settings)
+    assert "hub_token" not in settings
+    again = parse_arguments(["--config", write(tmp_path, settings)])
+    assert again[:2] == arguments[:2]
+    one, other = (dataclasses.replace(a[2], hub_token=None).to_dict() for a in (arguments, again))
+    assert one == other
+    assert resolve_arguments(*again) == settings
+
+
+@pytest.mark.parametrize("word", ["none", "null", "None"])
+def test_none_unsets_an_option(tmp_path: Path, word: str) -> None:
+    """On the command line and in a file over its base; the last word wins, and what was unset is written down so."""
+    (tmp_path / "base.yaml").write_text("muon_learning_rate: 0.04\nmax_samples: 5\nsave_total_limit: 3\nmax_steps: 2\n")
+    config = write(tmp_path, {"base": "base.yaml", "max_samples": None, "metric_for_best_model": None})
+    words = [*REQUIRED, "--config", config]
+    assert parse_arguments(words)[2].muon_learning_rate == 0.04
+    flags = ["--muon-learning-rate", word, f"--save_total_limit={word}", "--loss_type", word, "--eval_prompts", word]
+    arguments = parse_arguments([*words, *flags, "--optim_target_modules", word])
+    _, data, training, *_ = arguments
+    assert (data.max_samples, training.max_steps) == (None, 2)
+    for key in ("muon_learning_rate", "save_total_limit", "metric_for_best_model", "loss_type", "optim_target_modules"):
+        assert getattr(training, key) is None, key
+    assert parse_arguments([*words, *flags, "--muon_learning_rate", "0.02"])[2].muon_learning_rate == 0.02
+    again = parse_arguments(["--config", write(tmp_path, resolve_arguments(*arguments))])
+    assert again[2].to_dict() == training.to_dict()
+
+
+def test_a_text_may_be_the_word_none() -> None:
+    _, _, training, *more = parse_arguments([*REQUIRED, "--report_to", "none", "--shard_target", "none"])
+    assert training.report_to == []
+    assert pick(more, PlacementArguments).shard_target == "none"
+
+
+def test_every_option_is_documented_once() -> None:
+    stock = {key.name for key in dataclasses.fields(TrainingArguments)}
+    names = [key.name for kind in ARGUMENT_CLASSES for key in dataclasses.fields(kind) if key.init]
+    assert len(names) == len(set(names))
+    for kind in ARGUMENT_CLASSES:
+        for key in dataclasses.fields(kind):
+            if key.init and (key.name not in stock or key.name in kind.__annotations__):
+                assert len(key.metadata.get("help", "")) > 15, f"{kind.__name__}.{key.name} has no help text"
+
+
+def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse_arguments(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert "--config FILE.yaml" in text
+    assert "--head_overrides" in text
+    assert "unsets an option that may have no value" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset_weights": [1.0]}, "got 1 dataset_weights for 2 of dataset: give one for each"),
+        ({"dataset_weights": [1.0, 0.0]}, "each must be above 0"),
+        ({"stopping_strategy": "all_exhausted"}, "without dataset_weights"),
+        ({"dataset_split": ["a", "b", "c"]}, "got 3 of dataset_split for 2 of dataset"),
+        ({"columns": ["prompt"]}, "got columns 'prompt': write ROLE=COLUMN"),
+        ({"columns": ["prompt=a"]}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
+        ({"dataset_format": "sharegtp"}, r"did you mean 'sharegpt'\?"),
+        ({"dataset_split": ["a", "b"], "eval_dataset": ["some/b"], "eval_split": "b"}, "evaluates on what is learned"),
+    ],
+)
+def test_sources_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataArguments(dataset=["some/a", "some/b"], **options)
+
+
+def test_columns_and_weights_are_read_from_yaml_and_back(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "target: t\nhead_type: kind\nbf16: false\nuse_cpu: true\ndataset: [a.jsonl, b.parquet]\n"
+        "dataset_weights: [0.7, 3]\ncolumns: {prompt: question, response: solution}\n"
+    )
+    arguments = parse_arguments(["--config", str(config)])
+    assert arguments[1].dataset_weights == [0.7, 3.0]
+    assert arguments[1].record_format().columns == {"prompt": "question", "response": "solution"}
+    config.write_text(yaml.safe_dump(resolve_arguments(*arguments)))
+    assert parse_arguments(["--config", str(config)])[1] == arguments[1]
+    said = parse_arguments(["--config", str(config), "--columns", "messages=dialog"])[1]
+    assert said.record_format().columns == {"messages": "dialog"}
+
+
+class TestBase:
+    def test_a_file_changes_another(self, tmp_path: Path) -> None:
+        """A key replaces the base's whole value, and the command line wins over both."""
+        (tmp_path / "deep").mkdir()
+        shared = {"target": "t", "dataset": ["d"], "head_type": "medusa", "head_overrides": {"num_heads": 2}, "seed": 3}
+        (tmp_path / "shared.yaml").write_text(yaml.safe_dump(shared))
+        (tmp_path / "middle.yaml").write_text("base: shared.yaml\nseed: 4\nhead_overrides: {num_layers: 2}\n")
+        (tmp_path / "deep" / "one.yaml").write_text("base: ../middle.yaml\ndataset: e\n")
+        words = ["--config", str(tmp_path / "deep" / "one.yaml"), "--use_cpu", "true"]
+        model, data, training, *_ = parse_arguments(words)
+        assert (model.target, data.dataset, training.seed) == ("t", ["e"], 4)
+        assert model.parse_head_overrides() == {"num_layers": 2}
+        assert parse_arguments([*words, "--seed", "5"])[2].seed == 5
+
+    def test_circles_and_missing_files(self, tmp_path: Path) -> None:
+        (tmp_path / "one.yaml").write_text("base: other.yaml\n")
+        (tmp_path / "other.yaml").write_text("base: one.yaml\n")
+        with pytest.raises(ValueError, match=r"one.yaml is its own base, by way of 2 files"):
+            parse_arguments(["--config", str(tmp_path / "one.yaml")])
+        (tmp_path / "other.yaml").write_text("base: nowhere.yaml\n")
+        with pytest.raises(ValueError, match=r"nowhere.yaml: cannot read it"):
+            parse_arguments(["--config", str(tmp_path / "one.yaml")])

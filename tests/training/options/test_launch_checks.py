@@ -1,0 +1,90 @@
+"""What a launcher asked for, and what accelerate made of it: a run that is another one than was launched is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.integrations import deepspeed as integration
+
+from tests.tiny_targets import tiny_target
+from training.features.sharded_target import shard_target
+from training.options.arguments import HeadsTrainingArguments
+from training.run.launching import Launch, check_launch, loading_whole, settle_devices
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> HeadsTrainingArguments:
+    return HeadsTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+
+
+def test_one_process_is_what_it_says(args: HeadsTrainingArguments) -> None:
+    check_launch(args)
+    assert Launch.read(args, {}) == Launch(num_processes=1, strategy="ddp", is_alone=False)
+
+
+def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments) -> None:
+    accelerate = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
+    for environ, expected in (
+        ({"WORLD_SIZE": "8"}, Launch(8, "ddp", False)),
+        ({"PMI_SIZE": "4", **accelerate}, Launch(4, "ddp", False)),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", **accelerate}, Launch(2, "fsdp", False)),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true", **accelerate}, Launch(2, "deepspeed", False)),
+        (accelerate, Launch(1, "ddp", True)),
+        ({"MASTER_ADDR": "127.0.0.1"}, Launch(1, "ddp", False)),
+    ):
+        assert Launch.read(args, environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "10.0.0.1"}, "several processes .* and started one"),
+        ({"WORLD_SIZE": "2"}, "started 2 processes, and this one sees 1 .* would train alone on all of the data"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed was asked for, and accelerate set up .*NO with 1 processes"),
+    ],
+)
+def test_a_silent_fallback_is_refused(
+    environ: dict[str, str], message: str, args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ValueError, match=message):
+        check_launch(args)
+
+
+def test_a_deepspeed_file_for_cpus_needs_accelerate(
+    args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(args, "deepspeed", "zero.json")
+    with pytest.raises(ValueError, match=r"start with `accelerate launch .* instead of --deepspeed zero\.json"):
+        check_launch(args)
+
+
+def test_use_cpu_beside_deepspeed_is_refused(args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="got use_cpu with deepspeed, which accelerate silently turns into plain data"):
+        settle_devices(args)
+
+
+def test_zero_3_and_fsdp_split_nothing_while_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Config:
+        def is_zero3(self) -> bool:
+            return True
+
+    config = Config()
+    monkeypatch.setattr(integration, "_hf_deepspeed_config_weak_ref", None)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    integration.set_hf_deepspeed_config(config)
+    with loading_whole():
+        assert not integration.is_deepspeed_zero3_enabled()
+    assert integration.is_deepspeed_zero3_enabled()
+
+
+def test_a_target_is_not_split_in_one_process() -> None:
+    target = tiny_target("llama")
+    with pytest.raises(ValueError, match="got shard_target fsdp2 in a run of one process"):
+        shard_target(target, "fsdp2", torch.device("cpu"))

@@ -1,0 +1,201 @@
+"""What a finished run says of itself: the page, the card, the bar."""
+
+from __future__ import annotations
+
+import html.parser
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from heads import DraftHeads
+from inference import GenerationStats
+from tests.training.runner import Runner, assert_same, write_conversations
+from training.reporting import run_report
+from training.reporting.examples import Example, Piece
+from training.reporting.model_card import render_card
+from training.reporting.progress import RunProgress
+from training.reporting.report import add_throughput, render_report
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page, and its text by tag and class."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.drafted: list[str] = []
+        self.is_in_span = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.is_in_span = tag == "span"
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self.is_in_span:
+            self.drafted.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.is_in_span = False
+
+
+class TestReport:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def finished(cls, target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+        folder = tmp_path_factory.mktemp("reported")
+        runner = Runner(target_path, write_conversations(folder / "conversations.jsonl"), folder / "heads")
+        runner(report=True, eval_strategy="steps", eval_steps=4, max_steps=8)
+        return runner
+
+    def test_a_run_leaves_a_page_of_its_own(self, finished: Runner) -> None:
+        text = (finished.output_dir / "report.html").read_text()
+        page = Page(text)
+        plots = [attrs["alt"] for tag, attrs in page.tags if tag == "img"]
+        expected = {"loss", "acceptance length", "learning rate", "tokens a second"}
+        assert expected < set(plots)
+        links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href")]
+        assert all(link and link.startswith("data:image/svg+xml;base64,") for link in links), "no network"
+        assert not re.search(r"<(script|link)\b", text)
+        record = json.loads((finished.output_dir / "training_record.json").read_text())
+        assert f"{record['metrics']['eval_acceptance_length']:.4g}" in page.texts
+        assert {"learning_rate", "0.003", "tokens that are learned"} < set(page.texts)
+        assert text.count("<h3>") == 2
+        assert len(page.drafted) > 1, "something is drafted and accepted, besides the legend"
+
+    def test_its_card_says_how_to_decode(self, finished: Runner) -> None:
+        text = (finished.output_dir / "README.md").read_text()
+        _, front, body = text.split("---\n", 2)
+        data = yaml.safe_load(front)
+        assert data["library_name"] == "draftsmith"
+        assert data["license"] == "unknown"
+        assert data["tags"] == ["speculative-decoding", "draft-heads", "eagle3"]
+        assert "base_model" not in data, "a folder is no hub id"
+        assert "| acceptance_length | " in body
+        assert "8 optimizer steps" in body
+        code = body.split("```python\n")[1].split("```")[0].replace("print(", "found = (")
+        scope: dict[str, Any] = {}
+        exec(code.replace('"Hello"', '"word1 word2"').replace("128", "4"), scope)
+        assert isinstance(scope["heads"], DraftHeads)
+        assert scope["output"].sequences.shape[1] == scope["prompt"]["input_ids"].shape[1] + 4
+
+    def test_hub_ids_stand_in_the_metadata_of_the_card(self) -> None:
+        card = render_card(
+            kind="medusa",
+            target="org/model",
+            location="me/heads",
+            datasets=["org/data:part", "file.jsonl"],
+            metrics={"eval_loss": 1.5, "eval_runtime": 3.0},
+            num_prompts=0,
+            record={"steps": 3, "tokens": 1000, "seconds": 2.5},
+            has_report=False,
+        )
+        data = yaml.safe_load(card.split("---\n")[1])
+        assert (data["base_model"], data["datasets"]) == ("org/model", ["org/data"])
+        assert "| loss | 1.5 |" in card
+        assert "runtime" not in card
+        assert "report.html" not in card
+
+    def test_texts_are_escaped(self) -> None:
+        example = Example("<script>alert(1)</script>", [Piece("<b>a & b</b>", True), Piece('"', False)], 2.0)
+        stats = GenerationStats()
+        stats.count_step(1)
+        text = render_report(
+            "<i>",
+            summary={"command": "<img src=x>"},
+            history=[{"step": 1, "loss": 2.0}],
+            options={"target": "</td>"},
+            data={},
+            examples=[example],
+            stats=stats,
+        )
+        page = Page(text)
+        assert not {"script", "b", "i"} & {tag for tag, _ in page.tags}
+        assert [attrs for tag, attrs in page.tags if tag == "img" and attrs.get("src") == "x"] == []
+        assert {"<script>alert(1)</script>", "<b>a & b</b>", "<img src=x>", "</td>"} < set(page.texts)
+        assert page.drafted[-1] == "<b>a & b</b>"
+
+    def test_without_matplotlib_there_are_no_curves(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        text = render_report("t", summary={}, history=[{"step": 1, "loss": 2.0}], options={}, data={})
+        assert "<img" not in text
+        assert "pip install &#34;draftsmith[bench]&#34;" in text
+        assert "matplotlib is not installed" in caplog.text
+
+    def test_the_clock_of_a_resumed_run_starts_anew(self) -> None:
+        history: list[dict[str, Any]] = [
+            {"loss": 1, "num_input_tokens_seen": 100, "train_runtime": 2.0},
+            {"eval_loss": 1},
+            {"loss": 1, "num_input_tokens_seen": 300, "train_runtime": 4.0},
+            {"loss": 1, "num_input_tokens_seen": 400, "train_runtime": 1.0},
+            {"loss": 1, "num_input_tokens_seen": 500, "train_runtime": 2.0},
+        ]
+        assert [line.get("tokens_per_second") for line in add_throughput(history)] == [50, None, 100, None, 100]
+
+    def test_what_goes_wrong_here_leaves_the_heads(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*args: Any, **kwargs: Any) -> str:
+            raise TypeError("a plot of nothing")
+
+        monkeypatch.setattr(run_report, "render_report", fail)
+        train(max_steps=1, report=True)
+        assert train.weights()
+        assert "the heads are saved, but their report or model card could not be written" in caplog.text
+        assert not (train.output_dir / "report.html").exists()
+
+    def test_a_card_that_somebody_wrote_is_kept(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
+        train.output_dir.mkdir()
+        (train.output_dir / "README.md").write_text("mine")
+        train(max_steps=1)
+        assert (train.output_dir / "README.md").read_text() == "mine"
+        assert "is somebody's own" in caplog.text
+
+    def test_uploads_all_of_it(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without a hub: what would be uploaded lies there when it is asked for."""
+        uploaded: list[set[str]] = []
+        monkeypatch.setattr("training.run.trainer.HeadsTrainer.init_hf_repo", lambda self, *_: None)
+        monkeypatch.setattr(
+            "training.run.trainer.HeadsTrainer.push_to_hub",
+            lambda self, *a, **k: uploaded.append({file.name for file in train.output_dir.iterdir()}),
+        )
+        train(max_steps=1, report=True, push_to_hub=True, hub_model_id="me/heads", hub_strategy="end")
+        assert len(uploaded) == 1
+        assert {"README.md", "report.html", "model.safetensors", "training_record.json"} <= uploaded[0]
+        assert 'DraftHeads.from_pretrained("me/heads"' in (train.output_dir / "README.md").read_text()
+
+
+class TestProgress:
+    def test_the_bar(self, train: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+        train(disable_tqdm=False, eval_strategy="steps", eval_steps=4)
+        error = capsys.readouterr().err
+        last = re.split(r"[\r\n]", error[error.index("training:") :])
+        line = [part for part in last if part.startswith("training:")][-1]
+        assert re.search(
+            r"training: 100%.*8/8 \[.*tokens/s=[\d,]+, loss=\d+\.\d+, first draft=[\d.]+%, acceptance length=\d\.\d\d",
+            line,
+        )
+
+    def test_only_the_main_process_has_one(self) -> None:
+        progress = RunProgress()
+        state: Any = type("State", (), {"is_world_process_zero": False, "global_step": 0})
+        progress.on_train_begin(None, state, None)  # type: ignore[arg-type]
+        progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
+        progress.on_step_end(None, state, None)  # type: ignore[arg-type]
+        progress.on_log(None, state, None, logs={"loss": 1.0})  # type: ignore[arg-type]
+        assert progress.bar is None
+
+
+def test_the_heads_are_those_of_the_run(train: Runner) -> None:
+    train(report=True, save_strategy="steps", save_steps=8)
+    assert_same(train.weights(), load_file(train.output_dir / "checkpoint-8" / "model.safetensors"))

@@ -1,0 +1,275 @@
+"""Several processes on the CPUs of one machine, launched with the files in configs/accelerate."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from heads import DraftHeads
+from tests.conftest import REPOSITORY
+from tests.training.runner import Runner, assert_same, write_conversations
+from training.run.resume import find_damage
+
+pytestmark = pytest.mark.slow
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the `deepspeed` extra")
+
+# Two steps, a checkpoint, two steps. The whole vocabulary, so that every predicted token has a loss and equal means
+# equal; an epsilon that keeps AdamW from making much of gradients that are rounding errors.
+OPTIONS: dict[str, Any] = {
+    "head_overrides": ["ttt_steps=2"],
+    "adam_epsilon": 1e-4,
+    "max_steps": 4,
+    "lr_scheduler_type": "constant",
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "use_cpu": None,
+}
+
+
+SPLIT = [
+    "fsdp2",
+    pytest.param("deepspeed_zero2", marks=needs_deepspeed),
+    pytest.param("deepspeed_zero3", marks=needs_deepspeed),
+]
+
+
+class Result(NamedTuple):
+    weights: dict[str, Tensor]
+    losses: list[float]
+    record: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_conversations(tmp_path_factory.mktemp("data") / "conversations.jsonl")
+
+
+@pytest.fixture
+def train(target_path: Path, conversations: Path, tmp_path: Path) -> Runner:
+    return Runner(target_path, conversations, tmp_path / "heads")
+
+
+@pytest.fixture(scope="module")
+def alone(target_path: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The same run in one process, with batches of twice the size."""
+    runner = Runner(target_path, conversations, tmp_path_factory.mktemp("alone") / "heads")
+    runner(**{**OPTIONS, "use_cpu": True, "per_device_train_batch_size": 4})
+    return read(runner)
+
+
+@pytest.fixture(scope="module")
+def alone_in_bfloat16(target_path: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    runner = Runner(target_path, conversations, tmp_path_factory.mktemp("alone") / "heads")
+    runner(**{**OPTIONS, "bf16": True, "use_cpu": True, "per_device_train_batch_size": 4})
+    return read(runner)
+
+
+def read(train: Runner) -> Result:
+    state = json.loads((train.output_dir / "checkpoint-4" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    return Result(train.weights(), losses, json.loads((train.output_dir / "training_record.json").read_text()))
+
+
+def command(config: str, train: Runner, **options: Any) -> list[str]:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    arguments = train.arguments(**{**OPTIONS, "per_device_train_batch_size": 2, **options})
+    return [*launcher, "--config_file", f"configs/accelerate/{config}.yaml", "training/train_heads.py", *arguments]
+
+
+def launch(config: str, train: Runner, **options: Any) -> str:
+    return start(command(config, train, **options))
+
+
+def start(words: list[str]) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        words,
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "distributed", "sharding"),
+    [
+        ("multi_gpu", {"distributed_type": "MULTI_CPU"}, "none"),
+        ("fsdp2", {"distributed_type": "FSDP"}, "fsdp2"),
+        pytest.param(
+            "deepspeed_zero2", {"distributed_type": "DEEPSPEED", "zero_stage": 2}, "none", marks=needs_deepspeed
+        ),
+        pytest.param(
+            "deepspeed_zero3", {"distributed_type": "DEEPSPEED", "zero_stage": 3}, "zero3", marks=needs_deepspeed
+        ),
+    ],
+)
+def test_two_processes_train_as_one(
+    config: str,
+    distributed: dict[str, Any],
+    sharding: str,
+    train: Runner,
+    alone: Result,
+    target_path: Path,
+) -> None:
+    """With twice the batch; and a run that is resumed half-way gives the very same weights and metrics, also where each
+    process now holds half of the target's layers (split heads cut batches into as many documents either way)."""
+    launch(config, train)
+    whole = read(train)
+    target = AutoModelForCausalLM.from_pretrained(target_path)
+    num_parameters = sum(weight.numel() for weight in target.parameters())
+    assert whole.record["distributed"] == {
+        **distributed,
+        "num_processes": 2,
+        "target_parameters_per_process": num_parameters,
+    }
+    assert whole.losses == pytest.approx(alone.losses, rel=1e-5)
+    for name, tensor in alone.weights.items():
+        torch.testing.assert_close(whole.weights[name], tensor, rtol=1e-3, atol=1e-5)
+    for name in ("eval_loss", "eval_top1_depth1", "eval_top5_depth2", "eval_acceptance_length"):
+        assert whole.record["metrics"][name] == pytest.approx(alone.record["metrics"][name], rel=1e-4)
+    assert_same(dict(DraftHeads.from_pretrained(train.output_dir).state_dict()), whole.weights)
+
+    newest = train.output_dir / "checkpoint-4"
+    assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    (newest / "trainer_state.json").unlink()
+    output = launch(config, train, resume_from_checkpoint=True, shard_target=sharding)
+    assert output.count("checkpoint-4 is passed over: trainer_state.json is missing") == 1
+    resumed = read(train)
+    assert_same(resumed.weights, whole.weights)
+    assert resumed.losses == whole.losses
+    in_layers = sum(weight.numel() for weight in target.model.layers.parameters())
+    held = num_parameters - (in_layers // 2 if sharding != "none" else 0)
+    assert resumed.record["distributed"]["target_parameters_per_process"] == held
+    assert resumed.record["metrics"].keys() == whole.record["metrics"].keys()
+    for name, value in whole.record["metrics"].items():
+        if "runtime" not in name and "per_second" not in name:
+            assert resumed.record["metrics"][name] == value, name
+
+
+@pytest.mark.parametrize("config", SPLIT)
+def test_bfloat16_is_autocast_around_float32_weights(config: str, train: Runner, alone_in_bfloat16: Result) -> None:
+    """And a run that is killed behind its last step goes on to the same result, that of its best step under ZeRO-3
+    (here the one with the highest loss, which is not the last)."""
+    options: dict[str, Any] = {"bf16": True}
+    if config == "deepspeed_zero3":
+        options |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+        options |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    launch(config, train, **options)
+    whole = read(train)
+    assert whole.losses == pytest.approx(alone_in_bfloat16.losses, rel=1e-3)
+    assert {tensor.dtype for tensor in whole.weights.values()} == {torch.float32}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in whole.weights.values())
+    best = 2 if config == "deepspeed_zero3" else 4
+    assert_same(load_file(train.output_dir / f"checkpoint-{best}" / "model.safetensors"), whole.weights)
+
+    for name in ("model.safetensors", "training_record.json"):
+        (train.output_dir / name).unlink()
+    launch(config, train, **options, resume_from_checkpoint=True)
+    resumed = read(train)
+    assert_same(resumed.weights, whole.weights)
+    for name in ("eval_loss", "eval_top5_depth2", "eval_acceptance_length"):
+        assert resumed.record["metrics"][name] == pytest.approx(whole.record["metrics"][name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("config", SPLIT)
+def test_a_dry_run_finds_no_problem(config: str, train: Runner, tmp_path: Path) -> None:
+    """Where there are none; each process holds half of the heads' moments, and under FSDP2 and ZeRO-3 of the heads."""
+    file = tmp_path / "dry.json"
+    launch(config, train, dry_run=True, dry_run_json=file)
+    found = json.loads(file.read_text())
+    assert not found["problems"]
+    assert {"training steps", "evaluating held-out rows", "saving and resuming a checkpoint"} <= {*found["passed"]}
+    memory, weights = found["figures"]["memory of a process"], 4 * found["figures"]["parameters"]["of the heads"]
+    held = weights if config == "deepspeed_zero2" else weights / 2
+    assert memory["weights of the heads"] == pytest.approx(held, rel=0.1)
+    assert memory["gradients"] == pytest.approx(weights / 2, rel=0.1)
+    copies = 2 if config == "fsdp2" else 3  # ZeRO's optimizer has its own copy of the weights, too
+    assert memory["optimizer"] == pytest.approx(copies * weights / 2, rel=0.1)
+    assert not train.output_dir.exists()
+
+
+@pytest.mark.parametrize("config", SPLIT[:2])
+def test_a_shipped_configuration_trains_without_muon(config: str, conversations: Path, tmp_path: Path) -> None:
+    """As docs/training.md has it, for two steps."""
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}.yaml"]
+    words += ["training/train_heads.py", "--config", "configs/train/eagle3-chat-13m.yaml"]
+    words += ["--dataset", str(conversations), "--max_samples", "20", "--validation_fraction", "0.2"]
+    words += ["--max_steps", "2", "--num_eval_prompts", "0", "--metric_for_best_model", "loss"]
+    words += ["--greater_is_better", "false", "--output_dir", str(tmp_path / "heads")]
+    start([*words, "--muon_learning_rate", "none"])
+    assert DraftHeads.from_pretrained(tmp_path / "heads").config.head_type == "eagle3"
+    with pytest.raises(AssertionError, match=r"train_heads\.py: got muon_learning_rate 0\.04 under DeepSpeed or FSDP"):
+        start(words)
+
+
+def test_a_killed_process_ends_the_run_and_its_checkpoint_goes_on(train: Runner, alone: Result) -> None:
+    """DDP, with a split target: the processes also wait for each other in its passes."""
+
+    def run(**options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command("multi_gpu", train, **options),
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    process = run(max_steps=100_000, shard_target="fsdp2")
+    deadline = time.monotonic() + 200
+    while not (train.output_dir / "checkpoint-4").is_dir():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    workers = {child.environ().get("RANK"): child for child in psutil.Process(process.pid).children()}
+    workers["1"].send_signal(signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    said = re.search(
+        r"train_heads.py, process 0: process 1 has died .*; (\S+) is complete: go on with the same", output
+    )
+    assert said, output
+    assert "rank      : 1 (local_rank: 1)\n  exitcode  : -9" in output
+    checkpoint = Path(said[1])
+    assert find_damage(checkpoint) is None
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+
+    launch(
+        "multi_gpu",
+        train,
+        resume_from_checkpoint=True,
+        resume_with_changes=True,
+        shard_target="fsdp2",
+        max_steps=step + 2,
+    )
+    state = json.loads((train.output_dir / f"checkpoint-{step + 2}" / "trainer_state.json").read_text())
+    logged = [entry for entry in state["log_history"] if "loss" in entry]
+    assert [entry["step"] for entry in logged] == [*range(1, step + 3)]
+    assert [entry["loss"] for entry in logged[:4]] == pytest.approx(alone.losses, rel=1e-5)
+    record = json.loads((train.output_dir / "training_record.json").read_text())
+    assert (
+        record["distributed"]["target_parameters_per_process"]
+        < alone.record["distributed"]["target_parameters_per_process"]
+    )
+    DraftHeads.from_pretrained(train.output_dir)

@@ -1,0 +1,424 @@
+"""Joint training of heads and adapters of the target (Medusa-2): what is trained when, how much, and what is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import training.run.joint as joint_module
+from heads import HEAD_TYPES, DraftHeads, create_heads
+from inference import Target, generate
+from tests.conftest import needs_muon
+from tests.tiny_targets import random_prompt, tiny_target
+from tests.training.runner import InterruptedRunError, Runner, assert_same, interrupt_at_step
+from training.data.collation import ConversationCollator
+from training.features.sources import TargetStates
+from training.losses.draft_loss import LossOutput, draft_loss
+from training.losses.teacher import compute_teacher
+from training.options.command_line import parse_arguments
+from training.run.joint import JointArguments, JointModel, add_adapter
+from training.run.joint_trainer import JointTrainer
+from training.run.run import prepare_run
+
+pytest.importorskip("peft", reason="peft is an optional extra")
+
+# peft asks transformers by a name that transformers has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+_NAMES = {key.name for key in dataclasses.fields(TrainingArguments)}
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
+JOINT: dict[str, Any] = {
+    "head_type": "medusa",
+    "head_overrides": ["num_heads=2"],
+    "lora_r": 4,
+    "heads_warmup_steps": 0,
+    "heads_loss_weight": 0.2,
+    "num_eval_prompts": 0,
+    "validation_fraction": 0,
+}
+NO_LOSS = LossOutput(loss=torch.zeros(()))
+
+
+def adapters(trainer: Any) -> list[Tensor]:
+    return [weight.detach().clone() for weight in trainer.joint.adapters]
+
+
+def stored_adapter(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+class TestLosses:
+    """`JointModel.forward` against both losses computed from whole logits of the stock PEFT model."""
+
+    @pytest.fixture(autouse=True)
+    def _set_up(self) -> None:
+        rows = [
+            {"input_ids": random_prompt(length, seed=length)[0].tolist(), "loss_mask": [0] * 5 + [1] * (length - 5)}
+            for length in (21, 14)
+        ]
+        self.batch = ConversationCollator(0)(rows)
+
+    def make(self, head_type: str = "medusa", **options: Any) -> JointModel:
+        torch.manual_seed(7)
+        model: Any = add_adapter(tiny_target("llama").requires_grad_(False), JointArguments(lora_r=4, **options))
+        for weight in model.parameters():
+            if weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.2)
+        target = Target(model)
+        return JointModel(create_heads(head_type, target), target, JointArguments(lora_r=4, **options))
+
+    def draft(self, joint: JointModel, states: TargetStates) -> LossOutput:
+        ids, mask = self.batch["input_ids"], self.batch["loss_mask"]
+        teacher = compute_teacher(joint.target, states.last_hidden, ids, mask, None, loss_type="distillation")
+        loss = partial(draft_loss, teacher=teacher, loss_mask=mask, loss_type="distillation", step_decay=0.8)
+        output: LossOutput = joint.heads(states.features, ids, loss_fn=loss, loss_mask=mask)
+        return output
+
+    def gradients(self, joint: JointModel, loss: Tensor) -> dict[str, Tensor]:
+        joint.zero_grad()
+        loss.backward()
+        return {name: weight.grad.clone() for name, weight in joint.named_parameters() if weight.grad is not None}
+
+    def plainly(self, joint: JointModel) -> tuple[Tensor, Tensor]:
+        """(whole loss, the target's) by the textbook."""
+        model, ids, mask = joint.target.model, self.batch["input_ids"], self.batch["loss_mask"]
+        options = {"input_ids": ids, "attention_mask": self.batch["attention_mask"], "output_hidden_states": True}
+        with torch.no_grad(), model.disable_adapter():
+            before = model(**options).logits[:, :-1].log_softmax(-1)
+        output = model(**options)
+        after = output.logits[:, :-1].log_softmax(-1)
+        count = mask[:, 1:].sum()
+        if joint.args.target_loss == "lm":
+            each = F.cross_entropy(after.transpose(1, 2), ids[:, 1:], reduction="none")
+        else:
+            each = (before.exp() * (before - after)).sum(-1)
+        own = (each * mask[:, 1:]).sum() / count
+        hidden = [output.hidden_states[layer] for layer in joint.heads.feature_layers]
+        states = TargetStates(torch.cat(hidden, dim=-1), output.hidden_states[-1])
+        return own + joint.args.loss_weight * self.draft(joint, states).loss, own
+
+    @pytest.mark.parametrize("head_type", ["medusa", "eagle3"])
+    @pytest.mark.parametrize("target_loss", ["lm", "self_distillation"])
+    def test_losses_and_gradients(self, target_loss: str, head_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        joint = self.make(head_type, target_loss=target_loss, heads_loss_weight=0.3)
+        expected, own = self.plainly(joint)
+        wanted = self.gradients(joint, expected)
+        assert sum("adapters" in name for name in wanted) == len(joint.adapters) > 0
+        for is_chunked, is_recomputed in ((False, False), (True, False), (False, True)):
+            if is_chunked:
+                monkeypatch.setattr(joint_module, "rows_per_chunk", lambda columns: 3)
+            if is_recomputed:
+                joint.activation_checkpointing_enable()
+            output = joint(self.batch, partial(self.draft, joint), trains_target=True)
+            assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+            assert (output.target_sum / output.target_count).item() == pytest.approx(own.item(), rel=1e-5)
+            found = self.gradients(joint, output.loss)
+            assert found.keys() == wanted.keys()
+            for name, gradient in wanted.items():
+                assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+            monkeypatch.undo()
+
+    @pytest.mark.parametrize("target_loss", ["lm", "self_distillation"])
+    def test_packed_rows_equal_rows_of_their_own(self, target_loss: str) -> None:
+        """Also where a document begins with the assistant's token, which nothing in the row predicts."""
+        joint = self.make(target_loss=target_loss)
+        rows = [{"input_ids": random_prompt(n, seed=n)[0].tolist(), "loss_mask": [1] * n} for n in (9, 14, 6)]
+        parts = [joint(ConversationCollator(0)([row]), lambda states: NO_LOSS, trains_target=True) for row in rows]
+        wanted = self.gradients(joint, sum(part.loss * part.target_count for part in parts) / 26)
+        packed = {name: [[value for row in rows for value in row[name]]] for name in rows[0]}
+        batch = ConversationCollator(0)(
+            [{name: values[0] for name, values in packed.items()} | {"document_lengths": [9, 14, 6]}]
+        )
+        output = joint(batch, lambda states: NO_LOSS, trains_target=True)
+        assert output.target_count == 26 == sum(part.target_count for part in parts)
+        assert output.target_sum.item() == pytest.approx(sum(part.target_sum.item() for part in parts), rel=1e-4)
+        for name, gradient in self.gradients(joint, output.loss).items():
+            assert (wanted[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+    def test_the_heads_loss_alone_reaches_the_adapters(self) -> None:
+        joint = self.make(heads_loss_weight=1.0)
+        loss = joint(self.batch, partial(self.draft, joint), trains_target=True).heads.loss
+        found = self.gradients(joint, loss)
+        assert all(found[f"adapters.{place}"].abs().max() > 0 for place in range(len(joint.adapters)))
+
+    def test_warm_up_gives_the_adapters_zeros(self) -> None:
+        """Not nothing, for which DDP would wait."""
+        joint = self.make()
+        output = joint(self.batch, partial(self.draft, joint), trains_target=False)
+        assert output.target_sum is None
+        found = self.gradients(joint, output.loss)
+        assert all(not found[f"adapters.{place}"].any() for place in range(len(joint.adapters)))
+        assert found["heads.heads.0.lm_head.weight"].any()
+
+    def test_recomputation_keeps_less(self) -> None:
+        """Numbers that the graph keeps for the backward pass, weights aside."""
+        kept = []
+        for is_recomputed in (False, True):
+            joint = self.make()
+            if is_recomputed:
+                joint.activation_checkpointing_enable()
+            sizes: dict[int, int] = {}
+
+            def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+                sizes[tensor.data_ptr()] = tensor.numel()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                joint(self.batch, partial(self.draft, joint), trains_target=True)
+            kept.append(sum(sizes.values()))
+        assert kept[1] < 0.6 * kept[0]
+
+    def test_recomputation_leaves_the_layers_as_they_were(self) -> None:
+        """accelerate puts a forward of its own into layers that are spread over devices."""
+        target = self.make().target
+        layers = [module for module in target.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        hooked = layers[0].forward = partial(layers[0].forward)
+        with target.recomputing_layers():
+            assert layers[0].forward is not hooked
+        assert layers[0].forward is hooked
+        assert all("forward" not in vars(layer) for layer in layers[1:])
+
+    def test_only_the_adapters_dropout_is_ever_on(self) -> None:
+        joint = self.make(lora_dropout=0.5)
+        joint.train()
+        assert not joint.target.model.training
+        on = [name for name, module in joint.target.model.named_modules() if module.training]
+        assert on
+        assert all("lora_dropout" in name for name in on)
+        one, other = (joint(self.batch, partial(self.draft, joint), trains_target=True).loss for _ in range(2))
+        assert one != other
+        joint.eval()
+        assert not any(module.training for module in joint.target.model.modules())
+        one, other = (joint(self.batch, partial(self.draft, joint), trains_target=True).loss for _ in range(2))
+        assert one == other
+
+
+class TestRuns:
+    def prepare(self, train: Runner, **options: Any) -> JointTrainer:
+        trainer = prepare_run(*parse_arguments(train.arguments(**{**JOINT, **options}))).trainer
+        assert isinstance(trainer, JointTrainer)
+        return trainer
+
+    def test_both_learn_and_the_target_stays_itself(self, train: Runner) -> None:
+        options = {
+            "max_steps": 30,
+            "learning_rate": 0.008,
+            "heads_warmup_steps": 0.2,
+            "validation_fraction": 0.25,
+            "eval_strategy": "steps",
+            "eval_steps": 30,
+            "num_eval_prompts": 2,
+        }
+        metrics = train(**{**JOINT, **options})
+        history = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
+        assert metrics["eval_target_loss"] == pytest.approx(history["eval_target_loss"])
+        alone = train(**{**JOINT, **options, "max_steps": 1, "output_dir": train.output_dir.with_name("start")})
+        assert metrics["eval_loss"] < 0.9 * alone["eval_loss"]
+        assert 0 < metrics["eval_target_loss"] < 0.1
+        assert alone["eval_target_loss"] == 0
+
+        heads: DraftHeads = DraftHeads.from_pretrained(train.output_dir)
+        model = AutoModelForCausalLM.from_pretrained(train.defaults["target"]).eval()
+        prompt = random_prompt(9, vocab_size=60)
+        before = model(prompt).logits
+        target = heads.apply_adapter(model)
+        adapted: Any = target.model
+        assert not torch.equal(adapted(prompt).logits, before)
+        with adapted.disable_adapter():
+            assert torch.equal(adapted(prompt).logits, before)
+        mask = torch.ones_like(prompt)
+        sampled = {"max_new_tokens": 12, "do_sample": True, "seed": 3}
+        plain = generate(target, None, prompt, mask, **sampled)
+        assert torch.equal(generate(target, heads, prompt, mask, **sampled).sequences, plain.sequences)
+        greedy = generate(target, heads, prompt, mask, max_new_tokens=12, do_sample=False).sequences
+        assert torch.equal(
+            greedy, adapted.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=12, do_sample=False)
+        )
+
+        card = (train.output_dir / "README.md").read_text()
+        assert "the LoRA adapter in `adapter/`" in card
+        scope: dict[str, Any] = {}
+        exec(card.split("```python\n")[1].split("```")[0].replace("128", "4").replace("Hello", "word1"), scope)
+        assert torch.equal(scope["target"].model(prompt).logits, adapted(prompt).logits)
+
+    def test_warm_up_trains_the_heads_as_if_alone_and_nothing_else(self, train: Runner) -> None:
+        options = {**JOINT, "heads_loss_weight": 1.0, "heads_lr_multiplier": 1.0, "max_steps": 6, "weight_decay": 0.1}
+        trainer = self.prepare(train, **{**options, "heads_warmup_steps": 6})
+        before = adapters(trainer)
+        trainer.train()
+        assert all(torch.equal(one, other) for one, other in zip(before, adapters(trainer), strict=True))
+        assert not any(trainer.optimizer.state[weight] for weight in trainer.joint.adapters)
+        logs = [entry for entry in trainer.state.log_history if "heads_loss" in entry]
+        assert len(logs) == 6
+        assert not any("target_loss" in entry for entry in logs)
+        joint = {name: weight.clone() for name, weight in trainer.heads.state_dict().items()}
+        names = ("lora_r", "heads_warmup_steps", "heads_loss_weight", "heads_lr_multiplier")
+        train(**{**options, **dict.fromkeys(names)})
+        assert_same(joint, train.weights())
+
+    @pytest.mark.parametrize("muon", [None, pytest.param(0.02, marks=needs_muon)])
+    def test_learning_rates(self, train: Runner, muon: float | None) -> None:
+        options = {"max_steps": 10, "warmup_steps": 2, "heads_warmup_steps": 4, "muon_learning_rate": muon}
+        trainer = self.prepare(train, **options, lr_scheduler_type="constant_with_warmup", learning_rate=0.001)
+        rates = []
+        step = trainer.training_step
+
+        def note(*args: Any, **kwargs: Any) -> Tensor:
+            groups = trainer.optimizer.param_groups
+            (adapter,) = [group for group in groups if group.get("is_adapter")]
+            assert {id(weight) for weight in adapter["params"]} == {id(weight) for weight in trainer.joint.adapters}
+            others = [group for group in groups if group is not adapter and group["params"]]
+            count = sum(len(group["params"]) for group in others)
+            assert count == len(list(trainer.heads.parameters()))
+            rates.append((adapter["lr"], {group["lr"] for group in others}))
+            return step(*args, **kwargs)
+
+        trainer.training_step = note
+        trainer.train()
+        assert [rate for rate, _ in rates] == pytest.approx([0, 0, 0, 0, 0, 0.0005, *[0.001] * 4])
+        assert rates[0][1] == {0}
+        assert rates[1][1] == {0.002} | ({muon / 2} if muon else set())
+        assert rates[-1][1] == {0.004} | ({muon} if muon else set())
+        if not muon:
+            assert rates[-1][1] == {4 * rates[-1][0]}
+
+    def test_resuming_changes_nothing(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Dropout draws random numbers; the third step is the first of both."""
+        options = {
+            **JOINT,
+            "max_steps": 6,
+            "lora_dropout": 0.1,
+            "heads_warmup_steps": 2,
+            "save_strategy": "steps",
+            "save_steps": 2,
+        }
+        train(**options)
+        expected = train.weights(), stored_adapter(train.output_dir)
+        resumed = train.output_dir.with_name("resumed")
+        for step in (1, 5):
+            with monkeypatch.context() as patch:
+                interrupt_at_step(step, patch)
+                with pytest.raises(InterruptedRunError):
+                    train(**options, output_dir=resumed, resume_from_checkpoint=True)
+        train(**options, output_dir=resumed, resume_from_checkpoint=True)
+        assert_same(load_file(resumed / "model.safetensors"), expected[0])
+        assert_same(stored_adapter(resumed), expected[1])
+        (resumed / "adapter" / "adapter_model.safetensors").unlink()
+        train(**options, output_dir=resumed, resume_from_checkpoint=True)  # finished: it is only written again
+        assert_same(stored_adapter(resumed), expected[1])
+
+        with pytest.raises(ValueError, match=r"has an adapter with r 4 \(now 8\): give the options"):
+            train(**{**options, "lora_r": 8}, output_dir=resumed, resume_from_checkpoint=True)
+        plain = dict.fromkeys(("lora_r", "lora_dropout", "heads_warmup_steps", "heads_loss_weight"))
+        with pytest.raises(ValueError, match=r"holds heads with target_adapter 'adapter' \(now None\)"):
+            train(**{**options, **plain}, output_dir=resumed, resume_from_checkpoint=True)
+        adapter = resumed / "checkpoint-6" / "adapter" / "adapter_model.safetensors"
+        adapter.write_bytes(adapter.read_bytes()[:300])
+        with pytest.raises(ValueError, match=r"checkpoint-6: adapter/adapter_model\.safetensors is cut off"):
+            train(**options, output_dir=resumed, resume_from_checkpoint=resumed / "checkpoint-6")
+
+    def test_the_best_checkpoint_is_both_parts_of_it(self, train: Runner) -> None:
+        options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_target_loss", "greater_is_better": True}
+        train(**{**JOINT, **options, **best, "validation_fraction": 0.25, "save_total_limit": 5, "learning_rate": 0.01})
+        history = json.loads((train.output_dir / "checkpoint-4" / "trainer_state.json").read_text())
+        chosen = Path(history["best_model_checkpoint"])
+        assert_same(stored_adapter(train.output_dir), stored_adapter(chosen))
+        assert_same(train.weights(), load_file(chosen / "model.safetensors"))
+
+    def test_checkpointing_by_trainers_own_option(self, train: Runner) -> None:
+        results = []
+        for value in (None, True):
+            train(**{**JOINT, "max_steps": 3, CHECKPOINTING: value}, output_dir=train.output_dir.with_name(str(value)))
+            results.append(stored_adapter(train.output_dir.with_name(str(value))))
+        for name, weight in results[0].items():
+            torch.testing.assert_close(results[1][name], weight, rtol=1e-4, atol=1e-6)
+        joint = self.prepare(train, **{CHECKPOINTING: True}).joint
+        with pytest.raises(ValueError, match="without reentrance; leave them out"):
+            joint.activation_checkpointing_enable({"use_reentrant": True})
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", HEAD_TYPES)
+    def test_every_kind(self, train: Runner, kind: str) -> None:
+        """Trained, evaluated by decoding, stored, and lossless on the adapted target."""
+        options = {"head_type": kind, "head_overrides": None, "max_steps": 4, "learning_rate": 0.01}
+        metrics = train(**{**JOINT, **options, "validation_fraction": 0.25, "num_eval_prompts": 2})
+        assert metrics["eval_target_loss"] > 0
+        heads: DraftHeads = DraftHeads.from_pretrained(train.output_dir)
+        target = heads.apply_adapter(tiny_like(train))
+        prompt = random_prompt(9, vocab_size=60)
+        sampled: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "seed": 3}
+        plain = generate(target, None, prompt, torch.ones_like(prompt), **sampled).sequences
+        assert torch.equal(generate(target, heads, prompt, torch.ones_like(prompt), **sampled).sequences, plain)
+
+    def test_continuing_from_stored_heads(self, train: Runner) -> None:
+        """With their adapter trained on, or as it is."""
+        train(**{**JOINT, "max_steps": 4})
+        first = stored_adapter(train.output_dir)
+        again = {"init_heads": train.output_dir, "head_type": None, "head_overrides": None, "max_steps": 2}
+        for name, options in {
+            "frozen": dict.fromkeys(("lora_r", "heads_warmup_steps", "heads_loss_weight")),
+            "trained": {"heads_warmup_steps": 0},
+        }.items():
+            folder = train.output_dir.with_name(name)
+            train(**{**JOINT, **again, **options}, output_dir=folder)
+            same = all(torch.equal(weight, first[key]) for key, weight in stored_adapter(folder).items())
+            assert same == (name == "frozen")
+            DraftHeads.from_pretrained(folder).apply_adapter(tiny_like(train))
+        start = self.prepare(train, **again, output_dir=train.output_dir.with_name("start"))
+        stored = {id_of(weight) for weight in first.values()}
+        assert {id_of(weight) for weight in start.joint.adapters} == stored
+
+
+def tiny_like(train: Runner) -> Any:
+    return AutoModelForCausalLM.from_pretrained(train.defaults["target"]).eval()
+
+
+def id_of(weight: Tensor) -> tuple[float, ...]:
+    return tuple(weight.detach().flatten().tolist())
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"lora_alpha": 8.0}, "got lora_alpha without lora_r: give lora_r"),
+            ({"heads_warmup_steps": 0.5, "target_loss": "lm"}, "got target_loss, heads_warmup_steps without lora_r"),
+            ({"lora_r": 0}, "got lora_r 0: it must be at least 1"),
+            ({"lora_r": 4, "lora_dropout": 1.0}, r"got lora_dropout 1\.0"),
+            ({"lora_r": 4, "heads_warmup_steps": 2.5}, r"got heads_warmup_steps 2\.5"),
+            ({"lora_r": 4, "heads_loss_weight": 0.0}, r"got heads_loss_weight 0\.0: it must be above 0"),
+        ],
+    )
+    def test_options(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            JointArguments(**options)
+
+    def test_paper_weights(self) -> None:
+        assert JointArguments(lora_r=32).loss_weight == 0.01
+        assert JointArguments(lora_r=32, target_loss="lm").loss_weight == 0.2
+
+    @pytest.mark.parametrize("names", [["lm_head", "q_proj"], ["embed_tokens"]])
+    def test_borrowed_layers(self, names: list[str]) -> None:
+        with pytest.raises(ValueError, match="which name the LM head or the token embeddings"):
+            add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=names))
+
+    def test_unknown_layers(self) -> None:
+        with pytest.raises(ValueError, match="nowhere"):
+            add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=["nowhere"]))
+
+    def test_a_schedule_that_is_no_function_of_the_step(self, train: Runner) -> None:
+        options = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "validation_fraction": 0.25}
+        with pytest.raises(ValueError, match="reduce_lr_on_plateau with heads_warmup_steps"):
+            train(**{**JOINT, **options, "heads_warmup_steps": 2, "metric_for_best_model": "loss"})

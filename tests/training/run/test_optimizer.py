@@ -1,0 +1,112 @@
+"""Muon beside AdamW: who trains what, one schedule for both, checkpoints that go on exactly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import needs_muon
+from training.options.arguments import HeadsTrainingArguments
+from training.run.optimizer import MuonWithAdamW, check_muon
+
+pytestmark = needs_muon
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden = nn.Linear(6, 6)
+        self.lm_head = nn.Linear(6, 9, bias=False)
+        self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(self.hidden(x).tanh())
+        return logits
+
+
+def make_optimizer(model: nn.Module) -> MuonWithAdamW:
+    return MuonWithAdamW(
+        model.named_parameters(),
+        muon_learning_rate=0.02,
+        learning_rate=0.01,
+        betas=(0.8, 0.7),
+        eps=0.003,
+        weight_decay=0.1,
+    )
+
+
+def make_separate_optimizers(model: Model) -> list[torch.optim.Optimizer]:
+    """The same as `make_optimizer`, with an optimizer for each parameter."""
+    return [
+        torch.optim.Muon([model.hidden.weight], lr=0.02, weight_decay=0.1),
+        torch.optim.AdamW([model.lm_head.weight], lr=0.01, betas=(0.8, 0.7), eps=0.003, weight_decay=0.1),
+        torch.optim.AdamW([model.hidden.bias], lr=0.01, betas=(0.8, 0.7), eps=0.003, weight_decay=0.0),
+    ]
+
+
+def train(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], steps: range, *, decay: float = 1.0) -> None:
+    """Every step takes `decay` times the learning rates of the one before."""
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: decay**step) for optimizer in optimizers]
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(8, 6, generator=generator)
+        labels = torch.randint(9, (8,), generator=generator)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5], ids=["constant", "decaying"])
+def test_each_parameter_moves_as_its_own_optimizer_moves_it(decay: float) -> None:
+    model, reference = Model(), Model()
+    train(model, [make_optimizer(model)], range(3), decay=decay)
+    train(reference, make_separate_optimizers(reference), range(3), decay=decay)
+    for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name, rtol=0, atol=0)
+    assert torch.equal(model.frozen, torch.ones(3, 3))
+
+
+def test_the_learning_rate_that_is_logged_is_adamws() -> None:
+    assert [group["lr"] for group in make_optimizer(Model()).param_groups] == [0.01, 0.01, 0.02]
+
+
+def test_a_restored_optimizer_goes_on_exactly() -> None:
+    whole, halves = Model(), Model()
+    train(whole, [make_optimizer(whole)], range(6))
+    first = make_optimizer(halves)
+    train(halves, [first], range(3))
+    second = make_optimizer(halves)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(halves, [second], range(3, 6))
+    for (name, one), other in zip(whole.named_parameters(), halves.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+class TestWhereItCannotTrain:
+    @pytest.fixture
+    def args(self, tmp_path: Path) -> HeadsTrainingArguments:
+        return HeadsTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+
+    @pytest.mark.parametrize("strategy", ["FSDP", "DEEPSPEED"])
+    def test_under_fsdp_and_deepspeed(
+        self, strategy: str, args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        check_muon(0.04, args)
+        monkeypatch.setenv(f"ACCELERATE_USE_{strategy}", "true")
+        check_muon(None, args)
+        with pytest.raises(ValueError, match=r"got muon_learning_rate 0.04 under .*`--muon_learning_rate none`"):
+            check_muon(0.04, args)
+
+    def test_with_an_older_torch(self, args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(torch.optim, "Muon")
+        check_muon(None, args)
+        with pytest.raises(ValueError, match=r"got muon_learning_rate 0.04, which needs torch.optim.Muon"):
+            check_muon(0.04, args)

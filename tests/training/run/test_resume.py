@@ -1,0 +1,135 @@
+"""Which checkpoint is resumed: complete ones only, whatever a kill or a full disk left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads import create_heads
+from tests.tiny_targets import tiny_target
+from training.run.resume import check_same_heads, find_checkpoint, find_damage
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files Trainer writes into a checkpoint."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoint-9"
+    heads = create_heads("medusa", tiny_target("llama"), num_heads=1)
+    heads.save_pretrained(folder)
+    torch.save(torch.optim.AdamW(heads.parameters()).state_dict(), folder / "optimizer.pt")
+    torch.save({"last_epoch": 9}, folder / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state()}, folder / "rng_state.pth")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 9}))
+    return folder
+
+
+@pytest.fixture
+def output_dir(checkpoint: Path, tmp_path: Path) -> Path:
+    for step in (9, 10, 100):
+        shutil.copytree(checkpoint, tmp_path / f"checkpoint-{step}")
+    return tmp_path
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    """Leaves the first `size` bytes of a file; a negative number leaves off so many at its end."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+    return damage
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+DAMAGES = {
+    "no trainer state": (remove("trainer_state.json"), "trainer_state.json is missing"),
+    "empty trainer state": (cut("trainer_state.json", 0), "trainer_state.json is cut off"),
+    "half a trainer state": (cut("trainer_state.json", 7), "trainer_state.json is cut off"),
+    "no weights": (remove("model.safetensors"), "model.safetensors is missing"),
+    "empty weights": (cut("model.safetensors", 0), "model.safetensors is cut off"),
+    "half the weights": (cut("model.safetensors", 3000), "model.safetensors is cut off"),
+    "weights but their last byte": (cut("model.safetensors", -1), "model.safetensors is cut off"),
+    "no config": (remove("config.json"), "config.json is missing"),
+    "half a config": (cut("config.json", 30), "config.json is cut off"),
+    "no optimizer": (remove("optimizer.pt"), "optimizer.pt is missing"),
+    "half an optimizer": (cut("optimizer.pt", -400), "optimizer.pt is cut off"),
+    "empty scheduler": (cut("scheduler.pt", 0), "scheduler.pt is cut off"),
+    "half a random state": (cut("rng_state.pth", -50), "rng_state.pth is cut off"),
+}
+
+
+def test_a_complete_checkpoint_has_no_damage(checkpoint: Path) -> None:
+    assert find_damage(checkpoint) is None
+
+
+@pytest.mark.parametrize(("damage", "found"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+    output_dir: Path, damage: Callable[[Path], None], found: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(output_dir / "checkpoint-100")
+    with caplog.at_level(logging.WARNING):
+        assert find_checkpoint(str(output_dir), True) == output_dir / "checkpoint-10"
+    (message,) = caplog.messages
+    assert "checkpoint-100 is passed over" in message
+    assert found in message
+
+
+def test_an_optimizer_may_be_kept_in_a_folder(output_dir: Path) -> None:
+    """DeepSpeed's way."""
+    newest = output_dir / "checkpoint-100"
+    (newest / "optimizer.pt").unlink()
+    (newest / "global_step100").mkdir()
+    assert find_damage(newest) is None
+
+
+@pytest.mark.parametrize("wanted", [True, "true", "True"])
+def test_the_newest_is_the_one_of_the_highest_step(output_dir: Path, wanted: Any) -> None:
+    (output_dir / "checkpoint-notes").mkdir()
+    assert find_checkpoint(str(output_dir), wanted) == output_dir / "checkpoint-100"
+
+
+@pytest.mark.parametrize("wanted", [None, False, "false", "False", ""])
+def test_nothing_is_resumed_unless_asked(
+    output_dir: Path, wanted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_checkpoint(str(tmp_path / "fresh"), wanted) is None
+    assert not caplog.messages
+    assert find_checkpoint(str(output_dir), wanted) is None
+    assert "has checkpoints of an earlier run, up to checkpoint-100" in caplog.text
+
+
+def test_no_checkpoint_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert find_checkpoint(str(tmp_path / "nowhere"), True) is None
+    assert "no complete checkpoint in" in caplog.text
+    caplog.clear()
+    assert find_checkpoint(str(tmp_path), "true", is_main_process=False) is None
+    assert not caplog.messages
+
+
+def test_a_folder_that_is_asked_for(output_dir: Path, tmp_path: Path) -> None:
+    older = output_dir / "checkpoint-9"
+    assert find_checkpoint("elsewhere", str(older)) == older
+    (older / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"cannot resume from .*checkpoint-9: trainer_state\.json is missing; give"):
+        find_checkpoint("elsewhere", str(older))
+    with pytest.raises(ValueError, match=r"cannot resume from .*nothing: config\.json is missing"):
+        find_checkpoint("elsewhere", str(tmp_path / "nothing"))
+
+
+def test_other_heads_are_refused_with_both_values() -> None:
+    target = tiny_target("llama")
+    stored = create_heads("eagle3", target, ttt_steps=3).config
+    check_same_heads(Path("x"), stored, create_heads("eagle3", target, ttt_steps=3).config)
+    with pytest.raises(ValueError, match=r"with draft_vocab_size None \(now 40\), ttt_steps 3 \(now 5\): resume"):
+        check_same_heads(Path("x"), stored, create_heads("eagle3", target, ttt_steps=5, draft_vocab_size=40).config)
+    with pytest.raises(ValueError, match=r"head_type 'eagle3' \(now 'medusa'\)"):
+        check_same_heads(Path("x"), stored, create_heads("medusa", target).config)

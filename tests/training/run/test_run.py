@@ -1,0 +1,327 @@
+"""Whole training runs on a tiny chat target: what they leave behind, and how an interrupted one goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from heads import HEAD_TYPES, DraftHeads, create_heads
+from inference import Target, generate
+from tests.conftest import REPOSITORY
+from tests.tiny_targets import random_prompt, tiny_target
+from tests.training.runner import (
+    WORDS,
+    InterruptedRunError,
+    Runner,
+    assert_same,
+    interrupt_at_step,
+    write_conversations,
+)
+from training import train_heads
+from training.data.training_sets import load_datasets
+from training.options.command_line import parse_arguments
+from training.run.run import hide_secrets, run_training
+from training.run.trainer import HeadsTrainer
+
+# A frozen LM head starts near the entropy of a random target's distribution; the data's tokens can be learned.
+LEARNABLE: dict[str, dict[str, Any]] = {
+    kind: {"loss_type": "cross_entropy", "learning_rate": 0.03} for kind in ("kangaroo", "mtp")
+}
+
+
+class TestARun:
+    @pytest.mark.parametrize("head_type", HEAD_TYPES)
+    def test_learns_evaluates_and_saves(self, train: Runner, target_path: Path, head_type: str) -> None:
+        options = {"max_steps": 30, "save_strategy": "steps", "save_steps": 30, **LEARNABLE.get(head_type, {})}
+        metrics = train(head_type=head_type, head_overrides=None, **options)
+        state = json.loads((train.output_dir / "checkpoint-30" / "trainer_state.json").read_text())
+        losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+        assert len(losses) == 30
+        assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+        assert metrics["eval_loss"] > 0
+        assert metrics["eval_acceptance_length"] >= 1
+        depths = range(1, 3 if head_type in ("medusa", "eagle3") else 2)  # how many there are is the kind's choice
+        assert {f"eval_top{k}_depth{depth}" for k in (1, 5) for depth in depths} <= metrics.keys()
+
+        files = {path.name for path in train.output_dir.iterdir()}
+        assert files == {
+            "README.md",
+            "checkpoint-30",
+            "config.json",
+            "model.safetensors",
+            "training_config.yaml",
+            "training_record.json",
+        }
+        record = json.loads((train.output_dir / "training_record.json").read_text())
+        assert record["metrics"] == metrics
+        assert record["command"].startswith("train_heads.py")
+        assert {"torch", "transformers"} <= record["versions"].keys()
+
+        heads = DraftHeads.from_pretrained(train.output_dir)
+        assert heads.config.target_name_or_path == str(target_path)
+        model: Any = tiny_target("llama", vocab_size=60, num_hidden_layers=4, initializer_range=0.2)
+        prompt = random_prompt(6, vocab_size=60)
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+        found = generate(Target(model), heads, prompt, max_new_tokens=12, do_sample=False)
+        assert torch.equal(found.sequences, expected)
+        width = len(heads.feature_layers) * heads.target.hidden_size
+        num_steps = len(heads.unroll(torch.zeros(1, 6, width), prompt))
+        by_depth = {f"eval_top{n}_depth{depth}" for n in (1, 5) for depth in range(1, num_steps + 1)}
+        assert by_depth == {name for name in metrics if "depth" in name}
+
+    def test_its_config_reads_back_to_the_same_arguments(self, train: Runner) -> None:
+        before = parse_arguments(train.arguments(max_steps=1, weight_decay=0.125, seed=7))
+        run_training(*before)
+        after = parse_arguments(["--config", str(train.output_dir / "training_config.yaml")])
+        for one, other in zip(before, after, strict=True):
+            assert one == other
+        settings = yaml.safe_load((train.output_dir / "training_config.yaml").read_text())
+        assert settings["head_overrides"] == {"ttt_steps": 2, "draft_vocab_size": 40}
+        assert settings["weight_decay"] == 0.125
+
+    def test_its_config_is_there_when_it_is_interrupted(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        interrupt_at_step(1, monkeypatch)
+        with pytest.raises(InterruptedRunError):
+            train()
+        assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_steps"] == 8
+
+    @pytest.mark.parametrize(
+        ("options", "evaluations"),
+        [
+            ({"eval_strategy": "no"}, 1),
+            ({"eval_strategy": "steps", "eval_steps": 2}, 2),
+            ({"eval_strategy": "steps", "eval_steps": 3}, 2),
+            ({"eval_strategy": "no", "validation_fraction": 0.0}, 0),
+        ],
+    )
+    def test_evaluates_its_last_step_once(
+        self, train: Runner, options: dict[str, Any], evaluations: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = []
+        evaluation_loop = HeadsTrainer.evaluation_loop
+
+        def counted(self: HeadsTrainer, *args: Any, **kwargs: Any) -> Any:
+            calls.append(self.state.global_step)
+            return evaluation_loop(self, *args, **kwargs)
+
+        monkeypatch.setattr(HeadsTrainer, "evaluation_loop", counted)
+        metrics = train(max_steps=4, **options)
+        assert len(calls) == evaluations
+        assert ("eval_loss" in metrics) == (evaluations > 0)
+        assert evaluations == 0 or (calls[-1] == 4 and {"eval_loss", "eval_acceptance_length"} <= metrics.keys())
+
+    def test_returns_the_metrics_of_the_best_checkpoint_it_loads(self, train: Runner) -> None:
+        """A huge learning rate makes the loss worse from step to step."""
+        metrics = train(
+            max_steps=3,
+            learning_rate=2.0,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            save_total_limit=3,
+        )
+        state = json.loads((train.output_dir / "checkpoint-3" / "trainer_state.json").read_text())
+        losses = {entry["step"]: entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry}
+        best = min(losses, key=lambda step: losses[step])
+        assert best < 3
+        assert metrics["eval_loss"] == losses[best]
+        assert_same(train.weights(), load_file(train.output_dir / f"checkpoint-{best}" / "model.safetensors"))
+
+    def test_acceptance_is_measured_without_held_out_conversations(self, train: Runner, tmp_path: Path) -> None:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"turns": ["word1 word2"]}\n\n{"turns": ["word5"]}\n')
+        metrics = train(max_steps=1, validation_fraction=0.0, eval_prompts=prompts)
+        assert metrics.keys() == {"eval_acceptance_length"}
+
+    def test_continues_from_trained_heads(self, train: Runner, tmp_path: Path) -> None:
+        """Weights and draft vocabulary are theirs, though the new conversations would give another one."""
+        train(max_steps=2)
+        before = train.weights()
+        others = write_conversations(tmp_path / "others.jsonl", words=WORDS[::-1][:30], seed=5)
+        again = Runner(Path(train.defaults["target"]), others, tmp_path / "again")
+        again.defaults |= {"init_heads": train.output_dir, "head_type": None, "head_overrides": None}
+        again(max_steps=1, learning_rate=0.0)
+        assert_same(again.weights(), before)
+        again(max_steps=2)
+        assert torch.equal(again.weights()["d2t"], before["d2t"])
+        assert not torch.equal(again.weights()["fc.weight"], before["fc.weight"])
+        train(max_steps=1, dataset=others)
+        assert not torch.equal(train.weights()["d2t"], before["d2t"]), "the data would give another one"
+
+    def test_tensorboard_is_opt_in_and_works_offline(self, train: Runner) -> None:
+        pytest.importorskip("tensorboard")
+        train(max_steps=1)
+        assert not list(train.output_dir.rglob("events.out.tfevents.*"))
+        train(max_steps=1, report_to="tensorboard")
+        assert list(train.output_dir.rglob("events.out.tfevents.*"))
+
+    def test_mlflow_is_opt_in_and_works_offline(
+        self, train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("mlflow")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        train(report_to="mlflow", max_steps=2)
+        (file,) = (tmp_path / "mlruns").rglob("metrics/top1_depth1")
+        assert [line.split()[-1] for line in file.read_text().splitlines()] == ["1", "2"]
+
+    def test_wandb_is_opt_in_and_works_offline(self, train: Runner, tmp_path: Path) -> None:
+        pytest.importorskip("wandb")
+        folder = tmp_path / "wandb"
+        folder.mkdir()
+        environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
+        words = train.arguments(max_steps=1, report_to="wandb")
+        command = [sys.executable, str(REPOSITORY / "training" / "train_heads.py"), *words]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert list(folder.rglob("run-*.wandb")), "nothing was logged"
+
+
+class TestHeldOutConversations:
+    def load(self, train: Runner, **options: Any) -> tuple[list[Any], list[Any]]:
+        _, data_args, *_ = parse_arguments(train.arguments(**options))
+        rows, held_out = load_datasets(data_args, AutoTokenizer.from_pretrained(train.defaults["target"]), seed=0)
+        assert held_out is not None
+        return list(rows), list(held_out)
+
+    def test_a_file_of_its_own(self, train: Runner, tmp_path: Path) -> None:
+        file = write_conversations(tmp_path / "held_out.jsonl", count=5, seed=1)
+        rows, held_out = self.load(train, eval_dataset=file)
+        assert (len(rows), len(held_out)) == (24, 5), "nothing is split off the training conversations"
+        assert held_out == self.load(train, dataset=file, eval_dataset=train.defaults["dataset"])[0]
+        assert train(max_steps=1, eval_dataset=file)["eval_loss"] > 0
+
+    def test_a_hub_dataset_is_read_at_its_own_split(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        read = []
+
+        def load_dataset(name: str, subset: None, *, split: str, streaming: bool) -> datasets.Dataset:
+            read.append((name, split))
+            turns = [{"role": role, "content": "word1 word2"} for role in ("user", "assistant")]
+            return datasets.Dataset.from_list([{"messages": turns}] * 2)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        self.load(train, dataset="some/set", eval_dataset="some/set")
+        assert read == [("some/set", "train"), ("some/set", "validation")]
+        self.load(train, dataset="some/set", eval_dataset="some/set", eval_split="test_sft")
+        assert read[2:] == [("some/set", "train"), ("some/set", "test_sft")]
+
+    def test_zero_samples_are_all_of_them(self, train: Runner, tmp_path: Path) -> None:
+        file = write_conversations(tmp_path / "held_out.jsonl", count=5, seed=1)
+        for max_eval_samples, from_file, split_off in ((0, 5, 6), (3, 3, 3)):
+            _, held_out = self.load(train, eval_dataset=file, max_eval_samples=max_eval_samples)
+            assert len(held_out) == from_file
+            rows, held_out = self.load(train, max_eval_samples=max_eval_samples)
+            assert (len(rows), len(held_out)) == (18, split_off)
+
+
+class TestBadInput:
+    def test_rows_are_cut_at_the_targets_limit(
+        self, train: Runner, conversations: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        long = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": " ".join(WORDS * 5)}]
+        conversations.write_text(json.dumps({"messages": long}) + "\n")
+        widths = []
+        compute_loss = HeadsTrainer.compute_loss
+
+        def noted(self: HeadsTrainer, model: Any, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            widths.append(inputs["input_ids"].shape[1])
+            return compute_loss(self, model, inputs, *args, **kwargs)
+
+        monkeypatch.setattr(HeadsTrainer, "compute_loss", noted)
+        with caplog.at_level(logging.WARNING):
+            train(max_steps=1, max_length=1000)
+        assert widths == [256]
+        assert "max_length is 1000, the target takes 256 tokens (max_position_embeddings=256)" in caplog.text
+        assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_length"] == 256
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: expected {'turns': \['...'\]} \(KeyError"),
+            ('{"turns": ["a"]', r"prompts\.jsonl, line 1: expected .*JSONDecodeError"),
+            ('{"turns": []}', r"prompts\.jsonl, line 1: expected .*IndexError"),
+            (
+                '\n{"turns": ["' + "word1 " * 300 + '"]}',
+                r"prompts\.jsonl, line 2: the prompt has 303 tokens, the target takes fewer than 256",
+            ),
+            (None, r"eval_prompts is .*prompts\.jsonl, which is no file"),
+        ],
+    )
+    def test_prompts_are_checked_before_training(
+        self, train: Runner, content: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        interrupt_at_step(0, monkeypatch)
+        if content is not None:
+            (tmp_path / "prompts.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            train(eval_prompts=tmp_path / "prompts.jsonl")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"dataset": "nowhere.jsonl"}, "dataset nowhere.jsonl does not exist"),
+            ({"dataset": "wrong.jsonl"}, "line 1: expected an object, got int. Mend it"),
+            ({"head_overrides": ["ttt_stepz=2"]}, "ttt_stepz"),
+            ({"target": "./nowhere"}, "./nowhere"),
+            ({"resume_from_checkpoint": "nowhere"}, "cannot resume from nowhere: config.json is missing"),
+            ({"output_dir": "wrong.jsonl/heads"}, "Not a directory"),
+        ],
+    )
+    def test_the_program_ends_in_one_line(
+        self, train: Runner, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        interrupt_at_step(0, monkeypatch)
+        (tmp_path / "wrong.jsonl").write_text("3\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["train_heads.py", *train.arguments(**options)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(SystemExit) as exit_:
+            train_heads.main()
+        assert str(exit_.value.code).startswith("train_heads.py: ")
+        assert message in str(exit_.value.code)
+
+    def test_an_error_of_the_training_itself_keeps_its_traceback(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*args: Any, **kwargs: Any) -> Tensor:
+            raise ValueError("from somewhere deep inside")
+
+        monkeypatch.setattr(HeadsTrainer, "training_step", fail)
+        monkeypatch.setattr(sys, "argv", ["train_heads.py", *train.arguments()])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(ValueError, match="from somewhere deep inside"):
+            train_heads.main()
+
+    def test_several_gpus_in_one_process(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, data, training, *_ = parse_arguments(train.arguments())
+        monkeypatch.setattr(type(training), "n_gpu", 2)
+        with pytest.raises(ValueError, match=r"one process sees 2 GPUs.*accelerate launch --num_processes N"):
+            run_training(model, data, training)
+
+    def test_heads_of_another_target(self, train: Runner, tmp_path: Path) -> None:
+        create_heads("medusa", tiny_target("llama")).save_pretrained(tmp_path / "others")
+        with pytest.raises(ValueError, match=r"vocabulary size 128, this target .* has 60"):
+            train(init_heads=tmp_path / "others", head_type=None, head_overrides=None)
+
+
+def test_records_hold_no_secrets() -> None:
+    words = ["--hub_token", "hf_1", "--hub_token=hf_2", "--max_steps", "3"]
+    assert hide_secrets(words) == ["--hub_token", "...", "--hub_token=...", "--max_steps", "3"]

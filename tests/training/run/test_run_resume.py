@@ -1,0 +1,279 @@
+"""An interrupted run goes on as if nothing had happened, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.conftest import needs_muon
+from tests.training.runner import (
+    WORDS,
+    InterruptedRunError,
+    Runner,
+    assert_same,
+    interrupt_at_step,
+    write_conversations,
+)
+from training.run import run as run_module
+from training.run.stopping import TrainingStoppedError
+from training.run.trainer import HeadsTrainer
+
+
+class TestResume:
+    """Eight steps of which every second is saved; six batches an epoch, so that the run crosses into the next one."""
+
+    SAVED: dict[str, Any] = {  # noqa: RUF012
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_total_limit": 0,
+    }
+
+    @pytest.fixture
+    def uninterrupted(self, train: Runner) -> dict[str, Tensor]:
+        train(**self.SAVED)
+        weights = train.weights()
+        shutil.rmtree(train.output_dir)
+        return weights
+
+    def interrupt(self, train: Runner, step: int, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at_step(step, patch)
+            with pytest.raises(InterruptedRunError):
+                train(**self.SAVED, **options)
+
+    @pytest.mark.parametrize("step", [5, 7])
+    def test_gives_the_weights_of_an_uninterrupted_run(
+        self, train: Runner, uninterrupted: dict[str, Tensor], step: int
+    ) -> None:
+        self.interrupt(train, step)
+        assert not (train.output_dir / "model.safetensors").exists()
+        train(**self.SAVED, resume_from_checkpoint=True)
+        assert_same(train.weights(), uninterrupted)
+        state = json.loads((train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
+        assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
+
+    def test_goes_on_behind_what_is_measured_at_the_end_of_an_epoch(self, train: Runner) -> None:
+        options = {**self.SAVED, "eval_strategy": "epoch", "save_steps": 5, "max_steps": 12}
+        train(**options)
+        weights = train.weights()
+
+        def measured(step: int) -> list[int]:
+            state = json.loads((train.output_dir / f"checkpoint-{step}" / "trainer_state.json").read_text())
+            return [entry["step"] for entry in state["log_history"] if "eval_loss" in entry]
+
+        assert (measured(5), measured(10), measured(12)) == ([5], [5, 10], [5, 10, 12])
+        for step in (10, 12):
+            shutil.rmtree(train.output_dir / f"checkpoint-{step}")
+        train(**options, resume_from_checkpoint=True)
+        assert measured(12) == [5, 10, 12]
+        assert_same(train.weights(), weights)
+
+    @needs_muon
+    def test_goes_on_with_muon(self, train: Runner, uninterrupted: dict[str, Tensor]) -> None:
+        options = {**self.SAVED, "muon_learning_rate": 0.02}
+        train(**options)
+        weights = train.weights()
+        assert not torch.equal(weights["fc.weight"], uninterrupted["fc.weight"]), "that is what AdamW learns"
+        shutil.rmtree(train.output_dir)
+        self.interrupt(train, 5, muon_learning_rate=0.02)
+        train(**options, resume_from_checkpoint=True)
+        assert_same(train.weights(), weights)
+
+    def test_passes_over_a_torn_checkpoint(
+        self, train: Runner, uninterrupted: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.interrupt(train, 7)
+        weights = train.output_dir / "checkpoint-6" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+        (train.output_dir / "checkpoint-4" / "trainer_state.json").unlink()
+        with caplog.at_level(logging.WARNING):
+            train(**self.SAVED, resume_from_checkpoint=True)
+        assert "checkpoint-6 is passed over: model.safetensors is cut off" in caplog.text
+        assert "checkpoint-4 is passed over: trainer_state.json is missing" in caplog.text
+        assert_same(train.weights(), uninterrupted)
+
+    def test_a_full_disk_leaves_the_checkpoint_before(
+        self, train: Runner, uninterrupted: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save = torch.save
+        written: list[str] = []
+
+        def fail_at_the_third_optimizer(content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+            written.append(Path(path).name)
+            if written.count("optimizer.pt") == 3:
+                Path(path).write_bytes(b"half")
+                raise OSError(28, "No space left on device")
+            save(content, path, *args, **kwargs)
+
+        monkeypatch.setattr(torch, "save", fail_at_the_third_optimizer)
+        with pytest.raises(TrainingStoppedError, match=r"checkpoint-6 could not be written .*No space left"):
+            train(**self.SAVED)
+        monkeypatch.setattr(torch, "save", save)
+        assert not (train.output_dir / "checkpoint-6").exists()
+        assert not (train.output_dir / ".incomplete-checkpoint").exists(), "the space is needed"
+        train(**self.SAVED, resume_from_checkpoint=True)
+        assert_same(train.weights(), uninterrupted)
+
+    def test_keeps_the_draft_vocabulary_of_the_checkpoint(
+        self, train: Runner, conversations: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.interrupt(train, 5)
+        vocabulary = load_file(train.output_dir / "checkpoint-4" / "model.safetensors")["d2t"]
+        write_conversations(conversations, words=WORDS[::-1][:30], seed=5)
+        train(**self.SAVED, resume_from_checkpoint=True, resume_with_changes=True)
+        assert torch.equal(train.weights()["d2t"], vocabulary)
+        shutil.rmtree(train.output_dir)
+        train(max_steps=1)
+        assert not torch.equal(train.weights()["d2t"], vocabulary), "the data would give another one"
+
+    def test_counts_no_tokens(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.interrupt(train, 5)
+
+        def fail(*args: Any) -> Tensor:
+            raise AssertionError("the vocabulary is stored with the heads")
+
+        monkeypatch.setattr(run_module, "count_tokens", fail)
+        train(**self.SAVED, resume_from_checkpoint=True)
+
+    def test_a_finished_run_trains_and_evaluates_nothing(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        metrics = train(**self.SAVED)
+        weights = train.weights()
+        interrupt_at_step(8, monkeypatch)
+        monkeypatch.setattr(HeadsTrainer, "evaluation_loop", None)
+        assert train(**self.SAVED, resume_from_checkpoint=True) == pytest.approx(metrics, abs=1e-4)
+        assert_same(train.weights(), weights)
+
+    def test_other_heads_are_refused(self, train: Runner) -> None:
+        self.interrupt(train, 5)
+        with pytest.raises(ValueError, match=r"checkpoint-4 holds heads with ttt_steps 2 \(now 3\): resume"):
+            train(resume_from_checkpoint=True, head_overrides=["ttt_steps=3", "draft_vocab_size=40"])
+
+    def test_another_run_is_refused(self, train: Runner) -> None:
+        """Everything that differs is named at once."""
+        self.interrupt(train, 5)
+        changes: dict[str, Any] = {
+            "loss_type": "cross_entropy",
+            "max_length": 63,
+            "max_steps": 9,
+            "per_device_train_batch_size": 2,
+            "seed": 1,
+            "train_sampling_strategy": "group_by_length",
+        }
+        with pytest.raises(ValueError, match="checkpoint-4 was trained with ") as error:
+            train(**{**self.SAVED, **changes}, resume_from_checkpoint=True)
+        different = (
+            "loss_type None (now 'cross_entropy'), max_length 64 (now 63), max_steps 8 (now 9), "
+            "per_device_train_batch_size 4 (now 2), seed 42 (now 1), train_sampling_strategy 'random' (now "
+            "'group_by_length'), training data '18 rows, "
+        )
+        assert different in str(error.value)
+        assert "--resume_with_changes true; or start a new run" in str(error.value)
+
+    def test_other_data_are_refused_and_moved_ones_are_not(
+        self, train: Runner, conversations: Path, uninterrupted: dict[str, Tensor], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.interrupt(train, 5)
+        moved = conversations.rename(conversations.with_name("moved.jsonl"))
+        write_conversations(conversations, seed=5)
+        with pytest.raises(ValueError, match=r"with training data '18 rows, \w{32}' \(now '18 rows, \w{32}'\): to"):
+            train(**self.SAVED, resume_from_checkpoint=True)
+        measured = {"num_eval_prompts": 1, "logging_steps": 3}  # changes nothing that is learned
+        train(**self.SAVED, **measured, resume_from_checkpoint=True, dataset=moved)
+        assert_same(train.weights(), uninterrupted)
+        state = json.loads((train.output_dir / "checkpoint-4" / "run.json").read_text())
+        (train.output_dir / "checkpoint-8" / "run.json").write_text(json.dumps({**state, "num_processes": 2}))
+        with pytest.raises(ValueError, match=r"checkpoint-8 was trained with num_processes 2 \(now 1\)"):
+            train(**self.SAVED, resume_from_checkpoint=True, dataset=moved)
+        train(**self.SAVED, resume_from_checkpoint=True, resume_with_changes=True, dataset=moved)
+        assert "num_processes 2 (now 1): what follows is not the interrupted run" in caplog.text
+
+    def test_nothing_to_resume_starts_from_the_beginning(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING):
+            train(max_steps=1, resume_from_checkpoint=True)
+        assert "no complete checkpoint in" in caplog.text
+        assert train.weights()
+
+
+def test_what_is_learned_does_not_depend_on_what_is_measured(train: Runner) -> None:
+    """Though both draw random numbers."""
+    options = {"head_type": "eagle", "head_overrides": None}
+    train(**options)
+    weights = train.weights()
+    train(**options, eval_strategy="steps", eval_steps=2)
+    assert_same(train.weights(), weights)
+
+
+class TestBestCheckpoint:
+    """A huge learning rate: the heads only get worse."""
+
+    WORSE: dict[str, Any] = {  # noqa: RUF012
+        "learning_rate": 2.0,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+
+    def test_the_best_by_acceptance_length_is_kept_and_on_request_the_result(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lengths = iter([1.5, 2.5, 2.0, 1.0])
+        monkeypatch.setattr(run_module, "acceptance_meter", lambda *_: lambda: {"acceptance_length": next(lengths)})
+        metrics = train(**self.WORSE, max_steps=4, save_total_limit=2, load_best_model_at_end=True)
+        assert metrics["eval_acceptance_length"] == 2.5
+        kept = {folder.name for folder in train.output_dir.glob("checkpoint-*")}
+        assert kept == {"checkpoint-2", "checkpoint-4"}
+        state = json.loads((train.output_dir / "checkpoint-4" / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == str(train.output_dir / "checkpoint-2")
+        best = json.loads((train.output_dir / "checkpoint-2" / "trainer_state.json").read_text())
+        assert best["best_model_checkpoint"] == str(train.output_dir / "checkpoint-2")
+        assert_same(train.weights(), load_file(train.output_dir / "checkpoint-2" / "model.safetensors"))
+
+    def test_early_stopping_goes_on_counting_after_an_interruption(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = {**self.WORSE, "early_stopping_patience": 3, "metric_for_best_model": "loss", "save_total_limit": 0}
+        expected = train(**options)
+        assert {folder.name for folder in train.output_dir.glob("*-4")} == {"checkpoint-4"}
+        assert not (train.output_dir / "checkpoint-5").exists()
+        weights = train.weights()
+        shutil.rmtree(train.output_dir)
+        with monkeypatch.context() as patch:
+            interrupt_at_step(3, patch)
+            with pytest.raises(InterruptedRunError):
+                train(**options)
+        assert train(**options, resume_from_checkpoint=True)["eval_loss"] == expected["eval_loss"]
+        assert_same(train.weights(), weights)
+        assert not (train.output_dir / "checkpoint-5").exists()
+        interrupt_at_step(4, monkeypatch)  # stopped is finished
+        train(**options, resume_from_checkpoint=True)
+        assert_same(train.weights(), weights)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"early_stopping_patience": 0}, "early_stopping_patience 0: it must be at least 1"),
+            ({"early_stopping_patience": 2, "eval_strategy": "no"}, "2 without evaluations: give eval_strategy"),
+            ({"early_stopping_patience": 2, "num_eval_prompts": 0}, "acceptance_length, but there is no prompt to"),
+        ],
+    )
+    def test_what_cannot_be_measured_is_refused(self, train: Runner, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            train(**{**self.WORSE, **options})
+
+    def test_without_prompts_there_is_no_best_one(self, train: Runner) -> None:
+        train(**self.WORSE, num_eval_prompts=0, max_steps=1)
+        state = json.loads((train.output_dir / "checkpoint-1" / "trainer_state.json").read_text())
+        assert state["best_metric"] is None

@@ -1,0 +1,161 @@
+"""Runs that cannot go on: what they say, and what they leave behind."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from tests.conftest import REPOSITORY
+from tests.training.killed_run import run_with_full_disk
+from tests.training.runner import Runner, assert_same
+from training import train_heads
+from training.options.command_line import parse_arguments
+from training.run import run as run_module
+from training.run.run import PreparedRun, prepare_run
+from training.run.stopping import TrainingStoppedError, explain_full_disk
+
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_eval_prompts": 0}
+
+
+class HugeRate(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            for group in kwargs["optimizer"].param_groups:
+                group["lr"] = 1e30
+
+
+def prepare(train: Runner, **options: Any) -> PreparedRun:
+    return prepare_run(*parse_arguments(train.arguments(**{**SAVED, **options})))
+
+
+class TestNotFinite:
+    def stop(self, run: PreparedRun) -> str:
+        with pytest.raises(TrainingStoppedError) as error:
+            run.finish()
+        return str(error.value)
+
+    def test_weights_of_the_heads(self, train: Runner) -> None:
+        run = prepare(train)
+        with torch.no_grad():
+            run.trainer.model.fc.weight[0, 0] = torch.nan
+        message = self.stop(run)
+        assert message.startswith("stopped at step 1: the loss at depth 1, 2 is NaN or infinite (distillation). ")
+        assert (
+            "states of the batch are finite; the heads' weights before this step are NaN or infinite in fc" in message
+        )
+        assert message.endswith("There is no complete checkpoint.")
+
+    @pytest.mark.parametrize("accumulated", [1, 2])
+    def test_a_huge_learning_rate(self, train: Runner, accumulated: int) -> None:
+        """Three good steps; the fourth throws the weights away, and at the fifth the optimizer is stopped."""
+        run = prepare(train, gradient_accumulation_steps=accumulated)
+        run.trainer.add_callback(HugeRate())
+        message = self.stop(run)
+        assert message.startswith("stopped at step 5: the loss at depth 1, 2 is NaN or infinite (distillation). ")
+        assert "the heads' weights before this step are finite. " in message
+        assert "Try a lower learning_rate, more warmup_steps, a smaller max_grad_norm." in message
+        newest = train.output_dir / "checkpoint-4"
+        assert f"The last complete checkpoint is {newest}; --resume_from_checkpoint true goes on" in message
+
+    def test_states_of_the_target(self, train: Runner) -> None:
+        run = prepare(train)
+        with torch.no_grad():
+            run.trainer.target.model.model.norm.weight[0] = torch.inf
+        message = self.stop(run)
+        assert (
+            "the target's states of the batch are NaN or infinite; the heads' weights before this step are" in message
+        )
+        assert "Try another target_dtype (it computes in float32; " in message
+
+    def test_a_gradient(self, train: Runner) -> None:
+        run = prepare(train)
+        run.trainer.model.fc.weight.register_hook(lambda gradient: gradient * torch.inf)
+        assert "stopped at step 1: the gradient (its norm is " in self.stop(run)
+
+    def test_the_program_ends_in_one_line(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = {**SAVED, "learning_rate": 1e30, "warmup_steps": 0}
+        monkeypatch.setattr("sys.argv", ["train_heads.py", *train.arguments(**options)])
+        monkeypatch.setattr("sys.path", ["."])
+        with pytest.raises(SystemExit, match=r"^train_heads.py: stopped at step 2: the loss"):
+            train_heads.main()
+
+    @pytest.mark.slow
+    def test_of_one_process_all_stop(self, train: Runner) -> None:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.training.killed_run"]
+        arguments = train.arguments(**SAVED, head_overrides=["ttt_steps=2"])
+        command = [sys.executable, "-m", *launcher, "bad_states", *arguments]
+        run = subprocess.run(command, cwd=REPOSITORY, check=False, timeout=300, capture_output=True, text=True)
+        assert run.returncode != 0
+        assert "process 1 stopped at step 1: the loss at depth 1, 2 is NaN or infinite" in run.stderr
+        assert "the target's states of the batch are NaN or infinite" in run.stderr
+        # The other one's loss is fine; it sees the gradients that both share.
+        assert "process 0 stopped at step 1: the gradient (its norm is nan) is NaN or infinite" in run.stderr
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize("name", ["training_config.yaml", "training_record.json"])
+    def test_while_texts_are_written(self, train: Runner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        write = run_module.write_file
+
+        def write_or_fail(file: Path, text: str) -> None:
+            if file.name == name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(file, text)
+
+        monkeypatch.setattr(run_module, "write_file", write_or_fail)
+        with pytest.raises(TrainingStoppedError, match=rf"{name} could not be written into .* it takes about 1 MiB"):
+            train(max_steps=1)
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+    def test_the_checkpoint_before_stays_and_is_resumed(self, train: Runner, tmp_path: Path, name: str) -> None:
+        """The kernel itself refuses to write the file any further."""
+        train(**SAVED)
+        weights = train.weights()
+        num_bytes = (train.output_dir / "checkpoint-8" / name).stat().st_size - 100
+        train.output_dir.rename(tmp_path / "uninterrupted")
+        message = tmp_path / "message"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.training.killed_run"])
+        process = context.Process(target=run_with_full_disk, args=(train.arguments(**SAVED), 5, num_bytes, message))
+        process.start()
+        process.join()
+        found = re.fullmatch(
+            r"checkpoint-6 could not be written into \S+/heads: (.+)\. There are [\d,]+ MiB free, and it takes about 1 "
+            r"MiB\. The last complete checkpoint is \S+/heads/checkpoint-4; --resume_from_checkpoint true goes on from "
+            r"it .* Make room first .*",
+            message.read_text(),
+        )
+        assert found, message.read_text()
+        assert {folder.name for folder in train.output_dir.iterdir()} == {
+            "checkpoint-2",
+            "checkpoint-4",
+            "training_config.yaml",
+        }
+        train(**SAVED, resume_from_checkpoint=True)
+        assert_same(train.weights(), weights)
+
+    def test_other_errors_are_left_as_they_are(self, tmp_path: Path) -> None:
+        class Trainer:
+            args = type("Arguments", (), {"output_dir": str(tmp_path)})
+            model = nn.Linear(2, 2)
+
+        for error in (OSError(errno.EACCES, "Permission denied"), RuntimeError("shapes differ")):
+            with pytest.raises(type(error), match=re.escape(str(error))), explain_full_disk(Trainer(), "heads"):
+                raise error
+        with (
+            pytest.raises(
+                TrainingStoppedError, match=r"heads could not be written into .*: No space left on device\. "
+            ),
+            explain_full_disk(Trainer(), "heads"),
+        ):
+            raise OSError(errno.ENOSPC, "No space left on device")

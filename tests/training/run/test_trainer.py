@@ -1,0 +1,387 @@
+"""HeadsTrainer: how batches add up, what an evaluation reports, and to whom."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from heads import HEAD_TYPES, DraftHeads, create_heads
+from inference import Target
+from tests.conftest import needs_muon
+from tests.tiny_targets import random_prompt, tiny_target
+from training.data.collation import ConversationCollator
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
+from training.options.arguments import HeadsTrainingArguments
+from training.run.optimizer import MuonWithAdamW
+from training.run.trainer import HeadsTrainer
+
+Rows = list[dict[str, list[int]]]
+
+
+def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> Rows:
+    """Rows of (prompt tokens, reply tokens)."""
+    return [
+        {
+            "input_ids": random_prompt(prompt + reply, seed=seed + index)[0].tolist(),
+            "loss_mask": [0] * prompt + [1] * reply,
+        }
+        for index, (prompt, reply) in enumerate(lengths)
+    ]
+
+
+# As different as they get: the mean of the batches' means is far from the mean over all tokens.
+UNEVEN = [(9, 30), (11, 3), (15, 9), (10, 1), (9, 16)]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama").requires_grad_(False))
+
+
+def make_heads(target: Target, head_type: str, **overrides: Any) -> DraftHeads:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        heads = create_heads(head_type, target, **overrides)
+    if heads.wants_token_counts:
+        heads.fit_vocabulary(torch.arange(target.vocab_size))
+    return heads
+
+
+def make_trainer(
+    target: Target, heads: DraftHeads, output_dir: Path, rows: Rows, *, eval_rows: Rows | None = None, **options: Any
+) -> HeadsTrainer:
+    names = ("depth_weights", "measure_acceptance", "muon_learning_rate", "callbacks")
+    ours = {name: options.pop(name) for name in names if name in options}
+    step_decay = options.pop("step_decay", 0.8)
+    defaults = {
+        "output_dir": str(output_dir),
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "num_train_epochs": 1,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "max_grad_norm": 0.0,
+    }
+    return HeadsTrainer(
+        target=target,
+        loss_type=heads.default_loss,
+        step_decay=step_decay,
+        model=heads,
+        args=HeadsTrainingArguments(**{**defaults, **options}),
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        data_collator=ConversationCollator(0),
+        **ours,
+    )
+
+
+def mean_loss(target: Target, heads: DraftHeads, rows: Rows, step_decay: float = 0.8, **options: Any) -> Tensor:
+    """The loss of rows as one batch."""
+    batch = ConversationCollator(0)(rows)
+    encoded = target.encode(batch["input_ids"], batch["attention_mask"], feature_layers=heads.feature_layers)
+    teacher = compute_teacher(
+        target,
+        encoded.last_hidden,
+        batch["input_ids"],
+        batch["loss_mask"],
+        heads.draft_token_ids,
+        loss_type=heads.default_loss,
+    )
+    steps = heads.unroll(encoded.features, batch["input_ids"])
+    return draft_loss(
+        steps, teacher, batch["loss_mask"], loss_type=heads.default_loss, step_decay=step_decay, **options
+    ).loss
+
+
+class TestAccumulation:
+    @pytest.mark.parametrize("head_type", ["medusa", "eagle3"])
+    @pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 4), (2, 2)])
+    def test_equals_one_big_batch(
+        self, target: Target, head_type: str, batch_size: int, accumulation: int, tmp_path: Path
+    ) -> None:
+        """Five rows: the second optimizer step has one row only, and fewer batches than the first."""
+        results = []
+        for size, count in ((4, 1), (batch_size, accumulation)):
+            heads = make_heads(target, head_type)
+            trainer = make_trainer(
+                target,
+                heads,
+                tmp_path,
+                make_rows(UNEVEN),
+                per_device_train_batch_size=size,
+                gradient_accumulation_steps=count,
+                optim="sgd",
+                learning_rate=0.05,
+            )
+            trainer.train()
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            assert len(losses) == trainer.state.global_step == 2
+            results.append((losses, heads.state_dict()))
+        (losses, weights), (other_losses, other_weights) = results
+        assert losses == pytest.approx(other_losses, rel=1e-4)
+        untrained = make_heads(target, head_type).state_dict()
+        for name, weight in weights.items():
+            torch.testing.assert_close(other_weights[name], weight, rtol=1e-3, atol=1e-5)
+            assert not torch.equal(weight, untrained[name])
+
+    def test_shares_count_predicted_tokens_with_a_reduced_vocabulary_too(self, target: Target, tmp_path: Path) -> None:
+        """Each batch's mean over the positions with a loss, weighed by its share of the tokens to be predicted."""
+        rows = make_rows(UNEVEN[:4])
+        heads = make_heads(target, "eagle3", draft_vocab_size=40)
+        expected = torch.zeros(())
+        num_tokens = [sum(row["loss_mask"]) for row in rows]
+        for row, count in zip(rows, num_tokens, strict=True):
+            expected += mean_loss(target, heads, [row]).detach() * count / sum(num_tokens)
+        trainer = make_trainer(
+            target, heads, tmp_path, rows, per_device_train_batch_size=1, gradient_accumulation_steps=4
+        )
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+    def test_a_batch_without_predicted_tokens(self, target: Target, tmp_path: Path) -> None:
+        rows = make_rows([(4, 3)])
+        rows[0]["loss_mask"] = [0] * 7
+        heads = make_heads(target, "medusa")
+        before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+        trainer = make_trainer(target, heads, tmp_path, rows, optim="sgd")
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == 0
+        assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())
+
+
+class TestEvaluation:
+    @pytest.mark.parametrize("head_type", ["medusa", "eagle3"])
+    @pytest.mark.parametrize("batch_size", [1, 2, 5])
+    def test_is_one_mean_whatever_the_batch_size(
+        self, target: Target, head_type: str, batch_size: int, tmp_path: Path
+    ) -> None:
+        heads = make_heads(target, head_type)
+        rows = make_rows(UNEVEN)
+        trainer = make_trainer(
+            target, heads, tmp_path, [], eval_rows=rows, per_device_eval_batch_size=batch_size, step_decay=0.7
+        )
+        metrics = trainer.evaluate()
+        assert metrics["eval_loss"] == pytest.approx(mean_loss(target, heads, rows, 0.7).item(), rel=1e-4)
+        depths = len(heads.unroll(torch.zeros(1, 9, 32 * len(heads.feature_layers)), random_prompt(9)))
+        for depth in range(1, depths + 1):
+            top1, top5 = metrics[f"eval_top1_depth{depth}"], metrics[f"eval_top5_depth{depth}"]
+            assert 0 <= top1 <= top5 <= 1
+        assert f"eval_top1_depth{depths + 1}" not in metrics
+
+    @pytest.mark.parametrize("depth_weights", ["d_pace", (1.0, 0.0, 0.25)])
+    def test_weighs_steps_as_training_does(
+        self, target: Target, depth_weights: str | tuple[float, ...], tmp_path: Path
+    ) -> None:
+        heads = make_heads(target, "medusa", num_heads=3)
+        rows = make_rows(UNEVEN)
+        options: dict[str, Any] = {"depth_weights": depth_weights, "per_device_eval_batch_size": 2}
+        metrics = make_trainer(target, heads, tmp_path, [], eval_rows=rows, **options).evaluate()
+        expected = mean_loss(target, heads, rows, depth_weights=depth_weights)
+        assert metrics["eval_loss"] == pytest.approx(expected.item(), rel=1e-4)
+        assert abs(expected - mean_loss(target, heads, rows)) > 0.01
+
+    def test_accuracy_is_the_share_of_the_targets_own_tokens(self, target: Target, tmp_path: Path) -> None:
+        """An untrained Medusa head repeats the LM head: right where the target says the same token twice."""
+        heads = make_heads(target, "medusa", num_heads=1)
+        rows = make_rows([(3, 60), (4, 30)])
+        metrics = make_trainer(target, heads, tmp_path, [], eval_rows=rows).evaluate()
+        hits, count = 0, 0
+        for row in rows:
+            encoded = target.encode(torch.tensor([row["input_ids"]]), torch.ones(1, len(row["input_ids"])))
+            best = target.compute_logits(encoded.last_hidden)[0].argmax(-1).tolist()
+            for position in range(2, len(best)):
+                if row["loss_mask"][position]:
+                    hits += best[position - 2] == best[position - 1]
+                    count += 1
+        assert hits
+        assert metrics["eval_top1_depth1"] == pytest.approx(hits / count)
+
+    def test_an_evaluation_starts_from_nothing(self, target: Target, tmp_path: Path) -> None:
+        heads = make_heads(target, "medusa")
+        trainer = make_trainer(target, heads, tmp_path, [], eval_rows=make_rows(UNEVEN))
+        first = trainer.evaluate()
+        other = trainer.evaluate(eval_dataset=make_rows([(9, 9)], seed=70), metric_key_prefix="other")
+        again = trainer.evaluate()
+        assert first["eval_loss"] == again["eval_loss"] != other["other_loss"]
+        assert not [key for key in other if key.startswith("eval_")]
+
+    def test_gathers_no_logits(self, target: Target, tmp_path: Path) -> None:
+        trainer = make_trainer(target, make_heads(target, "medusa"), tmp_path, [], eval_rows=make_rows(UNEVEN))
+        output = trainer.predict(make_rows(UNEVEN))
+        assert output.predictions is None
+        assert output.label_ids is None
+
+    def test_heads_measure_in_eval_mode_and_go_on_in_training_mode(self, target: Target, tmp_path: Path) -> None:
+        heads = make_heads(target, "medusa")
+        modes = []
+
+        def measure() -> dict[str, float]:
+            modes.append(heads.training)
+            return {"acceptance_length": 1.0}
+
+        class NoteMode(TrainerCallback):
+            def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                modes.append(heads.training)
+
+        trainer = make_trainer(
+            target,
+            heads,
+            tmp_path,
+            make_rows(UNEVEN[:2]),
+            eval_rows=make_rows(UNEVEN),
+            per_device_train_batch_size=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            measure_acceptance=measure,
+            callbacks=[NoteMode()],
+        )
+        trainer.train()
+        assert modes == [True, False, True, False]
+
+
+class TestAcceptanceLength:
+    def run(self, target: Target, tmp_path: Path, lengths: list[float], **options: Any) -> HeadsTrainer:
+        scripted = iter(lengths)
+        trainer = make_trainer(
+            target,
+            make_heads(target, "medusa"),
+            tmp_path,
+            make_rows(UNEVEN[:4]),
+            eval_rows=make_rows(UNEVEN),
+            per_device_train_batch_size=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="acceptance_length",
+            measure_acceptance=lambda: {"acceptance_length": next(scripted)},
+            learning_rate=0.01,
+            **options,
+        )
+        trainer.train()
+        return trainer
+
+    def test_chooses_the_best_checkpoint(self, target: Target, tmp_path: Path) -> None:
+        trainer = self.run(target, tmp_path, [1.5, 2.5, 2.0, 1.0])
+        assert trainer.state.best_metric == 2.5
+        assert trainer.state.best_global_step == 2
+        best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+        last = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+        weights = trainer.model.state_dict()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in best.items())
+        assert not all(torch.equal(weights[name], tensor) for name, tensor in last.items())
+
+    def test_reaches_the_logs_and_early_stopping(self, target: Target, tmp_path: Path) -> None:
+        trainer = self.run(target, tmp_path, [2.0, 1.5, 9.0, 9.0], callbacks=[EarlyStoppingCallback(1)])
+        assert trainer.state.global_step == 2, "the second length is worse than the first"
+        logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert [entry["eval_acceptance_length"] for entry in logged] == [2.0, 1.5]
+        assert {"eval_top1_depth1", "eval_top5_depth5", "step"} <= logged[0].keys()
+
+
+class TestMuon:
+    @needs_muon
+    @pytest.mark.parametrize("head_type", HEAD_TYPES)
+    def test_hidden_matrices_are_muons_and_the_rest_is_adamws(
+        self, target: Target, head_type: str, tmp_path: Path
+    ) -> None:
+        """LM heads are told by their shape here: one row for each token."""
+        heads = make_heads(target, head_type)
+        options = {"learning_rate": 0.003, "adam_beta1": 0.8, "adam_beta2": 0.7, "adam_epsilon": 1e-6}
+        trainer = make_trainer(target, heads, tmp_path, [], muon_learning_rate=0.02, weight_decay=0.125, **options)
+        optimizer = trainer.create_optimizer()
+        assert isinstance(optimizer, MuonWithAdamW)
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        kinds = []
+        for name, parameter in heads.named_parameters():
+            group = groups.pop(id(parameter))
+            is_matrix, is_lm_head = parameter.ndim == 2, parameter.shape == (target.vocab_size, target.hidden_size)
+            kinds.append("LM head" if is_lm_head else "hidden" if is_matrix else "vector")
+            assert group["weight_decay"] == (0.125 if is_matrix else 0), name
+            if kinds[-1] == "hidden":
+                assert (group["lr"], "momentum" in group, "betas" in group) == (0.02, True, False), name
+            else:
+                assert (group["lr"], group["betas"], group["eps"]) == (0.003, (0.8, 0.7), 1e-6), name
+        assert not groups
+        assert "hidden" in kinds
+        has_own_lm_head = any("lm_head" in name.split(".") for name, _ in heads.named_parameters())
+        assert ("LM head" in kinds) == has_own_lm_head, "some kinds borrow the target's"
+
+    def test_without_its_learning_rate_adamw_trains_all(self, target: Target, tmp_path: Path) -> None:
+        optimizer = make_trainer(target, make_heads(target, "medusa"), tmp_path, []).create_optimizer()
+        assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_training_logs_accuracy_of_the_steps_since_the_last_line(target: Target, tmp_path: Path) -> None:
+    heads = make_heads(target, "medusa")
+    trainer = make_trainer(
+        target,
+        heads,
+        tmp_path,
+        make_rows(UNEVEN),
+        eval_rows=make_rows(UNEVEN),
+        per_device_train_batch_size=5,
+        learning_rate=0.0,
+        num_train_epochs=2,
+        eval_strategy="epoch",
+    )
+    trainer.train()
+    lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+    metrics = trainer.evaluate()
+    assert len(lines) == 2
+    for line in lines:
+        assert line["top1_depth1"] == pytest.approx(metrics["eval_top1_depth1"], abs=1e-4)
+
+
+def test_the_target_gets_no_gradient_and_the_heads_do(target: Target, tmp_path: Path) -> None:
+    model = tiny_target("qwen3")  # its parameters ask for gradients
+    own = Target(model)
+    heads = make_heads(own, "eagle3")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    make_trainer(own, heads, tmp_path, make_rows(UNEVEN)).train()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("head_type", ["medusa", "eagle3"])
+def test_bfloat16_computes_in_it_and_keeps_float32_weights(target: Target, head_type: str, tmp_path: Path) -> None:
+    heads = make_heads(target, head_type)
+    rows = make_rows(UNEVEN)
+    expected = mean_loss(target, heads, rows).item()
+    trainer = make_trainer(target, heads, tmp_path, rows, per_device_train_batch_size=5, bf16=True)
+    trainer.train()
+    found = trainer.state.log_history[0]["loss"]
+    assert found == pytest.approx(expected, rel=0.02)
+    assert found != pytest.approx(expected, rel=1e-6), "nothing was computed in bfloat16"
+    assert heads.dtype == torch.float32
+    assert math.isfinite(trainer.state.log_history[0]["grad_norm"])
+
+
+def test_a_checkpoint_that_is_written_again_is_the_old_one_until_the_new_one_is_whole(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = make_heads(target, "medusa")
+    rows = make_rows(UNEVEN[:1])
+    options = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1, "warmup_steps": 0}
+    make_trainer(target, heads, tmp_path, rows, **options).train()
+    before = {file.name: file.read_bytes() for file in (tmp_path / "checkpoint-1").iterdir()}
+    trainer = make_trainer(target, heads, tmp_path, rows, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_save_rng_state", lambda folder: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            trainer.train()
+    assert {file.name: file.read_bytes() for file in (tmp_path / "checkpoint-1").iterdir()} == before
+    make_trainer(target, heads, tmp_path, rows, **options).train()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").read_bytes() != before["model.safetensors"]

@@ -1,0 +1,107 @@
+"""Muon for the hidden matrices, AdamW for everything else, as one optimizer that Trainer schedules and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from training.run.launching import Launch
+
+
+def check_muon(learning_rate: float | None, args: TrainingArguments) -> None:
+    """Refuses Muon where it cannot train.
+
+    Raises:
+        ValueError: with a torch that has no Muon, and under DeepSpeed and FSDP.
+    """
+    if learning_rate is None:
+        return
+    instead = "leave it out (`--muon_learning_rate none` over a file that sets it), so that AdamW trains all"
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"got muon_learning_rate {learning_rate}, which needs torch.optim.Muon, and torch {torch.__version__} has "
+            f"none: install torch 2.9 or newer, or {instead}"
+        )
+    if Launch.read(args).strategy != "ddp":
+        raise ValueError(
+            f"got muon_learning_rate {learning_rate} under DeepSpeed or FSDP: Muon needs whole matrices, which these "
+            f"cut up; {instead}, or train with plain DDP (configs/accelerate/multi_gpu.yaml)"
+        )
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` (Jordan et al. 2024; arXiv 2502.16982) on 2-D weights, `torch.optim.AdamW` on LM heads,
+    embeddings, norms and biases, which Muon is not meant for.
+
+    Heads learn more from the same few tokens than with AdamW alone (measured in docs/training.md).
+
+    Args:
+        named_parameters: of the heads; those without gradients are left out.
+        muon_learning_rate: of the orthogonalised updates, scaled by sqrt(max(1, rows / columns)); 0.02 to 0.05 fits.
+        learning_rate, betas, eps: AdamW's.
+        more_groups: groups for AdamW besides, as optimizers of torch take them.
+        weight_decay: of both, on matrices alone.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        muon_learning_rate: float,
+        learning_rate: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        more_groups: Iterable[dict[str, Any]] = (),
+    ) -> None:
+        hidden: list[nn.Parameter] = []
+        lm_heads: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        for name, parameter in named_parameters:
+            if not parameter.requires_grad:
+                continue
+            if parameter.ndim < 2:
+                vectors.append(parameter)
+            else:
+                is_of_tokens = not {"lm_head", "embedding"}.isdisjoint(name.split("."))
+                (lm_heads if parameter.ndim > 2 or is_of_tokens else hidden).append(parameter)
+        # AdamW's groups first: Trainer logs the learning rate of the first one.
+        adamw_groups: list[dict[str, Any]] = [
+            {"params": params, "weight_decay": decay}
+            for params, decay in ((lm_heads, weight_decay), (vectors, 0.0))
+            if params
+        ]
+        adamw_groups += more_groups
+        muon_groups: list[dict[str, Any]] = [{"params": hidden}] if hidden else []
+        self._members: list[torch.optim.Optimizer] = []
+        if adamw_groups:
+            self._members.append(torch.optim.AdamW(adamw_groups, lr=learning_rate, betas=betas, eps=eps))
+        if muon_groups:
+            self._members.append(torch.optim.Muon(muon_groups, lr=muon_learning_rate, weight_decay=weight_decay))
+        super().__init__([group for member in self._members for group in member.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """The members work on this optimizer's own groups and state, so that schedules and checkpoints reach them."""
+        start = 0
+        for member in self._members:
+            end = start + len(member.param_groups)
+            member.param_groups, member.state = self.param_groups[start:end], self.state
+            start = end
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self._members:
+            member.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()

@@ -1,0 +1,258 @@
+"""Which checkpoint a run goes on from, and whether what follows will be the run that was interrupted.
+
+A resumed run equals the uninterrupted one, weight for weight and metric for metric, only where data, options and number
+of processes are the same: `describe_run` says what they are, every checkpoint carries that, `check_same_run` compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, TrainerState, TrainingArguments
+
+from heads.adapter import CONFIG_FILE, WEIGHTS_FILE
+from training.data.streaming import ConversationStream
+from training.options.arguments import BY_METRIC
+from training.options.command_line import default_of
+from training.run.checkpoints import RUN_FILE, read_run_file
+
+logger = logging.getLogger(__name__)
+
+# The files Trainer cannot go on without, in the order in which it writes them.
+_NEEDED = ("config.json", "model.safetensors", "trainer_state.json")
+# Options that change neither what is learned nor its order: what is measured, saved, shown and uploaded, how fast the
+# data is loaded, where the target stays and how its features are stored.
+_FREE = re.compile(
+    r"(logging_|save_|eval_|num_eval_|max_eval_|per_device_eval_|hub_|push_to_hub|report|project|trackio|log_level"
+    r"|disable_tqdm|output_dir|run_name|dry_run|early_stopping|load_best_model|resume_"
+    r"|restore_callback|include_num_input|num_proc|dataloader_(?!drop_last)|ddp_timeout|torch_empty_cache|skip_memory_"
+    r"|trust_remote_code|feature_|max_disk_gb|target_device_map|target_offload|shard_target).*"
+)
+# Where the conversations lie; not compared where the data itself is.
+_OF_DATA = re.compile(r"dataset.*|max_samples|skip_bad_lines")
+
+
+def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = True) -> Path | None:
+    """The checkpoint that `--resume_from_checkpoint WANTED` asks for; None = start from the beginning.
+
+    Args:
+        wanted: None or false; true = the newest complete checkpoint in `output_dir`; else a folder.
+        is_main_process: whether to warn about checkpoints that are passed over.
+
+    Raises:
+        ValueError: when the folder asked for is missing or incomplete.
+    """
+    folders = sorted(Path(output_dir).glob("checkpoint-*"), key=_step, reverse=True)
+    if wanted is None or str(wanted).lower() in ("false", ""):
+        if folders and is_main_process:
+            logger.warning(
+                "%s has checkpoints of an earlier run, up to %s: a later --resume_from_checkpoint true would take them "
+                "for this run's; train in another output_dir, or remove them",
+                output_dir,
+                folders[0].name,
+            )
+        return None
+    if str(wanted).lower() != "true":
+        folder = Path(wanted)
+        if damage := find_damage(folder):
+            raise ValueError(
+                f"cannot resume from {folder}: {damage}; give a complete checkpoint, or true for the newest one"
+            )
+        return folder
+    newest = find_newest(Path(output_dir), warns=is_main_process)
+    if newest is None and is_main_process:
+        logger.warning("no complete checkpoint in %s: starting from the beginning", output_dir)
+    return newest
+
+
+def find_newest(output_dir: Path, *, warns: bool = False) -> Path | None:
+    """The newest complete checkpoint; with `warns` the damaged ones that are passed over are logged."""
+    for folder in sorted(output_dir.glob("checkpoint-*"), key=_step, reverse=True):
+        damage = find_damage(folder)
+        if damage is None:
+            return folder
+        if warns:
+            logger.warning("%s is passed over: %s", folder, damage)
+    return None
+
+
+def find_damage(folder: Path) -> str | None:
+    """What a checkpoint lacks, or None when it is complete.
+
+    Those that a run writes have their names when they are complete (`training.run.checkpoints`); but one may have been
+    copied or deleted halfway, or be transformers' own, which writes `trainer_state.json` last.
+    """
+    for name in _NEEDED:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    folders = [file for file in folder.iterdir() if file.is_dir()]
+    if adapter := _adapter_of(folder):
+        files += [adapter / CONFIG_FILE, adapter / WEIGHTS_FILE]
+        folders = [other for other in folders if other != adapter]
+    for file in files:
+        if not file.is_file():
+            return f"{file.relative_to(folder)} is missing"
+        if _is_cut_off(file):
+            return f"{file.relative_to(folder)} is cut off"
+    for pattern in ("rng_state*.pth", "metrics_*.safetensors") if (folder / RUN_FILE).is_file() else ():
+        if not any(folder.glob(pattern)):
+            return f"{pattern} is missing"
+    # FSDP writes optimizer.bin; or it keeps the optimizer in a folder, as DeepSpeed does.
+    if not folders and not any(file.name in ("optimizer.pt", "optimizer.bin") for file in files):
+        return "optimizer.pt is missing (with save_only_model there is nothing to resume from)"
+    return None
+
+
+def _adapter_of(folder: Path) -> Path | None:
+    """Where the adapter of heads that were trained with one is."""
+    try:
+        name = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("target_adapter")
+    except ValueError:
+        return None
+    return folder / name if name else None
+
+
+def _is_cut_off(file: Path) -> bool:
+    if file.suffix == ".json":
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            return True
+    elif file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return True
+    return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)  # what torch.save writes
+
+
+def check_same_heads(folder: Path, stored: PreTrainedConfig, wanted: PreTrainedConfig) -> None:
+    """Refuses to resume with other heads than were being trained.
+
+    Raises:
+        ValueError: naming the keys that differ, and both values.
+    """
+    notes = ("target_name_or_path", "_name_or_path", "architectures", "dtype", "transformers_version")
+    one, other = ({**config.to_dict(), **dict.fromkeys(notes)} for config in (stored, wanted))
+    different = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+    if different:
+        found = ", ".join(f"{key} {one.get(key)!r} (now {other.get(key)!r})" for key in different)
+        raise ValueError(
+            f"{folder} holds heads with {found}: resume with the same options, or train in another output_dir"
+        )
+
+
+def describe_run(
+    settings: dict[str, Any],
+    train_set: Any,
+    num_processes: int,
+    *,
+    eval_set: datasets.Dataset | None,
+    prompts: Sequence[list[int]],
+) -> dict[str, Any]:
+    """What two runs must share to be the same run, as JSON has it.
+
+    Args:
+        settings: every option, from `training.options.command_line.resolve_arguments`.
+        train_set: the tokenized conversations, or a stream of them, of which its files can tell.
+        eval_set, prompts: what evaluations look at.
+    """
+    is_stream = isinstance(train_set, ConversationStream)
+    data = train_set.describe() if is_stream else fingerprint(train_set)
+    options = {
+        key: value
+        for key, value in settings.items()
+        if not (_FREE.fullmatch(key) or (not is_stream and _OF_DATA.fullmatch(key)))
+    }
+    if is_stream:  # what it reads, and in which order, depends on these as well
+        options["dataloader_num_workers"] = settings.get("dataloader_num_workers")
+        options["eval_dataset"] = bool(settings.get("eval_dataset"))
+    described = {"num_processes": num_processes, "training data": data, "options": options}
+    if settings.get("lr_scheduler_type") in BY_METRIC:  # what evaluations find is then part of what is learned
+        by_decoding = str(settings.get("metric_for_best_model")).endswith("acceptance_length")
+        names = ("eval_strategy", "eval_steps", *(("eval_max_new_tokens",) if by_decoding else ()))
+        options |= {name: settings.get(name) for name in names}
+        described["held-out data"] = _hash_prompts(prompts) if by_decoding else fingerprint(eval_set)
+    found: dict[str, Any] = json.loads(json.dumps(described, default=str))
+    return found
+
+
+def _hash_prompts(prompts: Sequence[list[int]]) -> str:
+    return f"{len(prompts)} prompts, {hashlib.blake2b(repr(prompts).encode(), digest_size=16).hexdigest()}"
+
+
+def fingerprint(rows: datasets.Dataset | None) -> str:
+    """Number of rows and a hash of all their columns, in order: other data gives another text."""
+    if rows is None:
+        return "none"
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in rows.with_format("arrow").iter(1000):
+        for name in sorted(batch.column_names):
+            column = batch[name].combine_chunks()
+            is_list = hasattr(column, "value_lengths")
+            for part in (column.value_lengths(), column.flatten()) if is_list else (column,):
+                values = part.to_numpy(zero_copy_only=False)
+                digest.update(repr(part.to_pylist()).encode() if values.dtype == object else values.tobytes())
+    return f"{len(rows)} rows, {digest.hexdigest()}"
+
+
+def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> None:
+    """Refuses to go on from a checkpoint as another run.
+
+    Args:
+        now: from `describe_run`.
+        may_differ: warn instead (`--resume_with_changes`).
+
+    Raises:
+        ValueError: naming what differs, and both values.
+    """
+    stored = read_run_file(folder)
+    if stored is None:
+        logger.warning("%s does not say what it was trained with: see that data and options are the same", folder)
+        return
+    one, other = ({**run, **run["options"]} for run in (stored, now))
+    different = []
+    for key in sorted((one.keys() | other.keys()) - {"options", "seconds"}):
+        before, after = (run.get(key, default_of(key)) for run in (one, other))
+        if key == "training data" and isinstance(before, list) and isinstance(after, list):  # the files of a stream
+            gone, new = [file for file in before if file not in after], [file for file in after if file not in before]
+            before, after = (gone, new) if gone or new else (before, after)  # else the same in another order
+        if before != after:
+            different.append(f"{key} {before!r} (now {after!r})")
+    if not different:
+        return
+    if not may_differ:
+        raise ValueError(
+            f"{folder} was trained with {', '.join(different)}: to go on would not be the run that was interrupted. "
+            "Resume with the same data and options; or say --resume_with_changes true; or start a new run from its "
+            f"weights with --init_heads {folder}"
+        )
+    logger.warning("%s was trained with %s: what follows is not the interrupted run", folder, ", ".join(different))
+
+
+def is_finished(state: TrainerState, args: TrainingArguments) -> bool:
+    """Whether a run has made its last step at this checkpoint."""
+    callbacks: Any = state.stateful_callbacks or {}
+    stopped = callbacks.get("EarlyStoppingCallback", {}).get("attributes", {})
+    patience = getattr(args, "early_stopping_patience", None)
+    if patience is not None and stopped.get("early_stopping_patience_counter", 0) >= patience:
+        return True
+    if args.max_steps > 0:
+        return bool(state.global_step >= args.max_steps)
+    return state.epoch is not None and bool(state.epoch >= args.num_train_epochs)
+
+
+def _step(folder: Path) -> int:
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return int(match[1]) if match else -1

@@ -1,0 +1,373 @@
+"""HeadsTrainer: transformers' Trainer for draft heads on features of a frozen target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, Trainer
+from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from heads import DraftHeads
+from inference.targets.target import Target
+from training.data.collation import find_documents
+from training.data.streaming import ConversationStream
+from training.features.sharded_target import is_sharded
+from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatures, TargetStates
+from training.losses.depth_weights import fixed_weights
+from training.losses.draft_loss import LossOutput, check_loss, draft_loss
+from training.losses.teacher import compute_teacher
+from training.options.arguments import goes_by_metric
+from training.reporting.progress import RunProgress
+from training.run.checkpoints import (
+    ExactEpochs,
+    RunClock,
+    load_metrics,
+    remove_old,
+    save_metrics,
+    write_run_file,
+    write_whole,
+)
+from training.run.evaluation import check_best_metric, warn_of_lost_best
+from training.run.launching import autocast, autocast_in_deepspeed, shard_with_fsdp
+from training.run.optimizer import MuonWithAdamW, check_muon
+from training.run.stopping import FiniteWatch, explain_full_disk
+from training.run.whole_heads import gather_state, is_split
+from training.synthesis.on_policy import OnPolicyRows
+
+GROUPS_WHEN_SHARDED = 4  # of a packed batch's documents: about what it is cut into otherwise
+
+
+class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+    """Trains heads; the target only computes features, without gradients.
+
+    Args:
+        target: the frozen target the heads are bound to.
+        features: where the target's states come from; None = the target runs on every batch.
+        loss_type: see `training.losses.draft_loss`, also for the next two.
+        step_decay: weight of depth k is step_decay^k ...
+        depth_weights: ... unless this says otherwise.
+        measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
+            decoding held-out prompts with the heads as they are.
+        muon_learning_rate: trains hidden matrices with Muon (`training.run.optimizer`); None = AdamW for all.
+        run_description: what a resumed run must have in common with this one; stored with every checkpoint (see
+            `training.run.resume.describe_run`).
+        **kwargs: those of `transformers.Trainer`.
+    """
+
+    logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # beginnings of their names; evaluations report all
+    more_metrics: ClassVar[tuple[str, ...]] = ()  # of evaluations, besides the losses and the accuracies of each depth
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        loss_type: str,
+        step_decay: float,
+        depth_weights: str | Sequence[float] | None = None,
+        features: FeatureSource | None = None,
+        measure_acceptance: Callable[[], dict[str, float]] | None = None,
+        muon_learning_rate: float | None = None,
+        run_description: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.run_description = run_description or {}
+        self.muon_learning_rate = muon_learning_rate
+        self.target = target
+        self._is_target_split = is_sharded(target.model)
+        self.features = features
+        self.loss_type = loss_type
+        self.step_decay = step_decay
+        self.depth_weights = depth_weights
+        check_loss(loss_type, self.heads)
+        self.measure_acceptance = measure_acceptance
+        num_steps = self.heads.num_unrolled_steps
+        fixed_weights(num_steps, step_decay=step_decay, depth_weights=depth_weights)  # one for each step, or an error
+        ranks = [f"top{n}_depth{k + 1}" for k in range(num_steps) for n in (1, 5)]
+        metrics = ["loss", *ranks, *self.more_metrics]
+        check_best_metric(self.args, metrics, can_decode=measure_acceptance is not None)
+        if self.args.process_index == 0:
+            warn_of_lost_best(self.args)
+        check_muon(muon_learning_rate, self.args)
+        # Says that `compute_loss` has already divided by what `get_batch_samples` counted.
+        self.model_accepts_loss_kwargs = True
+        self.accelerator.gradient_accumulation_steps = 1  # older releases have accelerate divide once more
+        self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # of training and of evaluation batches
+        self.clock = RunClock()
+        self.watch = FiniteWatch()
+        self._checkpoint_parent: Path | None = None  # while a checkpoint is written: the folder it is written into
+        self.add_callback(ExactEpochs())
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(RunProgress())
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_fsdp_enabled = shard_with_fsdp(self.accelerator)
+        if self.is_deepspeed_enabled:
+            autocast_in_deepspeed(self.accelerator)
+
+    @property
+    def heads(self) -> DraftHeads:
+        return cast(DraftHeads, self.model)
+
+    @property
+    def heads_learning_rate(self) -> float:
+        return self.args.learning_rate
+
+    def make_more_groups(self) -> list[dict[str, Any]]:
+        """Groups of parameters besides the heads', for AdamW."""
+        return []
+
+    @property
+    def num_groups(self) -> int | None:
+        """Of documents that a packed batch is run in: one number for all batches where processes share weights, since
+        each pass waits for all of them."""
+        are_heads_split = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
+        return GROUPS_WHEN_SHARDED if are_heads_split or self._is_target_split else None
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.muon_learning_rate is None:
+            return super().create_optimizer(model)
+        if self.optimizer is None:
+            self.optimizer = MuonWithAdamW(
+                cast(nn.Module, self.model if model is None else model).named_parameters(),
+                muon_learning_rate=self.muon_learning_rate,
+                learning_rate=self.heads_learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+                weight_decay=self.args.weight_decay,
+                more_groups=self.make_more_groups(),
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As Trainer's; rates that go by a metric know whether it is to rise."""
+        if goes_by_metric(self.args) and self.args.greater_is_better:  # torch expects one that falls
+            self.args.lr_scheduler_kwargs = {"mode": "max", **cast(dict[str, Any], self.args.lr_scheduler_kwargs or {})}
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        if not isinstance(self.train_dataset, ConversationStream):
+            return super().get_train_dataloader()
+        # As it is: accelerate would deal the stream out once more, though each process reads its own part already.
+        return DataLoader(
+            self.train_dataset,
+            batch_size=self._train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            persistent_workers=self.args.dataloader_persistent_workers,
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor]:
+        """The batches of one optimizer step, and how many tokens they predict, those of all processes together."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        count = torch.zeros((), dtype=torch.long, device=device)
+        for batch in batches:
+            count += batch["loss_mask"].sum().to(device)
+        return batches, cast(Tensor, self.accelerator.reduce(count, reduction="sum"))
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The batch's mean loss; in training, weighed by its share of the tokens that the optimizer step predicts.
+
+        Accumulated and distributed batches so add up to the mean over all of them: to the very mean where every step
+        has a loss on each predicted token. Tokens outside a reduced draft vocabulary, and those too near the start for
+        the deeper steps, count in the shares all the same.
+        """
+        output = self.draft_batch(model, inputs)
+        self._add_metrics(output, is_training=model.training)
+        loss = output.loss
+        if num_items_in_batch is not None:
+            share = inputs["loss_mask"].sum() / num_items_in_batch.clamp(min=1)
+            loss = loss * share * self.accelerator.num_processes  # whose gradients are averaged
+        return (loss, {}) if return_outputs else loss
+
+    def draft_batch(self, model: Any, inputs: dict[str, Tensor]) -> LossOutput:
+        """The heads' loss on one batch; `model` as Trainer wrapped it."""
+        heads: DraftHeads = self.accelerator.unwrap_model(model)
+        source = self.features or OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
+        return self.draft_from(source(inputs), inputs, heads, model)
+
+    def draft_from(
+        self, states: TargetStates, inputs: dict[str, Tensor], heads: DraftHeads, forward: Callable[..., Any]
+    ) -> LossOutput:
+        """The heads' loss on the target's states of a batch; `forward` runs the heads."""
+        teacher = compute_teacher(
+            self.target,
+            states.last_hidden,
+            inputs["input_ids"],
+            inputs["loss_mask"],
+            heads.draft_token_ids,
+            loss_type=self.loss_type,
+            top_logits=states.top_logits,
+        )
+        loss_fn = partial(
+            draft_loss,
+            teacher=teacher,
+            loss_mask=inputs["loss_mask"],
+            loss_type=self.loss_type,
+            step_decay=self.step_decay,
+            depth_weights=self.depth_weights,
+            keeps_graph=self.num_groups is not None,
+        )
+        # A dict, because FSDP and ZeRO-3 look for tensors in dicts; under autocast, because FSDP has none of its own.
+        with autocast(self.accelerator, self.args):
+            output = LossOutput(
+                **forward(
+                    states.features,
+                    inputs["input_ids"],
+                    loss_fn=lambda steps: vars(loss_fn(steps)),
+                    loss_mask=inputs["loss_mask"],
+                    document_ids=find_documents(inputs, num_groups=self.num_groups),
+                    num_groups=self.num_groups,
+                )
+            )
+        if heads.training:
+            self.watch.see(states, inputs["attention_mask"], output)
+        return output
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """As Trainer's, which asks for it before every optimizer step: what is not finite ends the run here."""
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.watch.check(None if self.args.fp16 else grad_norm, self)
+        return grad_norm
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        """Evaluation needs the loss and our own metrics; nothing of size [B, T, V] is gathered."""
+        inputs = self._prepare_inputs(inputs)
+        dataloader = self.accelerator.gradient_state
+        if dataloader.end_of_dataloader and dataloader.remainder > 0:
+            # To give each process as many rows, accelerate has filled the last batches up with rows of the first.
+            rows_B = torch.arange(len(inputs["loss_mask"]), device=inputs["loss_mask"].device)
+            is_own_B = rows_B + self.args.process_index * len(rows_B) < dataloader.remainder
+            inputs["loss_mask"] = inputs["loss_mask"] * is_own_B[:, None]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Adds our metrics before anyone reads them: the logs, early stopping, the choice of the best checkpoint.
+
+        Those are the per-depth accuracies, the loss as one mean over all positions (Trainer's own is the mean of batch
+        means, and so depends on the batch size), and the acceptance length measured by decoding.
+        """
+        kwargs["metric_key_prefix"] = metric_key_prefix
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # what is trained does not depend on how often it is evaluated
+            output = super().evaluation_loop(*args, **kwargs)
+            metrics = self._take_metrics(is_training=False)
+            if self.measure_acceptance is not None:
+                measured = [self.measure_acceptance()]
+                broadcast_object_list(measured)  # one number for all, who go by it: texts may differ in a near-tie
+                metrics.update(measured[0])
+        assert output.metrics is not None
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "train_loss" in logs:  # of the whole run, not since it was resumed
+            logs = {**logs, "train_loss": self._total_loss_scalar / max(self.state.global_step, 1)}
+        if "loss" in logs:
+            metrics = self._take_metrics(is_training=True)
+            logs = {**logs, **{k: v for k, v in metrics.items() if k.startswith(self.logged_metrics)}}
+        super().log({k: round(v, 4) if "top" in k else v for k, v in logs.items()}, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers', which under FSDP and ZeRO-3 saves whole weights with some of their settings only."""
+        heads = self.accelerator.unwrap_model(self.model)
+        if is_split(heads):
+            self._save(output_dir, state_dict=gather_state(heads))
+        else:
+            super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As transformers', but under its name only when it is complete (see `training.run.checkpoints`)."""
+        folder = Path(super()._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        callbacks: Any = self.state.stateful_callbacks
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):  # perhaps one that the checkpoint did not know that was resumed
+                callbacks.setdefault(type(callback).__name__, {})
+        if isinstance(self.features, HybridFeatures):
+            self.features.flush()  # a resumed run reads what was computed before, as the interrupted one would have
+        with explain_full_disk(self, folder.name), write_whole(self, folder) as written:
+            self._checkpoint_parent = written.parent
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._checkpoint_parent = None
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(folder)
+            if self.args.should_save:
+                self.state.save_to_json(str(written / "trainer_state.json"))
+                write_run_file(written, self.run_description, self.clock.seconds)
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(folder))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            remove_old(folder.parent, save_total_limit=self.args.save_total_limit, best=best)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._checkpoint_parent or super()._get_output_dir(trial))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Not transformers' card, which knows nothing of heads: `training.reporting.run_report` writes ours."""
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not while the checkpoint is being written: `_save_checkpoint` uploads it under its own name."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        save_metrics(self, self._sums[True], Path(output_dir))
+        if isinstance(self.train_dataset, OnPolicyRows) and self.args.should_save:
+            self.train_dataset.save(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            load_metrics(self, self._sums[True], Path(checkpoint))
+
+    def _load_callback_state(self) -> None:
+        """As Trainer's, which takes over what early stopping has counted, but with the patience of the options."""
+        super()._load_callback_state()
+        patience = getattr(self.args, "early_stopping_patience", None)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EarlyStoppingCallback) and patience is not None:
+                callback.early_stopping_patience = patience
+
+    def _add_metrics(self, output: LossOutput, *, is_training: bool) -> None:
+        sums = self._sums[is_training]
+        for name in ("loss_sums", "loss_counts", "top1", "top5", "positions"):
+            values = torch.stack(getattr(output, name)).detach()
+            sums[name] = sums[name] + values if name in sums else values
+
+    def _take_metrics(self, *, is_training: bool) -> dict[str, float]:
+        """Averages since the last call, over all processes; depth 1 = the first drafted token."""
+        sums = self._sums[is_training]
+        if not sums:
+            return {}
+        wide = torch.float32 if self.args.device.type == "mps" else torch.float64
+        total = {name: self.accelerator.reduce(value.to(wide), "sum").tolist() for name, value in sums.items()}
+        sums.clear()
+        num_steps = len(total["positions"])
+        weights = fixed_weights(num_steps, step_decay=self.step_decay, depth_weights=self.depth_weights)
+        metrics = {"loss": 0.0}
+        for k, positions in enumerate(total["positions"]):
+            metrics["loss"] += weights[k] * total["loss_sums"][k] / max(total["loss_counts"][k], 1)
+            metrics[f"top1_depth{k + 1}"] = total["top1"][k] / max(positions, 1)
+            metrics[f"top5_depth{k + 1}"] = total["top5"][k] / max(positions, 1)
+        return metrics
