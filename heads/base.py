@@ -22,7 +22,7 @@ from heads.checkpoint import replace_checkpoint
 from heads.config import DraftHeadsConfig, name_of_target
 from heads.draft_step import DraftStep, join_documents
 from heads.modules.layers import DraftCache
-from inference.drafters.base import DraftLogits
+from inference.drafters.base import Drafter, DraftLogits
 from inference.targets.documents import split_documents
 from inference.targets.target import Target
 
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 EXTEND_CHUNK = 512  # slots of a prompt that `extend` takes in at a time
 
 
-class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
+class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     """A small trained module that drafts for a frozen target; base class of every kind.
 
     A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
-    and `expand` (decoding: the `inference.Drafter` protocol), and `draft_caches` (for `RowCopyingDrafter`).
+    and `expand` (decoding: they are drafters, see `inference.Drafter`), and `draft_caches` (for `copy_rows`).
     `default_loss` is its usual objective, in the words of the training option `loss_type`; `estimates_states` says that
     what its steps score estimates the state that the target's LM head reads, so that `smooth_l1` can compare the two.
-    `runs_target_layers` says that drafted tokens pass through layers of the target (`CacheSharingDrafter`) and have
+    `runs_target_layers` says that drafted tokens pass through layers of the target (`shares_target_cache`) and have
     features as certain ones do: the one step of `unroll` then serves every depth, and reads features up to t + 1.
 
     `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
@@ -52,6 +52,7 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     default_step_decay: ClassVar[float] = 0.8
     estimates_states: ClassVar[bool] = False
     runs_target_layers: ClassVar[bool] = False
+    can_copy_rows = True
 
     def __init__(self, config: DraftHeadsConfig) -> None:
         super().__init__(config)
@@ -69,12 +70,8 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
     # What the decode loop reads.
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
+    def feature_layers(self) -> tuple[int, ...]:  # type: ignore[override]
         return tuple(self.config.feature_layers)
-
-    @property
-    def max_depth(self) -> int | None:
-        return None
 
     @property
     def draft_token_ids(self) -> Tensor | None:
@@ -98,7 +95,7 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         `copy_rows`."""
 
     def copy_rows(self, state: Any, source: Any, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
-        """`RowCopyingDrafter.copy_rows`."""
+        """`Drafter.copy_rows`."""
         for cache, other in zip(self.draft_caches(state), self.draft_caches(source), strict=True):
             cache.copy_rows(other, rows, lengths, max_slots)
 
@@ -204,6 +201,9 @@ class DraftHeads(PreTrainedModel):  # type: ignore[misc, unused-ignore]
         if bound is None or (bound.dtype, bound.device) != (target.dtype, target.device):  # another thread may use it
             self._bound[:] = [target]
         return cast(Self, cast(nn.Module, self).to(target.device))
+
+    def for_target(self, target: Target) -> Self:
+        return self.bind(target)
 
     def _check_sizes(self, target: Target) -> None:
         embedding_size = target.embed_tokens(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]

@@ -183,7 +183,7 @@ class BlockHeads(DraftHeads):
         return cast(list[BlockLayer], list(self.layers))
 
     @property
-    def max_depth(self) -> int:
+    def max_depth(self) -> int:  # type: ignore[override]
         return int(self.config.num_depths)
 
     @property

@@ -216,7 +216,7 @@ class HydraHeads(DraftHeads):
         return nn.Sequential(dropouts[0], *(part for pair in zip(blocks, dropouts[1:], strict=True) for part in pair))
 
     @property
-    def max_depth(self) -> int:
+    def max_depth(self) -> int:  # type: ignore[override]
         return int(self.config.num_heads)
 
     def lm_head_of(self, index: int) -> nn.Module:

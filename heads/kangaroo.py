@@ -141,6 +141,7 @@ class KangarooHeads(DraftHeads):
     config_class = KangarooConfig
     default_loss = "distillation"  # section 3.1: cross-entropy to the target's distribution
     runs_target_layers = True
+    shares_target_cache = True
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__(config)

@@ -93,7 +93,7 @@ class MedusaHeads(DraftHeads):
         return cast(list[MedusaHead], list(self.heads))
 
     @property
-    def max_depth(self) -> int:
+    def max_depth(self) -> int:  # type: ignore[override]
         return int(self.config.num_heads)
 
     def init_from_target(self, target: Target) -> None:

@@ -164,7 +164,7 @@ class MTPHeads(DraftHeads):
         return cast(list[MTPBlock], list(self.blocks))
 
     @property
-    def max_depth(self) -> int | None:
+    def max_depth(self) -> int | None:  # type: ignore[override]
         return None if self.config.share_block else int(self.config.num_steps)
 
     def init_from_target(self, target: Target) -> None:

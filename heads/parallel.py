@@ -118,7 +118,7 @@ class ParallelHeads(Eagle3Heads):
         return cast(list[DecoderLayer], list(self.layers))
 
     @property
-    def max_depth(self) -> int:
+    def max_depth(self) -> int:  # type: ignore[override]
         return int(self.config.num_depths)
 
     @property

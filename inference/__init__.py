@@ -2,9 +2,10 @@
 
 from inference.acceptance.rules import AcceptanceRule
 from inference.decoder import Decoder
-from inference.drafters.base import Drafter, DraftLogits, DraftSampling
+from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
+from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.generation import generate, stream

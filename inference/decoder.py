@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from inference.acceptance.exact import PREFIX_FREE, Sampler
 from inference.acceptance.rules import AcceptanceRule, resolve_rule
 from inference.cache.tree_cache import TreeCache
-from inference.drafters.base import Drafter, RowCopyingDrafter
+from inference.drafters.base import Drafter
 from inference.execution.step import DecodeStep
 from inference.loop import DecodeLoop, GenerationOutput, StepCallback, gather_output, rows_may_leave
 from inference.noise import row_seeds
@@ -80,15 +80,13 @@ class Decoder:
                 "heads.DraftHeads.from_pretrained"
             )
         self.target = target if isinstance(target, Target) else Target(target)
-        self.drafter = drafter
+        self.drafter = drafter if drafter is None else drafter.for_target(self.target)
         self.is_coupled = is_coupled
         self.is_synchronised = is_synchronised
         self.policy: TreePolicy | None = None
         if drafter is not None:
-            if (bind := getattr(drafter, "bind", None)) is not None:
-                bind(self.target)
             self.policy = resolve_policy(tree, drafter.max_depth)
-            if getattr(drafter, "drafts_chains_only", False) and not self.policy.is_narrow:
+            if drafter.drafts_chains_only and not self.policy.is_narrow:
                 raise ValueError(
                     f"tree is {'dynamic, the default' if tree is None else repr(tree)}, and {type(drafter).__name__} "
                     "drafts chains only: pass tree='chain', tree='gamma' or tree=chain(n)"
@@ -286,17 +284,17 @@ class Decoder:
             raise ValueError(
                 f"reuse_cache is for prompts, and {type(self.target.model).__name__} reads a source anew: leave it out"
             )
-        if reuse_cache and self.drafter is not None and not isinstance(self.drafter, RowCopyingDrafter):
+        if reuse_cache and self.drafter is not None and not self.drafter.can_copy_rows:
             raise ValueError(
                 f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
-                "has no copy_rows (inference.drafters.base.RowCopyingDrafter): add it, or leave reuse_cache out"
+                "cannot copy rows (Drafter.copy_rows): add it, or leave reuse_cache out"
             )
         rows, kept = held.match(prompts) if held is not None and reuse_cache else ([], [])
         capacity = request.max_length + step.num_slots_behind
         if kept:
             kept = leave_room(kept, prompts, min(capacity, self.target.max_length or capacity))
         # A first token is read once, and stays with its row.
-        is_held = any(kept) and (min(kept) > 0 or not hasattr(self.drafter, "read_first"))
+        is_held = any(kept) and (min(kept) > 0 or not (self.drafter is not None and self.drafter.reads_first_token))
         if held is None or not is_held:
             held = None  # with its cache, which may have to make room for another
             cache = self._get_cache(request.batch_size, capacity)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from inference.acceptance.exact import Sampler, accept_exact
 from inference.cache.tree_cache import TreeCache
-from inference.drafters.base import RowCopyingDrafter
 from inference.execution.step import DecodeStep, NewSlots
 from inference.planning.drafting import Drafting
 from inference.prompts import HeldTexts, PromptReader, ReadPrompts
@@ -77,7 +76,7 @@ class _Emission:
 def rows_may_leave(step: DecodeStep) -> bool:
     """Whether rows that have ended leave the batch. Compiled steps have one shape, and would be compiled again for
     every smaller batch."""
-    return not step.is_compiled and (step.drafter is None or isinstance(step.drafter, RowCopyingDrafter))
+    return not step.is_compiled and (step.drafter is None or step.drafter.can_copy_rows)
 
 
 class DecodeLoop:

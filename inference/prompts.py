@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from inference.cache.tree_cache import TreeCache
-from inference.drafters.base import RowCopyingDrafter
 from inference.execution.step import DecodeStep
 from inference.stats import GenerationStats
 from inference.targets.encoder_decoder import Source
@@ -97,7 +96,7 @@ class PromptReader:
 
     @property
     def copies_rows(self) -> bool:
-        return self.step.drafter is None or isinstance(self.step.drafter, RowCopyingDrafter)
+        return self.step.drafter is None or self.step.drafter.can_copy_rows
 
     def read(
         self, cache: TreeCache, prompts: Sequence[list[int]], source: Source | None = None
@@ -146,7 +145,7 @@ class PromptReader:
         drafter = self.step.drafter
         if drafter is None:
             return None
-        assert isinstance(drafter, RowCopyingDrafter)
+        assert drafter.can_copy_rows
         state = self.step.start_drafter(cache)
         index = torch.tensor(rows, device=cache.lengths.device)
         slots = torch.tensor(num_slots, device=cache.lengths.device)
@@ -157,8 +156,9 @@ class PromptReader:
         state = None if self.step.drafter is None else self.step.start_drafter(cache)
         if source is not None:
             self.step.read_source(state, cache, source)
-        if (read_first := getattr(self.step.drafter, "read_first", None)) is not None:
-            read_first(state, torch.tensor([prompt[0] for prompt in prompts], device=cache.lengths.device))
+        if self.step.drafter is not None and self.step.drafter.reads_first_token:
+            first_ids = torch.tensor([prompt[0] for prompt in prompts], device=cache.lengths.device)
+            self.step.drafter.read_first(state, first_ids)
         return state
 
     def read_rest(self, cache: TreeCache, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]) -> ReadPrompts:

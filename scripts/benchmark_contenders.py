@@ -78,7 +78,7 @@ def _count_forwards(model: Any) -> Iterator[list[None]]:
         handle.remove()
 
 
-class TimedDrafter:
+class TimedDrafter(Drafter):
     """A drafter that adds up its own time, so that growing the tree can be told from drafting."""
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
@@ -86,9 +86,10 @@ class TimedDrafter:
         self.device = device
         self.feature_layers = drafter.feature_layers
         self.max_depth = drafter.max_depth
-        self.drafts_chains_only = getattr(drafter, "drafts_chains_only", False)
-        self.share_cache = getattr(drafter, "share_cache", None)  # `CacheSharingDrafter`
-        self.copy_rows = getattr(drafter, "copy_rows", None)  # `RowCopyingDrafter`: its rows leave a batch
+        self.drafts_chains_only = drafter.drafts_chains_only
+        self.shares_target_cache = drafter.shares_target_cache
+        self.can_copy_rows = drafter.can_copy_rows
+        self.reads_first_token = drafter.reads_first_token
         self.seconds = 0.0
         self.is_synchronised = False
 
@@ -96,8 +97,16 @@ class TimedDrafter:
         return self.drafter.start(batch_size, max_length, num_scratch)
 
     def read_first(self, state: Any, token_ids: Tensor) -> None:
-        if (read_first := getattr(self.drafter, "read_first", None)) is not None:
-            read_first(state, token_ids)
+        self.drafter.read_first(state, token_ids)
+
+    def read_source(self, state: Any, token_ids: Tensor, mask: Tensor) -> None:
+        self.drafter.read_source(state, token_ids, mask)
+
+    def share_cache(self, state: Any, cache: Any) -> None:
+        self.drafter.share_cache(state, cache)
+
+    def copy_rows(self, *args: Any, **kwargs: Any) -> None:
+        self.drafter.copy_rows(*args, **kwargs)
 
     def extend(self, *args: Any, **kwargs: Any) -> DraftLogits:
         return self._timed(self.drafter.extend, *args, **kwargs)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inference import DraftLogits
+from inference import Drafter, DraftLogits
 
 
 @dataclass
@@ -41,7 +41,7 @@ class ScriptedState:
 
 
 @dataclass
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Drafts for rows whose full texts are known.
 
     Args:
@@ -66,6 +66,7 @@ class ScriptedDrafter:
     num_candidates: int = 4
     feature_layers: tuple[int, ...] = (1, 2)
     max_depth: int | None = None
+    can_copy_rows: bool = True
     is_strict: bool = True
     offered: set[tuple[int, int]] = field(default_factory=set)
     strangers: list[tuple[int, int]] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Acceptance by comparing probabilities: token rejection over siblings, and block verification of chains.
 
-Both give the target's distribution exactly, for drafts that were drawn from q (`drafters/draws.py`), and need noise
+Both give the target's distribution exactly, for drafts that were drawn from q (`drafters/sampling.py`), and need noise
 that is independent of theirs. Other than with exact acceptance, the text depends on what was drafted; its distribution
 does not.
 

@@ -79,7 +79,7 @@ class DraftRows(Cache):
         """As `TreeCache.slots_seen`: [S] long, and [B, R] long, where all rows stand. Windows are left to the masks.
 
         A row that holds more than `max_slots` tokens, its root among them, stands partly behind the view: nobody reads
-        its draft (`CacheSharingDrafter`)."""
+        its draft (`Drafter.share_cache`)."""
         slots = self.cache.first_slots(self._view)
         return slots, (self.lengths[:, None] + self.rows).clamp(max=slots.shape[0] - 1)
 

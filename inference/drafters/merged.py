@@ -16,14 +16,13 @@ V target vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from inference.cache.tree_cache import TreeCache
-from inference.drafters.base import CacheSharingDrafter, Drafter, DraftLogits, RowCopyingDrafter
+from inference.drafters.base import Drafter, DraftLogits
 from inference.targets.target import Target
 
 # No drafter is ever forgotten: a text may begin to repeat itself at any time.
@@ -43,7 +42,7 @@ class MergedState:
     lengths: Tensor | None = None
 
 
-class MergedDrafter(nn.Module):
+class MergedDrafter(Drafter, nn.Module):
     """Drafts with two drafters at once. A third is added by merging twice.
 
     Each level asks both, so it costs what both cost: worth it where one of them costs next to nothing.
@@ -56,8 +55,6 @@ class MergedDrafter(nn.Module):
     Attributes:
         feature_layers: those of both, the first's in front.
         max_depth: the smaller of both.
-        share_cache: that of the one which runs layers of the target (`CacheSharingDrafter`); missing if neither does.
-        copy_rows: as in `RowCopyingDrafter`; missing unless both have it.
 
     Raises:
         ValueError: for a bad weight or rate, or two drafters that both write to the target's cache.
@@ -74,42 +71,44 @@ class MergedDrafter(nn.Module):
         self.weight = weight
         self.rate = rate
         self.feature_layers = tuple(dict.fromkeys((*first.feature_layers, *second.feature_layers)))
-        sharing = [index for index, drafter in enumerate(self.drafters) if isinstance(drafter, CacheSharingDrafter)]
-        if len(sharing) == 2:
+        if first.shares_target_cache and second.shares_target_cache:
             raise ValueError(
                 f"got {type(first).__name__} and {type(second).__name__}, which both draft in the target's own cache "
                 "and would overwrite each other: merge one of them with a drafter that has its own"
             )
-        if sharing:
-            self.share_cache = partial(self._share_cache, sharing[0])
-        if all(isinstance(drafter, RowCopyingDrafter) for drafter in self.drafters):
-            self.copy_rows = self._copy_rows
+        self.shares_target_cache = first.shares_target_cache or second.shares_target_cache
+        self.can_copy_rows = first.can_copy_rows and second.can_copy_rows
+        self.reads_first_token = first.reads_first_token or second.reads_first_token
         depths = [drafter.max_depth for drafter in self.drafters if drafter.max_depth is not None]
         self.max_depth = min(depths, default=None)
-        self.drafts_chains_only = any(getattr(drafter, "drafts_chains_only", False) for drafter in self.drafters)
+        self.drafts_chains_only = any(drafter.drafts_chains_only for drafter in self.drafters)
 
     def bind(self, target: Target | nn.Module) -> Self:
         """Binds whichever of the two can be bound."""
         if not isinstance(target, Target):
             target = Target(target)
         for drafter in self.drafters:
-            if (bind := getattr(drafter, "bind", None)) is not None:
-                bind(target)
+            drafter.for_target(target)
         return self
+
+    def for_target(self, target: Target) -> Self:
+        return self.bind(target)
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MergedState:
         first, second = (drafter.start(batch_size, max_length, num_scratch) for drafter in self.drafters)
         return MergedState((first, second))
 
-    def _share_cache(self, index: int, state: MergedState, cache: TreeCache) -> None:
-        self.drafters[index].share_cache(state.states[index], cache)  # type: ignore[attr-defined]
+    def share_cache(self, state: MergedState, cache: TreeCache) -> None:
+        for drafter, own in zip(self.drafters, state.states, strict=True):
+            if drafter.shares_target_cache:
+                drafter.share_cache(own, cache)
 
-    def _copy_rows(
+    def copy_rows(
         self, state: MergedState, source: MergedState, rows: Tensor, lengths: Tensor, *, max_slots: int
     ) -> None:
         """Rows keep their weights; those that keep all their slots also what was said of their last root."""
         for drafter, own, other in zip(self.drafters, state.states, source.states, strict=True):
-            drafter.copy_rows(own, other, rows, lengths, max_slots=max_slots)  # type: ignore[attr-defined]
+            drafter.copy_rows(own, other, rows, lengths, max_slots=max_slots)
         if source.weights is None or source.roots is None or source.has_root is None or source.lengths is None:
             return
         here = rows.to(source.weights.device)
@@ -122,14 +121,12 @@ class MergedDrafter(nn.Module):
     def read_source(self, state: MergedState, token_ids: Tensor, mask: Tensor) -> None:
         """Hands the source texts [B, E] to whoever reads them."""
         for drafter, own in zip(self.drafters, state.states, strict=True):
-            if (read_source := getattr(drafter, "read_source", None)) is not None:
-                read_source(own, token_ids, mask)
+            drafter.read_source(own, token_ids, mask)
 
     def read_first(self, state: MergedState, token_ids: Tensor) -> None:
         """Hands the texts' first tokens [B] to whoever reads them."""
         for drafter, own in zip(self.drafters, state.states, strict=True):
-            if (read_first := getattr(drafter, "read_first", None)) is not None:
-                read_first(own, token_ids)
+            drafter.read_first(own, token_ids)
 
     def extend(
         self, state: MergedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

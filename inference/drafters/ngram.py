@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.drafters.base import DraftLogits
+from inference.drafters.base import Drafter, DraftLogits
 
 BACKOFF = 0.4  # for each token that a match is shorter (the paper's)
 RECENCY = 1.0  # an occurrence now counts by so much more than one at the beginning
@@ -35,7 +35,7 @@ class NgramState:
     paths: Tensor
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts the continuations of earlier occurrences of the last tokens.
 
     For every node, the longest suffix of (text + drafted path) of at most `max_ngram` tokens that occurs earlier in
@@ -60,8 +60,7 @@ class NgramDrafter:
         max_depth: None, any depth can be drafted.
     """
 
-    feature_layers: tuple[int, ...] = ()
-    max_depth: int | None = None
+    can_copy_rows = True
 
     def __init__(self, *, max_ngram: int = 3, num_candidates: int = 4) -> None:
         """
@@ -102,7 +101,7 @@ class NgramDrafter:
     def copy_rows(
         self, state: NgramState, source: NgramState, rows: Tensor, lengths: Tensor, *, max_slots: int
     ) -> None:
-        """`RowCopyingDrafter.copy_rows`."""
+        """`Drafter.copy_rows`."""
         device = source.history.device
         width = min(max_slots, state.history.shape[1] - 1, source.history.shape[1] - 1)
         state.history = state.history.to(device)

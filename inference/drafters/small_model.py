@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from inference.cache.scratch_cache import ScratchCache
 from inference.cache.tree_cache import VIEW_MULTIPLE
-from inference.drafters.base import DraftLogits
+from inference.drafters.base import Drafter, DraftLogits
 from inference.targets.target import Target
 
 EXTEND_CHUNK = 512  # tokens of a prompt per pass
@@ -49,7 +49,7 @@ class SmallModelState:
     num_first: int = 0
 
 
-class SmallModelDrafter(nn.Module):
+class SmallModelDrafter(Drafter, nn.Module):
     """Drafts with a causal LM whose token ids mean what the target's mean.
 
     Its cost is the LM's: a chain of gamma tokens takes gamma passes. Positions beyond the small model's own limit are
@@ -70,8 +70,8 @@ class SmallModelDrafter(nn.Module):
         ValueError: for a model that `Target` refuses, and for tokenizers that differ.
     """
 
-    feature_layers: tuple[int, ...] = ()
-    max_depth: int | None = None
+    can_copy_rows = True
+    reads_first_token = True
 
     def __init__(self, model: Target | nn.Module, *, tokenizer: Any = None, target_tokenizer: Any = None) -> None:
         super().__init__()
@@ -136,6 +136,9 @@ class SmallModelDrafter(nn.Module):
         self._is_bound, self.num_target_tokens = True, target.vocab_size
         return self
 
+    def for_target(self, target: Target) -> Self:
+        return self.bind(target)
+
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:
         cache = self._get_cache(batch_size, max_length + 1, num_scratch)
         device = cache.lengths.device
@@ -171,7 +174,7 @@ class SmallModelDrafter(nn.Module):
     def copy_rows(
         self, state: SmallModelState, source: SmallModelState, rows: Tensor, lengths: Tensor, *, max_slots: int
     ) -> None:
-        """`RowCopyingDrafter.copy_rows`."""
+        """`Drafter.copy_rows`."""
         num_first = state.num_first = source.num_first
         state.cache.copy_rows(source.cache, rows, lengths + num_first, max_length=max_slots + num_first)
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from inference.drafters.base import DraftLogits
+from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.ngram import NgramDrafter, NgramState
 from inference.drafters.small_model import EXTEND_CHUNK, SmallModelDrafter, SmallModelState
 from inference.targets.target import Target
@@ -33,7 +33,7 @@ class StagedState:
     first_depth: int
 
 
-class StagedDrafter(nn.Module):
+class StagedDrafter(Drafter, nn.Module):
     """Drafts chains with a small model whose own passes n-grams save.
 
     Each pass of the small model also reads the continuation that n-grams of the text guess. As long as the decode loop
@@ -52,9 +52,9 @@ class StagedDrafter(nn.Module):
             levels that needed none.
     """
 
-    feature_layers: tuple[int, ...] = ()
-    max_depth: int | None = None
     drafts_chains_only = True
+    can_copy_rows = True
+    reads_first_token = True
 
     def __init__(self, small: SmallModelDrafter, ngrams: NgramDrafter | None = None, *, num_guesses: int = 4) -> None:
         super().__init__()
@@ -83,6 +83,9 @@ class StagedDrafter(nn.Module):
         self.small.bind(target)
         return self
 
+    def for_target(self, target: Target) -> Self:
+        return self.bind(target)
+
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> StagedState:
         small = self.small.start(batch_size, max_length, num_scratch + self.num_guesses)
         device = small.cache.lengths.device
@@ -101,7 +104,7 @@ class StagedDrafter(nn.Module):
     def copy_rows(
         self, state: StagedState, source: StagedState, rows: Tensor, lengths: Tensor, *, max_slots: int
     ) -> None:
-        """`RowCopyingDrafter.copy_rows`."""
+        """`Drafter.copy_rows`."""
         self.small.copy_rows(state.small, source.small, rows, lengths, max_slots=max_slots)
         self.ngrams.copy_rows(state.ngram, source.ngram, rows, lengths, max_slots=max_slots)
 

@@ -22,8 +22,8 @@ from inference.acceptance.exact import Acceptance, Sampler
 from inference.acceptance.rejection import DRAFT_STREAM
 from inference.acceptance.rules import EXACT, AcceptanceRule
 from inference.cache.tree_cache import VIEW_MULTIPLE, TreeCache
-from inference.drafters.base import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling
-from inference.drafters.draws import DraftDraws
+from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.sampling import DraftDraws, DraftSampling
 from inference.execution.compiled import Function, StepCompiler
 from inference.noise import derive_seeds
 from inference.planning.auto_tree import AutoTree
@@ -139,7 +139,7 @@ class DecodeStep:
     @property
     def num_slots_behind(self) -> int:
         """Cache slots that a step may write to behind a row's committed tokens."""
-        if self.policy is None or not isinstance(self.drafter, CacheSharingDrafter):
+        if self.policy is None or self.drafter is None or not self.drafter.shares_target_cache:
             return self.num_nodes
         # Drafting may begin on rows that have just emitted more than their text's length.
         return max(self.num_nodes, self.num_depths + 1 + self.policy.num_scratch)
@@ -149,15 +149,15 @@ class DecodeStep:
         assert self.drafter is not None
         assert self.policy is not None
         state = self.drafter.start(cache.batch_size, cache.capacity, self.policy.num_scratch)
-        if isinstance(self.drafter, CacheSharingDrafter):
+        if self.drafter.shares_target_cache:
             self.drafter.share_cache(state, cache)
         return state
 
     def read_source(self, state: Any, cache: TreeCache, source: Source) -> None:
         """Tells an encoder-decoder target, and a drafter that asks, what the texts in this cache are about."""
         self.target.read_source(cache, source)
-        if (read_source := getattr(self.drafter, "read_source", None)) is not None:
-            read_source(state, source.token_ids, source.mask)
+        if self.drafter is not None:
+            self.drafter.read_source(state, source.token_ids, source.mask)
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A cache of at least so many slots per row."""

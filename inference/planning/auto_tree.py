@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter, DraftLogits, DraftSampling
+from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.sampling import DraftSampling
 from inference.planning.cost_model import Plan
 from inference.trees.beam import ROOT_FACTOR
 from inference.trees.policy import DynamicTree, TreePolicy

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter, DraftLogits, DraftSampling
+from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.sampling import DraftSampling
 from inference.trees.token_tree import TokenTree
 
 # The root has up to so many times as many children as a beam is wide: their scores are known anyway.

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter, DraftLogits, DraftSampling
+from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.sampling import DraftSampling
 from inference.trees.beam import ROOT_FACTOR, Children, Pool, choose_best, expand_level, mask_absent, top_candidates
 from inference.trees.token_tree import DrawnFrom, TokenTree, Topology, paths_to_topology
 

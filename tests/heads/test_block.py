@@ -18,9 +18,9 @@ from heads import DraftHeads, create_heads
 from heads.block import BlockHeads, default_loss_decay, spaced_feature_layers
 from heads.modules import layers as layers_module
 from inference import Target, chain, generate
-from inference.drafters.base import DraftSampling
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
+from inference.drafters.sampling import DraftSampling
 from inference.trees.token_tree import TokenTree
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads

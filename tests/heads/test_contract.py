@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
 from inference import Decoder, Target, generate
-from inference.drafters.base import CacheSharingDrafter
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
 from training.losses.draft_loss import draft_loss
@@ -237,7 +236,7 @@ class Prefix:
     def start(self, max_length: int, num_scratch: int) -> Any:
         state = self.heads.start(len(self.lengths), max_length, num_scratch)
         self.cache = self.heads.target.new_cache(len(self.lengths), max_length + num_scratch + 1)
-        if isinstance(self.heads, CacheSharingDrafter):
+        if self.heads.shares_target_cache:
             self.heads.share_cache(state, self.cache)
         return state
 

@@ -18,7 +18,7 @@ from transformers import LlamaModel
 from heads import DraftHeads, create_heads
 from heads.kangaroo import KangarooHeads, default_exit_layer
 from inference import Decoder, DynamicTree, Target, chain, generate
-from inference.drafters.base import CacheSharingDrafter, DraftSampling
+from inference.drafters.sampling import DraftSampling
 from inference.execution.step import DecodeStep
 from inference.trees.token_tree import TokenTree
 from tests.heads.slow_layer import norm, turn
@@ -214,7 +214,7 @@ class TestTheSharedCache:
 
     def test_must_have_been_shared(self, target: Target) -> None:
         heads = kangaroo(target)
-        assert isinstance(heads, CacheSharingDrafter)
+        assert heads.shares_target_cache
         with pytest.raises(AssertionError, match="share_cache comes before extend"):
             heads.extend(heads.start(1, 8, 1), torch.zeros(1, 1, 32), random_prompt(1), torch.ones(1), max_slots=1)
 

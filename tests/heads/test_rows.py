@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inference import Target
-from inference.drafters.base import CacheSharingDrafter, Drafter, DraftLogits, RowCopyingDrafter
+from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
@@ -87,7 +87,7 @@ class Batch:
         self.ends = [0] * len(texts)
         self.state = drafter.start(len(texts), max_length, num_scratch)
         self.cache = target.new_cache(len(texts), max_length + num_scratch + 1)
-        if isinstance(drafter, CacheSharingDrafter):
+        if drafter.shares_target_cache:
             drafter.share_cache(self.state, self.cache)
 
     def read_first(self) -> Self:
@@ -105,7 +105,7 @@ class Batch:
             tokens[row, : end - begin + 1] = self.texts[row, begin : end + 1]
             features[row, : end - begin] = self.features[row, begin:end]
         self.ends = list(ends)
-        if isinstance(self.drafter, CacheSharingDrafter):
+        if self.drafter.shares_target_cache:
             self.target.prefill(self.cache, tokens[:, :-1], torch.tensor(counts))
             self.cache.length_bound = max(ends)
         has_features = len(self.drafter.feature_layers) > 0
@@ -136,9 +136,9 @@ class Batch:
         sizes = {"max_length": max_length, "num_scratch": num_scratch}
         copied, fresh = (Batch(self.target, self.drafter, texts, has_first=self.has_first, **sizes) for _ in range(2))
         index, counts = torch.tensor(rows), torch.tensor(lengths)
-        assert isinstance(self.drafter, RowCopyingDrafter)
+        assert self.drafter.can_copy_rows
         self.drafter.copy_rows(copied.state, self.state, index, counts, max_slots=max(lengths))
-        if isinstance(self.drafter, CacheSharingDrafter):
+        if self.drafter.shares_target_cache:
             copied.cache.copy_rows(self.cache, index, counts, max_length=max(lengths))
         copied.ends = list(lengths)
         index.zero_()  # nobody holds on to what was passed
@@ -205,7 +205,7 @@ def test_a_row_may_end_within_a_part_of_a_prompt(num_scratch: int) -> None:
     """The target then holds the prompt's last token, whose slot the drafter lacks until the next token is known. What
     is drafted meanwhile means nothing, and harms nothing."""
     target, drafter = make_heads("kangaroo", {"exit_layer": 4})
-    assert isinstance(drafter, CacheSharingDrafter)
+    assert drafter.shares_target_cache
     texts, ends = draw_texts(2, 18, seed=0), [9, 16]
     sizes: dict[str, Any] = {"max_length": 20, "num_scratch": num_scratch, "has_first": True}
     batch, at_once = (Batch(target, drafter, texts, **sizes) for _ in range(2))

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from inference.acceptance.exact import Sampler, accept_exact
-from inference.drafters.base import CacheSharingDrafter, DraftSampling
 from inference.drafters.ngram import NgramDrafter
+from inference.drafters.sampling import DraftSampling
 from inference.generation import Decoder
 from inference.noise import row_seeds
 from inference.targets.target import Target
@@ -117,7 +117,7 @@ def test_heads_and_policies_read_nothing_on_the_host(
     with torch.inference_mode():
         cache = target.new_cache(batch_size, 128)
         state = heads.start(batch_size, 128, policy.num_scratch)
-        if isinstance(heads, CacheSharingDrafter):
+        if heads.shares_target_cache:
             heads.share_cache(state, cache)
         with RefuseHostReads():
             features = target.prefill(cache, next_ids, counts, feature_layers=heads.feature_layers).features

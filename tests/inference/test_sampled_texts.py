@@ -30,6 +30,7 @@ from transformers import (
 
 from inference import DraftLogits, DynamicTree, StaticTree, TreePolicy, chain, generate
 from inference.acceptance.rejection import accept_by_rejection
+from inference.drafters.base import Drafter
 from inference.noise import gumbel_noise
 from tests.tiny_targets import tiny_target
 
@@ -101,7 +102,7 @@ EVERY_CASE = [(*case, setting) for case in CASES for setting in ("T=0.7", "T=1.3
 ALL_CASES = [pytest.param(*case, marks=() if case[2] in FAST else pytest.mark.slow) for case in EVERY_CASE]
 
 
-class FixedDrafter:
+class FixedDrafter(Drafter):
     """Gives every node the same distribution, whatever the text: rows disagree with it, and with each other, often."""
 
     feature_layers: tuple[int, ...] = ()

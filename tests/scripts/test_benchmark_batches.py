@@ -30,7 +30,6 @@ from roofline import Hardware, Work
 
 from heads import create_heads
 from inference import GenerationStats, NgramDrafter, Target
-from inference.drafters.base import RowCopyingDrafter
 
 TURNS = ["Count to two", "The sea", "Tell me about a dog who gets lost"]
 
@@ -47,9 +46,16 @@ def test_batches_are_full_and_left_padded() -> None:
 
 def test_rows_leave_the_batch_of_a_timed_drafter() -> None:
     device = torch.device("cpu")
-    assert isinstance(TimedDrafter(NgramDrafter(), device), RowCopyingDrafter)
-    without: Any = SimpleNamespace(feature_layers=(), max_depth=None)
-    assert not isinstance(TimedDrafter(without, device), RowCopyingDrafter)
+    assert TimedDrafter(NgramDrafter(), device).can_copy_rows
+    without: Any = SimpleNamespace(
+        feature_layers=(),
+        max_depth=None,
+        drafts_chains_only=False,
+        shares_target_cache=False,
+        can_copy_rows=False,
+        reads_first_token=False,
+    )
+    assert not TimedDrafter(without, device).can_copy_rows
 
 
 # What the numbers say.

@@ -35,9 +35,9 @@ from inference.acceptance.exact import Acceptance, Sampler, accept_exact
 from inference.acceptance.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
 from inference.acceptance.rules import RULES, resolve_rule, typical
 from inference.acceptance.typical import accept_typical
-from inference.drafters.base import DraftLogits, DraftSampling
-from inference.drafters.draws import DraftDraws
+from inference.drafters.base import DraftLogits
 from inference.drafters.ngram import NgramDrafter
+from inference.drafters.sampling import DraftDraws, DraftSampling
 from inference.execution.step import DecodeStep
 from inference.noise import derive_seeds, row_seeds
 from inference.targets.target import Target

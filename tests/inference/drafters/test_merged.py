@@ -13,9 +13,10 @@ from torch import Tensor
 
 from heads import HEAD_TYPES
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
-from inference.drafters.base import CacheSharingDrafter, Drafter, DraftLogits, DraftSampling, RowCopyingDrafter
+from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MIN_WEIGHT, MergedDrafter, chance_of, find_columns, merge_drafts, to_chances
 from inference.drafters.ngram import NgramDrafter
+from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter
 from inference.trees.policy import resolve_policy
 from tests.heads.tiny_heads import tiny_heads
@@ -115,7 +116,7 @@ def test_confidence_scales_chances() -> None:
 
 
 @dataclass
-class FixedDrafter:
+class FixedDrafter(Drafter):
     """Says the same at every node; -inf at all for rows in `is_silent`."""
 
     logits: Tensor
@@ -290,7 +291,7 @@ def test_nothing_is_read_on_the_host(kind: str, tree: str) -> None:
         features = target.prefill(cache, tokens, counts, feature_layers=drafter.feature_layers).features
         with RefuseHostReads():
             drafter.read_first(state, tokens[:, 0])
-            if isinstance(drafter, CacheSharingDrafter):
+            if drafter.shares_target_cache:
                 drafter.share_cache(state, cache)
             for max_slots in (9, 18):
                 draft = drafter.extend(state, features, tokens, counts, max_slots=max_slots)
@@ -303,8 +304,8 @@ def test_two_drafters_in_the_targets_cache_are_refused() -> None:
     heads = [tiny_heads("kangaroo", target) for _ in range(2)]
     with pytest.raises(ValueError, match="KangarooHeads and KangarooHeads, which both draft in the target's own cache"):
         MergedDrafter(*heads)
-    assert not isinstance(MergedDrafter(NgramDrafter(), NgramDrafter()), CacheSharingDrafter)
-    assert isinstance(MergedDrafter(NgramDrafter(), heads[0]), CacheSharingDrafter)
+    assert not MergedDrafter(NgramDrafter(), NgramDrafter()).shares_target_cache
+    assert MergedDrafter(NgramDrafter(), heads[0]).shares_target_cache
 
 
 def test_measured_costs_tell_merged_drafters_apart() -> None:
@@ -335,8 +336,8 @@ def test_compiled_it_drafts_what_it_drafts_eagerly(kind: str, tree: TreePolicy) 
 def test_copied_rows_keep_their_weights() -> None:
     """A row of all slots is credited as if it had stayed; one that was cut short begins with what it had learned."""
     drafter = MergedDrafter(NgramDrafter(max_ngram=1), NgramDrafter(max_ngram=3), rate=0.3)
-    assert isinstance(drafter, RowCopyingDrafter)
-    assert not isinstance(MergedDrafter(FixedDrafter(torch.zeros(4)), NgramDrafter()), RowCopyingDrafter)
+    assert drafter.can_copy_rows
+    assert not MergedDrafter(FixedDrafter(torch.zeros(4)), NgramDrafter()).can_copy_rows
     tokens = torch.randint(2, 5, (2, 40), generator=torch.Generator().manual_seed(0))
     source = drafter.start(2, 64, 4)
     for end in (20, 24, 27):

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from inference import generate
-from inference.drafters.base import Drafter, DraftLogits, DraftSampling
+from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import BACKOFF, NgramDrafter
+from inference.drafters.sampling import DraftSampling
 from inference.trees.policy import DynamicTree
 from tests.tiny_targets import random_prompt, tiny_target
 

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
 from inference.cache.scratch_cache import ScratchCache
 from inference.drafters import small_model
-from inference.drafters.base import Drafter, DraftLogits, DraftSampling
+from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
+from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
 from inference.drafters.staged import StagedDrafter
 from inference.planning.auto_tree import AutoTree

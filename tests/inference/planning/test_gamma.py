@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inference import Decoder, DynamicTree, chain, generate
-from inference.drafters.base import DraftSampling
+from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter
 from inference.planning.auto_tree import AutoTree
 from inference.planning.cost_model import NO_TREE, CostModel, Plan

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from inference import DraftLogits, DraftSampling, DynamicTree, StaticTree, TreePolicy, chain
 from inference.acceptance.exact import _COLUMN_FREE, Sampler
-from inference.drafters.base import GREEDY_TEMPERATURE
+from inference.drafters.base import Drafter
+from inference.drafters.sampling import GREEDY_TEMPERATURE
 from inference.trees.policy import resolve_policy
 from inference.trees.token_tree import TokenTree
 
@@ -20,7 +21,7 @@ V = 11
 ROOT = 3
 
 
-class TableDrafter:
+class TableDrafter(Drafter):
     """Scores depend on the whole path, by a hash: any mix-up of parents changes them."""
 
     feature_layers: tuple[int, ...] = ()

@@ -1,0 +1,118 @@
+"""From a drafter's scores to candidates, picked as the target will pick its own token.
+
+Exact acceptance takes the best candidates, at temperature > 0 with the target's own noise (coupled drafting). Rules
+that compare p and q need drafts drawn from q: siblings are drawn without replacement, since the k best of log q plus
+Gumbel noise are k such draws, in their order. That noise is independent of the target's, of every other node's, and of
+every other step's.
+
+Legend: B batch, W frontier nodes of one level, C candidate columns, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference.drafters.base import DraftLogits
+from inference.noise import derive_seeds, gumbel_noise
+
+# Greedy targets take their most likely token, which is the drafter's more often than its chance in sampling says. This
+# much sharper, scores rank the nodes of a dynamic tree better (docs/benchmarks/changes.md).
+GREEDY_TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class DraftSampling:
+    """How candidates are picked from draft scores: as the target will pick its own token.
+
+    Attributes:
+        warp: the target's prefix-free logits processors, applied to draft logits [R, C] (arXiv 2211.17192, section 2.2:
+            every sampling setting is an adjusted distribution, applied to p and q alike); None = greedy decoding.
+        noise: [B, depth + 1, V] float32 Gumbel noise: entry d is that of the token drawn at the nodes of depth d;
+            None = greedy, or uncoupled drafting.
+        draws: how to draw drafts at random, for acceptance rules that compare p and q; None = the best candidates.
+    """
+
+    warp: Callable[[Tensor], Tensor] | None = None
+    noise: Tensor | None = None
+    draws: DraftDraws | None = None
+
+    def score(self, draft: DraftLogits, depth: int) -> Tensor:
+        """Log-scores [B, W or 1, C] float32 of the children of nodes at `depth` (root 0): log q, plus the target's own
+        Gumbel noise when drafting is coupled (arXiv 2408.07978), or at `GREEDY_TEMPERATURE` when the target is greedy;
+        normalised over the columns."""
+        logits = draft.logits.float()
+        if self.warp is None and self.noise is None:
+            logits = logits / GREEDY_TEMPERATURE
+        elif self.warp is not None:
+            logits = warp_candidates(self.warp, logits)
+        if self.noise is not None:
+            noise_BV = self.noise[:, depth]
+            if draft.token_ids is None:
+                noise = noise_BV[:, None, :]
+            elif draft.token_ids.dim() == 1:
+                noise = noise_BV[:, None, draft.token_ids]
+            else:
+                noise = torch.gather(noise_BV, 1, draft.token_ids.flatten(1)).view_as(draft.token_ids)
+            logits = torch.log_softmax(logits, dim=-1) + noise
+        # A node without any candidate normalises to NaN.
+        return torch.log_softmax(logits, dim=-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+
+
+@dataclass(frozen=True)
+class DraftDraws:
+    """How one step's drafts are drawn.
+
+    Attributes:
+        seeds: [B] long, of this step alone.
+        vocab_size: V.
+        warp: as in `DraftSampling`.
+    """
+
+    seeds: Tensor
+    vocab_size: int
+    warp: Callable[[Tensor], Tensor] | None = None
+
+    def draw(self, draft: DraftLogits, depth: int, num_ranks: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws the children of one level's frontier nodes.
+
+        Args:
+            depth: of the frontier (root 0).
+            num_ranks: children of each node.
+            width: W; scores that all nodes share are drawn from by each of them alone.
+
+        Returns:
+            log_probs: [B, W, min(num_ranks, C)] float32, log q of the children in the order they were drawn; -inf
+                where there are no more candidates.
+            token_ids: of the same shape, long.
+            log_q: [B, W, V] float32.
+        """
+        batch, _, columns = draft.logits.shape
+        logits = draft.logits.float().expand(batch, width, columns)
+        if self.warp is not None:
+            logits = warp_candidates(self.warp, logits)
+        log_q = torch.log_softmax(logits, dim=-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+        nodes = torch.arange(width, device=log_q.device)
+        seeds = derive_seeds(self.seeds[:, None].expand(batch, width), depth, nodes)  # [B, W]
+        places = torch.zeros(batch * width, 1, dtype=torch.long, device=log_q.device)
+        noise = gumbel_noise(seeds.flatten(), places, columns).view(batch, width, columns)
+        drawn = (log_q + noise).topk(min(num_ranks, columns), dim=-1).indices
+        log_probs = log_q.gather(-1, drawn)
+        if draft.token_ids is None:
+            return log_probs, drawn, log_q
+        ids = draft.token_ids.expand(batch, width, columns)
+        full = log_q.new_full((batch, width, self.vocab_size), float("-inf"))
+        # Columns without a chance may repeat a token id, and must not overwrite the one that has it.
+        full = full.scatter_reduce(-1, ids, log_q, "amax")
+        return log_probs, ids.gather(-1, drawn), full
+
+
+def warp_candidates(warp: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    """Draft scores [B, W, C] float32, adjusted. Columns of -inf stay so, and nodes that have no others are kept from
+    the processors, some of which fail on them."""
+    is_absent = logits.isneginf()
+    adjusted = warp(logits.masked_fill(is_absent.all(-1, keepdim=True), 0.0).flatten(0, 1)).view_as(logits)
+    return adjusted.masked_fill(is_absent, float("-inf"))
