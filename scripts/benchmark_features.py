@@ -69,7 +69,7 @@ def extract(options: list[str], folder: Path) -> tuple[float, int]:
     """Seconds and tokens of the whole extraction, loading included."""
     from training.features.extraction import extract_features
     from training.features.extraction_options import ExtractionArguments
-    from training.features.target_loading import PlacementArguments
+    from training.features.target_options import PlacementArguments
     from training.options.command_line import parse_arguments
 
     model_args, data_args, *_ = parse_arguments(options)

@@ -26,12 +26,14 @@ def main() -> int:
     # Launched as a file, Python looks for packages in scripts/; ours stand beside it.
     sys.path.insert(0, str(ROOT))
     from training.features.extraction import extract_features
-    from training.features.extraction_options import parse_extraction
+    from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+    from training.options.command_line import parse_arguments
 
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        extract_features(*parse_extraction(sys.argv[1:]), rank=rank, num_processes=num_processes, say=print)
+        options = parse_arguments(sys.argv[1:], OPTION_CLASSES, not_from_file=NOT_FROM_FILE)
+        extract_features(*options, rank=rank, num_processes=num_processes, say=print)
     except (ValueError, OSError) as error:
         sys.exit(f"extract_features.py: {error}")
     return 0

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference.targets.model_config import find_length_limit
+from training.data.options import DataArguments
 from training.data.reply_spans import find_special_ids
 from training.data.set_statistics import MeasuredSet, SetStatistics, measure_sets, total_statistics
 from training.data.training_sets import cut_to_limit
-from training.options.arguments import DataArguments
 from training.options.command_line import parse_arguments
 
 

@@ -14,8 +14,8 @@ import datasets
 
 from training.data.chat_tokens import tokenize_with_problems
 from training.data.conversations import Place, iterate_place, read_place
+from training.data.options import DataArguments
 from training.data.training_sets import count_draws, count_learned
-from training.options.arguments import DataArguments
 
 _QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
 

@@ -20,12 +20,13 @@ from typing import Any
 
 import datasets
 from torch.utils.data import IterableDataset, get_worker_info
+from transformers import TrainingArguments
 
 from training.data.chat_tokens import check_tokenizer, tokenize_row, warn_of_lost_thoughts
 from training.data.conversations import BadLineError, Place, iterate_place
+from training.data.options import DataArguments
 from training.data.packing import WINDOW, pack_window
 from training.data.records import SUFFIXES
-from training.options.arguments import DataArguments, HeadsTrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class NoConversationError(ValueError):
     """A reader of a stream has nothing to read: its data, for a user to mend."""
 
 
-def check_streaming(data_args: DataArguments, training_args: HeadsTrainingArguments) -> None:
+def check_streaming(data_args: DataArguments, training_args: TrainingArguments) -> None:
     """Refuses what a stream cannot do.
 
     Raises:

@@ -14,8 +14,8 @@ import datasets
 from inference.targets.model_config import LengthLimit
 from training.data.chat_tokens import tokenize_conversations
 from training.data.conversations import load_conversations
+from training.data.options import DataArguments
 from training.data.streaming import ConversationStream
-from training.options.arguments import DataArguments
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from inference.targets.model_config import find_length_limit
 from inference.targets.target import Target
 from training.data.collation import ConversationCollator
+from training.data.options import DataArguments
 from training.data.training_sets import cut_to_limit, load_datasets
 from training.features.extraction_options import ExtractionArguments, choose_layers, plan_tensors
 from training.features.options import check_room, check_same_target, free_space, iterate_ids
@@ -42,10 +43,10 @@ from training.features.store import (
     write_shard,
 )
 from training.features.target_identity import hash_tokenizer, identify_target
-from training.features.target_loading import PlacementArguments, check_placement, load_adapted_model
-from training.features.top_logits import TopLogits, take_top_logits
+from training.features.target_loading import check_placement, load_adapted_model
+from training.features.target_options import ModelArguments, PlacementArguments
 from training.losses.teacher import rows_per_chunk
-from training.options.arguments import DataArguments, ModelArguments
+from training.losses.top_logits import TopLogits, take_top_logits
 
 logger = logging.getLogger(__name__)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedConfig
 
 from heads import HEAD_TYPES
 from inference.targets.target import Target
+from training.data.options import DataArguments
 from training.features.options import name_tensors
-from training.features.target_loading import PlacementArguments
-from training.options.arguments import DataArguments, ModelArguments
-from training.options.command_line import parse_arguments
+from training.features.target_options import ModelArguments, PlacementArguments
 
 
 @dataclass
@@ -113,14 +112,6 @@ def plan_tensors(layers: Sequence[int], args: ExtractionArguments, num_layers: i
     return tensors
 
 
-def parse_extraction(
-    argv: Sequence[str] | None = None,
-) -> tuple[ExtractedModelArguments, DataArguments, PlacementArguments, ExtractionArguments]:
-    """Reads the command line, and of a `--config FILE.yaml` for training what both programs know.
-
-    Raises:
-        ValueError: unknown key (naming the nearest known one), missing or malformed value, unreadable file.
-    """
-    classes = (ExtractedModelArguments, DataArguments, PlacementArguments, ExtractionArguments)
-    found: Any = parse_arguments(argv, classes, not_from_file=("output_dir", "max_disk_gb"))
-    return found  # type: ignore[no-any-return]
+# The options of scripts/extract_features.py, and those that it does not take from a training run's --config file.
+OPTION_CLASSES = (ExtractedModelArguments, DataArguments, PlacementArguments, ExtractionArguments)
+NOT_FROM_FILE = ("output_dir", "max_disk_gb")

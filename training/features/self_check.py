@@ -16,7 +16,7 @@ from inference.targets.target import Target
 from training.data.streaming import ConversationStream
 from training.features.options import PreparedFeatures
 from training.features.sources import FeatureSource, TargetStates
-from training.features.top_logits import restore_logits
+from training.losses.top_logits import restore_logits
 
 logger = logging.getLogger(__name__)
 

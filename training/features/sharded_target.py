@@ -11,6 +11,8 @@ the prompts of the acceptance length are decoded by all alike.
 
 from __future__ import annotations
 
+import os
+import warnings
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -19,8 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-
-from training.run.launching import import_deepspeed
 
 Sharding = Literal["none", "fsdp2", "zero3"]
 
@@ -121,3 +121,24 @@ class _Gathering:
 
     def end(self, layer: nn.Module, args: Any, output: Any) -> None:
         self.context.__exit__(None, None, None)
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """The package, told of the device it would guess.
+
+    Raises:
+        ValueError: when it is not installed.
+    """
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # DeepSpeed's own calls
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ValueError(
+            f"DeepSpeed was asked for and cannot be imported ({error}): pip install 'draftsmith[deepspeed]'"
+        ) from error
+    if device_type == "cpu":
+        # It would compile collectives of its own, which takes a minute and a compiler; gloo has them as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.features.store import DiskFullError, FeatureStore, StoredRow, hash_tokens, write_shard
-from training.features.top_logits import TopLogits
+from training.losses.top_logits import TopLogits
 
 logger = logging.getLogger(__name__)
 

@@ -2,75 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import deepspeed as integration
 
 from heads.adapter import find_adapter_of, load_adapter
 from inference import Target
-from training.features.sharded_target import Sharding, shard_target
-from training.options.arguments import ModelArguments
-from training.run.launching import loading_whole
-
-_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+from training.features.sharded_target import shard_target
+from training.features.target_options import ModelArguments, PlacementArguments
 
 
-@dataclass
-class PlacementArguments:
-    """Where a target stays that is too large for one device."""
+@contextmanager
+def loading_whole() -> Iterator[None]:
+    """Models that are loaded here are whole on every process, under ZeRO-3 and FSDP as well.
 
-    target_device_map: str | None = field(
-        default=None,
-        metadata={
-            "help": "Spread the target over the devices of this one process: auto, balanced, sequential, or a JSON "
-            'mapping of module names to devices, "cpu" or "disk", for example {"model.layers": "disk", "": 0} for '
-            "training from stored features, where the layers run in checks and evaluations only. none = all of it on "
-            "the device that the heads train on. The token embedding must be on that device."
-        },
-    )
-    target_offload_folder: str | None = field(
-        default=None, metadata={"help": "Where weights mapped to disk are kept if not in safetensors; none = refused."}
-    )
-
-    shard_target: Sharding = field(
-        default="none",
-        metadata={
-            "help": "For a target too large for one device: each process keeps its share of the layers' weights and "
-            "gathers a layer when it runs; fsdp2 (torch) or zero3 (DeepSpeed), whatever the heads train under."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.target_offload_folder is not None and self.target_device_map is None:
-            raise ValueError(
-                f"got target_offload_folder {self.target_offload_folder} without target_device_map, which says what is "
-                "kept there: give both"
-            )
-        if self.parse_device_map() is not None and self.shard_target != "none":
-            raise ValueError(
-                f"got target_device_map {self.target_device_map} and shard_target {self.shard_target}: the one spreads "
-                "a target over the devices of one process, the other over processes; leave one of the two out"
-            )
-
-    def parse_device_map(self) -> str | dict[str, Any] | None:
-        """Returns the map as `from_pretrained` takes it."""
-        value = self.target_device_map
-        if value is None or value in _MAPS:
-            return value
-        try:
-            places = json.loads(value)
-        except json.JSONDecodeError:
-            places = None
-        if not isinstance(places, dict):
-            raise ValueError(
-                f"got target_device_map {value!r}: allowed are {', '.join(_MAPS)}, or a JSON mapping of module names "
-                'to devices, such as {"model.layers": "cpu", "": 0}'
-            )
-        return places
+    transformers' `from_pretrained` would split them under ZeRO-3, the frozen target included, and under FSDP with
+    `fsdp_cpu_ram_efficient_loading` (accelerate's default) leave them empty on all processes but the first.
+    """
+    found = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = found
 
 
 def load_model(

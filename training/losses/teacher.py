@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inference.targets.target import Target
-from training.features.top_logits import TopLogits, restore_logits
 from training.losses.terms import parse_loss
+from training.losses.top_logits import TopLogits, restore_logits
 
 CHUNK_ELEMENTS = 2**25  # largest float32 logits tensor kept alive: 128 MiB
 

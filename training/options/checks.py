@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from training.data.options import DataArguments
 from training.data.streaming import check_streaming
 from training.features.options import FeatureArguments
-from training.features.target_loading import PlacementArguments
-from training.options.arguments import DataArguments, HeadsTrainingArguments
+from training.features.target_options import PlacementArguments
+from training.options.arguments import HeadsTrainingArguments
 from training.reporting.reporters import check_reporters
 from training.run.joint import JointArguments
 from training.run.launching import check_launch

@@ -20,9 +20,10 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
+from training.data.options import DataArguments
 from training.features.options import FeatureArguments
-from training.features.target_loading import PlacementArguments
-from training.options.arguments import DataArguments, HeadsTrainingArguments, ModelArguments
+from training.features.target_options import ModelArguments, PlacementArguments
+from training.options.arguments import HeadsTrainingArguments
 from training.options.run_arguments import RunArguments
 from training.run.joint import JointArguments
 from training.synthesis.on_policy import OnPolicyArguments

@@ -23,11 +23,12 @@ from transformers import AutoTokenizer
 from transformers.trainer_utils import SaveStrategy
 
 from inference.targets.model_config import LengthLimit
+from training.data.options import DataArguments, seed_of_data
 from training.data.streaming import ConversationStream
 from training.data.training_sets import load_datasets
 from training.features.options import FeatureArguments
-from training.features.target_loading import PlacementArguments
-from training.options.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, seed_of_data
+from training.features.target_options import ModelArguments, PlacementArguments
+from training.options.arguments import HeadsTrainingArguments
 from training.options.checks import check_options
 from training.options.run_arguments import RunArguments, pick
 from training.reporting.run_costs import (

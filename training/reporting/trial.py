@@ -19,10 +19,10 @@ from transformers import EarlyStoppingCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from heads import DraftHeads
+from training.features.target_loading import loading_whole
 from training.reporting.run_costs import TrialSteps, row_lengths
 from training.run.evaluation import AcceptanceMeter
 from training.run.joint_trainer import JointTrainer
-from training.run.launching import loading_whole
 from training.run.resume import find_damage
 from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows, WriteReplies

@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import IntervalStrategy, sort_checkpoints
 
-from training.options.arguments import seed_of_data
+from training.data.options import seed_of_data
 
 RUN_FILE = "run.json"
 INCOMPLETE = ".incomplete-checkpoint"

@@ -18,7 +18,8 @@ from transformers.trainer_utils import SaveStrategy
 from heads import DraftHeads
 from inference import Decoder, GenerationStats, Target
 from inference.targets.model_config import LengthLimit
-from training.options.arguments import DataArguments, goes_by_metric
+from training.data.options import DataArguments
+from training.options.arguments import goes_by_metric
 from training.run.whole_heads import whole_heads
 
 logger = logging.getLogger(__name__)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,8 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import TrainingArguments
-from transformers.integrations import deepspeed as integration
+
+from training.features.sharded_target import import_deepspeed
 
 
 def _is_asked_for(name: str, environ: Mapping[str, str] | None = None) -> bool:
@@ -77,43 +77,6 @@ def settle_devices(args: TrainingArguments) -> None:
         import_deepspeed("cpu")
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
-
-
-def import_deepspeed(device_type: str) -> Any:
-    """The package, told of the device it would guess.
-
-    Raises:
-        ValueError: when it is not installed.
-    """
-    if device_type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # DeepSpeed's own calls
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ValueError(
-            f"DeepSpeed was asked for and cannot be imported ({error}): pip install 'draftsmith[deepspeed]'"
-        ) from error
-    if device_type == "cpu":
-        # It would compile collectives of its own, which takes a minute and a compiler; gloo has them as well.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-@contextmanager
-def loading_whole() -> Iterator[None]:
-    """Models that are loaded here are whole on every process, under ZeRO-3 and FSDP as well.
-
-    transformers' `from_pretrained` would split them under ZeRO-3, the frozen target included, and under FSDP with
-    `fsdp_cpu_ram_efficient_loading` (accelerate's default) leave them empty on all processes but the first.
-    """
-    found = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    try:
-        yield
-    finally:
-        integration._hf_deepspeed_config_weak_ref = found
 
 
 def shard_with_fsdp(accelerator: Accelerator) -> bool:

@@ -24,6 +24,7 @@ from heads.adapter import FOLDER
 from inference import Target
 from inference.targets.model_config import find_length_limit
 from training.data.collation import ConversationCollator, count_tokens
+from training.data.options import DataArguments, seed_of_data
 from training.data.packing import pack_rows
 from training.data.streaming import ConversationStream
 from training.data.training_sets import cut_to_limit, load_datasets
@@ -31,9 +32,10 @@ from training.features.options import FeatureArguments, RowsOfRun, prepare_featu
 from training.features.self_check import check_first_row
 from training.features.sharded_target import count_held
 from training.features.target_identity import hash_tokenizer, identify_target
-from training.features.target_loading import PlacementArguments, check_placement, load_model
+from training.features.target_loading import check_placement, load_model, loading_whole
+from training.features.target_options import ModelArguments, PlacementArguments
 from training.losses.depth_weights import parse_depth_weights
-from training.options.arguments import DataArguments, HeadsTrainingArguments, ModelArguments, seed_of_data
+from training.options.arguments import HeadsTrainingArguments
 from training.options.checks import check_options
 from training.options.command_line import resolve_arguments
 from training.options.run_arguments import RunArguments, pick
@@ -42,7 +44,7 @@ from training.run.checkpoints import read_run_file, write_file
 from training.run.evaluation import acceptance_meter, eval_prompts
 from training.run.joint import JointArguments, JointModel, adapt_target
 from training.run.joint_trainer import JointTrainer
-from training.run.launching import describe_launch, loading_whole
+from training.run.launching import describe_launch
 from training.run.resume import check_same_heads, check_same_run, describe_run, find_checkpoint, is_finished
 from training.run.stopping import explain_full_disk
 from training.run.trainer import HeadsTrainer

@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from heads import DraftHeads
 from inference import Decoder, DynamicTree, GenerationStats, Target
-from training.options.arguments import seed_of_data
+from training.data.options import seed_of_data
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
 from training.synthesis.turn_template import TurnTemplate
 

@@ -23,9 +23,9 @@ from tests.training.conversation_cases import (
     write,
 )
 from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
+from training.data.options import DataArguments
 from training.data.set_statistics import measure_sets
 from training.data.streaming import ConversationStream
-from training.options.arguments import DataArguments
 
 
 def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:

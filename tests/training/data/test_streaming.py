@@ -21,9 +21,9 @@ from tests.conftest import REPOSITORY
 from tests.training.conversation_cases import sharegpt, write
 from tests.training.runner import WORDS, InterruptedRunError, Runner, assert_same, interrupt_at_step
 from training.data.conversations import BadLineError
+from training.data.options import DataArguments
 from training.data.streaming import ConversationStream
 from training.data.training_sets import load_datasets
-from training.options.arguments import DataArguments
 from training.options.command_line import parse_arguments
 from training.run import run as run_module
 from training.run.run import prepare_run

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from tests.training.conversation_cases import write
 from tests.training.runner import WORDS
+from training.data.options import DataArguments
 from training.data.training_sets import load_datasets
-from training.options.arguments import DataArguments
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,9 @@ from tests.training.runner import (
     write_conversations,
 )
 from training.features.extraction import Extraction, extract_features
-from training.features.extraction_options import parse_extraction
+from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from training.features.store import FeatureStore
+from training.options.command_line import parse_arguments
 
 # One row at a time, so that every pass has the shape it has online: what is stored is then the same bit for bit.
 ALONE: dict[str, Any] = {
@@ -52,7 +53,8 @@ def extract(target_path: Path, conversations: Path, tmp_path: Path) -> Extract:
         for key, value in {"output_dir": folder, "batch_size": 1, **defaults, **options}.items():
             if value is not None:
                 words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-        return extract_features(*parse_extraction(words), rank=rank, num_processes=num_processes)
+        options = parse_arguments(words, OPTION_CLASSES, not_from_file=NOT_FROM_FILE)
+        return extract_features(*options, rank=rank, num_processes=num_processes)
 
     return run
 

@@ -14,7 +14,7 @@ from tests.tiny_targets import LEFT_OUT, tiny_target
 from tests.training.feature_cases import COLLATE, ROWS
 from training.features.self_check import NUM_TOKENS, check_features
 from training.features.sources import FeatureSource, OnlineFeatures, TargetStates
-from training.features.top_logits import take_top_logits
+from training.losses.top_logits import take_top_logits
 
 LAYERS = (2, 6)
 

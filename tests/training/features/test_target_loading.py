@@ -12,8 +12,8 @@ import torch
 from inference import Target
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, assert_same
-from training.features.target_loading import PlacementArguments, check_placement, load_model
-from training.options.arguments import ModelArguments
+from training.features.target_loading import check_placement, load_model
+from training.features.target_options import ModelArguments, PlacementArguments
 
 CPU = torch.device("cpu")
 

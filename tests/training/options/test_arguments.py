@@ -11,8 +11,8 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from training.features.target_loading import PlacementArguments
-from training.options.arguments import DataArguments
+from training.data.options import DataArguments
+from training.features.target_options import PlacementArguments
 from training.options.command_line import ARGUMENT_CLASSES, parse_arguments, resolve_arguments
 from training.options.run_arguments import pick
 

@@ -10,8 +10,9 @@ from transformers.integrations import deepspeed as integration
 
 from tests.tiny_targets import tiny_target
 from training.features.sharded_target import shard_target
+from training.features.target_loading import loading_whole
 from training.options.arguments import HeadsTrainingArguments
-from training.run.launching import Launch, check_launch, loading_whole, settle_devices
+from training.run.launching import Launch, check_launch, settle_devices
 
 
 @pytest.fixture

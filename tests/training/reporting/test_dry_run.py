@@ -19,7 +19,7 @@ from tests.conftest import REPOSITORY
 from tests.training.runner import Runner, interrupt_at_step, write_conversations
 from training import train_heads
 from training.features.options import FeatureArguments
-from training.features.target_loading import PlacementArguments
+from training.features.target_options import PlacementArguments
 from training.options.checks import check_options
 from training.options.command_line import parse_arguments
 from training.reporting.dry_run import DryRun, StoppedError, dry_run

@@ -14,7 +14,7 @@ from tests.training.feature_cases import COLLATE, ROWS, store_rows
 from tests.training.features.test_features import loss_and_gradients
 from tests.training.run.test_trainer import make_heads
 from training.features.sources import OnlineFeatures, StoredFeatures
-from training.features.top_logits import restore_logits, take_top_logits
+from training.losses.top_logits import restore_logits, take_top_logits
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,126 @@
+"""The options of the target: which model, where its weights are, and the heads that are trained for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from training.features.sharded_target import Sharding
+
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass
+class ModelArguments:
+    """The frozen target, and the heads that are trained for it."""
+
+    target: str = field(metadata={"help": "The target: a folder or a hub id of any stock transformers causal LM."})
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata={"help": "Dtype the target is loaded in; auto = the one its weights were saved in."}
+    )
+    attn_implementation: str = field(
+        default="sdpa", metadata={"help": "The target's attention: sdpa or eager (tree masks need one of the two)."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run Python code that comes with the target. Read that code first."}
+    )
+    head_type: str | None = field(
+        default=None, metadata={"help": "Kind of heads to create, a key of heads.HEAD_TYPES. Not with --init_heads."}
+    )
+    head_overrides: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Fields of the heads' configuration as key=value with JSON values, for example "
+            "--head_overrides num_heads=4 num_layers=1. A mapping in YAML. May be repeated; a key's last value wins."
+        },
+    )
+    init_heads: str | None = field(
+        default=None,
+        metadata={
+            "help": "Warm start, instead of --head_type: a new run from the weights, the configuration and the draft "
+            "vocabulary of trained heads (folder or hub id). Optimizer, schedule and data begin anew; to go on with an "
+            "interrupted run there is --resume_from_checkpoint."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if (self.head_type is None) == (self.init_heads is None):
+            raise ValueError(
+                f"got head_type={self.head_type!r} and init_heads={self.init_heads!r}: give head_type to create heads, "
+                "or init_heads to continue from trained ones"
+            )
+        if self.init_heads is not None and self.head_overrides:
+            raise ValueError(
+                f"got head_overrides {self.head_overrides} with init_heads {self.init_heads!r}: trained heads bring "
+                "their configuration along; leave head_overrides out"
+            )
+        self.parse_head_overrides()
+
+    def parse_head_overrides(self) -> dict[str, Any]:
+        """Returns `head_overrides` as the keyword arguments `heads.create_heads` takes; a value that is not JSON is a
+        string."""
+        overrides: dict[str, Any] = {}
+        for item in self.head_overrides:
+            key, equals, value = item.partition("=")
+            if not (key.isidentifier() and equals):
+                raise ValueError(f"got --head_overrides {item!r}: write key=value, for example num_heads=4")
+            try:
+                overrides[key] = json.loads(value)
+            except json.JSONDecodeError:
+                overrides[key] = value
+        return overrides
+
+
+@dataclass
+class PlacementArguments:
+    """Where a target stays that is too large for one device."""
+
+    target_device_map: str | None = field(
+        default=None,
+        metadata={
+            "help": "Spread the target over the devices of this one process: auto, balanced, sequential, or a JSON "
+            'mapping of module names to devices, "cpu" or "disk", for example {"model.layers": "disk", "": 0} for '
+            "training from stored features, where the layers run in checks and evaluations only. none = all of it on "
+            "the device that the heads train on. The token embedding must be on that device."
+        },
+    )
+    target_offload_folder: str | None = field(
+        default=None, metadata={"help": "Where weights mapped to disk are kept if not in safetensors; none = refused."}
+    )
+
+    shard_target: Sharding = field(
+        default="none",
+        metadata={
+            "help": "For a target too large for one device: each process keeps its share of the layers' weights and "
+            "gathers a layer when it runs; fsdp2 (torch) or zero3 (DeepSpeed), whatever the heads train under."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.target_offload_folder is not None and self.target_device_map is None:
+            raise ValueError(
+                f"got target_offload_folder {self.target_offload_folder} without target_device_map, which says what is "
+                "kept there: give both"
+            )
+        if self.parse_device_map() is not None and self.shard_target != "none":
+            raise ValueError(
+                f"got target_device_map {self.target_device_map} and shard_target {self.shard_target}: the one spreads "
+                "a target over the devices of one process, the other over processes; leave one of the two out"
+            )
+
+    def parse_device_map(self) -> str | dict[str, Any] | None:
+        """Returns the map as `from_pretrained` takes it."""
+        value = self.target_device_map
+        if value is None or value in _MAPS:
+            return value
+        try:
+            places = json.loads(value)
+        except json.JSONDecodeError:
+            places = None
+        if not isinstance(places, dict):
+            raise ValueError(
+                f"got target_device_map {value!r}: allowed are {', '.join(_MAPS)}, or a JSON mapping of module names "
+                'to devices, such as {"model.layers": "cpu", "": 0}'
+            )
+        return places
