@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inference.acceptance.exact import PREFIX_FREE, Sampler
+from inference.acceptance.exact import Sampler
 from inference.acceptance.rules import AcceptanceRule, resolve_rule
 from inference.cache.tree_cache import TreeCache
 from inference.drafters.base import Drafter
@@ -28,6 +28,7 @@ from inference.planning.drafting import AdaptiveDrafting, Drafting, FixedDraftin
 from inference.planning.tree_planner import TreePlanner
 from inference.prompts import HeldTexts, PromptReader, ReadPrompts, leave_room
 from inference.request.generate_arguments import make_request
+from inference.request.processors import PREFIX_FREE
 from inference.request.request import Request
 from inference.stats import GenerationStats, PhaseClock
 from inference.streaming.token_stream import TokenStream

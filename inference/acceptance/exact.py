@@ -19,50 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import logits_process
 
 from inference.acceptance.target_scores import WalkScores, may_emit, score_walk
 from inference.noise import gumbel_noise
+from inference.request.processors import COLUMN_FREE, KEEPS_NOTHING, NEEDS_CANDIDATES, NO_TOKEN, PREFIX_FREE
 from inference.request.row_processors import processors_of_row
 from inference.trees.token_tree import TokenTree
-
-
-def _find_types(*names: str) -> frozenset[type]:
-    """The named processor classes, as far as the installed transformers release has them."""
-    return frozenset(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
-
-
-# Read one row of scores and nothing else.
-PREFIX_FREE = _find_types(
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "TopHLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "SuppressTokensLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-)
-# These adjust a distribution whatever its columns mean, so they may shape scores over a reduced draft vocabulary too.
-_COLUMN_FREE = PREFIX_FREE - _find_types("SuppressTokensLogitsProcessor")
-# Of these, some fail on rows without any candidate, or make candidates of columns that are none.
-_NEEDS_CANDIDATES = _find_types("EtaLogitsWarper", "TopHLogitsWarper", "InfNanRemoveLogitsProcessor")
-# Functions of a row's text and scores alone: rows may go through together, and drafts that are never accepted too.
-KEEPS_NOTHING = _find_types(
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-    "SuppressTokensAtBeginLogitsProcessor",
-)
 
 
 @dataclass(frozen=True)
@@ -89,9 +51,6 @@ class Acceptance:
     counts: Tensor
     next_tokens: Tensor
     scores: Tensor | None = None
-
-
-NO_TOKEN = -1  # emitted where the scores are NaN, or -inf for every token
 
 
 def pick_token(scores: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -149,9 +108,9 @@ class Sampler:
         self.reading_names = sorted(kind.__name__ for kind in types - PREFIX_FREE)
         self._row_samplers: dict[int, Sampler] = {}
         self._draft_warpers = tuple(
-            processor for processor in self.processors if do_sample and type(processor) in _COLUMN_FREE
+            processor for processor in self.processors if do_sample and type(processor) in COLUMN_FREE
         )
-        self._needs_candidates = bool({type(warper) for warper in self._draft_warpers} & _NEEDS_CANDIDATES)
+        self._needs_candidates = bool({type(warper) for warper in self._draft_warpers} & NEEDS_CANDIDATES)
 
     def select(self, rows: Sequence[int], batch_size: int) -> Sampler:
         """This sampler for the rows `rows` of the `batch_size` it has now, with whatever its processors remember of

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from inference import DraftLogits, DraftSampling, DynamicTree, StaticTree, TreePolicy, chain
-from inference.acceptance.exact import _COLUMN_FREE, Sampler
+from inference.acceptance.exact import Sampler
 from inference.drafters.base import Drafter
 from inference.drafters.sampling import GREEDY_TEMPERATURE
+from inference.request.processors import COLUMN_FREE
 from inference.trees.policy import resolve_policy
 from inference.trees.token_tree import TokenTree
 
@@ -194,7 +195,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(_COLUMN_FREE, key=str), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", sorted(COLUMN_FREE, key=str), ids=lambda kind: kind.__name__)
 def test_processors_never_see_a_node_without_candidates(kind: type) -> None:
     """Some of them fail on it, and one makes candidates of its empty columns."""
     processors = [kind(*SETTINGS[kind.__name__])]

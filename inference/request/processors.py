@@ -1,0 +1,49 @@
+"""Kinds of transformers' logits processors, by what they read and remember.
+
+A processor whose exact type is in none of these sets may read the text so far and may keep a state (a grammar).
+"""
+
+from __future__ import annotations
+
+from transformers.generation import logits_process
+
+NO_TOKEN = -1  # in the place of an emitted token: all scores were NaN, or -inf
+
+
+def _find_types(*names: str) -> frozenset[type]:
+    """The named processor classes, as far as the installed transformers release has them."""
+    return frozenset(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
+
+
+# They read one row of scores and nothing else, so they may run on all nodes of a tree at once.
+PREFIX_FREE = _find_types(
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "TopHLogitsWarper",
+    "TypicalLogitsWarper",
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+)
+# They do not ask which token a column stands for, so they may also process scores over a reduced draft vocabulary.
+COLUMN_FREE = PREFIX_FREE - _find_types("SuppressTokensLogitsProcessor")
+# They fail on rows in which every token is forbidden, or allow forbidden tokens there.
+NEEDS_CANDIDATES = _find_types("EtaLogitsWarper", "TopHLogitsWarper", "InfNanRemoveLogitsProcessor")
+# They read the row's text and scores and remember nothing: several rows may go through together, and drafts that are
+# rejected later may go through too.
+KEEPS_NOTHING = _find_types(
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+    "SuppressTokensAtBeginLogitsProcessor",
+)
