@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.cache.source import Source
 from inference.cache.tree_cache import TreeCache
 from inference.execution.step import DecodeStep
 from inference.stats import GenerationStats
-from inference.targets.encoder_decoder import Source
 
 PREFILL_CHUNK = 512  # tokens of a row per forward pass
 MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from inference.targets.encoder_decoder import SourceMemory
+from inference.cache.source import SourceMemory
 
 VIEW_MULTIPLE = 64  # the view grows in steps of so many slots
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from inference.acceptance.exact import Acceptance, Sampler
 from inference.acceptance.rejection import DRAFT_STREAM
 from inference.acceptance.rules import EXACT, AcceptanceRule
+from inference.cache.source import Source
 from inference.cache.tree_cache import VIEW_MULTIPLE, TreeCache
 from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.sampling import DraftDraws, DraftSampling
@@ -28,7 +29,6 @@ from inference.execution.compiled import Function, StepCompiler
 from inference.noise import derive_seeds
 from inference.planning.auto_tree import AutoTree
 from inference.stats import GenerationStats
-from inference.targets.encoder_decoder import Source
 from inference.targets.target import Target, TargetOutput
 from inference.trees.beam import Children, Pool, choose_best, expand_level, top_candidates
 from inference.trees.policy import DynamicTree, StaticTree, TreePolicy

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from inference.acceptance.exact import Sampler
+from inference.cache.source import SOURCE_MULTIPLE, Source
 from inference.execution.step import DecodeStep, NewSlots
 from inference.planning.auto_tree import AutoTree
 from inference.planning.cost_model import (
@@ -21,7 +22,6 @@ from inference.planning.cost_model import (
     store_costs,
     time_calls,
 )
-from inference.targets.encoder_decoder import SOURCE_MULTIPLE, Source
 from inference.targets.target import Target
 from inference.trees.policy import DynamicTree
 from inference.trees.token_tree import TokenTree

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
+from inference.cache.source import Source
 from inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
 from inference.request.request import Request
-from inference.targets.encoder_decoder import Source
 from inference.targets.target import Target
 
 # Options transformers would accept silently and this loop cannot honour: name -> (values that are fine, what to do).

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria
 
+from inference.cache.source import Source
 from inference.request.processors import NO_TOKEN
 from inference.request.prompt_checks import check_token_ids, pad_left
 from inference.request.row_processors import ask_criterion, criteria_of_row
-from inference.targets.encoder_decoder import Source
 from inference.targets.target import Target
 
 logger = logging.getLogger(__name__)

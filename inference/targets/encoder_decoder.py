@@ -17,83 +17,14 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-SOURCE_MULTIPLE = 64  # sources are padded to a multiple of so many tokens, so that few shapes occur
-
-
-@dataclass(frozen=True)
-class Source:
-    """The encoded source texts of a batch.
-
-    Attributes:
-        token_ids: [B, E] long, as given, for drafters that have an encoder of their own.
-        mask: [B, E] bool, the real tokens, on whichever side the padding is.
-        states: [B, E, D] what the encoder made of them.
-    """
-
-    token_ids: Tensor
-    mask: Tensor
-    states: Tensor
-
-    @classmethod
-    def of_call(cls, token_ids: Tensor, mask: Tensor | None, states: Tensor) -> Source:
-        """From what transformers' `generate` has prepared: mask [rows, E] and states [rows, E, D] of every row that is
-        decoded, and the B <= rows texts as they were given; `num_return_sequences` of each stand together."""
-        token_ids = token_ids.to(states.device).repeat_interleave(states.shape[0] // token_ids.shape[0], dim=0)
-        real = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask.to(states.device).bool()
-        return cls(token_ids, real, states)
-
-
-class SourceMemory:
-    """What the decoder reads of a batch's sources, for the rows of one cache; belongs to `TreeCache.source`.
-
-    Attributes:
-        states: [B, E, D], E a multiple of `SOURCE_MULTIPLE`.
-        mask: [B, 1, 1, E] additive, in the dtype of the states.
-        cross: the cross-attention's keys and values. The first pass writes them, later ones read.
-    """
-
-    def __init__(self, source: Source) -> None:
-        padding = -source.states.shape[1] % SOURCE_MULTIPLE
-        self.states = nn.functional.pad(source.states, (0, 0, 0, padding))
-        real = nn.functional.pad(source.mask, (0, padding))
-        mask = torch.zeros(real.shape, dtype=self.states.dtype, device=self.states.device)
-        self.mask = mask.masked_fill_(~real, torch.finfo(mask.dtype).min)[:, None, None]
-        self.cross = DynamicCache()
-        self._is_open = False
-
-    def leave_open(self) -> None:
-        """Once the keys and values are written: tells torch.compile that the number of source tokens will change."""
-        if self._is_open or torch.compiler.is_compiling():
-            return
-        self._is_open = True
-        torch._dynamo.maybe_mark_dynamic(self.states, 1)
-        torch._dynamo.maybe_mark_dynamic(self.mask, 3)
-        layers: Sequence[Any] = self.cross.layers
-        for layer in layers:
-            torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
-            torch._dynamo.maybe_mark_dynamic(layer.values, 2)
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keeps the rows [B'] long, in this order."""
-        self.states, self.mask = self.states.index_select(0, rows), self.mask.index_select(0, rows)
-        self.cross.batch_select_indices(rows)  # type: ignore[no-untyped-call, unused-ignore]
-        self._is_open = False  # these are other tensors
-
-    def copy_of_rows(self, rows: Tensor) -> SourceMemory:
-        """The rows [B'] long, which may come several times, in a memory of their own."""
-        chosen = copy.copy(self)
-        chosen.cross = copy.deepcopy(self.cross)
-        chosen.select_rows(rows)
-        return chosen
+from inference.cache.source import SourceMemory
 
 
 class _Places(threading.local):

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from inference.targets.encoder_decoder import PlacedDecoder, Source, SourceMemory
+from inference.cache.source import Source, SourceMemory
+from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.probe_tree import (
     Findings,
     MakeMasks,

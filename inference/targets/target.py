@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from inference.cache.draft_rows import DraftRows
 from inference.cache.scratch_cache import ScratchCache
+from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
 from inference.targets.attention import grouped_attention
 from inference.targets.documents import gather_documents, split_documents
-from inference.targets.encoder_decoder import PlacedDecoder, Source, SourceMemory
+from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.encoder_decoder_probe import examine_encoder_decoder
 from inference.targets.first_layers import find_final_norm, find_final_norm_gain, take_first_layers
 from inference.targets.layer_recomputation import recomputed_layers

@@ -19,12 +19,12 @@ from transformers import (
 )
 
 from inference import Decoder, DynamicTree, MergedDrafter, StaticTree, Target, TreePolicy, chain, generate
+from inference.cache.source import Source
 from inference.cache.tree_cache import TreeCache
 from inference.drafters.base import Drafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
-from inference.targets.encoder_decoder import Source
 from inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import random_tree
 from tests.inference.tiny_encoder_decoders import (

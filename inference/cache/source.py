@@ -1,0 +1,91 @@
+"""Sources of encoder-decoder targets (T5, BART): the texts that a batch's decoder reads through cross-attention.
+
+Legend: B batch, E source tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+SOURCE_MULTIPLE = 64  # sources are padded to a multiple of this many tokens, so that few shapes occur
+
+
+@dataclass(frozen=True)
+class Source:
+    """The encoded source texts of a batch.
+
+    Attributes:
+        token_ids: [B, E] long, as given, for drafters that have an encoder of their own.
+        mask: [B, E] bool, true on real tokens; padding may be on either side.
+        states: [B, E, D], the encoder's last hidden states.
+    """
+
+    token_ids: Tensor
+    mask: Tensor
+    states: Tensor
+
+    @classmethod
+    def of_call(cls, token_ids: Tensor, mask: Tensor | None, states: Tensor) -> Source:
+        """Makes the source of a call from what transformers' `generate` has prepared.
+
+        Args:
+            token_ids: [B, E] long, the texts as the caller gave them.
+            mask: [rows, E], or None when all tokens are real. The rows are those that are decoded: the
+                `num_return_sequences` rows of a text stand together.
+            states: [rows, E, D].
+        """
+        token_ids = token_ids.to(states.device).repeat_interleave(states.shape[0] // token_ids.shape[0], dim=0)
+        real = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask.to(states.device).bool()
+        return cls(token_ids, real, states)
+
+
+class SourceMemory:
+    """What the decoder reads of the sources of one cache's rows (`TreeCache.source`).
+
+    Attributes:
+        states: [B, E, D], E a multiple of `SOURCE_MULTIPLE`.
+        mask: [B, 1, 1, E] additive, in the dtype of the states.
+        cross: keys and values of the cross-attention. The first pass writes them, later passes read them.
+    """
+
+    def __init__(self, source: Source) -> None:
+        padding = -source.states.shape[1] % SOURCE_MULTIPLE
+        self.states = nn.functional.pad(source.states, (0, 0, 0, padding))
+        real = nn.functional.pad(source.mask, (0, padding))
+        mask = torch.zeros(real.shape, dtype=self.states.dtype, device=self.states.device)
+        self.mask = mask.masked_fill_(~real, torch.finfo(mask.dtype).min)[:, None, None]
+        self.cross = DynamicCache()
+        self._is_open = False
+
+    def leave_open(self) -> None:
+        """Tells torch.compile that the number of source tokens will change. Called after the first pass, which writes
+        the keys and values."""
+        if self._is_open or torch.compiler.is_compiling():
+            return
+        self._is_open = True
+        torch._dynamo.maybe_mark_dynamic(self.states, 1)
+        torch._dynamo.maybe_mark_dynamic(self.mask, 3)
+        layers: Sequence[Any] = self.cross.layers
+        for layer in layers:
+            torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
+            torch._dynamo.maybe_mark_dynamic(layer.values, 2)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keeps the rows [B'] long, in this order."""
+        self.states, self.mask = self.states.index_select(0, rows), self.mask.index_select(0, rows)
+        self.cross.batch_select_indices(rows)  # type: ignore[no-untyped-call, unused-ignore]
+        self._is_open = False  # the tensors are new
+
+    def copy_of_rows(self, rows: Tensor) -> SourceMemory:
+        """A memory of its own with the rows [B'] long; a row may come several times."""
+        chosen = copy.copy(self)
+        chosen.cross = copy.deepcopy(self.cross)
+        chosen.select_rows(rows)
+        return chosen
