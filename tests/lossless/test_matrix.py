@@ -17,13 +17,12 @@ from inference.acceptance.exact import Acceptance, Sampler
 from inference.execution.step import DecodeStep
 from inference.trees.token_tree import TokenTree
 from tests.lossless.matrix import __main__ as program
-from tests.lossless.matrix import cases
+from tests.lossless.matrix import cases, render
 from tests.lossless.matrix.cases import Case, run_case
 from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_sense, pair_cells, seed_of
 from tests.lossless.matrix.covering import cover, pairs_of
 from tests.lossless.matrix.drafters import DEPTH, POLICIES, STATIC_PATHS, policy_of
 from tests.lossless.matrix.references import attentions_of, reference_of
-from tests.lossless.matrix.render import render
 from tests.lossless.matrix.results import (
     BRANCHED,
     DIFFERENT,
@@ -93,28 +92,38 @@ def test_every_depth_rank_and_end_is_reached_and_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(program.PARTS, "greedy", lambda: greedy_cells_of(WIDE))
-    paths = ["--json", str(tmp_path / "cells.json"), "--markdown", str(tmp_path / "page.md")]
-    assert program.main(["--part", "greedy", *paths]) == 0, capsys.readouterr().out
-    results, gaps, _ = from_json((tmp_path / "cells.json").read_text())
+    assert program.main(["--part", "greedy", "--json", str(tmp_path / "cells.json")]) == 0, capsys.readouterr().out
+    results = from_json((tmp_path / "cells.json").read_text())
     assert len(results) == len(POLICIES) * len(BATCHES)
     assert {result.status for result in results} == {SAME}
-    assert gaps == []
-    tokens = sum(result.tokens for result in results)
-    page = (tmp_path / "page.md").read_text()
-    assert f"| tokens compared | {tokens:,} |" in page
-    assert f"| {WIDE}, sdpa |" in page
-    assert "| cells with another token | 0 |" in page
+    summary = render.summarise(results, find_gaps(results), {})
+    assert render.from_json(render.to_json(summary)) == summary
+    assert summary.gaps == summary.different == []
+    page = render.render(summary)
+    assert f"| tokens compared | {sum(result.tokens for result in results):,} |" in page
+    assert "| cells with a different token | 0 |" in page
+    assert f"| target, attention | 1 | {summary.tokens:,} ({WIDE}, sdpa) |" in page
 
 
 def test_the_published_run_is_of_these_cells_and_found_nothing() -> None:
-    results, gaps, environment = from_json((program.DOCS / "lossless.json").read_text())
+    summary = render.from_json((program.DOCS / "lossless.json").read_text())
     cells = program.choose_cells(program.parse_arguments([]))
-    assert [result.name for result in results] == [cell.name for cell in cells], "the cells are others: make lossless"
-    assert gaps == find_gaps(results, is_whole=True) == []
-    assert DIFFERENT not in {result.status for result in results}
-    assert (program.DOCS / "lossless.md").read_text() == render(results, gaps, environment)
-    total = f"{sum(result.tokens for result in results):,} tokens in {len(results):,} cells"
-    assert total in (program.DOCS.parent / "README.md").read_text()
+    assert summary.cells == len(cells), "the code has other cells than the published run: make lossless"
+    assert summary.fingerprint == render.fingerprint(cell.name for cell in cells), "other cells: make lossless"
+    assert summary.gaps == summary.different == []
+    assert summary.tokens >= TOKENS_AT_LEAST
+    page = (program.DOCS / "lossless.md").read_text()
+    assert page == render.replace_between_markers(page, summary)
+    readme = (program.DOCS.parent / "README.md").read_text()
+    assert f"{summary.tokens:,} tokens in {summary.cells:,} cells" in readme
+
+
+def test_a_difference_is_on_the_page() -> None:
+    wrong = Result("its name", "pairs", 1, WIDE, "sdpa", "", "", "", "", "", 512, 0, DIFFERENT, reason="token 3")
+    page = render.render(render.summarise([wrong], ["never accepted: rank 3"], {}))
+    assert "| cells with a different token | 1 |" in page
+    assert "- its name: token 3" in page
+    assert "- never accepted: rank 3" in page
 
 
 def test_gaps_are_found() -> None:

@@ -1,4 +1,7 @@
-"""Runs the matrix and writes docs/lossless.md and docs/lossless.json; exits with 1 if any cell differs."""
+"""Runs the lossless matrix. A whole run writes docs/lossless.json and the table in docs/lossless.md.
+
+Exits with 1 if a cell differs or a required place was not reached.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import transformers
 
 from tests.conftest import REPOSITORY
 from tests.lossless.matrix.cells import Cell, greedy_cells, pair_cells, trained_cells
-from tests.lossless.matrix.render import render
+from tests.lossless.matrix import render
 from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell, to_json, write_text
 from tests.tiny_targets import LEFT_OUT
 
@@ -25,17 +28,16 @@ DOCS = REPOSITORY / "docs"
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.lossless.matrix", description=__doc__)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="which parts (default: all)")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
     parser.add_argument(
         "--match",
         nargs="+",
         default=[],
         metavar="TEXT",
-        help="only cells whose names hold all of these, such as gemma3 'batch 32' dynamic",
+        help="run only cells whose names contain all of these, such as gemma3 'batch 32' dynamic",
     )
-    parser.add_argument("--list", action="store_true", help="print the names of the cells and decode nothing")
-    parser.add_argument("--markdown", type=Path, help=f"default: {DOCS / 'lossless.md'}, if all cells are run")
-    parser.add_argument("--json", type=Path, help=f"default: {DOCS / 'lossless.json'}, if all cells are run")
+    parser.add_argument("--list", action="store_true", help="print the names of the cells; decode nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell's result to FILE, one line each")
     return parser.parse_args(arguments)
 
 
@@ -87,14 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     results = run_cells(cells)
     is_whole = not options.match and set(options.part) == set(PARTS)
-    gaps, environment = find_gaps(results, is_whole=is_whole), describe_environment()
-    if is_whole:
-        options.markdown = options.markdown or DOCS / "lossless.md"
-        options.json = options.json or DOCS / "lossless.json"
+    gaps = find_gaps(results, is_whole=is_whole)
     if options.json is not None:
-        write_text(options.json, to_json(results, gaps, environment))
-    if options.markdown is not None:
-        write_text(options.markdown, render(results, gaps, environment))
+        write_text(options.json, to_json(results))
+    if is_whole:
+        summary = render.summarise(results, gaps, describe_environment())
+        page = DOCS / "lossless.md"
+        write_text(page, render.replace_between_markers(page.read_text(encoding="utf-8"), summary))
+        write_text(DOCS / "lossless.json", render.to_json(summary))
     wrong = [result.name for result in results if result.status == DIFFERENT]
     print(f"{sum(result.tokens for result in results):,} tokens in {len(results)} cells; {len(wrong)} cells differ")
     print("\n".join([*wrong, *gaps]))

@@ -129,7 +129,7 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
     on_step = watch if len(prompts) == 1 else None
     started = time.perf_counter()
     with (
-        patch.object(prompts, "PREFILL_CHUNK", case.prefill_chunk),
+        patch("inference.prompts.PREFILL_CHUNK", case.prefill_chunk),
         watch_commits(outcome.commits),
     ):
         output = decoder.generate(**inputs, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)

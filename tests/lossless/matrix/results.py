@@ -1,13 +1,12 @@
-"""What cells showed, what all of them together must have reached, and the two files it is written to."""
+"""The results of the cells, and what all cells together must reach."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.lossless.matrix.cases import Outcome, run_case
 from tests.lossless.matrix.cells import BATCHES, Cell
@@ -21,9 +20,12 @@ NUM_RANKS = 4  # real candidates of the scripted drafter
 
 @dataclass
 class Result:
-    """One cell. status: one of the three above; reason: of a difference. The rest is `Outcome`'s, of rows and verify
-    steps; accepted, moved: of its commits; seconds: of decoding, reference_seconds: of texts that no earlier cell had
-    asked for."""
+    """One cell's result.
+
+    status: one of the three words above. reason: why the cell differs. tokens to num_ends: counts of rows and verify
+    steps, as in `Outcome`. accepted, moved: counts of the commits. seconds: time of decoding. reference_seconds: time
+    of the reference texts that no earlier cell had computed.
+    """
 
     name: str
     part: str
@@ -56,7 +58,7 @@ class Result:
 
 
 def run_cell(cell: Cell) -> Result:
-    """Never raises for a cell that fails: the others are to be run as well."""
+    """Runs one cell. A cell that fails is reported, not raised: the other cells still run."""
     case = cell.case
     result = Result(
         cell.name,
@@ -109,8 +111,10 @@ def sum_histograms(results: Iterable[Result]) -> list[int]:
 
 
 def find_gaps(results: Sequence[Result], *, is_whole: bool = False) -> list[str]:
-    """What the complete part should have reached and has not: every depth, every branch, every way to end. And too few
-    tokens, if these are the results of a whole run."""
+    """Lists what the complete part should have reached and did not: every depth, every branch, every way to end.
+
+    A whole run must also compare at least `TOKENS_AT_LEAST` tokens.
+    """
     gaps = []
     if is_whole and (tokens := sum(result.tokens for result in results)) < TOKENS_AT_LEAST:
         gaps.append(f"{tokens:,} tokens were compared, and at least {TOKENS_AT_LEAST:,} are to be")
@@ -150,9 +154,11 @@ def _find_tree_gaps(name: str, policy: str, results: Sequence[Result]) -> list[s
 
 
 def find_missing_branches(policy: str, accepted: set[tuple[int, ...]]) -> list[str]:
-    """What a policy's trees have and no step has accepted: each node of a chain and of a static tree; of dynamic trees
-    (their best nodes, so never the worst rank at the last depth) the best two ranks of each depth, and every rank
-    somewhere. `accepted` has the rank paths of nodes."""
+    """Lists the nodes of a policy's trees that no step accepted.
+
+    Chains and static trees: every node. Dynamic trees keep the best nodes only, never the worst rank at the last depth:
+    the best two ranks of each depth, and every rank at some depth. `accepted` holds the rank paths of accepted nodes.
+    """
     if policy in ("dynamic", "auto"):
         places = {(len(path), path[-1]) for path in accepted}
         wanted = [(depth, rank) for depth in range(1, DEPTH + 1) for rank in (0, 1)]
@@ -162,25 +168,23 @@ def find_missing_branches(policy: str, accepted: set[tuple[int, ...]]) -> list[s
     return [f"node {list(node)}" for node in nodes if tuple(node) not in accepted]
 
 
-def to_json(results: Sequence[Result], gaps: Sequence[str], environment: Mapping[str, Any]) -> str:
-    """A line for each cell, so that two runs can be compared."""
+def to_json(results: Sequence[Result]) -> str:
+    """One line for each cell, so that `diff` compares two runs."""
     lines = []
     for result in results:
         values = asdict(result)
         values["seconds"], values["reference_seconds"] = round(result.seconds, 3), round(result.reference_seconds, 3)
-        lines.append(f"  {json.dumps(values)}")
-    head = f'{{\n "environment": {json.dumps(environment)},\n "gaps": {json.dumps(gaps)},\n "cells": [\n'
-    return head + ",\n".join(lines) + "\n ]\n}\n"
+        lines.append(json.dumps(values))
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-def from_json(text: str) -> tuple[list[Result], list[str], dict[str, Any]]:
-    """What `to_json` was given."""
-    content = json.loads(text)
-    return [Result(**values) for values in content["cells"]], content["gaps"], content["environment"]
+def from_json(text: str) -> list[Result]:
+    """Reads what `to_json` wrote."""
+    return [Result(**values) for values in json.loads(text)]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Never half-written."""
+    """Writes a file in one step: a reader sees the old text or the new text, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.tmp")
     scratch.write_text(text, encoding="utf-8")
