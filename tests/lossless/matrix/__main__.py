@@ -17,8 +17,8 @@ import torch
 import transformers
 
 from tests.conftest import REPOSITORY
-from tests.lossless.matrix.cells import Cell, greedy_cells, pair_cells, trained_cells
 from tests.lossless.matrix import render
+from tests.lossless.matrix.cells import Cell, greedy_cells, pair_cells, trained_cells
 from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell, to_json, write_text
 from tests.tiny_targets import LEFT_OUT
 
