@@ -51,15 +51,15 @@ bench: $(STAMP) ## benchmark the committed heads on the embedded target
 
 TABLE ?= outputs/drafters
 table: $(STAMP) ## one table of all drafters with heads in examples/heads; goes on where it was interrupted
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/drafter_table.py \
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/drafter_table.py \
 		--json $(TABLE).json --markdown $(TABLE).md --plot $(TABLE).png $(ARGS)
 
 ablation: $(STAMP) ## train heads on 3 million tokens in 14 ways and compare them: CONVERSATIONS=FILE (people's), ABLATION_ARGS; hours, goes on where it was interrupted
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/ablation.py $(if $(CONVERSATIONS),--conversations $(CONVERSATIONS)) \
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/ablation.py $(if $(CONVERSATIONS),--conversations $(CONVERSATIONS)) \
 		--page docs/benchmarks/ablation $(ABLATION_ARGS)
 
 overfit: $(STAMP) ## every kind of heads learns one conversation by heart, or is named
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/overfit.py $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/overfit.py $(ARGS)
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) $(VENV)-* .mypy_cache .pytest_cache .ruff_cache *.egg-info

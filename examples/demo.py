@@ -20,18 +20,9 @@ from pathlib import Path
 from typing import Any
 
 # First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmark_contenders import make_contenders
-from benchmark_environment import describe_environment
-from benchmark_measure import Contender, Prompt, Settings, load_prompts, measure
-from benchmark_plot import draw_plot
-from benchmark_render import make_grids
-from benchmark_report import Row, make_report, make_rows, write_json
-from generate import DRAFTED_STYLE, SpeculationPrinter
-from model_loading import DTYPES, load_heads, load_target, parse_tree
 from rich.console import Console
 from rich.text import Text
 from transformers import HfArgumentParser
@@ -39,6 +30,15 @@ from transformers import HfArgumentParser
 from heads import DraftHeads
 from inference import Decoder, Drafter, Target
 from inference.trees.policy import resolve_policy
+from scripts.benchmarks.contenders import make_contenders
+from scripts.benchmarks.environment import describe_environment
+from scripts.benchmarks.measure import Contender, Prompt, Settings, load_prompts, measure
+from scripts.benchmarks.plot import draw_plot
+from scripts.benchmarks.render import make_grids
+from scripts.benchmarks.report import make_report, make_rows, write_json
+from scripts.benchmarks.rows import Row
+from scripts.generate import DRAFTED_STYLE, SpeculationPrinter
+from scripts.model_loading import DTYPES, load_heads, load_target, parse_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"

@@ -24,17 +24,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmark_batches import make_batch_grid
-from benchmark_matrix import Measured, check_matrix, load_subject, measure_combination
-from benchmark_measure import Settings
-from benchmark_plot import draw_batch_plot, draw_plot
-from benchmark_render import Grid, make_grids
-from benchmark_report import make_report, write_json
-from model_loading import DTYPES, TREE_HELP
 from rich.console import Console
 from transformers import HfArgumentParser
 
 from inference.acceptance.rules import RULES, resolve_rule
+from scripts.benchmarks.batches import make_batch_grid
+from scripts.benchmarks.matrix import Measured, check_matrix, load_subject, measure_combination
+from scripts.benchmarks.measure import Settings
+from scripts.benchmarks.plot import draw_batch_plot, draw_plot
+from scripts.benchmarks.render import Grid, make_grids
+from scripts.benchmarks.report import make_report, write_json
+from scripts.model_loading import DTYPES, TREE_HELP
 
 
 @dataclass

@@ -16,10 +16,9 @@ from transformers import HfArgumentParser
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model_loading import DTYPES, load_heads, load_target
-
 from inference import StaticTree, Target
 from inference.trees.search import best_static_tree
+from scripts.model_loading import DTYPES, load_heads, load_target
 from training.data.chat_tokens import tokenize_conversations
 from training.data.collation import ConversationCollator
 from training.data.conversations import load_conversations

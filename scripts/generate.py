@@ -21,7 +21,6 @@ from typing import Any
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model_loading import DTYPES, TREE_HELP, encode_messages, load_drafter, load_target, parse_tree
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
@@ -30,6 +29,7 @@ from transformers import HfArgumentParser
 from inference import Decoder, GenerationStats
 from inference.acceptance.rules import RULES
 from inference.streaming.detokenizer import IncrementalDetokenizer
+from scripts.model_loading import DTYPES, TREE_HELP, encode_messages, load_drafter, load_target, parse_tree
 
 DRAFTED_STYLE = "bold green"
 DRAFTERS = "--heads, --drafter_model or --ngrams"

@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any
 
 # Launched as a file, Python looks for packages in scripts/ (under -P nowhere); ours stand beside it.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from model_loading import load_heads, load_target, parse_tree
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, HfArgumentParser
 
 from inference import Decoder
+from scripts.model_loading import load_heads, load_target, parse_tree
 from training.synthesis.arguments import SynthesisArguments
 from training.synthesis.endpoint_replies import EndpointReplies
 from training.synthesis.output import SynthesisOutput

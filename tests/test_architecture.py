@@ -91,7 +91,7 @@ def test_there_is_something_to_look_at() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_imports_point_one_way(path: Path) -> None:
     package = path.relative_to(REPOSITORY).parts[0]
-    forbidden = {*PACKAGES[PACKAGES.index(package) + 1 :], "tests", "examples", "scripts"}
+    forbidden = {*PACKAGES[PACKAGES.index(package) + 1 :], "tests", "examples"}
     wrong = forbidden & set(imported_packages(path))
     assert not wrong, f"{package} may import {PACKAGES[: PACKAGES.index(package)]}, not {sorted(wrong)}"
 
@@ -155,7 +155,6 @@ def test_the_tour_names_every_room() -> None:
 
 def test_every_package_folder_is_a_package() -> None:
     for path in MODULES:
-        if path.relative_to(REPOSITORY).parts[0] != "scripts":
-            assert (path.parent / "__init__.py").exists(), f"{name(path.parent)} has no __init__.py"
+        assert (path.parent / "__init__.py").exists(), f"{name(path.parent)} has no __init__.py"
     for package in PACKAGES[:-1]:
         assert (REPOSITORY / package / "py.typed").exists()

@@ -18,13 +18,13 @@ from tests.conftest import CHAT_TARGET, REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
 import demo
-from benchmark_measure import Prompt
-from benchmark_report import Row
-from model_loading import encode_messages
 
 from heads import HEAD_TYPES
 from inference import Target
 from inference.drafters.ngram import NgramDrafter
+from scripts.benchmarks.measure import Prompt
+from scripts.benchmarks.rows import Row
+from scripts.model_loading import encode_messages
 from training.options.command_line import parse_arguments
 
 QUESTIONS = ["What do you like about autumn?", "Tell me a story.", "Where do swallows go?", "Thank you!"]

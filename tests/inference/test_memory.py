@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,8 @@ from heads import DraftHeads, create_heads
 from inference import Decoder, Target
 from inference.streaming.token_stream import TokenStream
 from inference.targets.attention import LONG_PASS
-from tests.conftest import REPOSITORY
+from scripts.benchmarks.memory_tracker import MemoryTracker, count_bytes, profile_peak
 from tests.tiny_targets import random_prompt, tiny_target
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-from memory_tracker import MemoryTracker, count_bytes, profile_peak
 
 FLOAT = 4  # bytes
 WIDTH, HEADS, GROUPS, LAYERS, NODES = 32, 4, 2, 6, 32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.conftest import REPOSITORY
-from tests.tiny_targets import random_prompt, tiny_target
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-from benchmark_contenders import TimedDrafter, make_contenders
-from benchmark_environment import describe_environment
-from benchmark_matrix import name_heads
-from benchmark_measure import (
+from heads import create_heads
+from inference import GenerationStats, Target
+from inference.drafters.ngram import NgramDrafter
+from inference.planning.cost_measurement import _describe_drafter
+from scripts.benchmarks.contenders import TimedDrafter, make_contenders
+from scripts.benchmarks.environment import describe_environment
+from scripts.benchmarks.matrix import name_heads
+from scripts.benchmarks.measure import (
     PLAIN,
     TRANSFORMERS,
     Batch,
@@ -32,15 +30,11 @@ from benchmark_measure import (
     load_prompts,
     measure,
 )
-from benchmark_render import make_grids
-from benchmark_report import make_report, make_rows, split_step, write_json
-from benchmark_texts import find_difference, share_of_repeated_ngrams
-from model_loading import encode_messages, load_assistant
-
-from heads import create_heads
-from inference import GenerationStats, Target
-from inference.drafters.ngram import NgramDrafter
-from inference.planning.cost_measurement import _describe_drafter
+from scripts.benchmarks.render import make_grids
+from scripts.benchmarks.report import make_report, make_rows, split_step, write_json
+from scripts.benchmarks.texts import find_difference, share_of_repeated_ngrams
+from scripts.model_loading import encode_messages, load_assistant
+from tests.tiny_targets import random_prompt, tiny_target
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,21 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel
 
-from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.tiny_targets import tiny_target
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import benchmark
-import benchmark_matrix
-from benchmark import BenchmarkArguments
-from benchmark_measure import PLAIN, TRANSFORMERS
-from roofline import Hardware
-
 from heads import create_heads
 from inference import Target
+from scripts import benchmark
+from scripts.benchmark import BenchmarkArguments
+from scripts.benchmarks import matrix
+from scripts.benchmarks.measure import PLAIN, TRANSFORMERS
+from scripts.benchmarks.roofline import Hardware
+from tests.conftest import CHAT_TARGET
+from tests.tiny_targets import tiny_target
 
 
 @pytest.fixture(autouse=True)
 def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the machine can do is another test's business."""
-    monkeypatch.setattr(benchmark_matrix, "measure_hardware", lambda target: Hardware(10.0, 100.0))
+    monkeypatch.setattr(matrix, "measure_hardware", lambda target: Hardware(10.0, 100.0))
 
 
 @pytest.fixture(scope="module")

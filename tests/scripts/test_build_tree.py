@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
-
-from tests.conftest import CHAT_TARGET, REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import build_tree
 import yaml
+from transformers import AutoTokenizer
 
 from heads import create_heads
 from inference import Decoder, StaticTree
 from inference.trees.search import best_static_tree
+from scripts import build_tree
+from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
 
 MAX_POSITIONS = 32

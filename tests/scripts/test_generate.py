@@ -14,18 +14,14 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tests.conftest import CHAT_TARGET, REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import generate
-from generate import Conversation, GenerateArguments, IncrementalDetokenizer, SpeculationPrinter
-from model_loading import encode_messages, parse_tree
-
 from inference import Decoder, StaticTree
 from inference.acceptance.rules import RULES
 from inference.drafters.ngram import NgramDrafter
 from inference.planning.auto_tree import AutoTree
+from scripts import generate
+from scripts.generate import Conversation, GenerateArguments, IncrementalDetokenizer, SpeculationPrinter
+from scripts.model_loading import encode_messages, parse_tree
+from tests.conftest import CHAT_TARGET, REPOSITORY
 
 ODD_TEXT = "Grüße, 日本語のテキスト 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000 too"
 REPEATING = "one two three four five six seven. one two three four five six seven. one two three"

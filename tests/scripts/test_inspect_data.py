@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +15,10 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from scripts import inspect_data
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.training.conversation_cases import sharegpt, write
 from tests.training.runner import Runner, save_chat_target
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import inspect_data
-
 from training.data.chat_tokens import tokenize_conversation
 
 

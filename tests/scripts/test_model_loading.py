@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,9 @@ import torch
 
 from heads import DraftHeads, create_heads
 from inference import Decoder, Target
-from tests.conftest import REPOSITORY
+from scripts.benchmarks.matrix import load_all_heads
+from scripts.model_loading import load_drafter, load_heads
 from tests.tiny_targets import random_prompt, tiny_target
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-from benchmark_matrix import load_all_heads
-from model_loading import load_drafter, load_heads
 
 peft = pytest.importorskip("peft", reason="peft is an optional extra")
 

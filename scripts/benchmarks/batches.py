@@ -1,0 +1,72 @@
+"""Several batch sizes side by side: everybody's speed at each of them, and the tree that is the fastest there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scripts.benchmarks.measure import PLAIN, TRANSFORMERS
+from scripts.benchmarks.render import Grid, format_number
+from scripts.benchmarks.rows import Row
+
+MARK = "★"
+
+
+def make_batch_grid(rows: Mapping[int, Sequence[Row]], environment: dict[str, Any]) -> Grid:
+    """A line for each contender and tree, a column for each batch size; then, for each contender with several trees,
+    what tree is the fastest at each batch size.
+
+    Args:
+        rows: by batch size, of the same target, prompts and temperature.
+        environment: of one of the reports.
+    """
+    cells: dict[str, dict[int, Row]] = {}
+    for batch, own in rows.items():
+        for row in own:
+            cells.setdefault(row.label, {})[batch] = row
+    chosen = choose_trees(rows)
+    best = {(batch, row.label) for trees in chosen.values() for batch, row in trees.items()}
+    lines = [
+        [label, *(_show(own.get(batch), is_best=(batch, label) in best) for batch in rows)]
+        for label, own in cells.items()
+        if any(not row.problem for row in own.values())
+    ]
+    notes = [
+        "tokens/s of all rows together (× generate, × plain decoding, both at that batch size)"
+        + (f"; {MARK} the fastest tree of its drafter" if chosen else "")
+    ]
+    if chosen:
+        notes.append("in brackets below: speed beside the fastest decoding without drafts at that batch size")
+    notes += [_describe_choice(name, trees, rows) for name, trees in chosen.items()]
+    title = (
+        f"{environment['target']}, {environment['dtype']}, T = {environment['temperature']:g}: "
+        f"batches of {', '.join(map(str, rows))}"
+    )
+    return Grid(title, ["decoding", *(f"batch {batch}" for batch in rows)], lines, notes)
+
+
+def choose_trees(rows: Mapping[int, Sequence[Row]]) -> dict[str, dict[int, Row]]:
+    """For each contender with several trees, its fastest row at each batch size."""
+    chosen: dict[str, dict[int, Row]] = {}
+    for batch, own in rows.items():
+        for name in dict.fromkeys(row.name for row in own if row.tree):
+            trees = [row for row in own if row.name == name and not row.problem]
+            if len(trees) > 1:
+                chosen.setdefault(name, {})[batch] = max(trees, key=lambda row: row.tokens_per_second)
+    return chosen
+
+
+def _describe_choice(name: str, trees: Mapping[int, Row], rows: Mapping[int, Sequence[Row]]) -> str:
+    parts = []
+    for batch, row in trees.items():
+        undrafted = [one for one in rows[batch] if one.name.startswith((TRANSFORMERS, PLAIN)) and not one.problem]
+        ratio = row.tokens_per_second / max(one.tokens_per_second for one in undrafted)
+        parts.append(f"{batch} -> {row.tree} ({ratio:.2f})")
+    return f"{name}, tree chosen per batch size: {', '.join(parts)}"
+
+
+def _show(row: Row | None, *, is_best: bool) -> str:
+    if row is None or row.problem:
+        return "–"
+    ratios = f"{format_number(row.over_transformers)}, {format_number(row.over_plain)}"
+    return f"{row.tokens_per_second:.1f} ({ratios}){f' {MARK}' if is_best else ''}"

@@ -1,0 +1,331 @@
+"""Who is measured: transformers' own decoding and ours, with and without drafters, eager and compiled."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, PreTrainedModel
+
+from inference import Decoder, Drafter, DraftLogits, Target
+from inference.drafters.ngram import NgramDrafter
+from inference.noise import row_seeds
+from inference.planning.auto_tree import AutoTree
+from inference.trees.policy import resolve_policy
+from scripts.benchmarks.clock import read_clock
+from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
+from scripts.benchmarks.roofline import Work, count_round
+from scripts.model_loading import fit_tree, parse_tree
+
+NGRAMS = "n-gram drafter"
+PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
+
+
+class TransformersDecoding:
+    """The target's own `generate`, with options of its own speculation."""
+
+    def __init__(self, target: Target, **options: Any) -> None:
+        self.target = target
+        self.options = options
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+        model, device = self.target.model, self.target.device
+        torch.manual_seed(settings.seed + batch.prompts[0].index)
+        with _count_forwards(model) as num_forwards:
+            start = read_clock(device)
+            sequences = model.generate(
+                batch.input_ids,
+                attention_mask=batch.attention_mask,
+                **settings.generate_kwargs(max_new_tokens),
+                **self.options,
+            )
+            seconds = read_clock(device) - start
+        texts = _read_texts(sequences, batch, self.target)
+        # In a batch nobody speculates: a pass gives every row that has not ended one token.
+        return Run(texts, seconds, len(num_forwards) if len(texts) == 1 else sum(map(len, texts)))
+
+
+def _read_texts(sequences: Tensor, batch: Batch, target: Target) -> list[list[int]]:
+    """Each row's new tokens up to its EOS; what follows in `sequences` [B, L + new] is padding."""
+    eos = target.model.generation_config.eos_token_id  # type: ignore[union-attr]
+    eos_ids = set(eos if isinstance(eos, list) else [eos])
+    texts: list[list[int]] = sequences[:, batch.input_ids.shape[1] :].tolist()
+    ends = [next((place for place, token in enumerate(text, 1) if token in eos_ids), len(text)) for text in texts]
+    return [text[:end] for text, end in zip(texts, ends, strict=True)]
+
+
+def compiled_options() -> dict[str, Any]:
+    """What makes transformers' `generate` compile its forward, on a CPU too, where it does not of itself."""
+    config = CompileConfig(mode=None)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+@contextmanager
+def _count_forwards(model: Any) -> Iterator[list[None]]:
+    """A list with one entry for each forward pass inside the block."""
+    calls: list[None] = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+class TimedDrafter(Drafter):
+    """A drafter that adds up its own time, so that growing the tree can be told from drafting."""
+
+    def __init__(self, drafter: Drafter, device: torch.device) -> None:
+        self.drafter = self.__wrapped__ = drafter  # measured costs are those of what is wrapped
+        self.device = device
+        self.feature_layers = drafter.feature_layers
+        self.max_depth = drafter.max_depth
+        self.drafts_chains_only = drafter.drafts_chains_only
+        self.shares_target_cache = drafter.shares_target_cache
+        self.can_copy_rows = drafter.can_copy_rows
+        self.reads_first_token = drafter.reads_first_token
+        self.seconds = 0.0
+        self.is_synchronised = False
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any:
+        return self.drafter.start(batch_size, max_length, num_scratch)
+
+    def read_first(self, state: Any, token_ids: Tensor) -> None:
+        self.drafter.read_first(state, token_ids)
+
+    def read_source(self, state: Any, token_ids: Tensor, mask: Tensor) -> None:
+        self.drafter.read_source(state, token_ids, mask)
+
+    def share_cache(self, state: Any, cache: Any) -> None:
+        self.drafter.share_cache(state, cache)
+
+    def copy_rows(self, *args: Any, **kwargs: Any) -> None:
+        self.drafter.copy_rows(*args, **kwargs)
+
+    def extend(self, *args: Any, **kwargs: Any) -> DraftLogits:
+        return self._timed(self.drafter.extend, *args, **kwargs)
+
+    def expand(self, *args: Any) -> DraftLogits:
+        return self._timed(self.drafter.expand, *args)
+
+    def _timed(self, call: Callable[..., DraftLogits], *args: Any, **kwargs: Any) -> DraftLogits:
+        start = self._now()
+        logits = call(*args, **kwargs)
+        self.seconds += self._now() - start
+        return logits
+
+    def _now(self) -> float:
+        return read_clock(self.device) if self.is_synchronised else time.perf_counter()
+
+
+class OurDecoding:
+    """A `Decoder`, kept from prompt to prompt. Compiled, a draft phase is one graph: its forwards and its tree cannot
+    be told apart, and count as forwards together."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        tree: str | None = None,
+        acceptance: str = "exact",
+        is_coupled: bool = True,
+        is_compiled: bool = False,
+    ) -> None:
+        self.drafter = drafter
+        self.timed = TimedDrafter(drafter, target.device) if drafter is not None and not is_compiled else None
+        self.decoder = Decoder(
+            target,
+            self.timed or drafter,
+            tree=parse_tree(tree),
+            acceptance=acceptance,
+            is_coupled=is_coupled,
+            compile=is_compiled,
+        )
+
+    def __call__(
+        self,
+        batch: Batch,
+        settings: Settings,
+        *,
+        max_new_tokens: int | None = None,
+        is_synchronised: bool = False,
+    ) -> Run:
+        device = self.decoder.target.device
+        self.decoder.is_synchronised = is_synchronised
+        if self.timed is not None:
+            self.timed.seconds, self.timed.is_synchronised = 0.0, is_synchronised
+        seeds = None
+        if settings.is_sampled:  # each row draws what it draws alone
+            seeds = [int(row_seeds(settings.seed + prompt.index, 1, "cpu")) for prompt in batch.prompts]
+        start = read_clock(device)
+        output = self.decoder.generate(
+            batch.input_ids,
+            batch.attention_mask,
+            seed=seeds,
+            **settings.generate_kwargs(max_new_tokens),
+        )
+        seconds = read_clock(device) - start
+        stats = output.stats
+        drafting = stats.seconds["draft"] if self.decoder.drafter is not None else 0.0
+        return Run(
+            _read_texts(output.sequences, batch, self.decoder.target),
+            seconds,
+            stats.num_target_forwards,
+            stats,
+            self.timed.seconds if self.timed is not None else drafting,
+        )
+
+
+class AssistedDecoding(TransformersDecoding):
+    """The target's own `generate` with a small model that drafts (arXiv 2211.17192).
+
+    Raises:
+        ValueError: when the two cannot work together.
+    """
+
+    def __init__(self, target: Target, assistant: PreTrainedModel) -> None:
+        sizes = [model.get_output_embeddings().weight.shape[0] for model in (target.model, assistant)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the target has a vocabulary of {sizes[0]} tokens, the assistant one of {sizes[1]}: give an assistant "
+                "with the target's tokenizer"
+            )
+        super().__init__(target, assistant_model=assistant)
+        prompt = Prompt("probe", 0, torch.zeros((1, 4), dtype=torch.long, device=target.device))
+        try:
+            self(Batch.of(prompt), Settings(), max_new_tokens=4)
+        except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:  # as each family fails
+            raise ValueError(f"transformers cannot decode with this assistant: {error}") from error
+
+
+def count_work(contenders: Sequence[Contender], prompts: Sequence[Prompt]) -> None:
+    """Fills in what a round of our own contenders does for one row, counted once for those that draft alike."""
+    counted: dict[tuple[str, Drafter | None], Work | None] = {}
+    for contender in contenders:
+        if contender.problem or not isinstance(contender.decode, OurDecoding):
+            continue
+        decode = contender.decode
+        if contender.name.startswith(f"{PLAIN} in "):  # the hardware was measured in the target's own dtype
+            continue
+        if isinstance(decode.decoder.policy, AutoTree):  # another tree, and other work, at every step
+            continue
+        key = (contender.tree, decode.drafter)
+        if key not in counted:
+            decoder = decode.decoder
+            input_ids = [prompt.input_ids for prompt in prompts]
+            counted[key] = count_round(decoder.target, decode.drafter, decoder.policy, input_ids)
+        contender.work = counted[key]
+
+
+def make_contenders(
+    target: Target,
+    heads: Mapping[str, Drafter],
+    trees: Sequence[str],
+    settings: Settings,
+    *,
+    modes: Sequence[bool] = (False,),
+    acceptance: Sequence[str] = ("exact",),
+    assistant: PreTrainedModel | None = None,
+    plain_targets: Mapping[str, Target] | None = None,
+    misfits: Mapping[str, str] | None = None,
+    is_each_once: bool = False,
+) -> list[Contender]:
+    """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule, the exact one
+    with and without coupled drafting.
+
+    A tree that is too deep for a drafter, or that a rule cannot judge, makes a contender with a `problem`, no error.
+
+    Args:
+        modes: False = eager, True = compiled: how heads run. The baselines always run eagerly, and compiled as well
+            when eager and compiled heads are compared.
+        acceptance: names of rules; a greedy target has one.
+        assistant: a small causal LM for transformers' assisted generation, one baseline more.
+        plain_targets: the target in other dtypes, for plain decoding.
+        misfits: heads that do not fit the target and why: each becomes a contender with that `problem`.
+        is_each_once: every drafter of `heads`, and no other, is one contender: in the last of the modes, by exact
+            acceptance, drafting coupled, with its trees cut to the depth it can draft.
+
+    Raises:
+        ValueError: for what is no tree at all, and for two trees of one name.
+    """
+    for tree in trees:
+        resolve_policy(parse_tree(tree), None)
+    names = {tree: Path(tree).stem or tree for tree in trees}
+    if len(set(names.values())) < len(trees):
+        raise ValueError(
+            f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
+            "apart, so leave one out or rename a file"
+        )
+    plain_modes = (False, True) if len(modes) > 1 else (False,)
+    contenders = _make_baselines(target, plain_modes, assistant, settings.batch_size)
+    for dtype, plain_target in (plain_targets or {}).items():
+        contenders += _make_plain(plain_target, plain_modes, f"{PLAIN} in {dtype}")
+    drafters: list[tuple[str, Drafter, Sequence[str]]] = [(name, drafter, trees) for name, drafter in heads.items()]
+    ways = [("", "exact", True)]  # a name's ending, the rule, is_coupled
+    if is_each_once:
+        modes = modes[-1:]
+    else:
+        drafters.insert(0, (NGRAMS, NgramDrafter(), trees[:1]))
+        if settings.is_sampled:
+            ways = [(f", {rule}", rule, False) for rule in acceptance if rule != "exact"]
+            if "exact" in acceptance:
+                ways = [("", "exact", True), (", uncoupled", "exact", False), *ways]
+    for name, drafter, own_trees in drafters:
+        own_modes = modes if name in heads else (False,)  # looking up n-grams is no work for a compiler
+        for tree, (ending, rule, is_coupled), mode in itertools.product(own_trees, ways, own_modes):
+            own_tree = fit_tree(tree, drafter.max_depth) if is_each_once else tree
+            tree_name = names[tree] if own_tree == tree else own_tree
+            contender = Contender(_mark(name + ending, mode), tree_name, is_compiled=mode, is_exact=rule == "exact")
+            try:
+                contender.decode = OurDecoding(
+                    target, drafter, tree=own_tree, acceptance=rule, is_coupled=is_coupled, is_compiled=mode
+                )
+            except ValueError as error:
+                contender.problem = str(error)
+            contenders.append(contender)
+    return contenders + [Contender(name, problem=problem) for name, problem in (misfits or {}).items()]
+
+
+def _make_baselines(
+    target: Target, plain_modes: Sequence[bool], assistant: PreTrainedModel | None, batch_size: int
+) -> list[Contender]:
+    """Who needs no heads: transformers' own ways, and plain decoding."""
+    one_row = f"transformers speculates for one row at a time, and the batch has {batch_size}" if batch_size > 1 else ""
+    contenders = [
+        Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
+        for mode, options in zip(plain_modes, ({}, compiled_options()), strict=False)
+    ]
+    contenders.append(
+        Contender(
+            "transformers prompt look-up",
+            decode=TransformersDecoding(target, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
+            problem=one_row,
+        )
+    )
+    if assistant is not None:
+        contender = Contender("transformers assisted", problem=one_row)
+        try:
+            contender.decode = AssistedDecoding(target, assistant)
+        except ValueError as error:
+            contender.problem = str(error)
+        contenders.append(contender)
+    return contenders + _make_plain(target, plain_modes, PLAIN)
+
+
+def _make_plain(target: Target, modes: Sequence[bool], name: str) -> list[Contender]:
+    return [
+        Contender(_mark(name, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
+        for mode in modes
+    ]
+
+
+def _mark(name: str, is_compiled: bool) -> str:
+    return f"{name}, compiled" if is_compiled else name

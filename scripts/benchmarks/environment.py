@@ -1,0 +1,89 @@
+"""What a benchmark ran on: the machine, the versions, the commit and the command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from inference import Target
+from scripts.benchmarks.measure import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+# Instruction sets that decide what a wide forward pass costs on a CPU.
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "sve", "bf16")
+
+
+def describe_environment(target: Target, settings: Settings | None, /, **details: Any) -> dict[str, Any]:
+    """Everything a reader needs to judge the numbers, or to make them again; settings and details are taken in."""
+    options = asdict(settings) if settings is not None else {}
+    return {
+        **describe_machine(target.device),
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": target.text_config._attn_implementation,
+        "batch": options.pop("batch_size", 1),
+        **describe_program(),
+        **options,
+        **details,
+    }
+
+
+def describe_program() -> dict[str, Any]:
+    """What ran: the interpreter, the commit and the command."""
+    return {
+        "python": platform.python_version(),
+        "commit": _read_commit(),
+        "command": shlex.join(["python", *map(_shorten, sys.argv)]),
+    }
+
+
+def _shorten(word: str) -> str:
+    """Files of this repository by their place in it, as a reader would type them."""
+    return str(Path(word).relative_to(ROOT)) if Path(word).is_absolute() and Path(word).is_relative_to(ROOT) else word
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """The hardware, and the versions of what computes on it."""
+    cpu, flags = _read_cpu()
+    return {
+        "cpu": cpu,
+        "cpu_flags": flags,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _read_cpu() -> tuple[str, list[str]]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine(), []
+    values = dict(reversed([(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))  # type: ignore[misc]
+    flags = set(values.get("flags", values.get("Features", "")).split())
+    name = values.get("model name") or platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores", [flag for flag in CPU_FLAGS if flag in flags]
+
+
+def _read_commit() -> str | None:
+    """The commit that is checked out, with a + when tracked files have changed since; None without git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,249 @@
+"""A matrix of measurements: every target with every file of prompts at every temperature and batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers import PreTrainedModel
+
+from heads import DraftHeads
+from heads.adapter import is_adapted
+from inference import Drafter, Target
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from scripts.benchmarks.contenders import OurDecoding, TransformersDecoding, count_work, make_contenders
+from scripts.benchmarks.environment import describe_environment
+from scripts.benchmarks.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
+from scripts.benchmarks.report import make_rows, texts_alone
+from scripts.benchmarks.roofline import Hardware, measure_hardware
+from scripts.benchmarks.rows import Row
+from scripts.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
+
+Heads = dict[str, DraftHeads]
+SMALL_MODEL = "small model"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target with all that is measured on it.
+
+    Attributes:
+        plain_targets: the target in other dtypes, by dtype, for plain decoding.
+        drafters: heads by their short names, the small model, and each of them merged with n-grams if asked for.
+        misfits: those that were made for another target, and why they do not fit.
+        prompts: of each file, and how many were left out for being too long.
+        hardware: what the machine can do with weights of this size and dtype.
+        details: what a report's environment says of all this.
+    """
+
+    target: Target
+    plain_targets: dict[str, Target]
+    drafters: dict[str, Drafter]
+    misfits: dict[str, str]
+    assistant: PreTrainedModel | None
+    prompts: dict[str, tuple[list[Prompt], int]]
+    hardware: Hardware
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One combination: environment, and a row for each contender. alone: as in `measure_combination`."""
+
+    environment: dict[str, Any]
+    rows: list[Row]
+    contenders: list[Contender]
+    alone: list[list[int]] | None
+
+
+def load_subject(
+    name: str,
+    *,
+    heads: Sequence[str],
+    assistant: str | None,
+    drafter_model: str | None,
+    has_ngrams: bool,
+    prompts: Sequence[str],
+    num_prompts: int | None,
+    max_new_tokens: int,
+    dtype: str,
+    plain_dtypes: Sequence[str],
+    device: str | None,
+    is_only_target: bool,
+) -> Subject:
+    """Loads a target and what is measured on it (options as in `benchmark.py`).
+
+    Raises:
+        ValueError: for heads or a drafter model that do not fit the only target.
+    """
+    target, tokenizer = load_target(name, dtype=dtype, device=device)
+    loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
+    if plain_dtypes and is_adapted(target.model):
+        raise ValueError(
+            "got --plain-dtype with heads that bring an adapter of the target: the target in another dtype would be "
+            "the one without it; leave --plain-dtype out"
+        )
+    drafters: dict[str, Drafter] = dict(loaded)
+    if drafter_model is not None:
+        try:
+            drafters[SMALL_MODEL] = load_drafter_model(drafter_model, target, tokenizer)
+        except ValueError as error:
+            if is_only_target:
+                raise
+            misfits[SMALL_MODEL] = str(error)
+    if has_ngrams:
+        drafters |= {f"{label} + n-grams": MergedDrafter(one, NgramDrafter()) for label, one in drafters.items()}
+    return Subject(
+        target=target,
+        plain_targets={
+            other: load_target(name, dtype=other, device=device)[0]
+            for other in plain_dtypes
+            if other != str(target.dtype).removeprefix("torch.")
+        },
+        drafters=drafters,
+        misfits=misfits,
+        assistant=load_assistant(assistant, target) if assistant is not None else None,
+        prompts={
+            path: load_prompts(Path(path), tokenizer, target, num_prompts=num_prompts, max_new_tokens=max_new_tokens)
+            for path in prompts
+        },
+        hardware=measure_hardware(target),
+        details={
+            "target": name,
+            "heads": list(heads),
+            "assistant": assistant,
+            "drafter_model": drafter_model,
+            "has_chat_template": bool(tokenizer.chat_template),
+        },
+    )
+
+
+def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> None:
+    """Checks a program's options: `counts` are positive or None, `lists` hold each value once, and prompts and
+    temperatures are among them."""
+    for name in counts:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"got --{name} {value}: give at least 1")
+    for name in lists:
+        values = getattr(args, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"got --{name} {' '.join(map(str, values))}: give one or more, each once")
+    for temperature in args.temperature:
+        if temperature < 0:
+            raise ValueError(f"got --temperature {temperature}: give 0 for greedy decoding, or a positive number")
+    for path in args.prompts:
+        if not Path(path).is_file():
+            raise ValueError(f"--prompts {path} does not exist: give a file of JSON lines")
+
+
+def name_heads(paths: Sequence[str]) -> dict[str, str]:
+    """Short distinct names for sets of heads: the ends of their paths.
+
+    >>> name_heads(["a/heads/medusa", "b/heads/medusa", "b/heads/eagle3"])
+    {'a/heads/medusa': 'a/heads/medusa', 'b/heads/medusa': 'b/heads/medusa', 'eagle3': 'b/heads/eagle3'}
+    """
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"--heads names the same heads twice: {', '.join(paths)}")
+
+    def shorten(path: str) -> str:
+        parts = path.rstrip("/").split("/")
+        ends = ("/".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        others = [other.rstrip("/") for other in paths if other != path]
+        return next((end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in others)), path)
+
+    return {shorten(path): path for path in paths}
+
+
+def load_all_heads(paths: Sequence[str], target: Target, *, is_only_target: bool) -> tuple[Heads, dict[str, str]]:
+    """Heads by name, and those that were made for another target with the reason (an error if there is no other)."""
+    heads: Heads = {}
+    misfits: dict[str, str] = {}
+    for name, path in name_heads(paths).items():
+        loaded: DraftHeads = DraftHeads.from_pretrained(path, dtype=target.dtype)
+        try:
+            heads[name] = bind_heads(loaded, target)
+        except ValueError as error:
+            if is_only_target:
+                raise
+            misfits[name] = str(error)
+    return heads, misfits
+
+
+def measure_combination(
+    subject: Subject,
+    path: str,
+    settings: Settings,
+    *,
+    trees: Sequence[str],
+    is_compiled: bool,
+    acceptance: Sequence[str] = ("exact",),
+    is_each_once: bool = False,
+    earlier: Sequence[Contender] | None = None,
+    alone: list[list[int]] | None = None,
+) -> Measured:
+    """Everybody on one file's prompts at one temperature and batch size, interleaved.
+
+    Args:
+        is_compiled: measure whoever can be compiled a second time, compiled.
+        is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
+        earlier: the contenders of an earlier combination of the same subject, which keep what they have compiled; only
+            with `is_each_once`, where temperatures have the same contenders.
+        alone: the reference's text of each prompt alone, which rows of batches are compared with; None = those of this
+            combination if its batches are of 1, else they are made.
+    """
+    target = subject.target
+    if earlier is not None:
+        contenders = [replace(one, runs=[], profiled=[], work=None, warm_up_seconds=0.0) for one in earlier]
+    else:
+        if is_compiled:
+            torch._dynamo.reset()  # what compiles here compiles for itself, and does not meet the limit of graphs
+        contenders = make_contenders(
+            target,
+            subject.drafters,
+            trees,
+            settings,
+            modes=(False, True) if is_compiled else (False,),
+            acceptance=acceptance,
+            assistant=subject.assistant,
+            plain_targets=subject.plain_targets,
+            misfits=subject.misfits,
+            is_each_once=is_each_once,
+        )
+    prompts, num_too_long = subject.prompts[path]
+    _measure_with_progress(contenders, prompts, settings)
+    count_work(contenders, prompts)
+    alone = alone or texts_alone(contenders, settings) or _decode_alone(target, prompts, settings)
+    environment = describe_environment(
+        target,
+        settings,
+        **subject.details,
+        trees=list(trees),
+        acceptance=list(acceptance),
+        prompts=path,
+        num_prompts=len(prompts),
+        num_prompts_too_long=num_too_long,
+        num_prompts_again=-len(prompts) % settings.batch_size,
+        **asdict(subject.hardware),
+    )
+    rows = make_rows(contenders, prompts, settings, target, hardware=subject.hardware, alone=alone)
+    return Measured(environment, rows, contenders, alone)
+
+
+def _decode_alone(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
+    """What the reference writes for each prompt alone."""
+    decode = OurDecoding(target, None) if settings.is_sampled else TransformersDecoding(target)
+    return [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
+
+
+def _measure_with_progress(contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings) -> None:
+    num_batches = len(make_batches(prompts, settings.batch_size))
+    num_runs = settings.repeats * num_batches * sum(not contender.problem for contender in contenders)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("decoding", total=num_runs)
+        measure(contenders, prompts, settings, on_run=lambda: progress.advance(task))

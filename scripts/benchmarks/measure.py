@@ -1,0 +1,219 @@
+"""Measuring side by side: every batch goes through every contender in turn, in rotating order, in one process.
+
+Legend: B rows of a batch, L prompt length (of a batch: the longest).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from inference import GenerationStats, Target
+from inference.execution.compiled import count_graphs
+from scripts.benchmarks.roofline import Work
+from scripts.model_loading import encode_messages
+from training.synthesis.prompts import read_prompts
+
+WARM_UP_TOKENS = 32
+# The two references, by name.
+TRANSFORMERS, PLAIN = "transformers generate", "plain decoding"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How everybody decodes. max_new_tokens: per prompt. temperature: 0 = greedy. seed: prompt i uses seed + i.
+    batch_size: prompts decoded together."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    repeats: int = 3
+    batch_size: int = 1
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.temperature > 0
+
+    def generate_kwargs(self, max_new_tokens: int | None = None) -> dict[str, Any]:
+        """Keyword arguments of transformers' `generate`."""
+        kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens or self.max_new_tokens, "do_sample": self.is_sampled}
+        # All of the target's distribution, whatever its generation config says: the same for everybody.
+        return {**kwargs, "temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.is_sampled else kwargs
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """input_ids: [1, L] int64. index: its place among the prompts, which its seed depends on."""
+
+    id: str
+    index: int
+    input_ids: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts decoded together.
+
+    Attributes:
+        index: its place among the batches.
+        input_ids: [B, L] int64, left-padded; attention_mask: [B, L] int64, 0 on padding.
+    """
+
+    prompts: tuple[Prompt, ...]
+    index: int
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @classmethod
+    def of(cls, *prompts: Prompt, index: int = 0) -> Batch:
+        length = max(prompt.input_ids.shape[1] for prompt in prompts)
+        pads = [(length - prompt.input_ids.shape[1], 0) for prompt in prompts]
+        rows = [(prompt.input_ids, torch.ones_like(prompt.input_ids)) for prompt in prompts]
+        input_ids, mask = (
+            torch.cat([pad(values, padding) for values, padding in zip(column, pads, strict=True)])
+            for column in zip(*rows, strict=True)
+        )
+        return cls(prompts, index, input_ids, mask)
+
+
+def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[Batch]:
+    """Batches in the prompts' order. All have the full size: the last one is filled up with prompts from the start
+    again, as often as it takes.
+
+    >>> prompts = [Prompt(str(i), i, torch.ones(1, 1, dtype=torch.long)) for i in range(3)]
+    >>> [[prompt.index for prompt in batch.prompts] for batch in make_batches(prompts, 2)]
+    [[0, 1], [2, 0]]
+    """
+    places = itertools.cycle(prompts)
+    count = -(-len(prompts) // batch_size)
+    return [Batch.of(*itertools.islice(places, batch_size), index=index) for index in range(count)]
+
+
+@dataclass
+class Run:
+    """One batch decoded once.
+
+    Attributes:
+        texts: each row's new tokens, EOS included.
+        seconds: wall clock of the whole call, prefill included.
+        num_forwards: forward passes of the target, each counted once for every row that had not ended.
+        stats: of our own decoder; None for transformers'.
+        draft_forward_seconds: time inside the drafter, part of the draft phase; the rest of that phase grows the tree.
+    """
+
+    texts: list[list[int]]
+    seconds: float
+    num_forwards: int
+    stats: GenerationStats | None = None
+    draft_forward_seconds: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+
+@dataclass
+class Contender:
+    """One way to decode.
+
+    Attributes:
+        problem: why it does not run, "" if it does.
+        is_exact: its text is that of plain decoding with the same seed.
+        is_compiled: warms up over all of the prompts' lengths before it is measured.
+        warm_up_seconds: what that took, compiling included.
+        work: what one of its rounds must read and multiply (see `roofline`); None where that is not known.
+    """
+
+    name: str
+    tree: str = ""
+    decode: Callable[..., Run] | None = None
+    problem: str = ""
+    is_compiled: bool = False
+    is_exact: bool = True
+    warm_up_seconds: float = 0.0
+    work: Work | None = None
+    runs: list[list[Run]] = field(default_factory=list)  # [repeat][batch]
+    profiled: list[Run] = field(default_factory=list)  # where the phases' times come from
+
+
+def load_prompts(
+    path: Path, tokenizer: Any, target: Target, *, num_prompts: int | None, max_new_tokens: int
+) -> tuple[list[Prompt], int]:
+    """The first user turns of a file of prompts or conversations, and how many were left out for being too long."""
+    prompts: list[Prompt] = []
+    num_too_long = 0
+    limit = target.max_length
+    for conversation in read_prompts(path):
+        if len(prompts) == num_prompts:
+            break
+        messages = conversation.messages_before_reply()
+        if tokenizer.chat_template:
+            input_ids = encode_messages(tokenizer, messages)
+        else:
+            input_ids = tokenizer(messages[-1]["content"], return_tensors="pt")["input_ids"]
+        if limit is not None and input_ids.shape[1] + max_new_tokens > limit:
+            num_too_long += 1
+            continue
+        prompts.append(Prompt(conversation.id, len(prompts), input_ids.to(target.device)))
+    if not prompts:
+        raise ValueError(
+            f"{path} has no prompt that leaves room for {max_new_tokens} tokens; {num_too_long} are too long"
+        )
+    return prompts, num_too_long
+
+
+def measure(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    on_run: Callable[[], None] = lambda: None,
+) -> None:
+    """Fills in the contenders' runs. The order of the contenders moves on by one from batch to batch, so that a
+    neighbour's load, a warm cache or a falling clock meets all of them alike. Warming up is not counted."""
+    runnable = [contender for contender in contenders if not contender.problem]
+    batches = make_batches(prompts, settings.batch_size)
+    by_length = sorted(batches, key=lambda batch: batch.input_ids.shape[1])
+    for contender in runnable:
+        start = time.perf_counter()
+        if contender.is_compiled:  # graphs are made for some lengths of the cache: reach them all
+            for batch in (by_length[0], by_length[-1]):
+                contender.decode(batch, settings)  # type: ignore[misc]
+        else:
+            contender.decode(by_length[-1], settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))  # type: ignore[misc]
+        contender.warm_up_seconds = time.perf_counter() - start
+        contender.runs = [[] for _ in range(settings.repeats)]
+    for repeat in range(settings.repeats):
+        for batch in batches:
+            first = (repeat * len(batches) + batch.index) % len(runnable)
+            for contender in runnable[first:] + runnable[:first]:
+                contender.runs[repeat].append(_decode_warm(contender, batch, settings))
+                on_run()
+    for contender in runnable:
+        _profile(contender, batches, settings)
+
+
+def _decode_warm(contender: Contender, batch: Batch, settings: Settings) -> Run:
+    """A run that compiled nothing: one that met a new shape counts as warming up and is made again."""
+    while True:
+        graphs, start = count_graphs(), time.perf_counter()
+        run = contender.decode(batch, settings)  # type: ignore[misc]
+        if count_graphs() == graphs:
+            return run
+        contender.warm_up_seconds += time.perf_counter() - start
+
+
+def _profile(contender: Contender, batches: Sequence[Batch], settings: Settings) -> None:
+    """Where the phases' times come from: the runs themselves, but on an accelerator, whose work is only launched by
+    then, one more round that waits at every phase boundary and counts for nothing else."""
+    contender.profiled = [run for runs in contender.runs for run in runs]
+    if contender.profiled[0].stats is not None and batches[0].input_ids.is_cuda:
+        contender.profiled = [contender.decode(batch, settings, is_synchronised=True) for batch in batches]

@@ -1,0 +1,162 @@
+"""A benchmark's rows as tables, for the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.benchmarks.rows import Row
+
+STEP_PARTS = ("step", "draft", "grow", "verify", "accept", "commit", "other")
+
+
+@dataclass
+class Grid:
+    """A table before it is drawn. The first column is text, the others are numbers."""
+
+    title: str
+    columns: list[str]
+    cells: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+
+    def print(self, console: Console) -> None:
+        table = Table(title=self.title, title_justify="left", title_style="bold")
+        for place, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if place == 0 else "right", overflow="fold")
+        for line in self.cells:
+            table.add_row(*line)
+        console.print(table)
+        for note in self.notes:
+            console.print(note, markup=False, highlight=False, style="dim")
+
+    def to_markdown(self) -> str:
+        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.cells]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join([f"**{self.title}**", table, *self.notes]) + "\n"
+
+
+def make_grids(rows: Sequence[Row], environment: dict[str, Any]) -> list[Grid]:
+    """Speed and text; where a step's time goes; how far that is from what it could be (see docs/benchmarks)."""
+    grids = [_speed_grid(rows, environment), _step_grid(rows, environment), _limits_grid(rows, environment)]
+    return [grid for grid in grids if grid.cells]
+
+
+def format_number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
+    columns = [
+        "decoding",
+        "warm-up s",
+        "tokens/s (min–max)",
+        "× generate",
+        "× plain",
+        "acceptance length",
+        "same text",
+        "repeated 4-grams",
+    ]
+    cells, notes = [], []
+    for row in rows:
+        if row.problem:
+            notes.append(f"{row.label} did not run: {row.problem}")
+            continue
+        low, high = row.tokens_per_second_range
+        same = "–" if row.num_identical is None else f"{row.num_identical}/{row.num_compared}"
+        cells.append(
+            [
+                row.label,
+                f"{row.warm_up_seconds:.1f}",
+                f"{row.tokens_per_second:.1f} ({low:.1f}–{high:.1f})",
+                format_number(row.over_transformers),
+                format_number(row.over_plain),
+                format_number(row.acceptance_length),
+                "reference" if row.reference == row.name else same,
+                f"{row.repeated_4grams:.0%}",
+            ]
+        )
+    if again := environment.get("num_prompts_again"):
+        notes.append(
+            f"rows of the last batch that are prompts from the start again, and count like all others: {again}"
+        )
+    source = f" of {Path(environment['prompts']).name}" if environment.get("prompts") else ""
+    title = (
+        f"{environment['target']}, {environment['dtype']}, T = {environment['temperature']:g}, "
+        f"{environment['num_prompts']} prompts{source} × {environment['max_new_tokens']} tokens, "
+        f"{environment['repeats']} repeats, batch {environment['batch']}, "
+        f"{environment['gpu'] or environment['cpu']}, {environment['threads']} threads"
+    )
+    return Grid(title, columns, cells, notes + text_notes(rows))
+
+
+def text_notes(rows: Sequence[Row]) -> list[str]:
+    """What the differing texts are worth: nobody should take a near-tie for a bug, or a bug for a near-tie."""
+    notes = []
+    for row in rows:
+        if not row.differences:
+            continue
+        note = f"{row.label}: {len(row.differences)} of {row.num_compared} texts differ from {row.reference}"
+        gaps = [(abs(d.gap), d.resolution) for d in row.differences if d.gap is not None and d.resolution is not None]
+        if gaps:
+            gap, resolution = max(gaps)
+            note += f"; the target's two logits are at most {gap:.2g} apart there (its dtype resolves {resolution:.2g})"
+        notes.append(note)
+    return notes
+
+
+def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
+    is_batch = environment["batch"] > 1
+    cells = [
+        [
+            row.label,
+            *(f"{row.step_milliseconds[part]:.2f}" for part in STEP_PARTS),
+            format_number(row.overhead_share, ".0%"),
+            format_number(row.host_syncs_per_step),
+            format_number(row.nodes_per_step, ".0f"),
+            *([format_number(row.rows_per_step, ".1f")] if is_batch else []),
+            " ".join(f"{share:.2f}" for share in row.acceptance_by_depth) or "–",
+        ]
+        for row in rows
+        if row.step_milliseconds is not None
+    ]
+    notes = [
+        "draft: inside the drafter; grow: the tree and the noise; verify: the target's forward; "
+        "overhead: all but draft and verify"
+    ]
+    if is_batch:
+        notes.append("times and host syncs are the whole batch's, nodes and acceptance a row's; rows: not yet ended")
+    columns = ["ms per verify step", *STEP_PARTS, "overhead", "host syncs", "nodes", *(["rows"] if is_batch else [])]
+    columns.append("accepted at depth 1, 2, ...")
+    return Grid("Where a verify step's time goes", columns, cells, notes)
+
+
+def _limits_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
+    """Columns that no row has a number for are left out."""
+    shown = [row for row in rows if row.ideal_speedup is not None or row.roofline_share is not None]
+    columns: dict[str, list[str]] = {
+        "× plain step": [format_number(row.step_speedup) for row in shown],
+        "ideal": [format_number(row.ideal_speedup) for row in shown],
+        "reached": [format_number(row.ideal_share, ".0%") for row in shown],
+        "MB of weights": [format_number(_scaled(row.round_weight_bytes, 1e6), ".1f") for row in shown],
+        "GFLOP": [format_number(_scaled(row.round_flops, 1e9)) for row in shown],
+        "limit ms": [format_number(row.limit_milliseconds) for row in shown],
+        "of the roofline": [format_number(row.roofline_share, ".0%") for row in shown],
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cell != "–" for cell in cells)}
+    notes = ["ideal: acceptance length × plain decoding's verify time / (verify + draft time), in the same mode"]
+    if "of the roofline" in columns:
+        notes.append(
+            f"roofline: {environment['bandwidth_gb_s']:.1f} GB/s of reading as much as the target's weights, "
+            f"{environment['matmul_gflop_s']:.0f} GFLOP/s of large products"
+        )
+    cells = [list(line) for line in zip([row.label for row in shown], *columns.values(), strict=True)]
+    return Grid("What a verify step could be", ["per verify step", *columns], cells, notes)
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit

@@ -1,0 +1,193 @@
+"""What a benchmark's runs say: one row of numbers for each contender, and a JSON file.
+
+Acceptance length is counted as in `inference.stats`: tokens that verify steps emit / verify steps, the bonus token
+included, the prefill and its token excluded. transformers does not tell its steps: there it is tokens / forwards.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from inference import GenerationStats, Target
+from scripts.benchmarks.limits import set_ideals, set_rooflines
+from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
+from scripts.benchmarks.roofline import Hardware
+from scripts.benchmarks.rows import Row
+from scripts.benchmarks.texts import find_difference, share_of_repeated_ngrams
+
+
+def make_rows(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    target: Target,
+    *,
+    hardware: Hardware | None = None,
+    alone: Sequence[list[int]] | None = None,
+) -> list[Row]:
+    """Rows in the contenders' order; with their share of the roofline if the hardware was measured.
+
+    Args:
+        alone: the reference's text of each prompt decoded alone; None = what the runs say (see `texts_alone`).
+    """
+    by_name = {contender.name: contender for contender in contenders if contender.runs}
+    alone = alone or texts_alone(contenders, settings)
+    rows = [_make_row(contender, by_name, prompts, settings, target, alone) for contender in contenders]
+    set_ideals(rows, contenders)
+    if hardware is not None:
+        set_rooflines(rows, contenders, hardware)
+    return rows
+
+
+def texts_alone(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
+    """The reference's text of each prompt, from runs of single prompts; None when there are none.
+
+    At T = 0 the reference is transformers' `generate`; at T > 0 our plain decoding with the same seed (transformers
+    draws from another generator of random numbers).
+    """
+    reference = next((one for one in contenders if one.name == reference_name(settings) and one.runs), None)
+    if reference is None or settings.batch_size > 1:
+        return None
+    return [run.texts[0] for run in reference.runs[0]]
+
+
+def reference_name(settings: Settings) -> str:
+    return PLAIN if settings.is_sampled else TRANSFORMERS
+
+
+def _make_row(
+    contender: Contender,
+    by_name: dict[str, Contender],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    target: Target,
+    alone: Sequence[list[int]] | None,
+) -> Row:
+    row = Row(contender.name, contender.tree, contender.problem, contender.warm_up_seconds)
+    if contender.problem:
+        return row
+    speeds = [_speed(runs) for runs in contender.runs]
+    row.num_new_tokens = sum(run.num_tokens for run in contender.runs[0])
+    row.tokens_per_second = statistics.median(speeds)
+    row.tokens_per_second_range = (min(speeds), max(speeds))
+    row.over_transformers, row.over_transformers_quartiles = _ratio(contender, by_name.get(TRANSFORMERS))
+    row.over_plain, row.over_plain_quartiles = _ratio(contender, by_name.get(PLAIN))
+    row.repeated_4grams = share_of_repeated_ngrams([text for run in contender.runs[0] for text in run.texts])
+    _count_steps(row, contender)
+    if alone is not None:
+        _compare_texts(row, contender, alone, prompts, settings, target)
+    return row
+
+
+def _speed(runs: Sequence[Run]) -> float:
+    return sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def _ratio(contender: Contender, reference: Contender | None) -> tuple[float | None, tuple[float, float] | None]:
+    """Median and quartiles over (batch, repeat) of the ratio of tokens/s: both ran within seconds of one another."""
+    if reference is None:
+        return None, None
+    return compare_speeds(*([_speed([run]) for runs in one.runs for run in runs] for one in (contender, reference)))
+
+
+def compare_speeds(speeds: Sequence[float], others: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Median and quartiles of the ratios, one for each (batch, repeat)."""
+    ratios = [speed / other for speed, other in zip(speeds, others, strict=True)]
+    if len(ratios) == 1:
+        return ratios[0], (ratios[0], ratios[0])
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return median, (low, high)
+
+
+def _count_steps(row: Row, contender: Contender) -> None:
+    """Acceptance over all runs (they repeat one another), time per verify step over the profiled ones."""
+    every = [run for runs in contender.runs for run in runs]
+    own = [run.stats for run in every if run.stats is not None]
+    if not own:
+        row.acceptance_length = sum(run.num_tokens for run in every) / sum(run.num_forwards for run in every)
+        return
+    total = sum(own, GenerationStats())
+    row.acceptance_length = total.acceptance_length
+    row.acceptance_by_depth = total.acceptance_by_depth
+    row.accepted_histogram = total.accepted_histogram
+    if not total.num_verify_steps:
+        return
+    row.nodes_per_step = 1 + total.num_drafted / total.num_verify_steps
+    row.rows_per_step = total.num_verify_steps / total.num_verify_passes
+    row.host_syncs_per_step = total.num_host_syncs / total.num_verify_passes
+    stats = sum((run.stats for run in contender.profiled if run.stats is not None), GenerationStats())
+    row.step_milliseconds = split_step(stats, sum(run.draft_forward_seconds for run in contender.profiled))
+    outside = row.step_milliseconds["step"] - row.step_milliseconds["draft"] - row.step_milliseconds["verify"]
+    row.overhead_share = outside / row.step_milliseconds["step"]
+
+
+def split_step(stats: GenerationStats, draft_forward_seconds: float) -> dict[str, float]:
+    """Milliseconds of a verify step of the whole batch by what they went to; see `Row.step_milliseconds`."""
+    seconds = stats.seconds
+    parts = {
+        "draft": draft_forward_seconds,
+        "grow": seconds["draft"] - draft_forward_seconds,
+        "verify": seconds["verify"],
+        "accept": seconds["accept"],
+        "commit": seconds["commit"],
+    }
+    step = seconds["total"] - seconds["prefill"] - seconds["profile"]
+    parts = {"step": step, **parts, "other": step - sum(parts.values())}
+    return {name: 1000 * value / stats.num_verify_passes for name, value in parts.items()}
+
+
+def _compare_texts(
+    row: Row,
+    contender: Contender,
+    alone: Sequence[list[int]],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    target: Target,
+) -> None:
+    """Every row of every batch against its prompt's text alone: at T = 0 everybody's, at T > 0 ours (rules other than
+    exact acceptance give other texts)."""
+    is_ours = any(run.stats is not None for run in contender.runs[0])
+    if settings.is_sampled and not (is_ours and contender.is_exact):
+        return
+    name = reference_name(settings)
+    row.reference = name if settings.batch_size == 1 else f"{name}, batch 1"
+    for place, batch in enumerate(make_batches(prompts, settings.batch_size)):
+        row.num_compared += len(batch.prompts)
+        for number, prompt in enumerate(batch.prompts):
+            expected = alone[prompt.index]
+            texts = [runs[place].texts[number] for runs in contender.runs]
+            found = next((text for text in texts if text != expected), None)
+            if found is not None:
+                difference = find_difference(prompt, expected, found, target, has_gap=not settings.is_sampled)
+                row.differences.append(difference)
+    row.num_identical = row.num_compared - len(row.differences)
+
+
+def make_report(
+    environment: dict[str, Any], rows: Sequence[Row], contenders: Sequence[Contender]
+) -> dict[str, dict[str, Any] | list[Any]]:
+    """One combination of target, prompts, temperature and batch size, as JSON holds it: environment, rows and, so that
+    other statistics can be made of them, every run."""
+    runs = {
+        row.label: [[{"tokens": run.num_tokens, "seconds": run.seconds} for run in runs] for runs in contender.runs]
+        for row, contender in zip(rows, contenders, strict=True)
+    }
+    return {"environment": environment, "rows": [asdict(row) for row in rows], "runs": runs}
+
+
+def write_json(path: Path, reports: Sequence[dict[str, Any]]) -> None:
+    """{"reports": [...]}, never half-written."""
+    write_text(path, json.dumps({"reports": list(reports)}, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Never half-written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)

@@ -1,0 +1,179 @@
+"""The hardware's limit for one round of decoding: the weights it must read, the multiplications it must do.
+
+A round is one draft phase and one verify pass, its limit the roofline model's (doi 10.1145/1498765.1498785):
+
+    max(bytes of weights / memory bandwidth, FLOPs / matmul throughput)
+
+Bandwidth and throughput are measured, not looked up. Bandwidth is that of reading a buffer as large as the target's
+weights: those of small models live in the last-level cache, which is faster than memory, and they are compared with
+what such a buffer reaches there. Only weights count: caches, activations and attention's own products are left
+out, so the limit is too low rather than too high, and the share of it that a decoder reaches never flatters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from inference import Decoder, Drafter, Target, TreePolicy
+from scripts.benchmarks.clock import read_clock
+
+MAX_BUFFER_BYTES = 2**30  # no cache holds more, so a larger buffer would read no slower
+MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}  # width of the square product, large enough to keep every unit busy
+PASSES = 8
+SAMPLE_SECONDS = 0.005  # passes that are shorter are timed several together
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """bandwidth_gb_s: 1e9 bytes read per second. matmul_gflop_s: 1e9 floating-point operations per second, a
+    multiplication and an addition counting as two."""
+
+    bandwidth_gb_s: float
+    matmul_gflop_s: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a round does. weight_bytes: weights read. flops: of products with weights."""
+
+    weight_bytes: float
+    flops: float
+
+    def limit_milliseconds(self, hardware: Hardware) -> float:
+        """The shortest time the hardware can do it in.
+
+        >>> Work(weight_bytes=20e6, flops=1e9).limit_milliseconds(Hardware(bandwidth_gb_s=10.0, matmul_gflop_s=100.0))
+        10.0
+        """
+        seconds = max(self.weight_bytes / (hardware.bandwidth_gb_s * 1e9), self.flops / (hardware.matmul_gflop_s * 1e9))
+        return 1000 * seconds
+
+
+def measure_hardware(target: Target, *, matmul_size: int | None = None) -> Hardware:
+    """Bandwidth and throughput of the target's device, for weights of its size and dtype."""
+    return Hardware(
+        measure_bandwidth(count_weight_bytes(target.model), target.device),
+        measure_matmul(target.dtype, target.device, size=matmul_size),
+    )
+
+
+def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
+    """GB/s of reading a buffer of that size (at most `MAX_BUFFER_BYTES`), the best of several passes."""
+    buffer = torch.ones(max(1, min(num_bytes, MAX_BUFFER_BYTES) // 4), device=device)  # written: zeros may lie nowhere
+    return 4e-9 * buffer.numel() / _best_seconds(lambda: torch.dot(buffer, buffer), device)
+
+
+def measure_matmul(dtype: torch.dtype, device: torch.device, *, size: int | None = None) -> float:
+    """GFLOP/s of a square product in that dtype, the best of several passes. size: its width; None = `MATMUL_SIZE`."""
+    size = size or MATMUL_SIZE.get(device.type, MATMUL_SIZE["cuda"])
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2e-9 * size**3 / _best_seconds(lambda: left @ right, device)
+
+
+def _best_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, whatever the host's clock resolves."""
+    start = read_clock(device)
+    call()
+    first = read_clock(device) - start
+    calls = max(1, round(SAMPLE_SECONDS / max(first, 1e-6)))
+    best = first
+    for _ in range(PASSES):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (read_clock(device) - start) / calls)
+    return best
+
+
+def count_weight_bytes(model: nn.Module) -> int:
+    """Bytes of weights that one forward pass reads: every parameter once, an embedding table only where it is also the
+    LM head (of a table that is only looked up, a pass reads a few rows)."""
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    multiplied = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in model.parameters()  # each once, whatever modules share it
+        if id(parameter) not in looked_up - multiplied
+    )
+
+
+class WorkCounter:
+    """Adds up, while it is entered, what the forward passes of these modules do. A module that runs once for every
+    drafting level reads its weights as often."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self.work = Work(0.0, 0.0)
+        self._modules = {module for model in models for module in model.modules()}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [module.register_forward_hook(self._count) for module in self._modules]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _count(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(module, nn.Embedding):
+            return
+        own = list(module.parameters(recurse=False))
+        flops = 0.0
+        if isinstance(output, Tensor):
+            num_rows = output.numel() / output.shape[-1]
+            flops = sum(2.0 * num_rows * weight.numel() for weight in own if weight.dim() == 2)
+        # Experts, stacked in one tensor, are not all read: leaving them out keeps the limit from flattering.
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in own if weight.dim() <= 2)
+        self.work = Work(self.work.weight_bytes + num_bytes, self.work.flops + flops)
+
+
+def count_round(
+    target: Target,
+    drafter: Drafter | None,
+    policy: TreePolicy | None,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int = 32,
+) -> Work | None:
+    """What an average round does, counted while a prompt is decoded eagerly and greedily.
+
+    The first round is left out: it also hands the prompt to the drafter.
+
+    Args:
+        drafter, policy: as in `Decoder`; both None for plain decoding.
+        prompts: [1, L] each; the first one whose text has a second round is counted.
+
+    Returns:
+        None when no text is long enough.
+    """
+    decoder = Decoder(target, drafter, tree=policy)
+    counter = WorkCounter(target.model, *([drafter] if isinstance(drafter, nn.Module) else []))
+    for prompt in prompts:
+        marks: list[Work] = []  # after the prefill, after the first round, ...
+        with counter:
+            decoder.generate(
+                prompt,
+                torch.ones_like(prompt),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                on_step=lambda *_, marks=marks: marks.append(counter.work),
+            )
+        num_rounds = len(marks) - 2
+        if num_rounds > 0:
+            first, last = asdict(marks[1]), asdict(marks[-1])
+            return Work(**{name: (last[name] - first[name]) / num_rounds for name in first})
+    return None

@@ -1,0 +1,55 @@
+"""How texts differ from a reference, and how much they repeat themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inference import Target
+from scripts.benchmarks.measure import Prompt
+
+
+@dataclass
+class Difference:
+    """Where one prompt's text leaves the reference, and (at T = 0) how close the target held the two tokens there.
+
+    gap: the reference token's logit minus the other's, from one forward pass over the common text. resolution: the
+    distance of neighbouring numbers of the target's dtype at that size.
+    """
+
+    prompt: str
+    position: int
+    gap: float | None = None
+    resolution: float | None = None
+
+
+def share_of_repeated_ngrams(texts: Sequence[Sequence[int]], n: int = 4) -> float:
+    """Of all n-grams of the texts, the share that stood earlier in the same text.
+
+    >>> share_of_repeated_ngrams([[1, 2, 1, 2, 1, 2, 3]])  # 1212 2121 1212 2123
+    0.25
+    """
+    grams = [[tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in texts]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(one)) for one in grams) / total if total else 0.0
+
+
+def find_difference(
+    prompt: Prompt, expected: Sequence[int], found: Sequence[int], target: Target, *, has_gap: bool
+) -> Difference:
+    """The first place where two texts differ, and the target's two logits there."""
+    pairs = zip(expected, found, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+    difference = Difference(prompt.id, position)
+    if has_gap and position < min(len(expected), len(found)):
+        common = torch.tensor([list(expected[:position])], dtype=torch.long, device=prompt.input_ids.device)
+        with torch.no_grad():
+            logits = target.model(torch.cat([prompt.input_ids, common], dim=1)).logits[0, -1]
+        one, other = logits[expected[position]], logits[found[position]]
+        difference.gap = float(one.float() - other.float())
+        # Numbers from 2**e to 2**(e + 1) stand eps * 2**e apart; frexp's exponent is e + 1.
+        difference.resolution = torch.finfo(logits.dtype).eps * 2.0 ** (math.frexp(float(one))[1] - 1)
+    return difference

@@ -1,0 +1,168 @@
+"""What a step could be: counted work against numbers made by hand, and the columns that follow from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from heads import create_heads
+from inference import Target, chain
+from inference.drafters.ngram import NgramDrafter
+from scripts.benchmarks import roofline
+from scripts.benchmarks.contenders import count_work, make_contenders
+from scripts.benchmarks.limits import set_ideals, set_rooflines
+from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Settings
+from scripts.benchmarks.render import make_grids
+from scripts.benchmarks.roofline import (
+    Hardware,
+    Work,
+    count_round,
+    count_weight_bytes,
+    measure_bandwidth,
+    measure_hardware,
+)
+from scripts.benchmarks.rows import Row
+from tests.tiny_targets import NUM_LAYERS, VOCAB_SIZE, random_prompt, tiny_target
+
+CPU = torch.device("cpu")
+# Of one layer of the tiny Llama: q and o 32 x 32, k and v 16 x 32, three of the MLP 64 x 32; then two norms.
+LAYER_MATRICES = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
+BACKBONE = NUM_LAYERS * (LAYER_MATRICES + 2 * 32) + 32
+LM_HEAD = VOCAB_SIZE * 32
+# Multiplications with one row of a pass.
+MATRICES = NUM_LAYERS * LAYER_MATRICES + LM_HEAD
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_weights_that_a_pass_reads(is_tied: bool) -> None:
+    """An embedding that is only looked up is left out; one that is the LM head as well counts once."""
+    model = tiny_target("llama", tie_word_embeddings=is_tied)
+    assert count_weight_bytes(model) == 4 * (BACKBONE + LM_HEAD)
+    assert count_weight_bytes(model.to(torch.bfloat16)) == 2 * (BACKBONE + LM_HEAD)
+
+
+def test_a_round_of_plain_decoding_and_of_a_drafter_without_weights() -> None:
+    target = Target(tiny_target("llama", initializer_range=0.3))
+    plain = count_round(target, None, None, [random_prompt(5)])
+    assert plain == Work(4 * (BACKBONE + LM_HEAD), 2 * MATRICES)
+    chained = count_round(target, NgramDrafter(), chain(3), [random_prompt(5)])
+    assert chained == Work(4 * (BACKBONE + LM_HEAD), 4 * 2 * MATRICES), "the same weights, for four nodes"
+
+
+def test_a_drafter_reads_its_weights_once_for_every_level() -> None:
+    """EAGLE-3 runs its layer and its LM head at every level and `fc` once; Medusa runs every head once."""
+    target = Target(tiny_target("llama", initializer_range=0.3))
+    eagle = create_heads("eagle3", target)
+    own, fc = count_weight_bytes(eagle), count_weight_bytes(eagle.fc)
+    rounds = [count_round(target, eagle, chain(depth), [random_prompt(5)]) for depth in (1, 3)]
+    plain = 4 * (BACKBONE + LM_HEAD)
+    assert [work.weight_bytes - plain for work in rounds if work is not None] == [own, 3 * own - 2 * fc]
+    medusa = create_heads("medusa", target, num_heads=3)
+    for depth in (1, 3):
+        work = count_round(target, medusa, chain(depth), [random_prompt(5)])
+        assert work is not None
+        assert work.weight_bytes == plain + count_weight_bytes(medusa)
+
+
+def test_a_text_too_short_to_count_is_passed_over() -> None:
+    model = tiny_target("llama", initializer_range=0.3)
+    target = Target(model)
+    assert count_round(target, None, None, [random_prompt(5)], max_new_tokens=2) is None
+    first = int(model.generate(random_prompt(5), max_new_tokens=1, do_sample=False)[0, -1])
+    model.generation_config.eos_token_id = first
+    assert count_round(target, None, None, [random_prompt(5)]) is None
+    others = [random_prompt(5, seed) for seed in range(1, 4)]
+    assert count_round(target, None, None, [random_prompt(5), *others]) == Work(4 * (BACKBONE + LM_HEAD), 2 * MATRICES)
+
+
+def test_contenders_that_draft_alike_share_a_count() -> None:
+    target = Target(tiny_target("llama", initializer_range=0.3))
+    heads = create_heads("medusa", target, num_heads=2)
+    contenders = make_contenders(target, {"h": heads}, ["chain:2", "chain:3"], Settings(temperature=1.0))
+    count_work(contenders, [Prompt("p", 0, random_prompt(5))])
+    works = {(one.name, one.tree): one.work for one in contenders}
+    assert works["h", "chain:2"] is works["h, uncoupled", "chain:2"]
+    assert works["h", "chain:2"] == Work(4 * (BACKBONE + LM_HEAD) + count_weight_bytes(heads), works_flops(heads))
+    assert works[TRANSFORMERS, ""] is None
+    assert works["h", "chain:3"] is None, "it does not run"
+
+
+def works_flops(heads: torch.nn.Module) -> float:
+    """Three nodes through the target; the slots of a step (a path of three) are handed over, one is scored."""
+    matrices = sum(weight.numel() for weight in heads.parameters() if weight.dim() == 2)
+    return 3 * 2 * MATRICES + 2 * matrices
+
+
+def test_the_limit_is_the_slower_of_reading_and_multiplying() -> None:
+    hardware = Hardware(bandwidth_gb_s=10.0, matmul_gflop_s=100.0)
+    assert Work(50e6, 0.1e9).limit_milliseconds(hardware) == pytest.approx(5.0)
+    assert Work(50e6, 2e9).limit_milliseconds(hardware) == pytest.approx(20.0)
+
+
+def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "SAMPLE_SECONDS", 0.0)
+    hardware = measure_hardware(Target(tiny_target("llama")), matmul_size=16)
+    assert hardware.bandwidth_gb_s > 0
+    assert hardware.matmul_gflop_s > 0
+    monkeypatch.setattr(roofline, "_best_seconds", lambda call, device: 0.5)
+    assert measure_bandwidth(4000, CPU) == pytest.approx(8e-6)
+    monkeypatch.setattr(roofline, "MAX_BUFFER_BYTES", 400)
+    assert measure_bandwidth(4000, CPU) == pytest.approx(8e-7)
+    assert roofline.measure_matmul(torch.float32, CPU, size=10) == pytest.approx(2 * 1000 / 0.5 / 1e9)
+
+
+def step(**milliseconds: float) -> dict[str, float]:
+    return {"draft": 0.0, "grow": 0.0, "accept": 0.0, "commit": 0.0, "other": 0.0, **milliseconds}
+
+
+def test_ideal_speed_up_by_hand() -> None:
+    """Eager rows beside eager plain decoding, compiled ones beside compiled."""
+    rows = [
+        Row(TRANSFORMERS),
+        Row(PLAIN, step_milliseconds=step(step=12.0, verify=10.0)),
+        Row(f"{PLAIN}, compiled", step_milliseconds=step(step=6.0, verify=5.0)),
+        Row("h", acceptance_length=3.0, step_milliseconds=step(step=30.0, verify=15.0, draft=5.0)),
+        Row("h, compiled", acceptance_length=3.0, step_milliseconds=step(step=15.0, verify=6.0, draft=1.5)),
+        Row("broken", problem="too deep"),
+    ]
+    contenders = [Contender(row.name, is_compiled=row.name.endswith(", compiled")) for row in rows]
+    set_ideals(rows, contenders)
+    transformers, plain, _, eager, compiled, broken = rows
+    assert (transformers.ideal_speedup, broken.ideal_speedup) == (None, None)
+    assert (plain.step_speedup, plain.ideal_speedup, plain.ideal_share) == (1.0, 1.0, 1.0)
+    # 3 x 12 / 30; 3 x 10 / (15 + 5).
+    assert (eager.step_speedup, eager.ideal_speedup, eager.ideal_share) == pytest.approx((1.2, 1.5, 0.8))
+    # 3 x 6 / 15; 3 x 5 / (6 + 1.5).
+    assert (compiled.step_speedup, compiled.ideal_speedup, compiled.ideal_share) == pytest.approx((1.2, 2.0, 0.6))
+
+
+def test_without_plain_decoding_in_the_same_mode_there_is_no_ideal() -> None:
+    rows = [
+        Row(PLAIN, step_milliseconds=step(step=12.0, verify=10.0)),
+        Row("h, compiled", step_milliseconds=step(step=12.0, verify=8.0)),
+    ]
+    set_ideals(rows, [Contender(PLAIN), Contender("h, compiled", is_compiled=True)])
+    assert rows[1].ideal_speedup is None
+
+
+def test_share_of_the_roofline_by_hand() -> None:
+    rows = [Row(TRANSFORMERS), Row("h", step_milliseconds=step(step=20.0, verify=15.0))]
+    contenders = [Contender(TRANSFORMERS), Contender("h", work=Work(50e6, 0.1e9))]
+    set_rooflines(rows, contenders, Hardware(bandwidth_gb_s=10.0, matmul_gflop_s=100.0))
+    assert rows[0].roofline_share is None
+    assert (rows[1].limit_milliseconds, rows[1].roofline_share) == pytest.approx((5.0, 0.25))
+
+
+def test_columns_without_a_number_are_left_out() -> None:
+    row = Row(
+        "h", step_milliseconds=step(step=20.0, verify=15.0), ideal_speedup=2.0, step_speedup=1.5, ideal_share=0.75
+    )
+    environment = {"target": "t", "dtype": "float32", "temperature": 0.0, "num_prompts": 1, "max_new_tokens": 8}
+    environment |= {"repeats": 1, "batch": 1, "gpu": None, "cpu": "c", "threads": 1}
+    limits = make_grids([row], environment)[-1]
+    assert limits.columns == ["per verify step", "× plain step", "ideal", "reached"]
+    assert limits.cells == [["h", "1.50", "2.00", "75%"]]
+    row.limit_milliseconds, row.roofline_share = 5.0, 0.25
+    row.round_weight_bytes, row.round_flops = 50e6, 0.1e9
+    limits = make_grids([row], environment | {"bandwidth_gb_s": 10.0, "matmul_gflop_s": 100.0})[-1]
+    assert limits.cells == [["h", "1.50", "2.00", "75%", "50.0", "0.10", "5.00", "25%"]]
