@@ -37,8 +37,6 @@ class InspectArguments:
     target: str = field(metadata={"help": "The target whose tokenizer and chat template are used: a folder or hub id."})
     num_rows: int = field(default=3, metadata={"help": "Conversations shown of each set."})
     json: str | None = field(default=None, metadata={"help": "JSON file to write the counts to."})
-    seed: int = field(default=42, metadata={"help": "Of a mixture's draws, as in training ..."})
-    data_seed: int | None = field(default=None, metadata={"help": "... unless this is given, as in training, too."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the target."})
 
     def __post_init__(self) -> None:
@@ -53,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         config = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         data_args = cut_to_limit(data_args, find_length_limit(config.get_text_config()))
-        measured = measure_sets(data_args, tokenizer, seed=args.seed if args.data_seed is None else args.data_seed)
+        measured = measure_sets(data_args, tokenizer)
     except (ValueError, OSError) as error:
         sys.exit(f"inspect_data.py: {error}")
     show = make_printer()
@@ -123,8 +121,6 @@ def format_statistics(counts: SetStatistics, data_args: DataArguments) -> str:
     ]
     if counts.num_lost_thoughts:
         lines.append(f"  of {counts.num_lost_thoughts} replies the chat template drops the thoughts; none are learned")
-    if data_args.dataset_weights and not data_args.streaming:
-        lines.append(f"  an epoch of the mixture draws {counts.num_draws} conversations")
     return "\n".join(lines)
 
 

@@ -45,7 +45,7 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
         write(tmp_path / "b.jsonl", [{"prompt": "Hi", "response": "Yo"}] * 3),
     ]
     report = tmp_path / "out" / "counts.json"
-    inspect("--dataset", *files, "--max_length", 99, "--json", report, "--dataset_weights", 1, 1, "--num_rows", 1)
+    inspect("--dataset", *files, "--max_length", 99, "--json", report, "--num_rows", 1)
     tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
     lengths, num_trained, num_turns = [], 0, 0
     for record in [*map(json.loads, lines), long]:
@@ -67,8 +67,7 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     assert (first["num_turns"], first["num_at_max_length"]) == (num_turns, lengths.count(99))
     assert first["lengths"]["0.5"] == sorted(lengths)[10]
     assert (first["lengths"]["0"], first["lengths"]["1"]) == (min(lengths), max(lengths))
-    # One of its three is held out, and it is exhausted first.
-    assert (second["num_draws"], second["num_conversations"]) == (2, 3)
+    assert second["num_conversations"] == 3
     assert found["total"]["num_tokens"] == first["num_tokens"] + second["num_tokens"]
     assert found["total"]["dropped"] == first["dropped"]
     output = capsys.readouterr().out
@@ -150,18 +149,18 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
             "dataset": write(folder / "a.jsonl", [GOOD]),
             "columns": ["prompt=promt", "response=response"],
         },
-        r"a.jsonl, line 1: expected the column 'promt'; there are \['prompt', 'response'\] \(nearest: 'prompt'\)",
+        r"a.jsonl, line 1: expected the columns 'promt'; there are \['prompt', 'response'\] \(nearest: 'prompt'\)",
     ),
     "broken JSON": (lambda folder, _: {"dataset": write(folder / "a.jsonl", ["{"])}, "a.jsonl, line 1: Expecting prop"),
     "a damaged gzip file": (
         lambda folder, _: {
             "dataset": damaged(folder / "a.jsonl.gz", gzip.compress(json.dumps(GOOD).encode() * 9), -12)
         },
-        r"a.jsonl.gz, line 1: the file cannot be read from here on \(",
+        r"a.jsonl.gz, line 1: the rest of the file cannot be read \(",
     ),
     "a damaged Parquet file": (
         lambda folder, _: {"dataset": parquet(folder)},
-        r"a.parquet, line 1: the file cannot be read from here on \(Parquet magic bytes not found",
+        r"a.parquet, line 1: the rest of the file cannot be read \(Parquet magic bytes not found",
     ),
     "an empty file": (lambda folder, _: {"dataset": write(folder / "a.jsonl", [])}, "line 1: the file is empty"),
     "a missing file": (lambda folder, _: {"dataset": folder / "no.jsonl"}, "no.jsonl does not exist; give an existing"),
@@ -173,9 +172,9 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
     ),
     "a template that drops replies": (
         template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"),
-        "the chat template writes a reply's text 0 times; it must be once",
+        "the chat template writes a reply's text 0 times; it must write it once",
     ),
-    "a template that refuses": (template("{{ raise_exception('never') }}"), r"the chat template refuses it \(never\)"),
+    "a template that refuses": (template("{{ raise_exception('never') }}"), r"the chat template rejects it \(never\)"),
     "no token to train on": (
         lambda folder, _: {"dataset": write(folder / "a.jsonl", [sharegpt("word1")])},
         "no token of the assistant's within max_length=64",

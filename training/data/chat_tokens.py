@@ -1,12 +1,12 @@
-"""Conversations to training rows: the chat template, and the mask of the tokens the assistant wrote.
+"""Turns conversations into training rows: token ids under the chat template, and a mask of the assistant's tokens.
 
 Worked example, a ChatML template and the conversation user "Hi", assistant "Yo" (each word and sign one token):
 
     text        <|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n Yo <|im_end|> \\n
     loss_mask        0        0   0  0      0      0       0           0      0  1      1      0
 
-The assistant's header is given to it at decoding, so it is not learned; its end-of-turn token is; the line break behind
-that is the template's again. Rows are cut on the right, ids and mask alike, so that the mask cannot shift.
+The assistant's header is given at decoding, so it is not learned. Its end-of-turn token is learned; the line break
+after that token belongs to the template. Rows are cut on the right, ids and mask alike.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOKENIZED = datasets.Features(
         "lost_thoughts": datasets.Value("int32"),
     }
 )
-# Part of the cache key of what is tokenized: raise it when the code below gives another result.
+# Part of the cache key of tokenized rows: raise it when the code below gives another result.
 _CACHE_VERSION = 5
 
 
@@ -46,17 +46,12 @@ def tokenize_conversations(
     num_proc: int | None = None,
     train_on_thinking: bool = True,
 ) -> datasets.Dataset:
-    """Rows `input_ids` and `loss_mask`, cut to `max_length` tokens.
+    """Returns the rows `input_ids` and `loss_mask` that can be trained on; a warning counts the dropped ones.
 
-    Conversations without a token of the assistant's left, and those the chat template cannot render or mask, are
-    dropped and counted in a warning.
-
-    Args:
-        conversations: the column `conversation` of `load_conversations`.
-        train_on_thinking: whether the thoughts a reply begins with are learned.
+    Args and errors are those of `tokenize_with_problems`.
 
     Raises:
-        ValueError: a tokenizer without chat template or character offsets, or no row left.
+        ValueError: also when no row is left.
     """
     rows = tokenize_with_problems(
         conversations, tokenizer, max_length=max_length, num_proc=num_proc, train_on_thinking=train_on_thinking
@@ -73,12 +68,11 @@ def tokenize_conversations(
 
 
 def warn_of_lost_thoughts(count: int) -> None:
-    """Says once for a set that its chat template has no place for thoughts."""
+    """Warns once per set that its chat template drops thoughts."""
     if count:
         logger.warning(
-            "the chat template drops the thoughts of %d replies, also where they are a conversation's last, so that "
-            "nothing of them is learned: set a chat template that writes them (tokenizer.chat_template) to train on "
-            "thoughts",
+            "the chat template drops the thoughts of %d replies, even of a conversation's last reply, so they are not "
+            "learned; to train on thoughts, set a chat template that writes them (tokenizer.chat_template)",
             count,
         )
 
@@ -91,8 +85,17 @@ def tokenize_with_problems(
     num_proc: int | None = None,
     train_on_thinking: bool = True,
 ) -> datasets.Dataset:
-    """As `tokenize_conversations`, with all rows and the columns `problem` (why a row cannot be used, or
-    empty) and `lost_thoughts` (replies whose thoughts the chat template has dropped, `count_lost_thoughts`)."""
+    """Tokenizes all conversations into the columns of `tokenize_row`.
+
+    Args:
+        conversations: the column `conversation` of `load_conversations`.
+        max_length: cut rows to so many tokens.
+        num_proc: processes that tokenize.
+        train_on_thinking: learn the thoughts at the beginning of replies.
+
+    Raises:
+        ValueError: a tokenizer without a chat template or character offsets.
+    """
     check_tokenizer(tokenizer, max_length)
     return conversations.map(
         tokenize_row,
@@ -110,11 +113,7 @@ def tokenize_with_problems(
 
 
 def check_tokenizer(tokenizer: Any, max_length: int) -> None:
-    """Refuses what no row could be made with.
-
-    Raises:
-        ValueError: no chat template, no character offsets, no length.
-    """
+    """Raises ValueError for a tokenizer or a length with which no row can be made."""
     if not tokenizer.chat_template:
         raise ValueError(
             "the target's tokenizer has no chat template: set tokenizer.chat_template and save it with the target"
@@ -128,41 +127,42 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
 def tokenize_row(
     row: dict[str, Any], tokenizer: Any, max_length: int, train_on_thinking: bool = True, version: int = _CACHE_VERSION
 ) -> dict[str, Any]:
-    """`input_ids`, `loss_mask`, `problem` (empty for a row that can be used) and `lost_thoughts` of a row of
-    `load_conversations`."""
+    """Tokenizes one row of `load_conversations`.
+
+    Returns:
+        `input_ids` and `loss_mask`, cut to `max_length`; `problem`: why the row cannot be used, or empty;
+        `lost_thoughts`: the number of replies whose thoughts the chat template dropped (`count_lost_thoughts`).
+    """
     conversation = json.loads(row["conversation"])
+    messages, tools = conversation["messages"], conversation.get("tools")
     unusable: dict[str, Any] = {"input_ids": [], "loss_mask": [], "lost_thoughts": 0}
     try:
         input_ids, loss_mask = tokenize_conversation(
-            conversation["messages"],
-            tokenizer,
-            tools=conversation.get("tools"),
-            train_on_thinking=train_on_thinking,
+            messages, tokenizer, tools=tools, train_on_thinking=train_on_thinking
         )
     except TemplateError as error:
-        return {**unusable, "problem": f"the chat template refuses it ({error})"}
+        return {**unusable, "problem": f"the chat template rejects it ({error})"}
     except ValueError as error:
         return {**unusable, "problem": str(error)}
     input_ids, loss_mask = input_ids[:max_length], loss_mask[:max_length]
     problem = "" if any(loss_mask) else f"no token of the assistant's within max_length={max_length}"
     num_lost = 0
-    if train_on_thinking and find_thoughts(conversation["messages"][-1]):
-        text = ChatRenderer(tokenizer, conversation.get("tools")).render(conversation["messages"])
-        num_lost = count_lost_thoughts(conversation["messages"], text)
+    if train_on_thinking and find_thoughts(messages[-1]):
+        num_lost = count_lost_thoughts(messages, ChatRenderer(tokenizer, tools).render(messages))
     return {"input_ids": input_ids, "loss_mask": loss_mask, "problem": problem, "lost_thoughts": num_lost}
 
 
 def tokenize_conversation(
     messages: Messages, tokenizer: Any, *, tools: list[dict[str, Any]] | None = None, train_on_thinking: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation under the tokenizer's chat template, and 1 where the assistant wrote the token (its
-    end-of-turn token included, its header not).
+    """Returns the token ids of a conversation under the chat template, and 1 for each token of the assistant.
 
-    The template's `{% generation %}` markers say where that is; without them, renderings are compared.
+    The mask includes a reply's end-of-turn token and excludes its header. The template's `{% generation %}` markers
+    tell where replies are; without them, renderings are compared.
 
     Raises:
-        ValueError: the template renders the conversation so that the replies cannot be found in it.
-        TemplateError: it refuses the conversation.
+        ValueError: a reply cannot be found in the rendered text.
+        TemplateError: the template rejects the conversation.
     """
     renderer = ChatRenderer(tokenizer, tools)
     marked = renderer.find_marked(messages)
@@ -175,13 +175,13 @@ def tokenize_conversation(
     special = find_special_ids(tokenizer)
     loss_mask = [0] * len(input_ids)
     for span in spans:
-        first, behind = bisect_left(starts, span.begin), bisect_left(starts, span.end)
-        # The next special token ends the turn, unless text stands between: text of the template's, not the assistant's.
-        turn_end = next((place for place in range(behind, len(starts)) if input_ids[place] in special), None)
+        first, end = bisect_left(starts, span.begin), bisect_left(starts, span.end)
+        # The next special token ends the turn, unless text of the template stands in between.
+        turn_end = next((place for place in range(end, len(starts)) if input_ids[place] in special), None)
         if not span.has_turn_end and turn_end is not None and not text[span.end : starts[turn_end]].strip():
-            behind = turn_end + 1
+            end = turn_end + 1
         thought_end = None if train_on_thinking else find_thought_end(text, span.begin, span.end)
         if thought_end is not None:
             first = bisect_left(starts, thought_end)
-        loss_mask[first:behind] = [1] * (behind - first)
+        loss_mask[first:end] = [1] * (end - first)
     return input_ids, loss_mask

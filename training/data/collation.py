@@ -1,4 +1,4 @@
-"""Training rows to batches.
+"""Collates training rows into batches.
 
 Legend: B batch, T tokens of the longest row of a batch, V target vocabulary.
 """
@@ -15,12 +15,11 @@ from torch import Tensor
 class ConversationCollator:
     """Pads rows on the right: input_ids, attention_mask and loss_mask, each [B, T] int64.
 
-    Rows that are packed (`training.data.packing`) have document_ids too, [B, T] int64: which of the row's documents a
-    token belongs to, counted from 0 (padding: -1). Positions are counted within documents by whoever splits them
-    (`inference.targets.documents`).
+    Packed rows (`training.data.packing`) also have document_ids, [B, T] int64: the number of the token's document in
+    its row, from 0 (padding: -1). `inference.targets.documents` counts positions within documents.
 
     Args:
-        pad_token_id: any valid id; padding is masked everywhere.
+        pad_token_id: any valid id: padding is masked everywhere.
         multiple_of: T is rounded up to it.
     """
 
@@ -51,10 +50,10 @@ class ConversationCollator:
 
 
 def find_documents(batch: Mapping[str, Tensor], *, num_groups: int | None = None) -> Tensor | None:
-    """What `Target.encode` and `DraftHeads.forward` take as `document_ids` of a batch.
+    """Returns the `document_ids` of a batch for `Target.encode` and `DraftHeads.forward`.
 
-    Rows that are not packed are documents as well: in groups of like lengths, less of what is computed is padding. Only
-    where every group has its price (`num_groups` is given, see `targets/documents.py`) they are left as they are: None.
+    Unpacked rows count as documents too: groups of similar lengths waste less on padding. With `num_groups` each group
+    has a cost (see `inference/targets/documents.py`), so unpacked rows give None.
     """
     if "document_ids" in batch:
         return batch["document_ids"]
@@ -62,10 +61,10 @@ def find_documents(batch: Mapping[str, Tensor], *, num_groups: int | None = None
 
 
 def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:
-    """How often each token is to be predicted: [V] int64, over the positions of the loss mask.
+    """Counts how often each token is to be predicted: [V] int64, over the positions of the loss mask.
 
     Raises:
-        ValueError: an id outside the vocabulary (rows tokenized for another target).
+        ValueError: an id outside the vocabulary: the rows were tokenized for another target.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for batch in rows.with_format("arrow").iter(1000):

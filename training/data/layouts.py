@@ -1,7 +1,7 @@
-"""From a record of a data set, in whatever columns it came, to a conversation.
+"""Turns a record of a data set, whatever its columns, into a conversation.
 
-`LAYOUTS` is the list of layouts that are known: one line each. The first whose columns a record has is its layout,
-unless one is named (`--dataset_format`) or the columns are (`--columns prompt=problem response=solution`).
+`LAYOUTS` lists the known layouts, one line each. A record has the first layout whose columns it fills, unless the user
+names a layout (`--dataset_format`) or the columns (`--columns prompt=problem response=solution`).
 
 Worked example:
 
@@ -13,44 +13,31 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from typing import Any
 
-# `role` and `content` are text; beside them may stand `reasoning_content` (thoughts), `tool_calls`, `tool_call_id` and
-# `name`.
+# A message has `role` and `content` (text), and optionally `reasoning_content` (thoughts), `tool_calls`, `tool_call_id`
+# and `name`.
 Messages = list[dict[str, Any]]
 
 _ROLES = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
-# Under which names thoughts come, and the one name chat templates read.
+# Keys of a turn that hold its thoughts; we keep the first name, which most chat templates read.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which column holds what; "" = there is none.
+    """The column of each part of a conversation; "" = the layout has no such column.
 
-    Either `turns` (a list of turns; if `alternates`, also of texts by user and assistant in turn), or `prompt` and
-    `response` (texts, or lists of turns). Optional, and so not looked for: `context` (joins the prompt), `system` and
-    `tools`.
+    A layout has either `turns` (a list of turns; with `alternates`, also a list of texts by user and assistant in
+    turn), or `prompt` and `response` (texts, or lists of turns). The other columns are optional: `context` is appended
+    to the prompt.
     """
 
     turns: str = ""
@@ -66,38 +53,38 @@ class Layout:
         return [self.turns] if self.turns else [self.prompt, self.response]
 
 
-# In the order in which they are looked for: turns say more than a prompt and a response beside them.
-_KNOWN: tuple[tuple[str, Layout], ...] = (
-    ("messages", Layout(turns="messages")),
-    ("sharegpt", Layout(turns="conversations")),
-    ("lmsys", Layout(turns="conversation")),
-    ("ultrachat", Layout(turns="data", alternates=True)),
-    ("alpaca", Layout(prompt="instruction", response="output", context="input")),
-    ("dolly", Layout(prompt="instruction", response="response", context="context")),
-    ("gsm8k", Layout(prompt="question", response="answer")),
-    ("openorca", Layout(prompt="question", response="response", system="system_prompt")),
-    ("metamath", Layout(prompt="query", response="response")),
-    ("prompt_completion", Layout(prompt="prompt", response="completion")),
-    ("prompt_response", Layout(prompt="prompt", response="response")),
-    ("preference", Layout(prompt="prompt", response="chosen")),
-)
-# A data set's name -> the layouts it is published in.
+# In the order of the search: a list of turns says more than a prompt and a response in the same record.
+_KNOWN: dict[str, Layout] = {
+    "messages": Layout(turns="messages"),
+    "sharegpt": Layout(turns="conversations"),
+    "lmsys": Layout(turns="conversation"),
+    "ultrachat": Layout(turns="data", alternates=True),
+    "alpaca": Layout(prompt="instruction", response="output", context="input"),
+    "dolly": Layout(prompt="instruction", response="response", context="context"),
+    "gsm8k": Layout(prompt="question", response="answer"),
+    "openorca": Layout(prompt="question", response="response", system="system_prompt"),
+    "metamath": Layout(prompt="query", response="response"),
+    "prompt_completion": Layout(prompt="prompt", response="completion"),
+    "prompt_response": Layout(prompt="prompt", response="response"),
+    "preference": Layout(prompt="prompt", response="chosen"),
+}
+# The name of a data set -> the layouts in which it is published.
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
-    **{name: (layout,) for name, layout in _KNOWN},
-    "ultrachat": (Layout(turns="messages"), Layout(turns="data", alternates=True)),
-    "magpie": (Layout(turns="conversations"), Layout(prompt="instruction", response="response")),
-    "codealpaca": tuple(layout for name, layout in _KNOWN if name in ("alpaca", "prompt_completion")),
+    **{name: (layout,) for name, layout in _KNOWN.items()},
+    "ultrachat": (_KNOWN["messages"], _KNOWN["ultrachat"]),
+    "magpie": (_KNOWN["sharegpt"], Layout(prompt="instruction", response="response")),
+    "codealpaca": (_KNOWN["alpaca"], _KNOWN["prompt_completion"]),
 }
 COLUMN_ROLES = ("messages", "prompt", "response", "context", "system", "tools")
 
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How a set's records are to be read.
+    """How to read the records of a set.
 
     Args:
-        name: a key of `LAYOUTS`, or "auto": look at the columns of each record.
-        columns: role (of `COLUMN_ROLES`) -> column; empty = those of the layout.
+        name: a key of `LAYOUTS`, or "auto": choose the layout of each record by its columns.
+        columns: role (of `COLUMN_ROLES`) -> column; empty = the columns of the layout.
     """
 
     name: str = "auto"
@@ -105,10 +92,10 @@ class RecordFormat:
 
     @classmethod
     def parse(cls, name: str, items: Sequence[str]) -> RecordFormat:
-        """Of options: columns as ROLE=COLUMN each, or as one JSON object.
+        """Reads the options: columns are items ROLE=COLUMN, or one JSON object.
 
         Raises:
-            ValueError: an unknown layout, or columns that make none.
+            ValueError: an unknown layout, or columns that do not make one.
         """
         columns: dict[str, str] = {}
         for item in items:
@@ -143,30 +130,27 @@ class RecordFormat:
             )
 
     def find_layout(self, record: Mapping[str, Any]) -> Layout:
-        """The layout of a record.
+        """Returns the layout of a record.
 
         Raises:
-            ValueError: the record lacks columns; names those that it has, and the nearest.
+            ValueError: the record lacks a column; the message names the columns it has.
         """
         if self.columns:
+            missing = [column for column in self.columns.values() if column not in record]
+            if missing:
+                raise ValueError(_missing_columns(missing, record))
             named = {("turns" if role == "messages" else role): column for role, column in self.columns.items()}
-            layout = Layout(**{"system": "", "tools": "", **named}, alternates=True)
-            for column in self.columns.values():  # null where a record has none of it
-                if column not in record:
-                    raise ValueError(_missing_column(column, record))
-            return layout
-        candidates = [layout for _, layout in _KNOWN] if self.name == "auto" else LAYOUTS[self.name]
+            return Layout(**{"system": "", "tools": "", **named}, alternates=True)
+        candidates = tuple(_KNOWN.values()) if self.name == "auto" else LAYOUTS[self.name]
         for layout in candidates:
             if all(record.get(column) is not None for column in layout.required):
                 return layout
         if self.name != "auto":
-            raise ValueError(_missing_column(candidates[-1].required[0], record, candidates))
+            raise ValueError(_missing_columns(candidates[-1].required, record))
         filled = sorted(column for column, value in record.items() if value is not None)
-        name, nearest = max(_KNOWN, key=lambda known: _likeness(known[1].required, filled))
         raise ValueError(
-            f"got the columns {filled}, which are of no known layout (nearest: {name}, with "
-            f"{' and '.join(nearest.required)}); name them with --columns messages=COLUMN, or prompt=COLUMN "
-            "response=COLUMN"
+            f"got the columns {filled}, which no known layout has; name them with --columns messages=COLUMN, or "
+            "prompt=COLUMN response=COLUMN"
         )
 
 
@@ -174,20 +158,16 @@ AUTO = RecordFormat()
 
 
 def parse_conversation(record: Any, record_format: RecordFormat = AUTO) -> Messages:
-    """A record as messages.
-
-    Raises:
-        ValueError: what is wrong with it.
-    """
+    """Returns the messages of a record (see `parse_record`)."""
     messages: Messages = parse_record(record, record_format)["messages"]
     return messages
 
 
 def parse_record(record: Any, record_format: RecordFormat = AUTO) -> dict[str, Any]:
-    """A record as `messages`, and `tools` if it has any.
+    """Returns a record as `messages`, and `tools` if the record has any.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: the record is not a conversation; the message says why.
     """
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got {type(record).__name__}")
@@ -211,7 +191,7 @@ def parse_record(record: Any, record_format: RecordFormat = AUTO) -> dict[str, A
 
 def _parse_pair(record: Mapping[str, Any], layout: Layout) -> Messages:
     prompt, response = record[layout.prompt], record[layout.response]
-    if isinstance(response, list) and isinstance(prompt, str):  # preference sets repeat the prompt in their `chosen`
+    if isinstance(response, list) and isinstance(prompt, str):  # preference sets repeat the prompt in `chosen`
         messages = _parse_turns(response, layout.response)
         return messages if messages[0]["role"] != "assistant" else [{"role": "user", "content": prompt}, *messages]
     if isinstance(prompt, list) and isinstance(response, list):
@@ -237,7 +217,7 @@ def _parse_turns(turns: Any, column: str, *, alternates: bool = False) -> Messag
 def _parse_turn(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise ValueError(f"expected a turn with role and content, got {type(turn).__name__}")
-    turn = {key: value for key, value in turn.items() if value is not None}  # what Parquet writes where a key is absent
+    turn = {key: value for key, value in turn.items() if value is not None}  # Parquet has every key
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or role not in _ROLES:
         raise ValueError(f"unknown role {role!r}; known roles: {', '.join(_ROLES)}")
@@ -264,7 +244,7 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
 
 
 def _join_parts(parts: Sequence[Any], role: str) -> str:
-    """[{"type": "text", "text": "Hi"}, ...] -> the texts."""
+    """Joins [{"type": "text", "text": "Hi"}, ...]."""
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     for part, text in zip(parts, texts, strict=True):
         if not isinstance(text, str):
@@ -274,7 +254,7 @@ def _join_parts(parts: Sequence[Any], role: str) -> str:
 
 
 def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI writes them as text, chat templates expect the object."""
+    """A tool call with its arguments as an object: OpenAI writes text, chat templates expect an object."""
     call = {key: value for key, value in call.items() if value is not None}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -284,7 +264,7 @@ def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_json(value: Any) -> Any:
-    """What JSON text stands for; anything else as it is."""
+    """Parses JSON text; returns anything else as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -293,17 +273,10 @@ def _parse_json(value: Any) -> Any:
         return value
 
 
-def _likeness(wanted: Sequence[str], columns: Sequence[str]) -> float:
-    """How alike names are, from 0 to 1: the mean over those wanted of that of the nearest column."""
-    ratios = [max((SequenceMatcher(None, name, column).ratio() for column in columns), default=0) for name in wanted]
-    return sum(ratios) / len(ratios)
-
-
-def _missing_column(column: str, record: Collection[str], candidates: Sequence[Layout] = ()) -> str:
-    near = difflib.get_close_matches(column, list(record), n=1, cutoff=0.0)
-    expected = " or ".join(" and ".join(map(repr, layout.required)) for layout in candidates) or repr(column)
+def _missing_columns(missing: Sequence[str], record: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(missing[0], list(record), n=1, cutoff=0.0)
     return (
-        f"expected the column {expected}; there are {sorted(record)}"
+        f"expected the columns {' and '.join(map(repr, missing))}; there are {sorted(record)}"
         + (f" (nearest: {near[0]!r})" if near else "")
         + "; name them with --columns, for example prompt=question response=answer"
     )

@@ -1,4 +1,4 @@
-"""The options of the data, and the seed of all draws from it."""
+"""The options of the data, and the seed of every draw from it."""
 
 from __future__ import annotations
 
@@ -18,62 +18,61 @@ class DataArguments:
     dataset: list[str] = field(
         metadata={
             "help": "Conversations, one or more of: JSON, JSONL, gz or Parquet files, folders of such files, hub ids "
-            "(ID or ID:SUBSET), folders with a copy of what the hub has."
+            "(ID or ID:SUBSET), folders with a copy of a hub repository."
         }
     )
     dataset_split: list[str] = field(
         default_factory=lambda: ["train"],
-        metadata={"help": "Split to read of --dataset's hub ids: one for all, or one for each; files have none."},
+        metadata={"help": "Split of each hub id in --dataset: one for all, or one for each. Files have no splits."},
     )
     dataset_format: str = field(
         default="auto",
-        metadata={"help": f"Layout of the records: auto = known by their columns, or one of {', '.join(LAYOUTS)}."},
+        metadata={"help": f"Layout of the records: auto = choose by their columns, or one of {', '.join(LAYOUTS)}."},
     )
     columns: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Columns that go by other names: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, "
-            "system=, tools=). A mapping in YAML."
+            "help": "Columns with other names: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, "
+            "system=, tools=). In YAML: a mapping."
         },
     )
     dataset_weights: list[float] = field(
         default_factory=list,
         metadata={
-            "help": "How often each of --dataset is drawn from, in conversations and relative to one another, such as "
-            "0.7 0.3; none = all conversations of all of them, once per epoch."
+            "help": "How often to draw conversations from each of --dataset, relative to one another, such as 0.7 0.3; "
+            "none = use every conversation of every set once per epoch."
         },
     )
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = field(
         default="first_exhausted",
         metadata={
             "help": "With --dataset_weights, when an epoch ends: first_exhausted = when one set has no conversation "
-            "left (of the others as many random ones were used as the weights say), all_exhausted = when every set has "
-            "been used up once (the others repeat)."
+            "left; all_exhausted = when every set has been used up once (the smaller sets repeat)."
         },
     )
     eval_dataset: list[str] = field(
         default_factory=list,
         metadata={"help": "Held-out conversations, as in --dataset; none = split --validation_fraction off --dataset."},
     )
-    # Not that of --dataset: to evaluate on rows that are trained on says nothing.
+    # Not the split of --dataset: an evaluation on training rows says nothing.
     eval_split: str = field(
-        default="validation", metadata={"help": "Split of --eval_dataset to read from a hub id; files have none."}
+        default="validation", metadata={"help": "Split of each hub id in --eval_dataset. Files have no splits."}
     )
     validation_fraction: float = field(
-        default=0.02, metadata={"help": "Share of --dataset held out when there is no --eval_dataset; 0 = none."}
+        default=0.02, metadata={"help": "Share of --dataset to hold out when there is no --eval_dataset; 0 = none."}
     )
     max_length: int = field(
-        default=2048, metadata={"help": "Longest training sequence in tokens; longer conversations are cut."}
+        default=2048, metadata={"help": "Longest training row in tokens; longer conversations are cut."}
     )
     packing: bool = field(
         default=False,
         metadata={
-            "help": "Fill rows of up to --max_length tokens with several conversations each, which do not see one "
-            "another; batches are then of equal size."
+            "help": "Pack several conversations into each row of up to --max_length tokens. They do not see one "
+            "another, and batches have equal sizes."
         },
     )
     max_samples: int | None = field(
-        default=None, metadata={"help": "Use the first so many conversations of --dataset; none = all."}
+        default=None, metadata={"help": "Use only the first so many conversations of --dataset; none = all."}
     )
     max_eval_samples: int = field(
         default=512, metadata={"help": "Use the first so many held-out conversations for the loss; 0 = all."}
@@ -84,25 +83,23 @@ class DataArguments:
     streaming: bool = field(
         default=False,
         metadata={
-            "help": "Read and tokenize --dataset while training instead of storing it first: for sets larger than the "
-            "disk. Needs --max_steps; epochs follow one another without end."
+            "help": "Read and tokenize --dataset during training instead of storing it first: for sets larger than the "
+            "disk. Needs --max_steps, because a stream never ends."
         },
     )
     shuffle_buffer: int = field(
         default=10000,
-        metadata={"help": "With --streaming: conversations in memory that the next one is drawn from; 1 = in order."},
+        metadata={"help": "With --streaming: conversations in memory to draw the next one from; 1 = keep the order."},
     )
     vocabulary_rows: int = field(
         default=10000,
-        metadata={
-            "help": "With --streaming: first conversations whose tokens are counted for a reduced draft vocabulary."
-        },
+        metadata={"help": "With --streaming: count the tokens of so many first rows for a reduced draft vocabulary."},
     )
     train_on_thinking: bool = field(
         default=True,
         metadata={
-            "help": "Learn the thoughts that replies begin with (reasoning_content, <think>...</think>): where the "
-            "target thinks, heads draft its thoughts as well."
+            "help": "Learn the thoughts at the beginning of replies (reasoning_content, <think>...</think>): if the "
+            "target thinks, the heads draft its thoughts too."
         },
     )
     num_proc: int = field(default=1, metadata={"help": "Processes that tokenize the conversations."})
@@ -114,13 +111,25 @@ class DataArguments:
         },
     )
     num_eval_prompts: int = field(
-        default=16, metadata={"help": "Prompts decoded at each evaluation to measure the acceptance length; 0 = none."}
+        default=16, metadata={"help": "Prompts to decode at each evaluation for the acceptance length; 0 = none."}
     )
-    eval_max_new_tokens: int = field(default=96, metadata={"help": "Tokens decoded for each of these prompts."})
+    eval_max_new_tokens: int = field(default=96, metadata={"help": "Tokens to decode for each of these prompts."})
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self.record_format()
+        self._check_sets()
+        for name in ("shuffle_buffer", "vocabulary_rows"):
+            if not self.streaming and getattr(self, name) != getattr(DataArguments, name):
+                raise ValueError(
+                    f"got {name} {getattr(self, name)} without streaming: leave it out, or give --streaming true"
+                )
+        if self.streaming and self.max_samples is not None:
+            raise ValueError(f"got streaming and max_samples {self.max_samples}: limit a stream with --max_steps")
+
+    def _check_numbers(self) -> None:
         if not 0 <= self.validation_fraction < 1:
-            raise ValueError(f"got validation_fraction {self.validation_fraction}: it is a share, from 0 to below 1")
+            raise ValueError(f"got validation_fraction {self.validation_fraction}: it must be from 0 to below 1")
         positive = ("max_length", "max_samples", "num_proc", "eval_max_new_tokens", "shuffle_buffer", "vocabulary_rows")
         for name in positive:
             value = getattr(self, name)
@@ -129,33 +138,32 @@ class DataArguments:
         for name, zero in (("num_eval_prompts", "do not decode"), ("max_eval_samples", "all")):
             if getattr(self, name) < 0:
                 raise ValueError(f"got {name} {getattr(self, name)}: it must be at least 0 (0 = {zero})")
-        if self.eval_split != DataArguments.eval_split and not self.eval_dataset:
-            raise ValueError(
-                f"got eval_split {self.eval_split!r} without eval_dataset, whose split it is: give both (they may name "
-                "one hub id), or neither to hold out --validation_fraction"
-            )
-        self.record_format()
+
+    def _check_sets(self) -> None:
         if len(self.dataset_split) not in (1, len(self.dataset)):
             raise ValueError(
                 f"got {len(self.dataset_split)} of dataset_split for {len(self.dataset)} of dataset: give one for all, "
                 "or one for each"
             )
-        self._check_weights()
-        for name in ("shuffle_buffer", "vocabulary_rows"):
-            if not self.streaming and getattr(self, name) != getattr(DataArguments, name):
-                raise ValueError(
-                    f"got {name} {getattr(self, name)} without streaming, the only one to read it: leave it out, or "
-                    "give --streaming true"
-                )
-        if self.streaming and self.max_samples is not None:
-            raise ValueError(f"got streaming and max_samples {self.max_samples}: --max_steps says how much is read")
+        if self.dataset_weights and len(self.dataset_weights) != len(self.dataset):
+            raise ValueError(
+                f"got {len(self.dataset_weights)} dataset_weights for {len(self.dataset)} of dataset: give one for each"
+            )
+        if any(not 0 < weight < float("inf") for weight in self.dataset_weights):
+            raise ValueError(f"got dataset_weights {self.dataset_weights}: each must be above 0; leave out unused sets")
+        if self.stopping_strategy != DataArguments.stopping_strategy and not self.dataset_weights:
+            raise ValueError(
+                f"got stopping_strategy {self.stopping_strategy!r} without dataset_weights: give both or neither"
+            )
+        if self.eval_split != DataArguments.eval_split and not self.eval_dataset:
+            raise ValueError(f"got eval_split {self.eval_split!r} without eval_dataset: give both or neither")
         for name, split in zip(self.dataset, self.splits, strict=True):
             # Files have no splits.
             if name in self.eval_dataset and (self.eval_split == split or Place.find(name).files):
                 raise ValueError(
                     f"got {name} as dataset and as eval_dataset, with the splits {split!r} and {self.eval_split!r}: "
-                    "that evaluates on what is learned; give another eval_dataset (of a hub id, another "
-                    "eval_split), or none to hold out --validation_fraction"
+                    "the evaluation would read training rows; give another eval_dataset or eval_split, or none to "
+                    "hold out --validation_fraction"
                 )
 
     @property
@@ -164,29 +172,14 @@ class DataArguments:
         return self.dataset_split * len(self.dataset) if len(self.dataset_split) == 1 else self.dataset_split
 
     def record_format(self) -> RecordFormat:
-        """How records are to be read.
+        """How to read the records.
 
         Raises:
-            ValueError: an unknown layout, or columns that make none.
+            ValueError: an unknown layout, or columns that do not make one.
         """
         return RecordFormat.parse(self.dataset_format, self.columns)
 
-    def _check_weights(self) -> None:
-        if self.dataset_weights and len(self.dataset_weights) != len(self.dataset):
-            raise ValueError(
-                f"got {len(self.dataset_weights)} dataset_weights for {len(self.dataset)} of dataset: give one for each"
-            )
-        if any(not 0 < weight < float("inf") for weight in self.dataset_weights):
-            raise ValueError(
-                f"got dataset_weights {self.dataset_weights}: each must be above 0; leave out what is not used"
-            )
-        if self.stopping_strategy != DataArguments.stopping_strategy and not self.dataset_weights:
-            raise ValueError(
-                f"got stopping_strategy {self.stopping_strategy!r} without dataset_weights: all conversations are used "
-                "then, once per epoch; leave it out"
-            )
-
 
 def seed_of_data(args: TrainingArguments) -> int:
-    """Of what is drawn from the data: its order, mixtures, what is held out, which replies are written anew."""
+    """The seed of every draw from the data: its order, mixtures, held-out rows, and the replies to rewrite."""
     return int(args.seed if args.data_seed is None else args.data_seed)

@@ -1,6 +1,6 @@
-"""Packing: rows of about `max_length` tokens, each of several conversations that do not see one another.
+"""Packs several conversations into each row of up to `max_length` tokens.
 
-What keeps them apart is `inference.targets.documents`; here it is decided which of them share a row.
+This file decides which conversations share a row; `inference.targets.documents` keeps them from seeing one another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 
-WINDOW = 1000  # conversations, in random order, that are packed among themselves
+WINDOW = 1000  # so many conversations, in random order, are packed together
 
 _PACKED = datasets.Features(
     {
@@ -23,8 +23,10 @@ _PACKED = datasets.Features(
 
 
 def pack_rows(rows: datasets.Dataset, max_length: int, *, seed: int) -> datasets.Dataset:
-    """Rows `input_ids` and `loss_mask` of up to `max_length` tokens, and the `document_lengths` of the conversations in
-    them. Which ones share a row is drawn by `seed`, the same at each call; none is cut or left out."""
+    """Returns rows `input_ids`, `loss_mask` and `document_lengths`, the lengths of the conversations in a row.
+
+    Which conversations share a row depends on `seed`. None is cut or left out.
+    """
     return rows.shuffle(seed=seed).map(
         pack_window,
         batched=True,
@@ -37,7 +39,7 @@ def pack_rows(rows: datasets.Dataset, max_length: int, *, seed: int) -> datasets
 
 
 def pack_window(window: dict[str, list[list[int]]], max_length: int) -> dict[str, list[Any]]:
-    """Packs columns `input_ids` and `loss_mask` among themselves; returns them and `document_lengths`."""
+    """Packs one window's columns `input_ids` and `loss_mask`; adds `document_lengths`."""
     lengths = [len(ids) for ids in window["input_ids"]]
     packs = fit_best(lengths, max_length)
     packed: dict[str, list[Any]] = {"document_lengths": [[lengths[index] for index in pack] for pack in packs]}
@@ -47,10 +49,10 @@ def pack_window(window: dict[str, list[list[int]]], max_length: int) -> dict[str
 
 
 def fit_best(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Best fit decreasing: which conversations share a row, by index; rows in the order of their first ones.
+    """Best fit decreasing: returns the indices of the conversations in each row, rows ordered by their first index.
 
-    The longest first, each goes into the fullest row that still has room for it. One longer than `max_length` has a row
-    of its own.
+    The conversations are placed longest first, each into the fullest row with room for it. One longer than `max_length`
+    gets its own row.
 
     >>> fit_best([40, 100, 60, 30], 100)
     [[0, 2], [1], [3]]

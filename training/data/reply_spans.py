@@ -1,8 +1,8 @@
-"""Where a chat template puts what the assistant writes.
+"""Finds the assistant's replies in a conversation that a chat template has rendered.
 
-A reply begins where the header that the template gives the assistant (the generation prompt) ends, and ends with its
-last character; thoughts and tool calls are part of it. `{% generation %}` markers in a template say so themselves.
-Without them the conversation is rendered again with less in it, and the renderings are compared.
+A reply begins after the header that the template gives the assistant (the generation prompt), and ends with its last
+character; thoughts and tool calls are part of it. `{% generation %}` markers in a template tell where replies are.
+Without markers, other renderings of the same conversation are compared with this one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from training.data.layouts import Messages
 from training.data.thoughts import THOUGHT_MARKS, name_thoughts
 
-# Neither whitespace (templates trim) nor anything a conversation or a template could contain.
+# No whitespace (templates trim), and no text that a conversation or a template could contain.
 _SENTINEL, _EARLIER_SENTINEL = "@@sentinel-7f3a@@", "@@sentinel-91c4@@"
 _CHANGED = (
-    "the chat template renders replies differently inside a conversation, so that the assistant's tokens cannot be "
-    "told apart; add {% generation %} markers to the template"
+    "the chat template renders a reply differently inside a conversation, so its tokens cannot be found; add "
+    "{% generation %} markers to the template"
 )
 
 
 @dataclass(frozen=True)
 class Span:
-    """Characters of a text: the first, and the one behind the last; whether the end of the turn is among them."""
+    """Characters begin to end - 1 of a text. has_turn_end: they include the token that ends the turn."""
 
     begin: int
     end: int
@@ -36,17 +36,17 @@ class Span:
 
 
 def find_special_ids(tokenizer: Any) -> set[int]:
-    """The ids of its special tokens: those marked so, and those that have a role (some mark their end of turn not)."""
+    """Ids of the tokens that are marked special or have a role: some tokenizers do not mark their end of turn."""
     marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return marked | set(tokenizer.all_special_ids)
 
 
 class ChatRenderer:
-    """A tokenizer's chat template.
+    """Renders conversations with a tokenizer's chat template.
 
     Args:
         tokenizer: with a chat template.
-        tools: JSON schemas of the functions the conversation may call, for templates that list them.
+        tools: JSON schemas of the functions that the conversation may call.
     """
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None) -> None:
@@ -56,10 +56,10 @@ class ChatRenderer:
         self.turn_end = re.compile(r"\s*(?:" + "|".join(map(re.escape, special)) + ")") if special else None
 
     def render(self, messages: Messages, *, is_prompt: bool = False) -> str:
-        """The conversation as text; with `is_prompt`, followed by the header of the assistant's next turn.
+        """Returns the conversation as text; `is_prompt` appends the header of the assistant's next turn.
 
         Raises:
-            TemplateError: the template refuses the conversation.
+            TemplateError: the template rejects the conversation.
         """
         text: str = self.tokenizer.apply_chat_template(
             name_thoughts(messages, self.template),
@@ -70,11 +70,13 @@ class ChatRenderer:
         return text
 
     def find_marked(self, messages: Messages) -> tuple[str, list[Span]] | None:
-        """The text, and what stands between the template's `{% generation %}` markers; None if it has none. An end of
-        turn right behind them, which some templates leave out, is the assistant's all the same."""
+        """Returns the text, and the spans between the template's `{% generation %}` markers; None without markers.
+
+        Some templates put the end of the turn after the marker: it belongs to the reply all the same.
+        """
         if not re.search(r"\{%-?\s*generation\b", self.template):
             return None
-        # As `apply_chat_template` does. Its own mask goes wrong for an empty reply, and past a character without token.
+        # Not `apply_chat_template`: its mask is wrong for empty replies and for characters without a token.
         rendered: Any = render_jinja_template(
             [name_thoughts(messages, self.template)],
             tools=self.tools,
@@ -86,49 +88,50 @@ class ChatRenderer:
         return text, [Span(begin, end, self._ends_turn(text[begin:end])) for begin, end in spans]
 
     def _ends_turn(self, text: str) -> bool:
-        """Whether a special token is the last of a text, but for whitespace."""
+        """Whether the text ends with a special token, followed at most by whitespace."""
         return self.turn_end is not None and any(not text[end.end() :].strip() for end in self.turn_end.finditer(text))
 
     def find_replies(self, messages: Messages, text: str) -> Iterator[Span]:
-        """Where each reply stands in `text`, the rendered conversation.
+        """Yields the span of each reply in `text`, the rendered conversation.
 
         Raises:
-            ValueError: a reply is not in the text as it was written, or cannot be found.
+            ValueError: a reply cannot be found, or the template changed it.
         """
         for index, message in enumerate(messages):
-            # What the assistant says before anyone else answers no prompt, and is not learned.
+            # An opening by the assistant answers no prompt, so it is not learned.
             is_opening = all(earlier["role"] == "assistant" for earlier in messages[:index])
             if message["role"] != "assistant" or is_opening:
                 continue
             before = self.render(messages[:index], is_prompt=True)
-            reply = message["content"].strip()
-            begin = len(before)
-            if message.keys() <= {"role", "content", "name"} and reply and text.startswith(before):
-                for written in (message["content"], reply):  # many templates trim
-                    end = begin + len(written)
-                    if text.startswith(written, begin) and self.turn_end and self.turn_end.match(text, end):
-                        yield Span(begin, end, has_turn_end=False)
-                        break
-                else:
-                    yield self._find_by_comparison(messages, index, text, before)
-            else:
-                yield self._find_by_comparison(messages, index, text, before)
+            plain = self._find_unchanged(message, text, before)
+            yield plain or self._find_by_comparison(messages, index, text, before)
+
+    def _find_unchanged(self, message: dict[str, Any], text: str, before: str) -> Span | None:
+        """Finds a reply that the template writes, with its end of turn, right after `before`; None if it does not."""
+        reply, begin = message["content"].strip(), len(before)
+        if not (message.keys() <= {"role", "content", "name"} and reply and text.startswith(before)):
+            return None
+        for written in (message["content"], reply):  # many templates trim
+            end = begin + len(written)
+            if text.startswith(written, begin) and self.turn_end and self.turn_end.match(text, end):
+                return Span(begin, end, has_turn_end=False)
+        return None
 
     def _find_by_comparison(self, messages: Messages, index: int, text: str, before: str) -> Span:
-        """The reply at `index` where the template changes what it is given.
+        """Finds the reply at `index` where the template changes its text or the text before it.
 
-        Templates of models that think write thoughts of the last reply only, and may write an empty thought; some open
-        one in the prompt. So neither the text up to a reply nor the reply has to be what it is in a shorter rendering.
-        What stands around a reply is found by writing another text in its place.
+        Templates of thinking models write the thoughts of the last reply only, may write an empty thought, or open one
+        in the prompt. So a shorter rendering need not be a prefix of this one. The text around the reply is found by
+        rendering another text in its place.
         """
         written = self._replace(messages, index, _SENTINEL)
         try:
             around = self.render(written)
-        except TemplateError:  # results without the call, for one
+        except TemplateError:  # for example, tool results without their call
             return self._find_by_prefix(messages, index, text, before)
         if around.count(_SENTINEL) != 1:
             raise ValueError(
-                f"the chat template writes a reply's text {around.count(_SENTINEL)} times; it must be once"
+                f"the chat template writes a reply's text {around.count(_SENTINEL)} times; it must write it once"
             )
         left, _, right = around.partition(_SENTINEL)
         begin, end = len(before), len(text) - len(right)
@@ -143,15 +146,17 @@ class ChatRenderer:
         return Span(begin, end, has_turn_end=False)
 
     def _find_by_prefix(self, messages: Messages, index: int, text: str, before: str) -> Span:
-        """The reply at `index` where it cannot be replaced: what a rendering gains by it, its end of turn included."""
+        """Finds the reply at `index` where it cannot be replaced: the text that it adds, its end of turn included."""
         upto = self.render(messages[: index + 1])
         if not (text.startswith(upto) and upto.startswith(before)):
             raise ValueError(_CHANGED)
         return Span(len(before), len(upto.rstrip()))
 
     def _count_given_by_template(self, messages: Messages, index: int, written: Messages) -> int:
-        """How many characters of the assistant's turn (an empty thought) stand before its content; the header is what
-        the turn begins with here and in the prompt."""
+        """Counts the characters (an empty thought) between the header of the assistant's turn and its content.
+
+        The header is the common beginning of the turn in this rendering and in the prompt.
+        """
         if index == 0:
             return 0
         here = self.render(self._replace(written, index - 1, _EARLIER_SENTINEL))
@@ -165,7 +170,7 @@ class ChatRenderer:
 
     @staticmethod
     def _replace(messages: Messages, index: int, text: str) -> Messages:
-        """The message at `index` with another text and nothing else (a result keeps the call it answers)."""
+        """Replaces the message at `index` by another text (a tool result keeps the id of its call)."""
         kept = {key: value for key, value in messages[index].items() if key in ("role", "tool_call_id", "name")}
         message = {**kept, "content": text}
         return [*messages[:index], message, *messages[index + 1 :]]

@@ -1,4 +1,4 @@
-"""What training would see of each set: conversations, what is dropped and why, tokens, lengths."""
+"""Counts the conversations, drops, tokens and lengths of each set that training would read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import datasets
 from training.data.chat_tokens import tokenize_with_problems
 from training.data.conversations import Place, iterate_place, read_place
 from training.data.options import DataArguments
-from training.data.training_sets import count_draws, count_learned
 
 _QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
 
@@ -26,13 +25,12 @@ class SetStatistics:
 
     Args:
         num_records: lines or rows that were read; each is a conversation or is in `dropped`.
-        dropped: reason -> how many; malformed lines are one of them.
-        num_turns: messages of the conversations, `num_replies` of them by the assistant.
-        num_tokens: those of the rows, cut to `max_length`; `num_trained_tokens` of them have a loss.
-        num_at_max_length: rows of as many tokens as there may be, most of which are cut.
-        lengths: tokens of a row, by quantile (0.5 = the median).
-        num_draws: conversations that an epoch of the mixture takes; all of them without weights.
-        num_lost_thoughts: replies whose thoughts the chat template drops even where they are a conversation's last.
+        dropped: reason -> number of records, malformed lines included.
+        num_turns: messages of the conversations; `num_replies` of them are the assistant's.
+        num_tokens: tokens of the rows, cut to `max_length`; `num_trained_tokens` of them have a loss.
+        num_at_max_length: rows of `max_length` tokens; most of them were cut.
+        lengths: tokens of a row by quantile (0.5 = the median).
+        num_lost_thoughts: replies whose thoughts the chat template drops, even from a conversation's last reply.
     """
 
     name: str
@@ -45,7 +43,6 @@ class SetStatistics:
     num_trained_tokens: int
     num_at_max_length: int
     lengths: dict[str, int]
-    num_draws: int
     num_lost_thoughts: int
 
     @property
@@ -58,38 +55,27 @@ class SetStatistics:
 
 @dataclass(frozen=True)
 class MeasuredSet:
-    """One set as it was read: `rows` are those that can be used, `row_lengths` their tokens."""
+    """One set after reading: its usable rows, and the number of tokens of each."""
 
     statistics: SetStatistics
     rows: datasets.Dataset
     row_lengths: list[int]
 
 
-def measure_sets(data_args: DataArguments, tokenizer: Any, *, seed: int) -> list[MeasuredSet]:
-    """Each of `dataset`, counted. Of a stream, the first `vocabulary_rows` records of each.
-
-    Args:
-        seed: of the training run, which draws a mixture's conversations with it.
+def measure_sets(data_args: DataArguments, tokenizer: Any) -> list[MeasuredSet]:
+    """Reads and counts each of `dataset`; of a stream, the first `vocabulary_rows` records of each.
 
     Raises:
-        ValueError: a missing file, a tokenizer that cannot be used.
+        ValueError: a missing file, a set without a conversation, or an unusable tokenizer.
     """
-    measured = [
+    return [
         _measure_set(Place.find(name, split), data_args, tokenizer)
         for name, split in zip(data_args.dataset, data_args.splits, strict=True)
-    ]
-    sizes = [each.statistics.num_conversations for each in measured]
-    if not data_args.dataset_weights or data_args.streaming or 0 in sizes:
-        return measured
-    draws = count_draws(count_learned(sizes, data_args), data_args, seed=seed)
-    return [
-        dataclasses.replace(each, statistics=dataclasses.replace(each.statistics, num_draws=count))
-        for each, count in zip(measured, draws, strict=True)
     ]
 
 
 def total_statistics(measured: Sequence[MeasuredSet]) -> SetStatistics:
-    """All sets together, each counted once."""
+    """Adds up the counts of all sets."""
     parts = [each.statistics for each in measured]
     added = {
         field.name: sum(getattr(part, field.name) for part in parts)
@@ -97,7 +83,7 @@ def total_statistics(measured: Sequence[MeasuredSet]) -> SetStatistics:
         if field.name.startswith("num_")
     }
     dropped = sum((Counter(part.dropped) for part in parts), Counter())
-    lengths = _quantiles(sorted(chain.from_iterable(each.row_lengths for each in measured)))
+    lengths = _quantiles([*chain.from_iterable(each.row_lengths for each in measured)])
     return SetStatistics(name="all", dropped=dict(dropped.most_common()), lengths=lengths, **added)
 
 
@@ -119,31 +105,23 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
     problems = rows["problem"][:]
     dropped.update(problem for problem in problems if problem)
     used = [row for row, problem in enumerate(problems) if not problem]
-    num_lost_thoughts = sum(rows["lost_thoughts"])
-    rows = rows.select(used).remove_columns(["problem", "lost_thoughts"])
-    roles = [
-        [message["role"] for message in json.loads(text)["messages"]]
-        for text in conversations.select(used)["conversation"]
-    ]
-    lengths, num_trained = [], 0
-    for row in rows:
-        lengths.append(len(row["input_ids"]))
-        num_trained += sum(row["loss_mask"])
+    rows, texts = rows.select(used), conversations.select(used)["conversation"]
+    roles = [message["role"] for text in texts for message in json.loads(text)["messages"]]
+    lengths = [len(ids) for ids in rows["input_ids"]]
     statistics = SetStatistics(
         name=place.label,
         num_records=len(records),
         num_conversations=len(rows),
         dropped=dict(dropped.most_common()),
-        num_turns=sum(map(len, roles)),
-        num_replies=sum(turns.count("assistant") for turns in roles),
+        num_turns=len(roles),
+        num_replies=roles.count("assistant"),
         num_tokens=sum(lengths),
-        num_trained_tokens=num_trained,
+        num_trained_tokens=sum(map(sum, rows["loss_mask"])),
         num_at_max_length=lengths.count(data_args.max_length),
-        lengths=_quantiles(sorted(lengths)),
-        num_draws=len(rows),
-        num_lost_thoughts=num_lost_thoughts,
+        lengths=_quantiles(lengths),
+        num_lost_thoughts=sum(rows["lost_thoughts"]),
     )
-    return MeasuredSet(statistics, rows, lengths)
+    return MeasuredSet(statistics, rows.remove_columns(["problem", "lost_thoughts"]), lengths)
 
 
 def _read(place: Place, data_args: DataArguments) -> datasets.Dataset:
@@ -156,12 +134,11 @@ def _read(place: Place, data_args: DataArguments) -> datasets.Dataset:
 
 
 def _without_place(problem: str) -> str:
-    """Without the file and line that it names first, so that like problems are counted together."""
+    """Removes the file and line at its beginning, so that equal problems are counted together."""
     place, _, reason = problem.partition(": ")
     return reason if "line " in place or "row " in place else problem
 
 
 def _quantiles(lengths: list[int]) -> dict[str, int]:
-    """Of sorted lengths; nothing of none."""
-    last = len(lengths) - 1
-    return {f"{share:g}": lengths[round(share * last)] for share in _QUANTILES} if lengths else {}
+    ordered, last = sorted(lengths), len(lengths) - 1
+    return {f"{share:g}": ordered[round(share * last)] for share in _QUANTILES} if lengths else {}

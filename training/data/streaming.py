@@ -1,10 +1,9 @@
-"""Sets larger than the disk: conversations that are read, shuffled and tokenized while heads train on them.
+"""Reads, shuffles and tokenizes conversations while heads train on them: for sets larger than the disk.
 
-A stream never ends: behind the last conversation the next epoch begins, in another order. So where a run stands is a
-number of batches, and a resumed run, for which Trainer skips as many, sees the batches the interrupted one would have
-seen.
+A stream never ends: after the last conversation the next epoch begins, in another order. So the position of a run is a
+number of batches; Trainer skips that many in a resumed run, which then sees the batches of the uninterrupted one.
 
-Of N readers (processes, times DataLoader workers) reader i keeps the conversations i, i + N, i + 2N, ... of an epoch.
+Of N readers (processes x DataLoader workers), reader i gets the conversations i, i + N, i + 2N, ... of an epoch.
 """
 
 from __future__ import annotations
@@ -40,40 +39,36 @@ Row = dict[str, list[int]]
 
 
 class NoConversationError(ValueError):
-    """A reader of a stream has nothing to read: its data, for a user to mend."""
+    """A reader of a stream has no conversation: the user must change the data or the number of readers."""
 
 
 def check_streaming(data_args: DataArguments, training_args: TrainingArguments) -> None:
-    """Refuses what a stream cannot do.
-
-    Raises:
-        ValueError: no number of steps, or an order that needs all lengths.
-    """
+    """Raises ValueError for a stream without a number of steps, or with an order that needs all lengths."""
     if not data_args.streaming:
         return
     if training_args.max_steps <= 0:
-        raise ValueError("got streaming without max_steps: a stream never ends, so say how many steps to train")
+        raise ValueError("got streaming without max_steps: a stream never ends, so give the number of training steps")
     strategy = getattr(training_args, "train_sampling_strategy", "random")
     if strategy != "random":
         raise ValueError(
-            f"got streaming and train_sampling_strategy {strategy}: a stream has the order in which it is read, with "
-            "--shuffle_buffer; leave one of the two out"
+            f"got streaming and train_sampling_strategy {strategy}: a stream is read in its own order (see "
+            "--shuffle_buffer); leave one of the two out"
         )
 
 
 class ConversationStream(IterableDataset[Row]):
-    """Rows `input_ids` and `loss_mask` without end (and `document_lengths`, if they are packed).
+    """Yields rows `input_ids` and `loss_mask` (packed: also `document_lengths`) without end.
 
-    Conversations that cannot be used are counted, and named in a warning when an epoch ends.
+    At the end of an epoch, a warning counts the conversations that could not be used.
 
     Args:
-        holds_out: keep the `validation_fraction` of conversations back whose hash is lowest: the same ones wherever
-            they stand, and equal ones together.
+        holds_out: leave out the `validation_fraction` of conversations with the lowest hashes. So the choice does not
+            depend on the order, and equal conversations are held out together.
         rank: this process, of `num_processes`.
 
     Raises:
-        ValueError: a missing file or unusable tokenizer; while reading: a malformed line (unless they are skipped), or
-            an epoch without a conversation for this reader.
+        ValueError: a missing file or an unusable tokenizer; while reading: a malformed line (unless skipped), or an
+            epoch without a conversation for this reader.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class ConversationStream(IterableDataset[Row]):
         self.places = [Place.find(name, split) for name, split in zip(data_args.dataset, data_args.splits, strict=True)]
         if len(self.places) > 1 and not data_args.dataset_weights:
             logger.warning(
-                "the sets of a stream come one behind the other, mixed only within shuffle_buffer; to mix them give "
+                "a stream reads its sets one after the other, mixed only within shuffle_buffer; to mix them give "
                 "dataset_weights"
             )
 
@@ -107,7 +102,7 @@ class ConversationStream(IterableDataset[Row]):
             yield from self._pack(rows) if self.data_args.packing else rows
 
     def describe(self) -> list[str]:
-        """What is read, without reading it: of each file its name, its size, and a hash of its first and last MiB."""
+        """Describes the files without reading them whole: name, size, and a hash of the first and last MiB."""
         described = []
         for place in self.places:
             folder = Path(place.repository)
@@ -116,11 +111,11 @@ class ConversationStream(IterableDataset[Row]):
         return described
 
     def first_rows(self, count: int) -> datasets.Dataset:
-        """The first so many rows that will be learned from, as they stand, the same in every process."""
+        """Returns the first so many training rows, unshuffled, the same in every process."""
         return self._collect(islice(self._tokenize(self._mix(0, 0, 1)), count))
 
     def held_out_rows(self, count: int | None) -> datasets.Dataset | None:
-        """The first so many rows that are held out (None: all of them); None if there are none."""
+        """Returns the first so many held-out rows (None: all of them); None if there are none."""
         rows = [*islice(self._tokenize(self._mix(0, 0, 1, is_held_out=True), may_be_empty=True), count)]
         return self._collect(iter(rows)) if rows else None
 
@@ -131,16 +126,15 @@ class ConversationStream(IterableDataset[Row]):
     def _tokenize(self, conversations: Iterator[dict[str, str]], *, may_be_empty: bool = False) -> Iterator[Row]:
         dropped: Counter[str] = Counter()
         num_rows = num_lost_thoughts = 0
+        args = self.data_args
         for conversation in conversations:
             problem = conversation["problem"]
-            if problem and not self.data_args.skip_bad_lines:
-                raise BadLineError(f"{problem}. Mend it, or skip such lines with --skip_bad_lines true")
+            if problem and not args.skip_bad_lines:
+                raise BadLineError(f"{problem}. Correct it, or skip such lines with --skip_bad_lines true")
             if problem:
                 dropped["malformed line"] += 1
                 continue
-            row = tokenize_row(
-                conversation, self.tokenizer, self.data_args.max_length, self.data_args.train_on_thinking
-            )
+            row = tokenize_row(conversation, self.tokenizer, args.max_length, args.train_on_thinking)
             num_lost_thoughts += row.pop("lost_thoughts")
             if problem := row.pop("problem"):
                 dropped[problem] += 1
@@ -151,18 +145,15 @@ class ConversationStream(IterableDataset[Row]):
             logger.warning("dropped %d of %d conversations: %s", times, num_rows + dropped.total(), problem)
         warn_of_lost_thoughts(num_lost_thoughts)
         if not num_rows and not may_be_empty:
+            worker = get_worker_info()
             raise NoConversationError(
-                f"no conversation of {', '.join(self.data_args.dataset)} can be used by this reader, "
-                f"{self._who_reads()}; reasons and how often: {dict(dropped)}"
+                f"no conversation of {', '.join(args.dataset)} is left for this reader, one of {self.num_processes} "
+                f"processes{f' x {worker.num_workers} dataloader_num_workers' if worker else ''}; dropped, by reason: "
+                f"{dict(dropped)}"
             )
 
-    def _who_reads(self) -> str:
-        worker = get_worker_info()
-        workers = f", times {worker.num_workers} dataloader_num_workers" if worker else ""
-        return f"one of {self.num_processes} processes{workers}"
-
     def _pack(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """As `training.data.packing.pack_rows`, window by window."""
+        """Packs window by window, as `training.data.packing.pack_rows`."""
         while window := list(islice(rows, WINDOW)):
             columns = {name: [row[name] for row in window] for name in ("input_ids", "loss_mask")}
             packed = pack_window(columns, self.data_args.max_length)
@@ -170,7 +161,7 @@ class ConversationStream(IterableDataset[Row]):
                 yield dict(zip(packed, values, strict=True))
 
     def _shuffle(self, epoch: int, reader: int, num_readers: int) -> Iterator[dict[str, str]]:
-        """Draws from a buffer that is always filled up."""
+        """Draws from a buffer that is always refilled."""
         draw = random.Random(f"{self.seed} {epoch} {reader}")
         buffer: list[dict[str, str]] = []
         for conversation in self._mix(epoch, reader, num_readers):
@@ -184,7 +175,7 @@ class ConversationStream(IterableDataset[Row]):
         yield from buffer
 
     def _mix(self, epoch: int, reader: int, num_readers: int, *, is_held_out: bool = False) -> Iterator[dict[str, str]]:
-        """One epoch of the reader's conversations: set by set, or in the proportion of the weights."""
+        """Yields one epoch of the reader's conversations: set by set, or drawn by the weights."""
         weights = self.data_args.dataset_weights
 
         def read(place: Place) -> Iterator[dict[str, str]]:
@@ -207,7 +198,7 @@ class ConversationStream(IterableDataset[Row]):
                 conversation = next(parts[index], None)
                 if conversation is None:
                     raise NoConversationError(
-                        f"{self.places[index].label} has no conversation for each of {num_readers} readers"
+                        f"{self.places[index].label} has too few conversations for {num_readers} readers"
                     )
             yield conversation
 
@@ -215,19 +206,19 @@ class ConversationStream(IterableDataset[Row]):
         self, place: Place, epoch: int, reader: int, num_readers: int, *, is_held_out: bool
     ) -> Iterator[dict[str, str]]:
         files = list(place.files)
-        random.Random(f"{self.seed} {epoch} files").shuffle(files)  # of every reader alike
+        random.Random(f"{self.seed} {epoch} files").shuffle(files)  # the same order for every reader
         for number, conversation in enumerate(iterate_place(place, self.record_format, files)):
             if number % num_readers != reader:
                 continue
             row = conversation()
             held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
-            # A malformed line is nobody's to learn from: training reports it.
+            # Training reports malformed lines; the held-out part skips them.
             if held_out == is_held_out and not (is_held_out and row["problem"]):
                 yield row
 
 
 def _find_files(folder: Path) -> list[Path]:
-    """Those with conversations in a copy of a hub's folder."""
+    """The files with conversations in a copy of a hub repository."""
     found = sorted(file for file in folder.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
     return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
 

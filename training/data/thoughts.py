@@ -1,4 +1,4 @@
-"""Thoughts: how models mark them in their texts, and what chat templates make of them."""
+"""Thoughts: how models mark them in text, and how chat templates name or drop them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ THOUGHT_MARKS = (
     ("◁think▷", "◁/think▷"),
     ("<seed:think>", "</seed:think>"),
 )
-# What a template may call the thoughts of a message: nearly all the first, gpt-oss's the second.
+# A template's key for the thoughts of a message: the first one in nearly all, the second in gpt-oss.
 _KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def find_thought_end(text: str, begin: int, end: int) -> int | None:
-    """The character behind the thought that the reply text[begin:end] begins with; None if it begins with none, and the
-    end of the text if it does not end, so that nothing of the turn is left.
+    """Returns where the thought at the beginning of the reply text[begin:end] ends; None if it begins with no thought.
 
-    Worked example: of "<think>a</think>b" from 0 to 17 it is 16; the same from 7, where the header opened the thought.
+    For a thought without an end it is the end of the text: nothing of the turn is left to learn.
+
+    Worked example: 16 for "<think>a</think>b" from 0 to 17; also from 7, where the header opened the thought.
     """
     for opening, closing in THOUGHT_MARKS:
         first = begin + len(text[begin:end]) - len(text[begin:end].lstrip())
@@ -36,11 +37,12 @@ def find_thought_end(text: str, begin: int, end: int) -> int | None:
 
 
 def split_thoughts(text: str, header: str = "") -> Iterator[tuple[str, str]]:
-    """(thoughts, what follows them) of a reply's text, in as many ways as it can be read: with marks of several kinds,
-    and with the line breaks around them, which templates write themselves, or without.
+    """Yields (thoughts, rest) for each way to read a reply's text: by kind of mark, with and without line breaks.
+
+    Templates write the line breaks around marks themselves.
 
     Args:
-        header: what stands before the text; it may have opened the thought.
+        header: the text before the reply; it may have opened the thought.
     """
     for opening, closing in THOUGHT_MARKS:
         is_open = header.rstrip().endswith(opening)
@@ -51,7 +53,7 @@ def split_thoughts(text: str, header: str = "") -> Iterator[tuple[str, str]]:
 
 
 def name_thoughts(messages: Messages, template: str) -> Messages:
-    """Messages whose `reasoning_content` has the name that the chat template reads."""
+    """Renames the messages' `reasoning_content` to the key that the chat template reads."""
     key = next((name for name in _KEYS if re.search(rf"\w\.{name}\b|['\"]{name}['\"]", template)), _KEYS[0])
     if key == _KEYS[0] or not any(_KEYS[0] in message for message in messages):
         return messages
@@ -59,16 +61,18 @@ def name_thoughts(messages: Messages, template: str) -> Messages:
 
 
 def count_lost_thoughts(messages: Messages, text: str) -> int:
-    """How many replies of a conversation have thoughts that are not in `text`, its rendering: none as long as those of
-    the last reply are, since templates that keep thoughts may still drop those of earlier turns."""
+    """Counts the replies whose thoughts are missing in `text`, the rendered conversation.
+
+    The count is 0 if the last reply's thoughts are there: templates that keep thoughts may drop those of earlier turns.
+    """
     found = [find_thoughts(message) for message in messages]
-    words = " ".join(text.split())  # templates add and take line breaks
+    words = " ".join(text.split())  # templates change line breaks
     lost = [bool(thoughts) and thoughts not in words for thoughts in found]
     return sum(lost) if lost[-1] else 0
 
 
 def find_thoughts(message: dict[str, Any]) -> str:
-    """The thoughts of a message, its words alone; "" if it has none."""
+    """Returns the words of a message's thoughts, separated by single spaces; "" if it has none."""
     if message["role"] != "assistant":
         return ""
     thoughts, content = message.get("reasoning_content"), message["content"]

@@ -131,7 +131,7 @@ def test_thoughts_that_no_reply_keeps_are_counted_once(
     caplog.clear()
     path = write(tmp_path / "a.jsonl", [{"messages": messages} for messages in sets])
     args = DataArguments(dataset=[path], max_length=64, validation_fraction=0)
-    assert measure_sets(args, tokenizer, seed=0)[0].statistics.num_lost_thoughts == num_lost
+    assert measure_sets(args, tokenizer)[0].statistics.num_lost_thoughts == num_lost
     assert not caplog.messages
     stream = ConversationStream(replace(args, streaming=True), tokenizer, seed=0, holds_out=False)
     stream.first_rows(9)

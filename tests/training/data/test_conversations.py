@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 
 from tests.conftest import CHAT_TARGET, HF_HOME
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
-from tests.training.feature_cases import limited_file_size
 from training.data.chat_tokens import tokenize_conversations
 from training.data.conversations import BadLineError, load_conversations
 
@@ -63,7 +62,7 @@ BAD_LINES = {
     "": "the line is empty",
     '{"conversations": [': "Expecting value",
     "[]": "expected an object, got list",
-    '{"text": "Hi"}': "got the columns ['text'], which are of no known layout (nearest: ",
+    '{"text": "Hi"}': "got the columns ['text'], which no known layout has",
     '{"messages": []}': "expected a non-empty list",
     '{"messages": ["Hi"]}': "expected a turn with role and content, got str",
     '{"messages": [{"role": "narrator", "content": "Hi"}]}': "unknown role 'narrator'; known roles: human",
@@ -99,7 +98,7 @@ def test_a_torn_file_is_a_bad_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl.gz"
     data = gzip.compress((json.dumps(sharegpt("Hi", "Yo")) + "\n").encode())
     file.write_bytes(data + data[:-9])
-    with pytest.raises(BadLineError, match="line 3: the file cannot be read from here on"):
+    with pytest.raises(BadLineError, match="line 3: the rest of the file cannot be read"):
         load_conversations([str(file)])
     assert len(load_conversations([str(file)], skip_bad_lines=True)) == 2
 
@@ -130,23 +129,11 @@ def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, mo
     assert tokenize_conversations(load_conversations([file]), again, max_length=64).to_dict() == rows.to_dict()
 
 
-def test_a_cache_that_cannot_be_written_is_named(
-    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk, a quota, a folder that cannot be made: one line each, and what to do."""
-    local = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo" * 999)] * 99)
-    for name in (local, f"{repository}:other"):
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-        message = r"cannot be taken into the cache of `datasets`, \S+ \(%s\): make room there, .*HF_DATASETS_CACHE"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ArrowWriter, "finalize", raise_full)
-            with pytest.raises(OSError, match=message % "No space left on device"):
-                load_conversations([name])
-    with limited_file_size(1000), pytest.raises(OSError, match=message % "File too large"):
-        load_conversations([local])
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
-    with pytest.raises(OSError, match=message % "Not a directory"):
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo")])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(ArrowWriter, "finalize", raise_full)
+    with pytest.raises(OSError, match=r"to the cache of `datasets`, \S+ \(No space left on device\): .*HF_DATA"):
         load_conversations([local])
 
 
@@ -166,8 +153,6 @@ def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
             load_conversations([empty])
         with pytest.raises(ValueError, match="no conversations in"):
             load_conversations([empty], skip_bad_lines=True)
-    with pytest.raises(ValueError, match="max_samples is 0"):
-        load_conversations([empty], max_samples=0)
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -189,14 +174,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_parquet(folder / "other" / "train-00000.parquet", [{"question": "1 + 1?", "answer": "#### 2"}])
     write(folder / "leftover.jsonl", ["not part of any subset"])
     return folder
-
-
-def test_max_samples_of_a_repository_counts_good_rows(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: main\n  data_files: main/*\n---\n")
-    good, bad = {"messages": TWO_TURNS}, {"messages": None}
-    write_parquet(tmp_path / "main" / "train-00000.parquet", [good, bad, bad, good, good])
-    for wanted, found in ((1, 1), (2, 2), (9, 3)):
-        assert len(load_conversations([f"{tmp_path}:main"], max_samples=wanted, skip_bad_lines=True)) == found
 
 
 def test_repositories_have_subsets_and_splits(repository: Path) -> None:
@@ -244,7 +221,7 @@ def test_parquet_files_read_as_json_does(tmp_path: Path) -> None:
 def test_a_damaged_parquet_file_is_named(tmp_path: Path, cut: int, repository: Path) -> None:
     file = Path(write_parquet(tmp_path / "a.parquet", [{"messages": TWO_TURNS}] * 5))
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(BadLineError, match=r"a\.parquet, line 1: the file cannot be read from here on"):
+    with pytest.raises(BadLineError, match=r"a\.parquet, line 1: the rest of the file cannot be read"):
         load_conversations([str(file)])
     (tmp_path / "set" / "data").mkdir(parents=True)
     file.rename(tmp_path / "set" / "data" / "train-0.parquet")

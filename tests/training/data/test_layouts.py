@@ -58,7 +58,7 @@ def test_layouts_of_known_sets(record: dict[str, Any], messages: list[dict[str, 
         assert parse_conversation(as_table, RecordFormat(name)) == messages
     for name in LAYOUTS.keys() - names:
         if not any(set(layout.required) <= record.keys() for layout in LAYOUTS[name]):
-            with pytest.raises(ValueError, match=r"expected the column .*; there are \['"):
+            with pytest.raises(ValueError, match=r"expected the columns .*; there are \['"):
                 parse_conversation(record, RecordFormat(name))
 
 
@@ -94,14 +94,14 @@ def test_columns_can_be_named() -> None:
         (
             {"problem": "", "solution": ""},
             {"columns": {"prompt": "problem", "response": "solution", "system": "sys"}},
-            r"expected the column 'sys'",
+            r"expected the columns 'sys'",
         ),
         (
             {"question": "", "anwser": ""},
             {"name": "gsm8k"},
             r"'question' and 'answer'; .*nearest: 'question'",
         ),
-        ({"question": "", "anwser": ""}, {}, r"no known layout \(nearest: gsm8k, with question and answer\)"),
+        ({"question": "", "anwser": ""}, {}, r"which no known layout has; name them with --columns"),
         ({"prompt": 3, "response": ""}, {}, "`prompt` is int, expected text"),
         ({"prompt": "", "response": None}, {"columns": {"prompt": "prompt", "response": "response"}}, "is NoneType"),
         ({"messages": [{"role": ["user"], "content": ""}]}, {}, "unknown role"),

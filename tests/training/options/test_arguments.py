@@ -98,13 +98,13 @@ def test_defaults_leave_the_machine_alone() -> None:
         ([*REQUIRED, "--eval_split", "test"], "got eval_split 'test' without eval_dataset"),
         (
             [*REQUIRED[:5], "some/set", "--eval_dataset", "other", "some/set", "--eval_split", "train"],
-            "got some/set as dataset and as eval_dataset, with the splits 'train' and 'train': that evaluates on what",
+            "got some/set as dataset and as eval_dataset, with the splits 'train' and 'train': the evaluation would",
         ),
         (
             [*REQUIRED[:5], __file__, "--eval_dataset", __file__],
             "test_arguments.py as dataset and as eval_dataset, with the splits 'train' and 'validation'",
         ),
-        ([*REQUIRED, "--validation_fraction", "1.5"], r"got validation_fraction 1.5: it is a share, from 0 to below 1"),
+        ([*REQUIRED, "--validation_fraction", "1.5"], r"got validation_fraction 1.5: it must be from 0 to below 1"),
         ([*REQUIRED, "--step_decay", "0"], "got step_decay 0.0: it must be above 0"),
         ([*REQUIRED, "--muon_learning_rate", "0"], "got muon_learning_rate 0.0: it must be above 0"),
         ([*REQUIRED, "--loss_type", "hinge"], "loss_type is 'hinge'.*cross_entropy"),
@@ -221,7 +221,10 @@ def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
         ({"columns": ["prompt"]}, "got columns 'prompt': write ROLE=COLUMN"),
         ({"columns": ["prompt=a"]}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
         ({"dataset_format": "sharegtp"}, r"did you mean 'sharegpt'\?"),
-        ({"dataset_split": ["a", "b"], "eval_dataset": ["some/b"], "eval_split": "b"}, "evaluates on what is learned"),
+        (
+            {"dataset_split": ["a", "b"], "eval_dataset": ["some/b"], "eval_split": "b"},
+            "the evaluation would read training rows",
+        ),
     ],
 )
 def test_sources_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
