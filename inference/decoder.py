@@ -80,7 +80,7 @@ class Decoder:
                 f"drafter is {drafter!r}; a drafter, or None, is expected: load a folder of heads with "
                 "heads.DraftHeads.from_pretrained"
             )
-        self.target = target if isinstance(target, Target) else Target(target)
+        self.target = Target.of(target)
         self.drafter = drafter if drafter is None else drafter.for_target(self.target)
         self.is_coupled = is_coupled
         self.is_synchronised = is_synchronised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,17 @@ class LengthLimit:
     reason: str
 
 
-def unwrap_model(model: nn.Module) -> Any:
-    """The transformers model inside `model` (a PEFT model keeps its adapters in place), after the checks by config."""
+def _find_causal_lm(model: nn.Module) -> Any:
+    """The transformers model inside `model`: a PEFT model keeps its adapters in place."""
     causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(causal_lm, PreTrainedModel):
         raise ValueError(f"a target is a transformers causal LM (AutoModelForCausalLM), got {type(model).__name__}")
+    return causal_lm
+
+
+def unwrap_model(model: nn.Module) -> Any:
+    """The transformers model inside `model`, after the checks that need the config only."""
+    causal_lm = _find_causal_lm(model)
     check_adapters(model)
     name, config = type(causal_lm).__name__, causal_lm.config
     if causal_lm.get_output_embeddings() is None:
@@ -99,6 +106,46 @@ def find_device(module: Any) -> torch.device:
     if execution_device is None:
         raise ValueError("the model's weights are on the meta device: load them, for example with from_pretrained")
     return torch.device(execution_device)
+
+
+def find_placement(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Where the model's weights are: (device, number of tensors in a row), in the order of its modules.
+
+    Worked example, six layers of nine tensors on two devices: (("cuda:0", 28), ("cuda:1", 29)). A weight that
+    accelerate has put elsewhere counts for the device that it runs on: ("offloaded from cuda:0", 9).
+    """
+    places = [place for module in model.modules() for place in _find_places(module)]
+    return tuple((place, len(list(group))) for place, group in itertools.groupby(places))
+
+
+def _find_places(module: nn.Module) -> list[str]:
+    """Of the weights that the module itself holds."""
+    weights = [weight for weight in module._parameters.values() if weight is not None]
+    if not any(weight.is_meta for weight in weights):
+        return [str(weight.device) for weight in weights]
+    runs_on = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return [f"offloaded from {runs_on}" if weight.is_meta else str(weight.device) for weight in weights]
+
+
+def describe_model(model: nn.Module) -> tuple[Any, ...]:
+    """Equal for a model as long as nothing has changed that `Target` examines, but for the values of its weights:
+    modules (adapters are modules), shapes, dtypes and devices of weights, config, attention, training mode."""
+    config = _find_causal_lm(model).config
+    implementation = config.get_text_config()._attn_implementation
+    return (
+        model.training,
+        STOCK if implementation == GROUPED else implementation,
+        repr(config.to_dict()),
+        tuple(map(_describe_module, model.modules())),
+    )
+
+
+def _describe_module(module: nn.Module) -> tuple[Any, ...]:
+    """Its type, its own weights, and where accelerate runs it."""
+    weights = [
+        (weight.shape, weight.dtype, weight.device) for weight in module._parameters.values() if weight is not None
+    ]
+    return type(module), getattr(getattr(module, "_hf_hook", None), "execution_device", None), *weights
 
 
 def is_quantised(model: Any) -> bool:

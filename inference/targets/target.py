@@ -11,6 +11,8 @@ transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[n] the last 
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,13 +35,16 @@ from inference.targets.lm_head import read_weight, run_frozen
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
     check_adapters,
+    describe_model,
     find_device,
     find_layer_windows,
     find_length_limit,
+    find_placement,
     refuse_autocast,
     unwrap_model,
 )
 from inference.targets.probe import examine_model
+from inference.targets.probe_tree import Findings
 from inference.trees.token_tree import TokenTree
 
 
@@ -70,6 +75,19 @@ class _Pass:
     logits: Tensor | None
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What is kept of a model's target: nothing that keeps the model alive."""
+
+    description: Any  # of the model when it was examined
+    findings: Findings
+    target: weakref.ref[Target]
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+_known_lock = threading.Lock()
+
+
 class Target:
     """A frozen causal LM, or a frozen encoder-decoder model: features, tree attention masks, positions, cache shapes.
 
@@ -95,7 +113,8 @@ class Target:
             training mode, autocast to another dtype, adapters that PEFT steers by hooks of its own.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, findings: Findings | None = None) -> None:
+        """Examines the model, but for `findings` that an earlier construction has left (`Target.of`)."""
         self.model: Any = model
         self._causal_lm = unwrap_model(model)
         self.text_config: Any = self._causal_lm.config.get_text_config()
@@ -115,10 +134,11 @@ class Target:
         self._placed: PlacedDecoder | None = None
         if self._causal_lm.config.is_encoder_decoder:
             self._placed = PlacedDecoder(self._causal_lm)
-            findings = examine_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
+        if findings is None:
+            findings = self._examine()
+        self.findings = findings
+        if self.is_encoder_decoder:
             self.num_layers = len(findings.layer_specs)  # the config's number may be the encoder's
-        else:
-            findings = examine_model(self._causal_lm, self.text_config, self.masks.from_allowed, self.device)
         self._layer_specs = findings.layer_specs
         self._scale_logits = findings.scale_logits
         self._takes_inference_mode = findings.takes_inference_mode
@@ -128,9 +148,42 @@ class Target:
         self.state_size = findings.state_size
         self._first_layers: dict[int, nn.Module] = {}  # by their number
 
+    @classmethod
+    def of(cls, model: Target | nn.Module) -> Target:
+        """The target of a model: the one that an earlier call gave, if that is still in use, else a new one.
+
+        A model is examined at the first call, and again after a change of its modules, its config, its attention
+        implementation, or the shapes, dtypes or devices of its weights. The model is not kept alive.
+
+        Raises:
+            ValueError: as construction does; also for what `check_again` refuses.
+        """
+        if isinstance(model, Target):
+            return model
+        description = describe_model(model)
+        with _known_lock:
+            known = _known.get(model)
+            if known is None or known.description != description:
+                target = cls(model)
+            else:
+                target = known.target() or cls(model, findings=known.findings)
+                target.check_again()
+            _known[model] = _Known(description, target.findings, weakref.ref(target))
+        return target
+
+    def _examine(self) -> Findings:
+        if self._placed is not None:
+            return examine_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
+        return examine_model(self._causal_lm, self.text_config, self.masks.from_allowed, self.device)
+
     @property
     def is_encoder_decoder(self) -> bool:
         return self._placed is not None
+
+    @property
+    def placement(self) -> tuple[tuple[str, int], ...]:
+        """Where the weights are: (device, number of tensors in a row), in the order of the model's modules."""
+        return find_placement(self._causal_lm)
 
     def check_again(self) -> None:
         """Refuses (ValueError), as construction does, what may have come since: adapters, autocast."""
