@@ -68,9 +68,16 @@ def unwrap_model(model: nn.Module) -> Any:
         )
     if getattr(text_config, "use_bidirectional_attention", None) not in (None, False):
         raise ValueError(f"{name} attends in both directions (use_bidirectional_attention): it is no causal LM")
-    if model.training:
-        raise ValueError(f"{name} is in training mode, where dropout makes every pass different: call model.eval()")
+    refuse_training(model)
     return causal_lm
+
+
+def refuse_training(model: nn.Module) -> None:
+    """Refuses a model in training mode (ValueError)."""
+    if model.training:
+        raise ValueError(
+            f"{type(model).__name__} is in training mode, where dropout makes every pass different: call model.eval()"
+        )
 
 
 def check_adapters(model: Any) -> None:

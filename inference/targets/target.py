@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,10 @@ from inference.cache.draft_rows import DraftRows
 from inference.cache.scratch_cache import ScratchCache
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
-from inference.targets.attention import grouped_attention
-from inference.targets.documents import gather_documents, split_documents
+from inference.targets.backbone import Backbone
 from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.encoder_decoder_probe import examine_encoder_decoder
 from inference.targets.first_layers import find_final_norm, find_final_norm_gain, take_first_layers
-from inference.targets.layer_recomputation import recomputed_layers
 from inference.targets.lm_head import read_weight, run_frozen
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
@@ -41,6 +39,7 @@ from inference.targets.model_config import (
     find_length_limit,
     find_placement,
     refuse_autocast,
+    refuse_training,
     unwrap_model,
 )
 from inference.targets.probe import examine_model
@@ -54,14 +53,6 @@ class TargetOutput:
 
     logits: Tensor
     features: Tensor | None
-
-
-@dataclass(frozen=True)
-class EncodeOutput:
-    """features: [B, T, F] (width 0 when no layers were asked for). last_hidden: [B, T, D], after the final norm."""
-
-    features: Tensor
-    last_hidden: Tensor
 
 
 @dataclass(frozen=True)
@@ -142,8 +133,7 @@ class Target:
         self._layer_specs = findings.layer_specs
         self._scale_logits = findings.scale_logits
         self._takes_inference_mode = findings.takes_inference_mode
-        # Others compare the implementation's name with "sdpa" themselves (Falcon), and would take ours for eager.
-        self._has_attention_interface: bool = getattr(self._causal_lm, "_supports_attention_backend", False)
+        self.backbone = Backbone(model, self._causal_lm, num_layers=self.num_layers, device=self.device)
         self.vocab_size: int = findings.vocab_size
         self.state_size = findings.state_size
         self._first_layers: dict[int, nn.Module] = {}  # by their number
@@ -312,9 +302,8 @@ class Target:
         node_positions = self._cut_positions(rows.lengths[:, None] + rows.depths)
         positions = self._cut_positions(rows.lengths[:, None] + rows.depth).expand_as(token_ids)
         masks = self.masks.in_view(rows, positions, node_positions, ancestors)
-        hidden: Tensor = self._run(
-            self._first_layers[num_layers], token_ids, positions, masks, rows, ()
-        ).last_hidden_state
+        output = self.backbone.run(self._first_layers[num_layers], token_ids, positions, masks, rows)
+        hidden: Tensor = output.last_hidden_state
         return hidden.to(self.device)
 
     @torch.no_grad()
@@ -345,47 +334,6 @@ class Target:
         if read is not None:
             source = source.gather(1, read[..., None].expand(-1, -1, source.shape[-1]))
         return self.compute_logits(source) if output.logits is None else source
-
-    def encode(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        *,
-        feature_layers: Sequence[int] = (),
-        with_autograd: bool = False,
-        document_ids: Tensor | None = None,
-        num_groups: int | None = None,
-    ) -> EncodeOutput:
-        """One full pass without cache and without logits, for training; the outputs may enter an autograd graph.
-
-        Args:
-            input_ids: [B, T] long, right-padded.
-            attention_mask: [B, T], 1 on real tokens. Causal attention keeps out what stands behind them: the model is
-                given no mask, and its kernels need no [T, T]. Positions are 0..T-1.
-            with_autograd: keep the pass's own graph as well, for weights that are trained (adapters).
-            document_ids: [B, T] of rows that hold several documents, each of which begins at position 0 and sees none
-                of the others: a pass for each group of them (`split_documents`, also for `num_groups`). States at
-                padding are zero. None = one document per row.
-        """
-        self._refuse_features()
-        if document_ids is not None:
-            groups = split_documents(document_ids, num_groups=num_groups)
-            options: Any = {"feature_layers": feature_layers, "with_autograd": with_autograd}
-            parts = [self.encode(group.read(input_ids), group.mask, **options) for group in groups]
-            return EncodeOutput(
-                gather_documents(groups, [part.features for part in parts], input_ids.shape),
-                gather_documents(groups, [part.last_hidden for part in parts], input_ids.shape),
-            )
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        with torch.set_grad_enabled(with_autograd and torch.is_grad_enabled()):
-            output = self._run_backbone(input_ids, positions, None, None, feature_layers)
-            last_hidden: Tensor = output.last_hidden_state.to(self.device)
-            features = self._join_features(output, last_hidden, feature_layers)
-        return EncodeOutput(last_hidden[..., :0] if features is None else features, last_hidden)
-
-    def recomputing_layers(self) -> AbstractContextManager[None]:
-        """Gradient checkpointing for passes of `encode(with_autograd=True)`."""
-        return recomputed_layers(self._causal_lm, self._attention)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits [..., V] of post-norm states [..., D], soft-capping and scales included.
@@ -431,92 +379,22 @@ class Target:
         masks = self.masks.in_view(cache, positions, tree_positions, ancestors)
         if self._placed is not None:
             if feature_layers:
-                self._refuse_features()
-            logits = self._run_placed(self._placed, cache, token_ids, positions, tree_positions, masks)
+                self.refuse_features()
+            refuse_training(self.model)
+            logits = self._placed.run_opened(cache, token_ids, positions, tree_positions, masks)
             return _Pass(logits[..., :0], None, logits)
         if self._scale_logits is not None:
-            output = self._run_backbone(token_ids, positions, masks, cache, feature_layers)
-            last_hidden: Tensor = output.last_hidden_state.to(self.device)
-            return _Pass(last_hidden, self._join_features(output, last_hidden, feature_layers), None)
-        layers = [*feature_layers, self.num_layers]
-        output = self._run(self._causal_lm, token_ids, positions, masks, cache, layers)
-        last_hidden = output.hidden_states[self.num_layers].to(self.device)
-        features = self._join_features(output, last_hidden, feature_layers)
-        return _Pass(last_hidden, features, output.logits.to(self.device))
+            states = self.backbone.read(token_ids, positions, masks, cache, feature_layers=feature_layers)
+            return _Pass(states.last, states.features, None)
+        states, logits = self.backbone.read_with_logits(
+            token_ids, positions, masks, cache, feature_layers=feature_layers
+        )
+        return _Pass(states.last, states.features, logits)
 
-    def _run_placed(
-        self,
-        placed: PlacedDecoder,
-        cache: TreeCache,
-        token_ids: Tensor,
-        positions: Tensor,
-        tree_positions: Tensor,
-        masks: Any,
-    ) -> Tensor:
-        """Logits [B, N, V] of an encoder-decoder model."""
-        self._refuse_training()
-        if cache.source is None:
-            raise ValueError("an encoder-decoder target has no source to read: call target.read_source(cache, source)")
-        slots_seen, places = cache.slots_seen(None)
-        keys = slots_seen.expand(len(positions), -1).scatter(1, places, tree_positions.expand_as(places))
-        return placed.run(cache.source, cache, token_ids, positions, keys, masks)
-
-    def _refuse_features(self) -> None:
+    def refuse_features(self) -> None:
+        """Refuses (ValueError) an encoder-decoder target, which hands over no hidden states."""
         if self._placed is not None:
             raise ValueError(
                 f"{type(self._causal_lm).__name__} is an encoder-decoder model, of which no hidden states are handed "
                 f"over: draft with a SmallModelDrafter or an NgramDrafter; trained heads need a decoder-only target"
             )
-
-    def _refuse_training(self) -> None:
-        if self.model.training:
-            raise ValueError("the target is in training mode, where dropout makes every pass different: model.eval()")
-
-    def _run_backbone(
-        self, token_ids: Tensor, positions: Tensor, masks: Any, cache: TreeCache | None, feature_layers: Sequence[int]
-    ) -> Any:
-        return self._run(self._causal_lm.base_model, token_ids, positions, masks, cache, feature_layers)
-
-    def _run(
-        self,
-        module: nn.Module,
-        token_ids: Tensor,
-        positions: Tensor,
-        masks: Any,
-        cache: TreeCache | DraftRows | None,
-        layers: Sequence[int],
-    ) -> Any:
-        self._refuse_training()
-        unknown = [layer for layer in layers if not 0 <= layer <= self.num_layers]
-        if unknown:
-            raise ValueError(
-                f"hidden states {unknown} do not exist: a target of {self.num_layers} layers has 0 (embeddings) to "
-                f"{self.num_layers} (last, after the final norm)"
-            )
-        # A list keeps only those states; releases that know no lists take it as True and keep all.
-        wanted = (
-            sorted(set(layers) - {self.num_layers}) if module is self._causal_lm.base_model else sorted(set(layers))
-        )
-        with self._attention():
-            return module(
-                input_ids=token_ids,
-                attention_mask=masks,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=cache is not None,
-                output_hidden_states=wanted or False,
-                return_dict=True,
-            )
-
-    def _attention(self) -> AbstractContextManager[Any]:
-        return grouped_attention(self.text_config) if self._has_attention_interface else nullcontext()
-
-    def _join_features(self, output: Any, last_hidden: Tensor, feature_layers: Sequence[int]) -> Tensor | None:
-        """Concatenate the asked hidden states on the last dimension, on the target's device."""
-        if not feature_layers:
-            return None
-        states = [
-            last_hidden if layer == self.num_layers else output.hidden_states[layer].to(self.device)
-            for layer in feature_layers
-        ]
-        return torch.cat(states, dim=-1)

@@ -21,6 +21,7 @@ from inference import Target, chain, generate
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.sampling import DraftSampling
+from inference.targets.encoding import encode
 from inference.trees.token_tree import TokenTree
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
@@ -334,7 +335,7 @@ class TestTrainingSlots:
         heads = block(target, **SWITCHES["dspark"]).train()
         input_ids = random_prompt(9)
         mask = torch.zeros_like(input_ids)
-        encoded = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
+        encoded = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
         loss_type = "1.8*total_variation+0.1*cross_entropy"
         teacher = compute_teacher(target, encoded.last_hidden, input_ids, mask, None, loss_type=loss_type)
         steps = heads.unroll_where(encoded.features, input_ids, mask)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
 from inference import Decoder, Target, generate
+from inference.targets.encoding import encode
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
 from training.losses.draft_loss import draft_loss
@@ -120,7 +121,7 @@ def take_gradients(heads: DraftHeads, target: Target, loss_type: str) -> Tensor:
     attention_mask[1, 15:] = 0
     loss_mask = attention_mask.clone()
     loss_mask[:, :4] = 0
-    encoded = target.encode(input_ids, attention_mask, feature_layers=heads.feature_layers)
+    encoded = encode(target, input_ids, attention_mask, feature_layers=heads.feature_layers)
     teacher = compute_teacher(
         target, encoded.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type=loss_type
     )
@@ -152,7 +153,7 @@ class TestTraining:
         target = Target(tiny_target(family))
         heads = tiny_heads(head_type, target, **overrides)
         input_ids = random_prompt(11, batch_size=2)
-        features = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
+        features = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
         steps = heads.unroll(features, input_ids)
         assert [step.shift for step in steps] == list(range(2, 2 + len(steps)))
         assert len(steps) == heads.num_unrolled_steps
@@ -231,7 +232,7 @@ class Prefix:
 
     def encode(self, input_ids: Tensor) -> Tensor:
         layers = self.heads.feature_layers
-        return self.heads.target.encode(input_ids, torch.ones_like(input_ids), feature_layers=layers).features
+        return encode(self.heads.target, input_ids, torch.ones_like(input_ids), feature_layers=layers).features
 
     def start(self, max_length: int, num_scratch: int) -> Any:
         state = self.heads.start(len(self.lengths), max_length, num_scratch)

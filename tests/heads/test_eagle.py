@@ -17,6 +17,7 @@ from heads import DraftHeads, DraftStep, create_heads
 from heads.eagle import EagleHeads
 from heads.modules import layers as layers_module
 from inference import Decoder, DynamicTree, StaticTree, Target, chain
+from inference.targets.encoding import encode
 from tests.heads import slow_layer
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
@@ -179,7 +180,7 @@ class TestLoss:
         text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=100, do_sample=False)
         mask = torch.ones_like(text)
         heads = create_heads("eagle", target, ttt_steps=ttt_steps)
-        encoded = target.encode(text, mask, feature_layers=heads.feature_layers)
+        encoded = encode(target, text, mask, feature_layers=heads.feature_layers)
         teacher = compute_teacher(target, encoded.last_hidden, text, mask, None, loss_type=loss_type)
         optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
 

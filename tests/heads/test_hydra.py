@@ -18,6 +18,7 @@ from heads import hydra as hydra_module
 from heads.hydra import HydraConfig, HydraHeads
 from heads.modules import layers as layers_module
 from inference import Target
+from inference.targets.encoding import encode
 from tests.heads import slow_layer
 from tests.heads.slow_layer import norm
 from tests.heads.tiny_heads import changed_slots, tiny_heads
@@ -176,7 +177,7 @@ def test_untrained_heads_repeat_the_lm_head(overrides: dict[str, Any]) -> None:
     target = Target(model)
     heads = create_heads("hydra", target, **overrides)
     input_ids = random_prompt(9)
-    encoded = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
+    encoded = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
     assert heads.feature_layers == (6,)
     expected = model(input_ids).logits
     for step in heads.unroll(encoded.features, input_ids):

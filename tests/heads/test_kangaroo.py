@@ -20,6 +20,7 @@ from heads.kangaroo import KangarooHeads, default_exit_layer
 from inference import Decoder, DynamicTree, Target, chain, generate
 from inference.drafters.sampling import DraftSampling
 from inference.execution.step import DecodeStep
+from inference.targets.encoding import encode
 from inference.trees.token_tree import TokenTree
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
@@ -137,7 +138,7 @@ class TestParameters:
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
     heads = kangaroo(target, **overrides)
     input_ids = random_prompt(9, batch_size=2)
-    encoded = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
+    encoded = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
     (step,) = heads.unroll(encoded.features, input_ids)
     assert step.shift == 2
     for row in range(2):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from heads import create_heads
 from inference import Target
+from inference.targets.encoding import encode
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -34,7 +35,7 @@ def test_an_untrained_head_repeats_the_lm_head() -> None:
     target = Target(model)
     heads = create_heads("medusa", target)
     input_ids = random_prompt(9)
-    encoded = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
+    encoded = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
     assert heads.feature_layers == (6,)
     assert torch.equal(encoded.features, encoded.last_hidden)
     expected = model(input_ids).logits

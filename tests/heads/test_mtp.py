@@ -17,6 +17,7 @@ from heads import create_heads
 from heads.modules import layers as layers_module
 from heads.mtp import MTPHeads
 from inference import Decoder, DynamicTree, Target, generate
+from inference.targets.encoding import encode
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import changed_slots, target_with_gains, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
@@ -219,7 +220,7 @@ def test_training_lowers_the_loss(target: Target) -> None:
     for share_block in (True, False):
         heads = create_heads("mtp", target, num_steps=2, share_block=share_block).train()
         input_ids = random_prompt(16, batch_size=2)
-        features = target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
+        features = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
         optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2)
         losses = []
         for _ in range(60):

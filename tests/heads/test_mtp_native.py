@@ -28,6 +28,7 @@ from heads import DraftHeads
 from heads.modules.stock_layer import StockLayer
 from heads.mtp import MTPHeads
 from inference import Target, generate
+from inference.targets.encoding import encode
 from tests.heads.test_contract import Prefix, assert_scores, assert_tree_matches
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -242,7 +243,7 @@ def run_modules(case: Case, model: Any, modules: list[Module], input_ids: Tensor
 def test_unroll_equals_the_familys_own_layers(case: Case, tmp_path: Path) -> None:
     model, modules, heads = load(case, tmp_path)
     input_ids = random_prompt(12, batch_size=2)
-    features = heads.target.encode(input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
+    features = encode(heads.target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
     steps = heads.unroll(features, input_ids)
     for step, logits in zip(steps, run_modules(case, model, modules, input_ids), strict=False):
         found = step.head(step.hidden[:, : logits.shape[1]])

@@ -13,6 +13,7 @@ from heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, DraftStep, create_he
 from heads.modules.layers import DraftCache
 from inference import Target, generate
 from inference.drafters.base import DraftLogits
+from inference.targets.encoding import encode
 from tests.tiny_targets import random_prompt, tiny_target
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
@@ -72,7 +73,7 @@ def test_is_created_trained_saved_loaded_and_drafts(tmp_path: Path, monkeypatch:
     prompt = random_prompt(8, vocab_size=40)
     text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=100, do_sample=False)
     mask = torch.ones_like(text)
-    encoded = target.encode(text, mask, feature_layers=heads.feature_layers)
+    encoded = encode(target, text, mask, feature_layers=heads.feature_layers)
     teacher = compute_teacher(target, encoded.last_hidden, text, mask, None, loss_type="distillation")
     optimizer = torch.optim.Adam(heads.parameters(), lr=0.1)
     losses = []

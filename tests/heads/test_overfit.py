@@ -14,6 +14,7 @@ from torch import Tensor
 from heads import DraftHeads, create_heads
 from inference import Target, chain, generate
 from inference.stats import GenerationStats
+from inference.targets.encoding import encode
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS
 from tests.tiny_targets import random_prompt, tiny_target
 from training.losses.draft_loss import draft_loss
@@ -40,7 +41,7 @@ def learn(heads: DraftHeads, text: Tensor, *, num_steps: int, loss_type: str) ->
     loss_mask[:, :PROMPT_LENGTH] = 0
     if heads.wants_token_counts:
         heads.fit_vocabulary(text[0].bincount(minlength=heads.target.vocab_size))
-    encoded = heads.target.encode(text, torch.ones_like(text), feature_layers=heads.feature_layers)
+    encoded = encode(heads.target, text, torch.ones_like(text), feature_layers=heads.feature_layers)
     teacher = compute_teacher(
         heads.target, encoded.last_hidden, text, loss_mask, heads.draft_token_ids, loss_type=loss_type
     )
@@ -58,7 +59,7 @@ def learn(heads: DraftHeads, text: Tensor, *, num_steps: int, loss_type: str) ->
 @torch.no_grad()
 def predict_histogram(heads: DraftHeads, text: Tensor, depth: int) -> list[int]:
     """`GenerationStats.accepted_histogram` of chains behind the prompt, by one unroll over the whole text alone."""
-    features = heads.target.encode(text, torch.ones_like(text), feature_layers=heads.feature_layers).features
+    features = encode(heads.target, text, torch.ones_like(text), feature_layers=heads.feature_layers).features
     guesses = []
     for step in heads.unroll(features, text):
         best = step.head(step.hidden).argmax(-1)

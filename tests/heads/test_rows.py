@@ -20,6 +20,7 @@ from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
+from inference.targets.encoding import encode
 from tests.heads.test_mtp_native import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import VOCAB_SIZE, tiny_target
@@ -83,7 +84,7 @@ class Batch:
         self.target, self.drafter, self.texts = target, drafter, texts
         self.has_first = has_first
         mask = torch.ones_like(texts)
-        self.features = target.encode(texts, mask, feature_layers=drafter.feature_layers).features
+        self.features = encode(target, texts, mask, feature_layers=drafter.feature_layers).features
         self.ends = [0] * len(texts)
         self.state = drafter.start(len(texts), max_length, num_scratch)
         self.cache = target.new_cache(len(texts), max_length + num_scratch + 1)

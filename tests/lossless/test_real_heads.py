@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain
+from inference.targets.encoding import encode
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.lossless.near_tie import assert_same_text, explain_difference
 from training.losses.draft_loss import draft_loss
@@ -63,7 +64,7 @@ def train_quickly(kind: str, target: Target, texts: Tensor, *, num_steps: int = 
     """Heads good enough to accept now and then, from the target's own texts [B, T]."""
     heads = create_heads(kind, target, **QUICK_SETTINGS.get(kind, {}))
     mask = torch.ones_like(texts)
-    encoded = target.encode(texts, mask, feature_layers=heads.feature_layers)
+    encoded = encode(target, texts, mask, feature_layers=heads.feature_layers)
     teacher = compute_teacher(target, encoded.last_hidden, texts, mask, heads.draft_token_ids, loss_type="distillation")
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
     for _ in range(num_steps):

@@ -50,7 +50,7 @@ class ConversationCollator:
 
 
 def find_documents(batch: Mapping[str, Tensor], *, num_groups: int | None = None) -> Tensor | None:
-    """Returns the `document_ids` of a batch for `Target.encode` and `DraftHeads.forward`.
+    """Returns the `document_ids` of a batch for `encode` and `DraftHeads.forward`.
 
     Unpacked rows count as documents too: groups of similar lengths waste less on padding. With `num_groups` each group
     has a cost (see `inference/targets/documents.py`), so unpacked rows give None.

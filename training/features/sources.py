@@ -16,6 +16,7 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import TrainerCallback
 
+from inference.targets.encoding import encode
 from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.features.store import DiskFullError, FeatureStore, StoredRow, hash_tokens, write_shard
@@ -70,7 +71,8 @@ class OnlineFeatures:
         self.with_autograd = with_autograd
 
     def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
-        encoded = self.target.encode(
+        encoded = encode(
+            self.target,
             batch["input_ids"],
             batch["attention_mask"],
             feature_layers=self.feature_layers,

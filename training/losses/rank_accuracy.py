@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads
+from inference.targets.encoding import encode
 from training.losses.teacher import compute_teacher, rows_per_chunk
 
 
@@ -29,8 +30,8 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
     target, hits, positions = heads.target, None, None
     for batch in batches:
         input_ids, loss_mask = batch["input_ids"].to(target.device), batch["loss_mask"].to(target.device)
-        encoded = target.encode(
-            input_ids, batch["attention_mask"].to(target.device), feature_layers=heads.feature_layers
+        encoded = encode(
+            target, input_ids, batch["attention_mask"].to(target.device), feature_layers=heads.feature_layers
         )
         teacher = compute_teacher(
             target, encoded.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type="cross_entropy"

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from heads import DraftHeads
 from heads.adapter import WEIGHTS_FILE, load_adapter
+from inference.targets.encoding import recomputing_layers
 from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.features.sources import OnlineFeatures, TargetStates
@@ -265,7 +266,7 @@ class JointModel(nn.Module):
             zero = torch.stack([0.0 * parameter.float().sum() for parameter in self.adapters]).sum()
             return JointOutput(self.args.loss_weight * output.loss + zero, output)
         reference = self._encode_without_adapters(batch) if self.args.target_loss == "self_distillation" else None
-        with self.target.recomputing_layers() if self._is_checkpointing else nullcontext():
+        with recomputing_layers(self.target) if self._is_checkpointing else nullcontext():
             states = self._features(batch)
         output = draft(states)
         total, count = target_loss(self.target, states.last_hidden, reference, batch)

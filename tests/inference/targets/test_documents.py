@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from inference import Target
 from inference.targets.documents import TOKENS_PER_GROUP, cut_lengths, gather_documents, split_documents
+from inference.targets.encoding import encode
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
 
 ROWS = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 2, -1, -1]])
@@ -79,7 +80,8 @@ def test_a_target_reads_each_document_as_if_it_were_alone(family: str) -> None:
     ids = [torch.arange(len(part)).repeat_interleave(torch.tensor(part)) for part in (lengths[:2], lengths[2:])]
     document_ids = pad_sequence(ids, batch_first=True, padding_value=-1)
     assert len(split_documents(document_ids)) == 2
-    encoded = target.encode(
+    encoded = encode(
+        target,
         pad_sequence(rows, batch_first=True),
         (document_ids >= 0).long(),
         feature_layers=[1, 3],
@@ -91,7 +93,7 @@ def test_a_target_reads_each_document_as_if_it_were_alone(family: str) -> None:
         strict=True,
     )
     for document, (features, last_hidden) in zip(documents, found, strict=True):
-        alone = target.encode(document[None], torch.ones_like(document)[None], feature_layers=[1, 3])
+        alone = encode(target, document[None], torch.ones_like(document)[None], feature_layers=[1, 3])
         torch.testing.assert_close(features, alone.features[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(last_hidden, alone.last_hidden[0], rtol=1e-4, atol=1e-4)
     assert not encoded.features[0, 26:].any()

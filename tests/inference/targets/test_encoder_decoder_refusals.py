@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5EncoderModel
 from heads import create_heads
 from inference import Target, generate
 from inference.drafters.small_model import SmallModelDrafter
+from inference.targets.encoding import encode
 from tests.inference.tiny_encoder_decoders import (
     LEFT_OUT,
     START,
@@ -44,89 +45,95 @@ class CountedPositions(nn.Module):
     def forward(self, *_: Any, position_ids: Tensor) -> Tensor:
         return self.table[position_ids]  # the decoder's own count
 
-    def test_drafters_of_the_other_kind() -> None:
-        small = SmallModelDrafter(decoder_only())
-        with pytest.raises(
-            ValueError, match="target is an encoder-decoder model, the small model a decoder-only model"
-        ):
-            small.bind(target_of("t5"))
-        with pytest.raises(
-            ValueError, match="target is a decoder-only model, the small model an encoder-decoder model"
-        ):
-            small_model_of("t5", 2).bind(decoder_only())
 
-    def test_features() -> None:
-        """Trained heads, hidden states for them to train on, and any drafter that asks for some."""
-        with pytest.raises(ValueError, match="encoder-decoder model, and trained heads draft for decoder-only"):
-            create_heads("medusa", target_of("t5")).bind(target_of("t5"))
-        with pytest.raises(ValueError, match=r"no hidden states are handed over.*SmallModelDrafter"):
-            target_of("t5").encode(torch.tensor([[3, 4]]), torch.ones(1, 2))
-        ids, mask = source_batch(1)
-        drafter = ScriptedDrafter([torch.tensor([START])], VOCAB_SIZE)
-        with pytest.raises(ValueError, match="no hidden states are handed over"):
-            generate(target_of("t5"), drafter, ids, mask, **GREEDY)
+def test_drafters_of_the_other_kind() -> None:
+    small = SmallModelDrafter(decoder_only())
+    with pytest.raises(ValueError, match="target is an encoder-decoder model, the small model a decoder-only model"):
+        small.bind(target_of("t5"))
+    with pytest.raises(ValueError, match="target is a decoder-only model, the small model an encoder-decoder model"):
+        small_model_of("t5", 2).bind(decoder_only())
 
-    def test_no_source() -> None:
-        target = target_of("t5")
-        with pytest.raises(ValueError, match="no source"):
-            target.prefill(target.new_cache(1, 8), torch.tensor([[START]]), torch.tensor([1]))
 
-    @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
-    def test_sources_of_other_tokens(token: int) -> None:
-        """Padding as well: the encoder looks it up."""
-        ids, mask = source_batch(2)
-        ids[1, 4] = token
-        with pytest.raises(ValueError, match=f"token 4 of row 1 of the source is {token}; .* 0 to {VOCAB_SIZE - 1}"):
-            generate(target_of("t5"), None, ids, mask, **GREEDY)
+def test_features() -> None:
+    """Trained heads, hidden states for them to train on, and any drafter that asks for some."""
+    with pytest.raises(ValueError, match="encoder-decoder model, and trained heads draft for decoder-only"):
+        create_heads("medusa", target_of("t5")).bind(target_of("t5"))
+    with pytest.raises(ValueError, match=r"no hidden states are handed over.*SmallModelDrafter"):
+        encode(target_of("t5"), torch.tensor([[3, 4]]), torch.ones(1, 2))
+    ids, mask = source_batch(1)
+    drafter = ScriptedDrafter([torch.tensor([START])], VOCAB_SIZE)
+    with pytest.raises(ValueError, match="no hidden states are handed over"):
+        generate(target_of("t5"), drafter, ids, mask, **GREEDY)
 
-    def test_empty_sources() -> None:
-        ids, mask = source_batch(2)
-        mask[1] = 0
-        with pytest.raises(ValueError, match="row 1 of the source is all padding"):
-            generate(target_of("t5"), None, ids, mask, **GREEDY)
 
-    def test_positions_that_cannot_be_told() -> None:
-        model = copy.deepcopy(tiny_encoder_decoder("bart"))
-        model.model.decoder.embed_positions = CountedPositions(model.config.d_model)
-        models = [model, *(tiny_encoder_decoder(kind) for kind in ("m2m_100",) if kind not in LEFT_OUT)]
-        for one in models:
-            with pytest.raises(ValueError, match="counts positions in a way of its own"):
-                Target(one)
+def test_no_source() -> None:
+    target = target_of("t5")
+    with pytest.raises(ValueError, match="no source"):
+        target.prefill(target.new_cache(1, 8), torch.tensor([[START]]), torch.tensor([1]))
 
-    def test_no_decoder() -> None:
-        with pytest.raises(ValueError, match="no LM head"):
-            Target(T5EncoderModel(copy.deepcopy(tiny_encoder_decoder("t5").config)).eval())
 
-    def test_training_mode() -> None:
-        model = copy.deepcopy(tiny_encoder_decoder("t5"))
-        target = Target(model)
-        model.train()
-        ids, mask = source_batch(1)
-        with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+def test_sources_of_other_tokens(token: int) -> None:
+    """Padding as well: the encoder looks it up."""
+    ids, mask = source_batch(2)
+    ids[1, 4] = token
+    with pytest.raises(ValueError, match=f"token 4 of row 1 of the source is {token}; .* 0 to {VOCAB_SIZE - 1}"):
+        generate(target_of("t5"), None, ids, mask, **GREEDY)
+
+
+def test_empty_sources() -> None:
+    ids, mask = source_batch(2)
+    mask[1] = 0
+    with pytest.raises(ValueError, match="row 1 of the source is all padding"):
+        generate(target_of("t5"), None, ids, mask, **GREEDY)
+
+
+def test_positions_that_cannot_be_told() -> None:
+    model = copy.deepcopy(tiny_encoder_decoder("bart"))
+    model.model.decoder.embed_positions = CountedPositions(model.config.d_model)
+    models = [model, *(tiny_encoder_decoder(kind) for kind in ("m2m_100",) if kind not in LEFT_OUT)]
+    for one in models:
+        with pytest.raises(ValueError, match="counts positions in a way of its own"):
+            Target(one)
+
+
+def test_no_decoder() -> None:
+    with pytest.raises(ValueError, match="no LM head"):
+        Target(T5EncoderModel(copy.deepcopy(tiny_encoder_decoder("t5").config)).eval())
+
+
+def test_training_mode() -> None:
+    model = copy.deepcopy(tiny_encoder_decoder("t5"))
+    target = Target(model)
+    model.train()
+    ids, mask = source_batch(1)
+    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+        generate(target, None, ids, mask, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken", "what"),
+    [
+        ("t5", "encoder.block.1.layer.0.SelfAttention.v.weight", "encoder's last states"),
+        ("t5", "decoder.block.1.layer.0.SelfAttention.v.weight", "logits"),
+        ("bart", "model.encoder.layers.1.self_attn.v_proj.weight", "encoder's last states"),
+        ("bart", "model.decoder.layers.1.self_attn.v_proj.weight", "logits"),
+        ("bart", "model.decoder.layers.1.self_attn.k_proj.weight", "logits"),  # it shows in a tree alone
+    ],
+)
+def test_broken_weights(kind: str, broken: str, what: str) -> None:
+    model = copy.deepcopy(tiny_encoder_decoder(kind))
+    model.get_parameter(broken).data[3, 3] = torch.nan
+    match = rf"the {what} of {type(model).__name__} in torch.float32 hold NaN .*\({broken}\).*broken"
+    with pytest.raises(ValueError, match=match):
+        Target(model)
+
+
+def test_autocast() -> None:
+    target = Target(tiny_encoder_decoder("t5"))
+    ids, mask = source_batch(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match=r"autocast to torch.bfloat16 is on.*outside of autocast"):
+            Target(tiny_encoder_decoder("t5"))
+        with pytest.raises(ValueError, match=r"autocast to torch.bfloat16 is on.*outside of autocast"):
             generate(target, None, ids, mask, **GREEDY)
-
-    @pytest.mark.parametrize(
-        ("kind", "broken", "what"),
-        [
-            ("t5", "encoder.block.1.layer.0.SelfAttention.v.weight", "encoder's last states"),
-            ("t5", "decoder.block.1.layer.0.SelfAttention.v.weight", "logits"),
-            ("bart", "model.encoder.layers.1.self_attn.v_proj.weight", "encoder's last states"),
-            ("bart", "model.decoder.layers.1.self_attn.v_proj.weight", "logits"),
-            ("bart", "model.decoder.layers.1.self_attn.k_proj.weight", "logits"),  # it shows in a tree alone
-        ],
-    )
-    def test_broken_weights(kind: str, broken: str, what: str) -> None:
-        model = copy.deepcopy(tiny_encoder_decoder(kind))
-        model.get_parameter(broken).data[3, 3] = torch.nan
-        match = rf"the {what} of {type(model).__name__} in torch.float32 hold NaN .*\({broken}\).*broken"
-        with pytest.raises(ValueError, match=match):
-            Target(model)
-
-    def test_autocast() -> None:
-        target = Target(tiny_encoder_decoder("t5"))
-        ids, mask = source_batch(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            with pytest.raises(ValueError, match=r"autocast to torch.bfloat16 is on.*outside of autocast"):
-                Target(tiny_encoder_decoder("t5"))
-            with pytest.raises(ValueError, match=r"autocast to torch.bfloat16 is on.*outside of autocast"):
-                generate(target, None, ids, mask, **GREEDY)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inference.cache.tree_cache import TreeCache
+from inference.targets.encoding import encode
 from inference.targets.target import Target
 from inference.trees.token_tree import TokenTree, compute_depths
 from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, random_tree, run_plainly
@@ -247,7 +248,7 @@ def test_encode_equals_the_models_own_hidden_states(family: str) -> None:
     rows = [random_prompt(length, seed=length)[0].tolist() for length in (4, 19)]
     ids, counts = pad_rows(rows)
     mask = (torch.arange(ids.shape[1]) < counts[:, None]).long()
-    output = target.encode(ids, mask, feature_layers=(1, 3, 6))
+    output = encode(target, ids, mask, feature_layers=(1, 3, 6))
     for row, text in enumerate(rows):
         plain = run_plainly(model, text)
         wanted = torch.cat([plain.hidden_states[layer][0] for layer in (1, 3, 6)], dim=-1)
@@ -260,7 +261,7 @@ def test_encode_equals_the_models_own_hidden_states(family: str) -> None:
 def test_encode_feeds_a_graph_and_needs_no_features() -> None:
     """Inference tensors cannot be saved for backward; encode's outputs must be ordinary ones."""
     target = Target(calm_target("llama"))
-    output = target.encode(random_prompt(5), torch.ones(1, 5, dtype=torch.long))
+    output = encode(target, random_prompt(5), torch.ones(1, 5, dtype=torch.long))
     assert output.features.shape == (1, 5, 0)
     layer = nn.Linear(32, 32)
     target.compute_logits(layer(output.last_hidden)).sum().backward()

@@ -11,6 +11,7 @@ from transformers import FalconConfig, FalconForCausalLM
 
 from inference import DynamicTree, generate
 from inference.drafters.ngram import NgramDrafter
+from inference.targets.encoding import encode
 from inference.targets.target import Target
 from tests.conftest import REPOSITORY
 from tests.inference.plain_passes import ATOL, calm_target, run_plainly
@@ -103,7 +104,7 @@ def test_a_model_that_asks_for_sdpa_by_name() -> None:
     config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False)
     model = FalconForCausalLM(config).eval()
     tokens = random_prompt(9, vocab_size=64)
-    encoded = Target(model).encode(tokens, torch.ones_like(tokens))
+    encoded = encode(Target(model), tokens, torch.ones_like(tokens))
     wanted = run_plainly(model, tokens[0].tolist()).hidden_states[-1]
     torch.testing.assert_close(encoded.last_hidden, wanted, atol=ATOL, rtol=0)
 

@@ -21,6 +21,7 @@ from transformers import (
 
 from inference import Decoder, DynamicTree
 from inference.cache.tree_cache import TreeCache
+from inference.targets.encoding import encode
 from inference.targets.target import Target
 from inference.trees.token_tree import TokenTree, compute_depths
 from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, run_plainly
@@ -146,7 +147,7 @@ class TestLogits:
     def check(model: PreTrainedModel) -> Target:
         target = Target(model.eval())
         text = random_prompt(5, vocab_size=64)
-        output = target.encode(text, torch.ones_like(text))
+        output = encode(target, text, torch.ones_like(text))
         wanted = run_plainly(model, text[0].tolist()).logits
         torch.testing.assert_close(target.compute_logits(output.last_hidden), wanted, atol=ATOL, rtol=0)
         return target

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from inference import DynamicTree, generate, stream
 from inference.cache.tree_cache import LayerSpec
 from inference.drafters.ngram import NgramDrafter
+from inference.targets.encoding import encode
 from inference.targets.target import Target
 from inference.trees.token_tree import TokenTree
 from tests.conftest import REPOSITORY
@@ -109,7 +110,7 @@ def test_layers_on_two_devices(family: str, batch_size: int) -> None:
         nodes = (token_ids[:, :4], *(row.expand(batch_size, -1) for row in (parents, depths)))
         verified = target.verify(cache, TokenTree(*nodes, torch.zeros(batch_size, 4)), feature_layers=(1, 5, 6))
         cache.commit(torch.tensor([[0, 2]]).expand(batch_size, -1), torch.full((batch_size,), 2))
-        encoded = target.encode(token_ids, torch.ones_like(token_ids), feature_layers=(1, 6))
+        encoded = encode(target, token_ids, torch.ones_like(token_ids), feature_layers=(1, 6))
         outcomes = (read.logits, read.features, verified.logits, verified.features, cache.lengths, encoded.features)
         for outcome in (*outcomes, encoded.last_hidden, target.compute_logits(encoded.last_hidden)):
             assert outcome is not None

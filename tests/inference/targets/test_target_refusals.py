@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from inference import Decoder
+from inference.targets.encoding import encode
 from inference.targets.target import Target
 from tests.inference.plain_passes import calm_target, random_tree
 from tests.tiny_targets import random_prompt, tiny_target
@@ -98,7 +99,7 @@ class TestRefusals:
         target = Target(model.eval())
         model.train()
         with pytest.raises(ValueError, match=r"model\.eval\(\)"):
-            target.encode(random_prompt(3), torch.ones(1, 3))
+            encode(target, random_prompt(3), torch.ones(1, 3))
 
     def test_no_language_model(self) -> None:
         with pytest.raises(ValueError, match=r"AutoModelForCausalLM\), got Linear"):
@@ -330,7 +331,7 @@ class TestRefusals:
     def test_unknown_layer_and_empty_prompt(self) -> None:
         target = Target(calm_target("llama"))
         with pytest.raises(ValueError, match=r"hidden states \[7\] do not exist: a target of 6 layers"):
-            target.encode(random_prompt(3), torch.ones(1, 3), feature_layers=(7,))
+            encode(target, random_prompt(3), torch.ones(1, 3), feature_layers=(7,))
         with pytest.raises(ValueError, match="empty prompt"):
             target.prefill(target.new_cache(1, 8), torch.zeros(1, 0, dtype=torch.long), torch.tensor([0]))
 

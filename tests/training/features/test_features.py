@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import HEAD_TYPES, DraftHeads
 from inference import Target
+from inference.targets.backbone import Backbone
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import (
     COLLATE,
@@ -234,13 +235,13 @@ def test_extraction_never_holds_all_logits(target: Target, tmp_path: Path, monke
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="older releases keep all hidden states")
 def test_no_states_are_kept_but_those_that_are_tapped(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
-    run = Target._run
+    run = Backbone.run
 
-    def counted(self: Target, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: Backbone, *args: Any, **kwargs: Any) -> Any:
         output = run(self, *args, **kwargs)
         kept.append(sum(state is not None for state in output.hidden_states))
         return output
 
-    monkeypatch.setattr(Target, "_run", counted)
+    monkeypatch.setattr(Backbone, "run", counted)
     OnlineFeatures(target, (1, 3))(COLLATE(ROWS))
     assert set(kept) == {2}

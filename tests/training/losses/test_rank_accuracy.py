@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inference import Target
+from inference.targets.encoding import encode
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 from training.losses.rank_accuracy import measure_rank_accuracy
@@ -46,7 +47,7 @@ def test_equals_a_loop_over_positions(
         for row, length in enumerate(LENGTHS):
             ids, loss_mask = batch["input_ids"][row : row + 1, :length], batch["loss_mask"][row]
             with torch.no_grad():
-                encoded = target.encode(ids, torch.ones_like(ids), feature_layers=heads.feature_layers)
+                encoded = encode(target, ids, torch.ones_like(ids), feature_layers=heads.feature_layers)
                 steps = heads.unroll_where(encoded.features, ids, loss_mask[None, :length])
             for depth, step in enumerate(steps):
                 slots = range(length) if step.slots is None else step.slots[0].tolist()

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from inference import Target
+from inference.targets.encoding import encode
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import COLLATE, ROWS, store_rows
 from tests.training.features.test_features import loss_and_gradients
@@ -81,7 +82,7 @@ def test_few_tokens_against_the_loss_written_out(target: Target, tmp_path: Path)
     stored = StoredFeatures(target, heads.feature_layers, store)
     batch = stored.collator(COLLATE)(ROWS[:1])
     found = loss_and_gradients(heads, stored(batch), batch, "distillation")["loss"]
-    encoded = target.encode(batch["input_ids"], batch["attention_mask"])
+    encoded = encode(target, batch["input_ids"], batch["attention_mask"])
     (step,) = heads.unroll(encoded.last_hidden, batch["input_ids"])
     losses = []
     for position in range(2, batch["input_ids"].shape[1]):

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import training.run.joint as joint_module
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, generate
+from inference.targets.encoding import recomputing_layers
 from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import InterruptedRunError, Runner, assert_same, interrupt_at_step
@@ -184,7 +185,7 @@ class TestLosses:
         target = self.make().target
         layers = [module for module in target.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         hooked = layers[0].forward = partial(layers[0].forward)
-        with target.recomputing_layers():
+        with recomputing_layers(target):
             assert layers[0].forward is not hooked
         assert layers[0].forward is hooked
         assert all("forward" not in vars(layer) for layer in layers[1:])

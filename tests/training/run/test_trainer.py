@@ -14,6 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
+from inference.targets.encoding import encode
 from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from training.data.collation import ConversationCollator
@@ -89,7 +90,7 @@ def make_trainer(
 def mean_loss(target: Target, heads: DraftHeads, rows: Rows, step_decay: float = 0.8, **options: Any) -> Tensor:
     """The loss of rows as one batch."""
     batch = ConversationCollator(0)(rows)
-    encoded = target.encode(batch["input_ids"], batch["attention_mask"], feature_layers=heads.feature_layers)
+    encoded = encode(target, batch["input_ids"], batch["attention_mask"], feature_layers=heads.feature_layers)
     teacher = compute_teacher(
         target,
         encoded.last_hidden,
@@ -198,7 +199,7 @@ class TestEvaluation:
         metrics = make_trainer(target, heads, tmp_path, [], eval_rows=rows).evaluate()
         hits, count = 0, 0
         for row in rows:
-            encoded = target.encode(torch.tensor([row["input_ids"]]), torch.ones(1, len(row["input_ids"])))
+            encoded = encode(target, torch.tensor([row["input_ids"]]), torch.ones(1, len(row["input_ids"])))
             best = target.compute_logits(encoded.last_hidden)[0].argmax(-1).tolist()
             for position in range(2, len(best)):
                 if row["loss_mask"][position]:

@@ -1,0 +1,126 @@
+"""Backbone: one forward pass of a decoder-only model, with the hidden states that are asked for.
+
+Legend: B batch, T tokens of one pass, D hidden, F = len(feature_layers) * D, V target vocabulary. Hidden states are
+numbered as transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[n] the last state AFTER the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from inference.targets.attention import grouped_attention
+from inference.targets.model_config import refuse_training
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """last: [B, T, D], after the final norm. features: [B, T, F], or None when no layers were asked for."""
+
+    last: Tensor
+    features: Tensor | None
+
+
+class Backbone:
+    """Runs the layers of a model; what comes out is on `device`.
+
+    Args:
+        model: the model as the user gave it.
+        causal_lm: the transformers model inside it.
+        num_layers: n, of its decoder.
+        device: of its token embedding.
+    """
+
+    def __init__(self, model: nn.Module, causal_lm: Any, *, num_layers: int, device: torch.device) -> None:
+        self.model = model
+        self.causal_lm = causal_lm
+        self.num_layers = num_layers
+        self.device = device
+        self._text_config = causal_lm.config.get_text_config()
+        # Models without transformers' attention interface compare the implementation's name with "sdpa" themselves
+        # (Falcon), and would take ours for eager attention.
+        self._has_attention_interface: bool = getattr(causal_lm, "_supports_attention_backend", False)
+
+    def read(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        masks: Any = None,
+        cache: Cache | None = None,
+        *,
+        feature_layers: Sequence[int] = (),
+    ) -> HiddenStates:
+        """Hidden states of [B, T] tokens, without logits.
+
+        Args:
+            masks: as the model takes them; None = causal.
+            cache: None = the tokens are the whole text.
+            feature_layers: hidden states to hand over, in this order.
+        """
+        # The last state is `last_hidden_state`; asking for it by number would keep it twice.
+        layers = [layer for layer in feature_layers if layer != self.num_layers]
+        output = self.run(self.causal_lm.base_model, token_ids, positions, masks, cache, layers)
+        last: Tensor = output.last_hidden_state.to(self.device)
+        return HiddenStates(last, self._join_features(output, last, feature_layers))
+
+    def read_with_logits(
+        self, token_ids: Tensor, positions: Tensor, masks: Any, cache: Cache, *, feature_layers: Sequence[int] = ()
+    ) -> tuple[HiddenStates, Tensor]:
+        """`read`, and the model's own logits [B, T, V] of all tokens."""
+        layers = [*feature_layers, self.num_layers]
+        output = self.run(self.causal_lm, token_ids, positions, masks, cache, layers)
+        last: Tensor = output.hidden_states[self.num_layers].to(self.device)
+        return HiddenStates(last, self._join_features(output, last, feature_layers)), output.logits.to(self.device)
+
+    def run(
+        self,
+        module: nn.Module,
+        token_ids: Tensor,
+        positions: Tensor,
+        masks: Any,
+        cache: Cache | None,
+        layers: Sequence[int] = (),
+    ) -> Any:
+        """The output of `module` (the model or a part of it), with hidden_states[layers].
+
+        Raises:
+            ValueError: the model is in training mode, or has no such layers.
+        """
+        refuse_training(self.model)
+        unknown = [layer for layer in layers if not 0 <= layer <= self.num_layers]
+        if unknown:
+            raise ValueError(
+                f"hidden states {unknown} do not exist: a target of {self.num_layers} layers has 0 (embeddings) to "
+                f"{self.num_layers} (last, after the final norm)"
+            )
+        with self.attention():
+            return module(
+                input_ids=token_ids,
+                attention_mask=masks,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                # A list keeps only these states; older releases take it as True and keep all.
+                output_hidden_states=sorted(set(layers)) or False,
+                return_dict=True,
+            )
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """Active while the model runs: grouped attention in the place of transformers' sdpa."""
+        return grouped_attention(self._text_config) if self._has_attention_interface else nullcontext()
+
+    def _join_features(self, output: Any, last: Tensor, feature_layers: Sequence[int]) -> Tensor | None:
+        """Concatenates the asked hidden states on the last dimension."""
+        if not feature_layers:
+            return None
+        states = [
+            last if layer == self.num_layers else output.hidden_states[layer].to(self.device)
+            for layer in feature_layers
+        ]
+        return torch.cat(states, dim=-1)

@@ -1,0 +1,98 @@
+"""Full passes of a target without a cache, for training.
+
+Legend: B batch, T tokens, D hidden, F = len(feature_layers) * D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from inference.targets.documents import gather_documents, split_documents
+from inference.targets.target import Target
+
+
+@dataclass(frozen=True)
+class EncodeOutput:
+    """features: [B, T, F] (width 0 when no layers were asked for). last_hidden: [B, T, D], after the final norm."""
+
+    features: Tensor
+    last_hidden: Tensor
+
+
+def encode(
+    target: Target,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    feature_layers: Sequence[int] = (),
+    with_autograd: bool = False,
+    document_ids: Tensor | None = None,
+    num_groups: int | None = None,
+) -> EncodeOutput:
+    """Hidden states of whole texts, without logits; they may enter an autograd graph.
+
+    Args:
+        input_ids: [B, T] long, right-padded.
+        attention_mask: [B, T], 1 on real tokens. The model gets no mask: causal attention keeps real tokens from the
+            padding after them, and its kernels then need no [T, T]. Positions are 0..T-1.
+        feature_layers: hidden states to hand over, in this order.
+        with_autograd: keep the pass's own graph too, for weights that are trained (adapters).
+        document_ids: [B, T], for rows that hold several documents (`split_documents`). Each document begins at
+            position 0 and sees no other; every group of documents is a pass of its own. States at padding are zero.
+            None = one document per row.
+        num_groups: passed to `split_documents`.
+    """
+    target.refuse_features()
+    if document_ids is not None:
+        groups = split_documents(document_ids, num_groups=num_groups)
+        options: Any = {"feature_layers": feature_layers, "with_autograd": with_autograd}
+        parts = [encode(target, group.read(input_ids), group.mask, **options) for group in groups]
+        return EncodeOutput(
+            gather_documents(groups, [part.features for part in parts], input_ids.shape),
+            gather_documents(groups, [part.last_hidden for part in parts], input_ids.shape),
+        )
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    with torch.set_grad_enabled(with_autograd and torch.is_grad_enabled()):
+        states = target.backbone.read(input_ids, positions, feature_layers=feature_layers)
+    return EncodeOutput(states.last[..., :0] if states.features is None else states.features, states.last)
+
+
+@contextmanager
+def recomputing_layers(target: Target) -> Iterator[None]:
+    """Gradient checkpointing for `encode(with_autograd=True)`: while active, the layers keep only their inputs, and run
+    again in the backward pass.
+
+    transformers checkpoints layers in training mode only, in which a target's passes would differ from decoding.
+
+    Raises:
+        ValueError: transformers can checkpoint none of the model's layers.
+    """
+    model = target.backbone.causal_lm
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layers that can be run again: leave gradient_checkpointing out"
+        )
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), target.backbone.attention()  # the pass's own is over when the layers run again
+
+    hooked = {layer: vars(layer)["forward"] for layer in layers if "forward" in vars(layer)}  # by accelerate
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+        for layer, forward in hooked.items():
+            layer.forward = forward
