@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from inference import Target
 from tests.training.run.test_trainer import UNEVEN, make_rows
 from training.data.collation import ConversationCollator
-from training.features.extraction import Extraction, plan_shards
+from training.features.extraction import Extraction
 from training.features.extraction_options import ExtractionArguments, plan_tensors
 from training.features.sources import OnlineFeatures, TargetStates
 from training.features.store import FeatureStore, StoreSettings
@@ -30,7 +29,9 @@ def make_extraction(
     target: Target, folder: Path, layers: list[int], *, shard_bytes: int = 10**6, **options: Any
 ) -> Extraction:
     """Of `ROWS`, all of them in one batch unless `batch_size` says otherwise."""
-    args = ExtractionArguments(output_dir=str(folder), **{"batch_size": len(ROWS), **options})
+    args = ExtractionArguments(
+        output_dir=str(folder), shard_mb=shard_bytes / 10**6, **{"batch_size": len(ROWS), **options}
+    )
     settings = StoreSettings(
         target=identify_target(target, "tiny"),
         tensors=plan_tensors(layers, args, target.num_layers),
@@ -40,24 +41,11 @@ def make_extraction(
         max_length=64,
         tokenizer_hash="",
     )
-    rows = datasets.Dataset.from_list(ROWS)
-    plan = plan_shards(rows, bytes_per_token=settings.bytes_per_token, shard_bytes=shard_bytes)
-    settings = replace(
-        settings,
-        num_shards=len(plan.shards),
-        num_rows=plan.num_rows,
-        num_tokens=plan.num_tokens,
-        data_hash=plan.data_hash,
-    )
-    return Extraction(target, rows, plan, settings, args, layers=layers)
-
-
-def run_extraction(extraction: Extraction, progress: Callable[[int], Any] = lambda tokens: None) -> int:
-    return extraction.run(rank=0, num_processes=1, progress=progress)
+    return Extraction(target, datasets.Dataset.from_list(ROWS), settings, args, layers=layers)
 
 
 def store_rows(target: Target, folder: Path, layers: list[int], **options: Any) -> FeatureStore:
-    run_extraction(make_extraction(target, folder, layers, **options))
+    make_extraction(target, folder, layers, **options).run()
     return FeatureStore(folder)
 
 

@@ -1,10 +1,10 @@
-"""Writing the target's states of a data set: which rows go into which shard, and computing them.
+"""Computes and stores the target's states of a data set.
 
-The plan follows from the rows and the options alone: shards of about `shard_mb`, rows in the order of the data, each
-text once. So any number of processes writes the same shards, each every `num_processes`-th, and a run that was broken
-off goes on with those that are missing.
+The plan depends only on the rows and the options: shards of about `shard_mb`, rows in the order of the data, each text
+once. So any number of processes writes the same shards, each every `num_processes`-th, and an interrupted extraction
+continues with the missing ones.
 
-Legend: T tokens of a row, N tokens of all of them, D hidden size, K teacher's best tokens, V target vocabulary.
+Legend: T tokens of a row, D hidden size, K teacher's best tokens, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import datasets
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
@@ -29,8 +29,7 @@ from training.data.collation import ConversationCollator
 from training.data.options import DataArguments
 from training.data.training_sets import cut_to_limit, load_datasets
 from training.features.extraction_options import ExtractionArguments, choose_layers, plan_tensors
-from training.features.options import check_room, check_same_target, free_space, iterate_ids
-from training.features.sources import OnlineFeatures, tensor_name
+from training.features.sources import OnlineFeatures
 from training.features.store import (
     StoredRow,
     StoreSettings,
@@ -38,10 +37,12 @@ from training.features.store import (
     hash_text,
     hash_tokens,
     read_settings,
+    tensor_name,
     verify_shard,
     write_settings,
     write_shard,
 )
+from training.features.store_checks import check_room, check_same_target, iterate_ids
 from training.features.target_identity import hash_tokenizer, identify_target
 from training.features.target_loading import check_placement, load_adapted_model
 from training.features.target_options import ModelArguments, PlacementArguments
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """shards: rows of each, as numbers of `rows`. num_tokens: of all of them. data_hash: of the texts in order."""
+    """shards: the numbers of the rows of each. num_tokens: of all of them. data_hash: of the texts in order."""
 
     shards: list[list[int]]
     num_rows: int
@@ -62,7 +63,7 @@ class Plan:
 
 
 def plan_shards(rows: Any, *, bytes_per_token: int, shard_bytes: int) -> Plan:
-    """Each text once, in order; a shard is full when it has `shard_bytes`, and has one row at least."""
+    """Assigns each text once, in order, to shards of up to `shard_bytes`, at least one row each."""
     shards: list[list[int]] = []
     seen: set[int] = set()
     num_tokens = size = 0
@@ -86,44 +87,36 @@ def shard_name(number: int) -> str:
 
 
 class Extraction:
-    """States of rows, shard after shard.
+    """Computes the states of rows and writes them shard by shard.
 
     Args:
-        rows: `input_ids` and `loss_mask`.
-        settings: with the plan's numbers.
+        rows: with the column `input_ids`.
+        settings: of the store; the plan's numbers are added here.
+        layers: the hidden states to store, without the last (`choose_layers`).
 
     Raises:
         ValueError: the folder holds other features, or there is no room for these.
     """
 
     def __init__(
-        self,
-        target: Target,
-        rows: Any,
-        plan: Plan,
-        settings: StoreSettings,
-        args: ExtractionArguments,
-        *,
-        layers: Sequence[int],
-        pad_token_id: int = 0,
+        self, target: Target, rows: Any, settings: StoreSettings, args: ExtractionArguments, *, layers: Sequence[int]
     ) -> None:
-        self.target = target
-        self.rows = rows
-        self.plan = plan
-        self.settings = settings
-        self.args = args
-        self.layers = list(layers)
-        self.folder = Path(args.output_dir)
+        shard_bytes = int(args.shard_mb * 10**6)
+        self.plan = plan_shards(rows, bytes_per_token=settings.bytes_per_token, shard_bytes=shard_bytes)
+        self.settings = replace(settings, num_shards=len(self.plan.shards), data_hash=self.plan.data_hash)
+        self.target, self.rows, self.layers = target, rows, list(layers)
+        self.folder, self.batch_size = Path(args.output_dir), args.batch_size
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.collate = ConversationCollator(pad_token_id)
+        self.collate = ConversationCollator(pad_token_id=0)
         self.online = OnlineFeatures(target, layers)
-        self._check_folder()
-
-    def _check_folder(self) -> None:
-        if not (self.folder / "index.json").exists():
-            check_room(self.folder, self.size(), self.args.max_disk_gb)
+        is_new = not (self.folder / "index.json").exists()
+        if not is_new:
+            self._check_same_features()
+        check_room(self.folder, self.size_left())
+        if is_new:
             write_settings(self.folder, self.settings)
-            return
+
+    def _check_same_features(self) -> None:
         stored = read_settings(self.folder)
         check_same_target(self.folder, stored.target, self.settings.target)
         one, other = (dataclasses.asdict(settings) for settings in (stored, self.settings))
@@ -133,25 +126,26 @@ class Extraction:
         if different:
             raise ValueError(
                 f"{self.folder} holds other features ({'; '.join(different)}): give another --output_dir, or the "
-                "options they were begun with to go on"
+                "options of its first run to continue it"
             )
-        check_room(self.folder, self.size_left(), self.args.max_disk_gb)
 
     def size(self) -> int:
-        """Bytes of all shards, but for what safetensors says in front of each (below 2 kB)."""
-        return self.plan.num_tokens * self.settings.bytes_per_token + self.plan.num_rows * self.settings.bytes_per_row
+        """Bytes of all shards, without the header of each (below 2 kB)."""
+        return self.settings.size_of(self.plan.num_rows, self.plan.num_tokens)
 
     def size_left(self) -> int:
-        """Bytes still to be written, by all processes."""
+        """Bytes that all processes together still have to write."""
         shards = [self.folder / f"{name}.safetensors" for name in finished_shards(self.folder)]
         written = sum(path.stat().st_size for path in shards if path.exists())
         return max(0, self.size() - written)
 
     def num_finished(self) -> int:
-        return sum(shard_name(number) in finished_shards(self.folder) for number in range(len(self.plan.shards)))
+        return len(finished_shards(self.folder) & {shard_name(number) for number in range(len(self.plan.shards))})
 
-    def run(self, *, rank: int, num_processes: int, progress: Callable[[int], Any]) -> int:
-        """Writes this process's shards that are missing or damaged; returns the number of tokens computed.
+    def run(
+        self, *, rank: int = 0, num_processes: int = 1, progress: Callable[[int], Any] = lambda num_tokens: None
+    ) -> int:
+        """Writes this process's missing or damaged shards; returns the number of tokens computed.
 
         Args:
             progress: called with the number of tokens that are done, computed or found.
@@ -179,36 +173,34 @@ class Extraction:
         try:
             verify_shard(self.folder, name)
         except ValueError as error:
-            logger.warning("%s: written again (%s)", name, error)
+            logger.warning("writing %s again (%s)", name, error)
             (self.folder / f"{name}.json").unlink()
             return False
         return True
 
     def _compute(self, rows: list[tuple[int, Any]]) -> Iterator[tuple[int, StoredRow]]:
-        """Rows of like lengths together, so that little is padded."""
+        """Batches rows of similar lengths, to pad little."""
         rows = sorted(rows, key=lambda row: len(row[1]["input_ids"]))
-        for start in range(0, len(rows), self.args.batch_size):
-            part = rows[start : start + self.args.batch_size]
+        for start in range(0, len(rows), self.batch_size):
+            part = rows[start : start + self.batch_size]
             batch = self.collate([row for _, row in part])
             tensors = self._encode(batch)
             for place, (index, row) in enumerate(part):
                 count = len(row["input_ids"])
                 values = {name: value[place, :count].cpu().clone() for name, value in tensors.items()}
-                yield index, StoredRow(batch["input_ids"][place, :count], batch["loss_mask"][place, :count], values)
+                yield index, StoredRow(batch["input_ids"][place, :count], values)
 
     @torch.no_grad()
     def _encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a batch as they are stored, each [B, T, ...]."""
-        batch = {name: value.to(self.target.device) for name, value in batch.items()}
-        with _KeepInput(self.target.final_norm if self.settings.last_state == "pre-norm" else None) as before:
-            encoded = self.online(batch)
+        """Returns the tensors of a batch as they are stored, each [B, T, ...]."""
+        encoded = self.online({name: value.to(self.target.device) for name, value in batch.items()})
         width = self.target.hidden_size
         tensors = {
             tensor_name(layer, self.target.num_layers): self._narrow(encoded.features[..., i * width : (i + 1) * width])
             for i, layer in enumerate(self.layers)
         }
-        if self.settings.last_state is not None:
-            tensors["last"] = self._narrow(before.value if before.value is not None else encoded.last_hidden)
+        if "last" in self.settings.tensors:
+            tensors["last"] = self._narrow(encoded.last_hidden)
         if self.settings.teacher_top_k is not None:
             top = self._take_top(encoded.last_hidden, self.settings.teacher_top_k)
             tensors["top.values"] = self._narrow(top.values)
@@ -217,7 +209,7 @@ class Extraction:
         return tensors
 
     def _take_top(self, last_hidden: Tensor, top_k: int) -> TopLogits:
-        """In chunks: no [B, T, V] tensor is ever alive."""
+        """Works in chunks, so that no [B, T, V] tensor is ever alive."""
         parts = [
             take_top_logits(self.target.compute_logits(part), min(top_k, self.target.vocab_size))
             for part in last_hidden.flatten(0, 1).split(rows_per_chunk(self.target.vocab_size))
@@ -232,32 +224,12 @@ class Extraction:
     def _narrow(self, values: Tensor) -> Tensor:
         stored = values.to(self.dtype)
         if not bool(stored.isfinite().all()):
-            cause = "the target gives such values" if not bool(values.isfinite().all()) else f"{self.dtype} ends there"
+            cause = "the target gives such values" if not bool(values.isfinite().all()) else "too large for that dtype"
             raise ValueError(
-                f"a state or logit of {float(values.abs().max()):.3g} is no finite {self.dtype} ({cause}): give "
-                "--features_dtype bfloat16, which has float32's range"
+                f"a state or logit of {float(values.abs().max()):.3g} is not finite in {self.dtype} ({cause}): give "
+                "--features_dtype bfloat16, which has the range of float32"
             )
         return stored
-
-
-class _KeepInput:
-    """While entered, keeps what a module was last called with (None: does nothing)."""
-
-    def __init__(self, module: nn.Module | None) -> None:
-        self.module = module
-        self.value: Tensor | None = None
-
-    def __enter__(self) -> _KeepInput:
-        if self.module is not None:
-            self._handle = self.module.register_forward_pre_hook(self._keep)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.module is not None:
-            self._handle.remove()
-
-    def _keep(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.value = args[0]
 
 
 def extract_features(
@@ -270,22 +242,21 @@ def extract_features(
     num_processes: int = 1,
     say: Callable[[str], Any] = logger.info,
 ) -> int:
-    """Loads target and data, and writes this process's part of the features; returns the number of tokens computed.
+    """Loads the target and the data, and writes this process's shards; returns the number of tokens computed.
 
     Raises:
-        ValueError, OSError: for options, files and folders that are wrong, and a disk that is full.
+        ValueError, OSError: wrong options, files or folders, or a full disk.
     """
     if placement.shard_target != "none":
         raise ValueError(
-            f"got shard_target {placement.shard_target}: each process extracts texts of its own, and cannot wait for "
-            "the others at every layer. Spread the target over the devices of one process (--target_device_map auto)"
+            f"got shard_target {placement.shard_target}: each process extracts its own texts, and cannot wait for the "
+            "others at every layer. Spread the target over the devices of one process (--target_device_map auto)"
         )
     device = torch.device("cuda", local_device(rank)) if torch.cuda.is_available() else torch.device("cpu")
     target = Target(load_adapted_model(model_args, placement, device, num_processes=num_processes))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
     data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
-    rows = load_rows(data_args, tokenizer)
     layers = choose_layers(model_args, args, target)
     settings = StoreSettings(
         target=identify_target(target, model_args.target),
@@ -296,23 +267,14 @@ def extract_features(
         max_length=data_args.max_length,
         tokenizer_hash=hash_tokenizer(tokenizer),
     )
-    plan = plan_shards(rows, bytes_per_token=settings.bytes_per_token, shard_bytes=int(args.shard_mb * 10**6))
-    settings = replace(
-        settings,
-        num_rows=plan.num_rows,
-        num_tokens=plan.num_tokens,
-        num_shards=len(plan.shards),
-        data_hash=plan.data_hash,
-    )
-    size = settings.size_of(plan.num_rows, plan.num_tokens)
+    extraction = Extraction(target, load_rows(data_args, tokenizer), settings, args, layers=layers)
+    plan = extraction.plan
     say(
         f"{plan.num_rows} texts, {plan.num_tokens} tokens x {settings.bytes_per_token} bytes "
-        f"({', '.join(settings.tensors)} in {settings.dtype}) = {size / 1e9:.4g} GB in {len(plan.shards)} shards"
+        f"({', '.join(settings.tensors)} in {settings.dtype}) = {extraction.size() / 1e9:.4g} GB in "
+        f"{len(plan.shards)} shards; {extraction.size_left() / 1e9:.4g} GB are left to write"
     )
-    extraction = Extraction(target, rows, plan, settings, args, layers=layers, pad_token_id=tokenizer.pad_token_id or 0)
-    free = free_space(extraction.folder)
-    say(f"{extraction.size_left() / 1e9:.4g} GB are to be written, {free / 1e9:.4g} GB are free")
-    mine = sum(len(rows[number]["input_ids"]) for shard in plan.shards[rank::num_processes] for number in shard)
+    mine = sum(len(extraction.rows[row]["input_ids"]) for shard in plan.shards[rank::num_processes] for row in shard)
     with tqdm(total=mine, unit=" tokens", unit_scale=True, disable=rank != 0) as progress:
         computed = extraction.run(rank=rank, num_processes=num_processes, progress=progress.update)
     done = extraction.num_finished()
@@ -321,29 +283,24 @@ def extract_features(
 
 
 def load_rows(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
-    """All rows that a run may read, whichever it draws, mixes, packs or holds out.
+    """Returns every row that a run may read, however it draws, mixes, packs or holds out rows.
 
     Raises:
-        ValueError: a stream, which is not read to its end.
+        ValueError: a stream, which never ends.
     """
     if data_args.streaming:
         raise ValueError(
-            "got streaming: features are stored of a set that is read to its end; leave streaming out, or let training "
-            "store what it reads (--feature_mode hybrid)"
+            "got streaming: an extraction reads the set to its end; leave streaming out, or let training store the "
+            "rows it reads (--feature_mode hybrid)"
         )
-    every = replace(
-        data_args,
-        validation_fraction=0,
-        packing=False,
-        dataset_weights=[],
-        stopping_strategy=DataArguments.stopping_strategy,
-    )
-    asked = [every]
-    if data_args.dataset_weights:  # each set has its own max_samples
+    strategy = DataArguments.stopping_strategy
+    every = replace(data_args, validation_fraction=0, packing=False, dataset_weights=[], stopping_strategy=strategy)
+    selected = [every]
+    if data_args.dataset_weights:  # max_samples counts for each set of a mixture
         sets = zip(data_args.dataset, data_args.splits, strict=True)
-        asked = [replace(every, dataset=[name], dataset_split=[split]) for name, split in sets]
-        asked[1:] = [replace(args, eval_dataset=[], eval_split=DataArguments.eval_split) for args in asked[1:]]
-    parts = [part for args in asked for part in load_datasets(args, tokenizer, seed=0) if part is not None]
+        selected = [replace(every, dataset=[name], dataset_split=[split]) for name, split in sets]
+        selected[1:] = [replace(args, eval_dataset=[], eval_split=DataArguments.eval_split) for args in selected[1:]]
+    parts = [part for args in selected for part in load_datasets(args, tokenizer, seed=0) if part is not None]
     return datasets.concatenate_datasets(cast(list[datasets.Dataset], parts))
 
 

@@ -1,4 +1,4 @@
-"""What scripts/extract_features.py is asked for: options, the layers they name, and the tensors these become."""
+"""The options of scripts/extract_features.py, and the layers and tensors that they select."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig
 from heads import HEAD_TYPES
 from inference.targets.target import Target
 from training.data.options import DataArguments
-from training.features.options import name_tensors
+from training.features.store import tensor_name
 from training.features.target_options import ModelArguments, PlacementArguments
 
 
 @dataclass
 class ExtractedModelArguments(ModelArguments):
-    """The target, and the heads whose tapped layers are stored; none = those of --feature_layers alone."""
+    """The target, and the heads whose tapped layers are stored; without heads, only those of --feature_layers."""
 
     def __post_init__(self) -> None:
         if self.head_type is not None or self.init_heads is not None:
@@ -26,7 +26,7 @@ class ExtractedModelArguments(ModelArguments):
 
 @dataclass
 class ExtractionArguments:
-    """What is stored, and where."""
+    """What to store, and where."""
 
     output_dir: str = field(metadata={"help": "Folder for the features."})
     feature_layers: list[int] = field(
@@ -36,53 +36,37 @@ class ExtractionArguments:
     features_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "Dtype of stored states; auto = the target's, which loses nothing."}
     )
-    last_state: Literal["post-norm", "pre-norm"] = field(
-        default="post-norm",
-        metadata={
-            "help": "Store the last state behind the final norm, or before it: the norm is then applied on loading."
-        },
-    )
     store_last_hidden: bool = field(
         default=True,
-        metadata={
-            "help": "Store the last state; without it --teacher_top_k is needed, and heads that tap it cannot train."
-        },
+        metadata={"help": "Store the last state. Without it, give --teacher_top_k; heads that tap it cannot train."},
     )
     teacher_top_k: int | None = field(
         default=None,
         metadata={
-            "help": "Store the target's so many largest logits per token and the log-sum-exp of all, which are then "
-            "the teacher; none = it is computed from the last state."
+            "help": "Store, as the teacher, so many largest logits of the target per token and the log-sum-exp of all; "
+            "none = compute the teacher from the last state."
         },
     )
     batch_size: int = field(default=8, metadata={"help": "Rows per pass of the target."})
     shard_mb: float = field(default=512, metadata={"help": "Size of a shard in megabytes; memory holds two."})
-    max_disk_gb: float | None = field(
-        default=None, metadata={"help": "Gigabytes that may be written; none = what is free on that disk."}
-    )
 
     def __post_init__(self) -> None:
-        for name in ("teacher_top_k", "batch_size", "shard_mb", "max_disk_gb"):
+        for name in ("teacher_top_k", "batch_size", "shard_mb"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"got {name} {value}: it must be above 0")
-        if not self.store_last_hidden and self.last_state != "post-norm":
-            raise ValueError(
-                f"got store_last_hidden false and last_state {self.last_state!r}: a state that is not stored has no "
-                "place; leave one of the two out"
-            )
         if not self.store_last_hidden and self.teacher_top_k is None:
             raise ValueError(
-                "got store_last_hidden false without teacher_top_k: nothing would be left to teach from; give "
-                "--teacher_top_k, for example 64"
+                "got store_last_hidden false without teacher_top_k: there would be no teacher; give --teacher_top_k, "
+                "for example 64"
             )
 
 
 def choose_layers(model_args: ModelArguments, args: ExtractionArguments, target: Target) -> list[int]:
-    """The hidden states that are stored, rising, without the last.
+    """Returns the hidden states to store, in rising order, without the last.
 
     Raises:
-        ValueError: a state that the target does not have, or the last one in demand and left out.
+        ValueError: a state that the target does not have, or the last one when it is not to be stored.
     """
     layers = set(args.feature_layers)
     if model_args.init_heads is not None:
@@ -97,21 +81,20 @@ def choose_layers(model_args: ModelArguments, args: ExtractionArguments, target:
         raise ValueError(f"got feature layers {unknown}: the target has 0 (embeddings) to {target.num_layers} (last)")
     if target.num_layers in layers and not args.store_last_hidden:
         raise ValueError(
-            f"got store_last_hidden false, and layer {target.num_layers} is the last state: leave one of them out "
-            "(these heads read it)"
+            f"got store_last_hidden false, and layer {target.num_layers} is the last state, which these heads read: "
+            "leave one of them out"
         )
     return sorted(layers - {target.num_layers})
 
 
-def plan_tensors(layers: Sequence[int], args: ExtractionArguments, num_layers: int) -> dict[str, str]:
-    tensors = name_tensors(layers, num_layers)
-    if args.store_last_hidden:
-        tensors["last"] = args.last_state
-    if args.teacher_top_k is not None:
-        tensors |= {"top.values": "logits", "top.token_ids": "ids", "top.log_sum_exp": "logits"}
-    return tensors
+def plan_tensors(layers: Sequence[int], args: ExtractionArguments, num_layers: int) -> list[str]:
+    """Returns the names of the tensors to store."""
+    tensors = [tensor_name(layer, num_layers) for layer in layers]
+    tensors += ["last"] if args.store_last_hidden else []
+    tensors += ["top.values", "top.token_ids", "top.log_sum_exp"] if args.teacher_top_k is not None else []
+    return sorted(tensors)
 
 
-# The options of scripts/extract_features.py, and those that it does not take from a training run's --config file.
+# The program's options; those of NOT_FROM_FILE mean something else in a training run's --config file.
 OPTION_CLASSES = (ExtractedModelArguments, DataArguments, PlacementArguments, ExtractionArguments)
-NOT_FROM_FILE = ("output_dir", "max_disk_gb")
+NOT_FROM_FILE = ("output_dir",)

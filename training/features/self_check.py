@@ -1,6 +1,6 @@
-"""The check every run makes once: do the states that heads learn from give the target's own distribution?
+"""The check at the start of every run: do the heads' training states give the target's own distribution?
 
-Legend: T tokens that are checked, F feature width, D hidden size, V target vocabulary.
+Legend: T checked tokens, F feature width, D hidden size, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from torch import Tensor
 
 from inference.targets.target import Target
 from training.data.streaming import ConversationStream
-from training.features.options import PreparedFeatures
+from training.features.preparation import PreparedFeatures
 from training.features.sources import FeatureSource, TargetStates
 from training.losses.top_logits import restore_logits
 
 logger = logging.getLogger(__name__)
 
-NUM_TOKENS = 32  # of the first row; a model's pass over them is its only cost
-NUM_BEST = 10  # tokens whose log-probabilities are compared at each position
-# Largest differences between two orders of computing the same: in log-probability, and relative to a state's length.
+NUM_TOKENS = 32  # tokens of the first row to check: one short pass of the model
+NUM_BEST = 10  # at each position, compare the log-probabilities of so many best tokens
+# The largest differences that rounding explains: of a log-probability, and of a state relative to its length.
 LOG_PROB_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-2, torch.float16: 0.3, torch.bfloat16: 1.0}
 STATE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def check_first_row(target: Target, features: PreparedFeatures, rows: Any, feature_layers: Sequence[int]) -> float:
-    """`check_features` on the first of a run's rows, read as the trainer will read it."""
+    """Runs `check_features` on the first of a run's rows, collated as the trainer will do it."""
     row = rows.first_rows(1)[0] if isinstance(rows, ConversationStream) else rows[0]
-    batch = features.collate([row])
-    batch = {name: value.to(target.device) for name, value in batch.items()}
+    batch = {name: value.to(target.device) for name, value in features.collate([row]).items()}
     return check_features(target, features.peek, feature_layers, batch, dtype=features.dtype)
 
 
@@ -47,18 +46,18 @@ def check_features(
     """Compares the states of a batch's first row with a pass of the stock model over its first tokens.
 
     Args:
-        batch: as the trainer gets it, on the target's device.
-        dtype: of the states: what they are stored in, if that is narrower than the target's.
+        batch: the trainer's, on the target's device.
+        dtype: of the states; the stored dtype, if that is narrower than the target's.
 
     Returns:
         the largest difference of log-probabilities.
 
     Raises:
-        ValueError: the states are not the target's, with the difference and its likely cause.
+        ValueError: the states are not the target's; gives the difference.
     """
     states = source(batch)
     count = min(NUM_TOKENS, int(batch["attention_mask"][0].sum()))
-    if "document_ids" in batch:  # the first of the row
+    if "document_ids" in batch:  # only the row's first document
         count = min(count, int((batch["document_ids"][0] == batch["document_ids"][0, 0]).sum()))
     output = target.model(
         input_ids=batch["input_ids"][:1, :count],
@@ -67,26 +66,27 @@ def check_features(
         use_cache=False,
         return_dict=True,
     )
-    wanted = output.logits[0].to(target.device).float().log_softmax(-1)
     _check_tapped(target, states.features[0, :count], output.hidden_states, feature_layers, STATE_TOLERANCE[dtype])
+    wanted = output.logits[0].to(target.device).float().log_softmax(-1)
     found = _log_probabilities(target, states, count)
-    best = wanted.topk(min(NUM_BEST, wanted.shape[-1]), dim=-1).indices
+    num_best = min(NUM_BEST, wanted.shape[-1])
     if states.top_logits is not None:
-        best = best[:, : min(best.shape[1], states.top_logits.values.shape[-1])]
+        num_best = min(num_best, states.top_logits.values.shape[-1])
+    best = wanted.topk(num_best, dim=-1).indices
     difference = float((found.gather(1, best) - wanted.gather(1, best)).abs().max())
     if not difference <= LOG_PROB_TOLERANCE[dtype]:
-        cause = _guess_cause(target, states, count, wanted, best, LOG_PROB_TOLERANCE[dtype])
         raise ValueError(
-            f"the states that the heads would learn from do not give the target's distribution: log-probabilities of "
-            f"its {best.shape[1]} best tokens differ by up to {difference:.3g} (allowed {LOG_PROB_TOLERANCE[dtype]:g}) "
-            f"over {count} tokens of the first row. {cause}"
+            f"the states to train on do not give the target's distribution: log-probabilities of its {num_best} best "
+            f"tokens differ by up to {difference:.3g} (allowed {LOG_PROB_TOLERANCE[dtype]:g}) over {count} tokens of "
+            "the first row. Stored features: they are of another checkpoint or text; extract them again. Online: the "
+            "model changes its states or logits in a way that is not known here; please report the model"
         )
     logger.info("self-check: log-probabilities from the states differ by at most %.2g from the target's", difference)
     return difference
 
 
 def _log_probabilities(target: Target, states: TargetStates, count: int) -> Tensor:
-    """[T, V] float32, from what the teacher will be made of."""
+    """[T, V] float32, computed from the states as the teacher will be."""
     if states.top_logits is None:
         return target.compute_logits(states.last_hidden[0, :count]).float().log_softmax(-1)
     where = torch.zeros(states.top_logits.log_sum_exp.shape, dtype=torch.bool, device=target.device)
@@ -104,30 +104,7 @@ def _check_tapped(
         difference = float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
         if not difference <= tolerance:
             raise ValueError(
-                f"the states of layer {layer} that the heads would learn from differ from the target's by "
-                f"{difference:.3g} of their length (allowed {tolerance:g}): they were stored by another model (other "
-                "weights or settings under the same name), or the file was changed. Extract the features again"
+                f"the states of layer {layer} to train on differ from the target's by {difference:.3g} of their length "
+                f"(allowed {tolerance:g}): another model stored them (the same name with other weights or settings), "
+                "or the file has changed. Extract the features again"
             )
-
-
-def _guess_cause(
-    target: Target, states: TargetStates, count: int, wanted: Tensor, best: Tensor, tolerance: float
-) -> str:
-    """Tries what usually is wrong, and says which of it helps."""
-    if states.top_logits is not None:
-        return "The stored teacher is that of another model: extract the features again"
-    hidden = states.last_hidden[0, :count]
-    if target.final_norm is not None:
-        found = target.compute_logits(target.final_norm(hidden)).float().log_softmax(-1)
-        if float((found.gather(1, best) - wanted.gather(1, best)).abs().max()) <= tolerance:
-            return "They are states before the final norm, stored as if they were behind it: extract them again"
-    logits = target.compute_logits(hidden).float()
-    x, y = logits - logits.mean(-1, keepdim=True), wanted - wanted.mean(-1, keepdim=True)
-    factor = float((x * y).sum() / (x * x).sum())
-    agreement = float((x * y).sum() / (x.norm() * y.norm()))
-    if agreement > 0.999:
-        return (
-            f"The model's logits are {factor:.4g} times those of its LM head, by a scale that is not known here: "
-            "please report this model"
-        )
-    return "They are of another checkpoint, or of another text: extract the features again with this target and data"

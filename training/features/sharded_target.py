@@ -1,12 +1,11 @@
-"""A frozen target that no single device holds: its layers split over the processes, which train the heads together.
+"""Splits a frozen target that is too large for one device over the processes that train the heads.
 
-Each process keeps an equal part of every decoder layer's weights, gathers a layer when it runs and forgets it behind
-it. Embedding, final norm and LM head stay whole, because heads and losses use them outside of the target's forward.
-Weights that are loaded in the dtype they are stored in stay in the page cache, which a machine's processes share, until
-their layer is split: so the host need not have room for a copy for each process.
+Each process keeps an equal part of every decoder layer's weights, gathers a layer when it runs and frees it afterwards.
+Embedding, final norm and LM head stay whole, because heads and losses use them outside the target's forward. Weights
+that load in their stored dtype stay in the page cache, which the processes of a machine share, until their layer is
+split: so the host does not need room for one copy per process.
 
-Whoever runs a split target takes part in a collective: all processes must run the same passes. Batches come evenly, and
-the prompts of the acceptance length are decoded by all alike.
+Every forward of a split target is a collective: all processes must run the same passes.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ Sharding = Literal["none", "fsdp2", "zero3"]
 
 
 def shard_target(model: Any, sharding: Sharding, device: torch.device) -> None:
-    """Brings a frozen, whole model to `device`, its layers split over all processes as `sharding` says.
+    """Moves a frozen, whole model to `device` and splits its layers over all processes as `sharding` says.
 
     Raises:
-        ValueError: for one process, for quantised weights, or when the layers cannot be told.
+        ValueError: one process, quantised weights, or no list of layers in the model.
     """
     if sharding != "none":
         layers = _find_layers(model)
         world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if world_size == 1:
             raise ValueError(
-                f"got shard_target {sharding} in a run of one process, which would hold the whole target all the same: "
+                f"got shard_target {sharding} in a run of one process, which would hold the whole target anyway: "
                 "start several with accelerate launch, or leave it out"
             )
         if not all(weight.is_floating_point() for weight in layers.parameters()):
@@ -49,17 +48,17 @@ def shard_target(model: Any, sharding: Sharding, device: torch.device) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether this process keeps but a part of some of the model's weights."""
+    """Whether this process keeps only a part of some of the model's weights."""
     return any(local_part(weight) is not weight for weight in model.parameters())
 
 
 def count_held(model: nn.Module) -> int:
-    """How many of a model's parameters this process keeps."""
+    """Counts the parameters of a model that this process keeps."""
     return sum(local_part(weight).numel() for weight in model.parameters())
 
 
 def local_part(weight: Any) -> torch.Tensor:
-    """What this process keeps of a weight that FSDP or ZeRO-3 has split; any other tensor itself."""
+    """Returns this process's part of a weight that FSDP or ZeRO-3 has split; any other tensor itself."""
     part: torch.Tensor = weight.to_local() if isinstance(weight, DTensor) else getattr(weight, "ds_tensor", weight)
     return part
 
@@ -83,7 +82,7 @@ def _split_with_fsdp(layers: nn.ModuleList, world_size: int, device: torch.devic
 
 
 class _GatherAhead:
-    """Before a layer runs it asks for the weights of the next one, which then arrive meanwhile."""
+    """A pre-hook of a layer that starts to gather the weights of the next one."""
 
     def __init__(self, following: nn.Module) -> None:
         self.following = following
@@ -94,8 +93,7 @@ class _GatherAhead:
 
 
 def _split_with_zero(layers: nn.ModuleList, world_size: int, device: torch.device) -> None:
-    """ZeRO-3 by its own primitives: an engine around the target would gather by the order of its first pass, and
-    embedding and LM head would be split as well."""
+    """Uses ZeRO-3's primitives: an engine would also split the embedding and the LM head."""
     deepspeed = import_deepspeed(device.type)
     deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -108,7 +106,7 @@ def _split_with_zero(layers: nn.ModuleList, world_size: int, device: torch.devic
 
 
 class _Gathering:
-    """The weights of a layer that ZeRO-3 has split, together for as long as the layer runs."""
+    """Gathers the weights of a layer that ZeRO-3 has split, for as long as the layer runs."""
 
     def __init__(self, deepspeed: Any, weights: list[nn.Parameter]) -> None:
         self.deepspeed = deepspeed
@@ -124,21 +122,19 @@ class _Gathering:
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """The package, told of the device it would guess.
+    """Imports DeepSpeed and tells it the device, which it would guess.
 
     Raises:
-        ValueError: when it is not installed.
+        ValueError: it is not installed.
     """
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # DeepSpeed's own calls
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # in DeepSpeed's own code
     try:
         import deepspeed
     except ImportError as error:
-        raise ValueError(
-            f"DeepSpeed was asked for and cannot be imported ({error}): pip install 'draftsmith[deepspeed]'"
-        ) from error
+        raise ValueError(f"DeepSpeed cannot be imported ({error}): pip install 'draftsmith[deepspeed]'") from error
     if device_type == "cpu":
-        # It would compile collectives of its own, which takes a minute and a compiler; gloo has them as well.
+        # Otherwise it compiles its own collectives, which takes a minute and a compiler; gloo has them as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -1,4 +1,4 @@
-"""What the trainer needs of the target for a batch, from one place: computed, read from disk, or both.
+"""Gives the trainer the target's states of a batch: computed, read from disk, or both.
 
 Legend: B batch, T sequence length, F feature width (number of tapped layers x D), D hidden size, K teacher's best
 tokens.
@@ -19,19 +19,22 @@ from transformers import TrainerCallback
 from inference.targets.encoding import encode
 from inference.targets.target import Target
 from training.data.collation import find_documents
-from training.features.store import DiskFullError, FeatureStore, StoredRow, hash_tokens, write_shard
+from training.features.store import DiskFullError, FeatureStore, StoredRow, hash_tokens, tensor_name, write_shard
 from training.losses.top_logits import TopLogits
 
 logger = logging.getLogger(__name__)
 
+SHARD_BYTES = 256 * 10**6  # a hybrid run keeps so many bytes of states in memory until it writes them as a shard
+
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What they hold at padding is unspecified. All are on the target's device.
+    """The target's states of a batch, on its device; values at padding are unspecified.
 
-    features: [B, T, F], the tapped hidden states. last_hidden: [B, T, D], after the final norm; of width 0 where it was
-    not stored. top_logits: the teacher, when it was stored: of values [B, T, K]; None = the LM head's logits of
-    `last_hidden` are.
+    Attributes:
+        features: [B, T, F], the tapped hidden states.
+        last_hidden: [B, T, D], after the final norm; of width 0 where it was not stored.
+        top_logits: a stored teacher, values [B, T, K]; None = the teacher is the LM head's logits of `last_hidden`.
     """
 
     features: Tensor
@@ -40,21 +43,21 @@ class TargetStates:
 
 
 class FeatureSource(Protocol):
-    """Gives the target's states for a batch of the collator's, on the device of the batch.
+    """Gives the target's states of a collated batch on the device of the batch.
 
-    The keys of a batch are `input_ids`, `attention_mask` and `loss_mask`, each [B, T] int64; of a packed one also
-    `document_ids` (see `training.data.collation`).
+    A batch has `input_ids`, `attention_mask` and `loss_mask`, each [B, T] int64; a packed one also `document_ids` (see
+    `training.data.collation`).
     """
 
     def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates: ...
 
 
 class OnlineFeatures:
-    """Runs the target on every batch: nothing is kept, and nothing can be stale.
+    """Runs the target on every batch and keeps nothing.
 
     Args:
-        num_groups: of documents, in a packed batch (`inference.targets.documents.split_documents`).
-        with_autograd: gradients flow from the states into weights of the target that are trained (adapters).
+        num_groups: of documents in a packed batch (`inference.targets.documents.split_documents`).
+        with_autograd: let gradients flow from the states into trained weights of the target (adapters).
     """
 
     def __init__(
@@ -83,13 +86,8 @@ class OnlineFeatures:
         return TargetStates(encoded.features, encoded.last_hidden)
 
 
-def tensor_name(layer: int, num_layers: int) -> str:
-    """What a store calls hidden_states[layer]."""
-    return "last" if layer == num_layers else f"hidden.{layer}"
-
-
 def iterate_documents(batch: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int]]:
-    """(row, first slot, slot behind the last) of every text of a batch: a row's own, or those packed into it."""
+    """Yields (row, start, end) of every text of a batch: the row's own, or those packed into it."""
     real = batch["attention_mask"].cpu()
     marks = batch["document_ids"].cpu() if "document_ids" in batch else real - 1
     for row, marks_T in enumerate(marks):
@@ -102,10 +100,10 @@ def iterate_documents(batch: Mapping[str, Tensor]) -> Iterator[tuple[int, int, i
 
 
 class StoredCollator:
-    """Adds the stored states of a batch's texts to it, in the processes that load data (`dataloader_num_workers`).
+    """Adds the stored states of a batch's texts to the batch, in the data-loading processes.
 
-    Each is a tensor [B, T, ...] under `stored.NAME`, of integers of the same bits: DeepSpeed would round floating-point
-    inputs to its own dtype. A batch with a text that is not stored gets none.
+    Each is a tensor [B, T, ...] under `stored.NAME`, viewed as integers: DeepSpeed would round floating-point inputs to
+    its own dtype. A batch with a text that is not stored gets none.
     """
 
     def __init__(self, collate: Callable[[Any], dict[str, Tensor]], store: FeatureStore, names: Sequence[str]) -> None:
@@ -119,7 +117,7 @@ class StoredCollator:
         for row, start, end in iterate_documents(batch):
             found = self.store.read(batch["input_ids"][row, start:end], self.names)
             if found is None:
-                self.store.refresh()  # for the next one: workers that outlive an epoch do not see it filled
+                self.store.refresh()  # workers that outlive an epoch would not see the new shards otherwise
                 return batch
             for name, value in found.items():
                 bits = value.view(torch.int16 if value.itemsize == 2 else torch.int32)
@@ -130,11 +128,7 @@ class StoredCollator:
 
 
 class StoredFeatures:
-    """Reads the states of every batch from a store; the target does not run.
-
-    Args:
-        target: gives the final norm where states were stored before it.
-    """
+    """Reads the states of every batch from a store; the target does not run."""
 
     def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore) -> None:
         self.target = target
@@ -144,51 +138,54 @@ class StoredFeatures:
         self.names = sorted({*self.layer_names, *(name for name in self.settings.tensors if "hidden." not in name)})
 
     def collator(self, collate: Callable[[Any], dict[str, Tensor]]) -> StoredCollator:
-        """The trainer's collator: it reads ahead what this source then hands over."""
+        """Returns the trainer's collator, which reads ahead the states that this source returns."""
         return StoredCollator(collate, self.store, self.names)
 
+    def has(self, batch: Mapping[str, Tensor]) -> bool:
+        """Whether the collator found every text of the batch."""
+        return f"stored.{self.names[0]}" in batch
+
     def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
-        if f"stored.{self.names[0]}" not in batch:
+        if not self.has(batch):
             raise ValueError(
                 f"{self.store.folder} lacks a text of this batch: extract the features of this data "
                 "(scripts/extract_features.py with the same options), or train with --feature_mode hybrid"
             )
-        values = {name: self._state(name, batch[f"stored.{name}"]) for name in self.names if "top." not in name}
-        features = [values[name] for name in self.layer_names]
-        some = features[0] if features else values["last"]
-        last_hidden = values.get("last", some[..., :0])
-        return TargetStates(torch.cat(features, -1) if features else some[..., :0], last_hidden, self._top(batch))
+        states = {name: self._floats(batch, name) for name in self.names if "top." not in name}
+        features = [states[name] for name in self.layer_names]
+        some = features[0] if features else states["last"]
+        top = None
+        if self.settings.teacher_top_k is not None:
+            ids, sums = batch["stored.top.token_ids"].long(), batch["stored.top.log_sum_exp"].view(torch.float32)
+            top = TopLogits(self._floats(batch, "top.values"), ids, sums)
+        last_hidden = states.get("last", some[..., :0])
+        return TargetStates(torch.cat(features, -1) if features else some[..., :0], last_hidden, top)
 
-    def _state(self, name: str, bits: Tensor) -> Tensor:
-        state = bits.view(getattr(torch, self.settings.dtype)).to(self.target.dtype)
-        if self.settings.tensors[name] == "pre-norm" and name == "last" and self.target.final_norm is not None:
-            with torch.no_grad():
-                state = self.target.final_norm(state)
-        return state
-
-    def _top(self, batch: Mapping[str, Tensor]) -> TopLogits | None:
-        if self.settings.teacher_top_k is None:
-            return None
-        values = batch["stored.top.values"].view(getattr(torch, self.settings.dtype)).to(self.target.dtype)
-        sums = batch["stored.top.log_sum_exp"].view(torch.float32)
-        return TopLogits(values, batch["stored.top.token_ids"].long(), sums)
+    def _floats(self, batch: Mapping[str, Tensor], name: str) -> Tensor:
+        return batch[f"stored.{name}"].view(getattr(torch, self.settings.dtype)).to(self.target.dtype)
 
 
 class HybridFeatures:
-    """Reads what is stored, computes the rest, and stores it: the first epoch fills the store, later ones read it.
+    """Reads stored states, computes the missing ones and stores them, so that the first epoch fills the store.
 
-    A batch with a text that is not stored is computed as a whole, as it would be online; of its texts only those are
-    written that were not yet. They are gathered into shards: a kill loses those of the last one, which are then
-    computed again. When the disk is full, the rest is computed online in every epoch.
+    A batch with a missing text is computed as a whole, as it would be online, and its missing texts are stored. A kill
+    loses the texts of the unfinished shard, which are then computed again. When the disk is full, missing texts are
+    computed online in every epoch.
 
     Args:
-        rank: of this process, which writes shards of its own.
-        shard_bytes: states in memory at which a shard is written.
-        writes: False: the store stays as it is; what it lacks is computed and not kept.
+        rank: of this process, which writes its own shards.
+        shard_bytes: bytes of states in memory at which a shard is written.
+        writes: False: leave the store as it is.
     """
 
     def __init__(
-        self, online: OnlineFeatures, store: FeatureStore, *, rank: int = 0, shard_bytes: int, writes: bool = True
+        self,
+        online: OnlineFeatures,
+        store: FeatureStore,
+        *,
+        rank: int = 0,
+        shard_bytes: int = SHARD_BYTES,
+        writes: bool = True,
     ) -> None:
         self.online = online
         self.store = store
@@ -196,25 +193,22 @@ class HybridFeatures:
         self.rank = rank
         self.shard_bytes = shard_bytes
         self.writes = writes
-        self._rows: dict[bytes, StoredRow] = {}
-        self._written: set[int] = set()  # keys of what was flushed; the store itself is read anew at an epoch's end
+        self._rows: dict[int, StoredRow] = {}
+        self._written: set[int] = set()  # keys of flushed rows: the store reads new shards only at an epoch's end
         self._size = 0
 
     def collator(self, collate: Callable[[Any], dict[str, Tensor]]) -> StoredCollator:
         return self.stored.collator(collate)
 
     def peek(self, batch: Mapping[str, Tensor]) -> TargetStates:
-        """The states of a batch; nothing is written."""
-        return self.stored(batch) if self._is_stored(batch) else self.online(batch)
+        """Returns the states of a batch without storing them."""
+        return self.stored(batch) if self.stored.has(batch) else self.online(batch)
 
     def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
         states = self.peek(batch)
-        if self.writes and not self._is_stored(batch):
+        if self.writes and not self.stored.has(batch):
             self._keep(batch, states)
         return states
-
-    def _is_stored(self, batch: Mapping[str, Tensor]) -> bool:
-        return f"stored.{self.stored.names[0]}" in batch
 
     def _keep(self, batch: Mapping[str, Tensor], states: TargetStates) -> None:
         width = self.online.target.hidden_size
@@ -223,33 +217,34 @@ class HybridFeatures:
             tensors[name] = states.features[..., index * width : (index + 1) * width]
         for row, start, end in iterate_documents(batch):
             ids = batch["input_ids"][row, start:end].cpu()
-            key = ids.numpy().tobytes()
-            if key in self._rows or hash_tokens(ids) in self._written or self.store.has(ids):
+            key = hash_tokens(ids)
+            if key in self._rows or key in self._written or self.store.has(ids):
                 continue
             values = {name: value[row, start:end].cpu().clone() for name, value in tensors.items()}
-            self._rows[key] = StoredRow(ids, batch["loss_mask"][row, start:end].cpu(), values)
+            self._rows[key] = StoredRow(ids, values)
             self._size += sum(value.nbytes for value in values.values())
         if self._size >= self.shard_bytes:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what has gathered as one shard."""
-        if self._rows:
-            taken = [int(path.stem.rpartition("-")[2]) for path in self.store.folder.glob(f"cache-{self.rank}-*.json")]
-            try:
-                name = f"cache-{self.rank}-{max(taken, default=-1) + 1:05d}"
-                write_shard(self.store.folder, name, list(self._rows.values()))
-                self._written |= {hash_tokens(row.input_ids) for row in self._rows.values()}
-            except DiskFullError as error:
-                logger.warning("%s. Until then, what is missing is computed online", error)
-                self.writes = False
-            self._rows.clear()
-            self._size = 0
+        """Writes the rows in memory as one shard."""
+        if not self._rows:
+            return
+        taken = [int(path.stem.rpartition("-")[2]) for path in self.store.folder.glob(f"cache-{self.rank}-*.json")]
+        try:
+            name = f"cache-{self.rank}-{max(taken, default=-1) + 1:05d}"
+            write_shard(self.store.folder, name, list(self._rows.values()))
+            self._written |= self._rows.keys()
+        except DiskFullError as error:
+            logger.warning("%s. Until then, missing states are computed online", error)
+            self.writes = False
+        self._rows.clear()
+        self._size = 0
 
 
 class FlushFeatures(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Ends the shard of every process at the end of an epoch, so that the next one finds all of them; and behind an
-    evaluation, because it may be the last that there is."""
+    """Writes the shard of every process at the end of an epoch, so that the next epoch finds all of them, and after an
+    evaluation, which may be the last one."""
 
     def __init__(self, features: HybridFeatures) -> None:
         self.features = features

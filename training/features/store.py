@@ -1,18 +1,17 @@
-"""The target's states on disk: shards in safetensors, found by what the rows say.
+"""The target's states on disk: safetensors shards whose rows are found by their tokens.
 
-A store is a folder. `index.json` says what was stored and of which target (`StoreSettings`). Every shard is two files:
-`NAME.safetensors`, and `NAME.json`, which is written last, so that a shard with one is complete. A row is one tokenized
-conversation; its states depend on its tokens alone, so it is looked up by them, whatever the order, the batches, the
-packing or the loss mask of a later run.
+A store is a folder. `index.json` holds its `StoreSettings`. Each shard is two files: `NAME.safetensors`, and
+`NAME.json`, which is written last, so that a shard that has it is complete. A row is one tokenized conversation. Its
+states depend only on its tokens, so the tokens are the key, whatever the order, batches, packing or loss mask of a run.
 
 Legend: R rows of a shard, N tokens of all of them (no padding), T tokens of a row, D hidden size, K teacher's best
 tokens.
 
     lengths [R] int64, keys [R] int64      tokens of each row, and the hash of their ids
     checksums [R, columns] int64           of each row's part of every tensor below, in the order of their names
-    input_ids [N] int32, loss_mask [N] uint8
+    input_ids [N] int32
     hidden.I [N, D]                        the input of layer I: the residual stream, before any norm
-    last [N, D]                            the last state, after the final norm or (if the index says so) before it
+    last [N, D]                            the last state, after the final norm
     top.values [N, K], top.token_ids [N, K] int32, top.log_sum_exp [N] float32
 """
 
@@ -26,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import xxhash
@@ -34,19 +33,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2
 _ROW_TENSORS = ("lengths", "keys", "checksums")
 
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """Which target states are of.
+    """The target of stored states.
 
     Attributes:
         name: folder or hub id, for messages only.
-        config_hash: of its configuration's values that are not defaults.
+        config_hash: of its configuration's non-default values.
         weights_hash: of its token embedding and its LM head, in `dtype`.
-        adapter_hash: of the adapter that heads brought along (Medusa-2); None = the target as it is.
+        adapter_hash: of the adapter that heads brought along (Medusa-2); None = no adapter.
     """
 
     name: str
@@ -61,32 +60,26 @@ class TargetIdentity:
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """What a store holds, as `index.json` says it.
+    """The contents of `index.json`.
 
     Attributes:
-        tensors: name -> "post-norm", "pre-norm" or "logits".
+        tensors: names of the stored tensors.
         dtype: of the states.
         teacher_top_k: K, or None.
         dataset, max_length, tokenizer_hash: where the rows come from, for messages.
-        num_rows, num_tokens, num_shards, data_hash: of the extraction that was planned; None for a cache that grows.
+        num_shards, data_hash: of a planned extraction; None for a cache that grows.
     """
 
     target: TargetIdentity
-    tensors: dict[str, str]
+    tensors: list[str]
     dtype: str
     teacher_top_k: int | None
     dataset: list[str]
     max_length: int
     tokenizer_hash: str
-    num_rows: int | None = None
-    num_tokens: int | None = None
     num_shards: int | None = None
     data_hash: str | None = None
     format: int = FORMAT
-
-    @property
-    def last_state(self) -> Literal["post-norm", "pre-norm"] | None:
-        return self.tensors.get("last")  # type: ignore[return-value]
 
     @property
     def bytes_per_token(self) -> int:
@@ -94,30 +87,30 @@ class StoreSettings:
         size: int = getattr(torch, self.dtype).itemsize
         states = sum(name.startswith("hidden.") or name == "last" for name in self.tensors)
         top = (size + 4) * self.teacher_top_k + 4 if self.teacher_top_k else 0
-        return 4 + 1 + states * self.target.hidden_size * size + top
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Exact, for the tensors [R, ...] of a shard."""
-        return 8 * (2 + 2 + len(self.tensors))
+        return 4 + states * self.target.hidden_size * size + top
 
     def size_of(self, num_rows: int, num_tokens: int) -> int:
-        """Bytes of so many rows, but for what safetensors says in front of each shard (below 2 kB)."""
-        return num_tokens * self.bytes_per_token + num_rows * self.bytes_per_row
+        """Bytes of the tensors of so many rows; the header of each shard takes less than 2 kB more."""
+        bytes_per_row = 8 * (2 + 1 + len(self.tensors))
+        return num_tokens * self.bytes_per_token + num_rows * bytes_per_row
 
 
 @dataclass(frozen=True)
 class StoredRow:
-    """input_ids: [T]. loss_mask: [T]. tensors: by the names of `StoreSettings.tensors`, each [T, ...]."""
+    """input_ids: [T]. tensors: by the names of `StoreSettings.tensors`, each [T, ...]."""
 
     input_ids: Tensor
-    loss_mask: Tensor
     tensors: Mapping[str, Tensor]
 
     def all_tensors(self) -> dict[str, Tensor]:
-        """Those with a value per token, as they are stored: sorted by name, contiguous, on the CPU."""
-        row = {"input_ids": self.input_ids.int(), "loss_mask": self.loss_mask.byte(), **self.tensors}
+        """The tensors with a value per token, as they are stored: sorted by name, contiguous, on the CPU."""
+        row = {"input_ids": self.input_ids.int(), **self.tensors}
         return {name: row[name].cpu().contiguous() for name in sorted(row)}
+
+
+def tensor_name(layer: int, num_layers: int) -> str:
+    """The name of hidden_states[layer] in a store."""
+    return "last" if layer == num_layers else f"hidden.{layer}"
 
 
 def hash_tokens(input_ids: Tensor) -> int:
@@ -135,14 +128,14 @@ def _digest(tensor: Tensor) -> int:
 
 
 class DiskFullError(OSError):
-    """There is no room for a shard; those before it are complete."""
+    """There is no room for a shard; the shards before it are complete."""
 
 
 def write_shard(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
     """Writes rows as one complete shard, or leaves none.
 
     Raises:
-        DiskFullError: what is missing, and how to go on.
+        DiskFullError: says how to go on.
     """
     parts = [row.all_tensors() for row in rows]
     tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
@@ -152,23 +145,18 @@ def write_shard(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
     scratch = folder / f".{name}.{os.getpid()}.tmp"
     try:
         save_file(tensors, scratch)
-        shutil.copymode(folder / "index.json", scratch)  # safetensors writes for the owner alone
+        shutil.copymode(folder / "index.json", scratch)  # safetensors gives only the owner access
         with scratch.open("rb") as file:
             os.fsync(file.fileno())
-        about = {
-            "rows": len(rows),
-            "tokens": int(tensors["lengths"].sum()),
-            "bytes": scratch.stat().st_size,
-            "checksum": _root(tensors),
-        }
+        about = {"bytes": scratch.stat().st_size, "checksum": _checksum_of_rows(tensors)}
         scratch.replace(folder / f"{name}.safetensors")
         write_whole(folder / f"{name}.json", json.dumps(about) + "\n")
-    except (OSError, SafetensorError) as error:  # safetensors has no error of its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         scratch.unlink(missing_ok=True)
         size = sum(value.nbytes for value in tensors.values())
         raise DiskFullError(
-            f"cannot write {name} ({size / 1e9:.3g} GB) to {folder}: {error}. The shards before it are complete: make "
-            "room and run the same command again, which goes on behind them"
+            f"cannot write {name} ({size / 1e9:.3g} GB) to {folder}: {error}. The shards before it are complete: free "
+            "some space and run the same command again, which continues after them"
         ) from error
 
 
@@ -182,16 +170,16 @@ def write_whole(path: Path, text: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def _root(tensors: Mapping[str, Tensor]) -> str:
-    """The checksum of a shard: of its rows' checksums, keys and lengths."""
+def _checksum_of_rows(tensors: Mapping[str, Tensor]) -> str:
+    """The checksum of a shard: a hash of its rows' checksums, keys and lengths."""
     together = torch.cat([tensors[name].reshape(-1) for name in _ROW_TENSORS])
     return f"{_digest(together) % (1 << 64):016x}"
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """path; version: which file that was; columns: names of the tensors with checksums, in order; lengths, starts [R];
-    keys, checksums as stored."""
+    """A finished shard. version: tells its file from a later one. columns: the tensors with checksums, in order.
+    lengths, starts, keys: [R]. checksums: [R, columns]."""
 
     path: Path
     version: tuple[int, int]
@@ -204,22 +192,17 @@ class _Shard:
 
 @lru_cache(maxsize=64)
 def _open(path: Path, version: tuple[int, int]) -> Any:
-    """The version tells a file from one that has taken its place."""
     return safe_open(path, framework="pt")
 
 
 class FeatureStore:
-    """Rows of a store, mapped into memory and checked whenever they are read.
+    """The rows of a store, memory-mapped; each read is compared with the row's checksum.
 
     Args:
-        settings: of one that is not begun, and will not be; None = those of its `index.json`.
-
-    Attributes:
-        settings: what `index.json` says.
+        settings: of a store that does not exist and will not be written; None = read `index.json`.
 
     Raises:
-        ValueError: no store there, an extraction that is not finished, or a shard that is damaged: its size (at once)
-            or its contents (when a row is read).
+        ValueError: no store there, or a damaged shard: a wrong size (at once) or wrong contents (when a row is read).
     """
 
     def __init__(self, folder: Path, settings: StoreSettings | None = None) -> None:
@@ -231,7 +214,7 @@ class FeatureStore:
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes in the shards that have been finished since."""
+        """Adds the shards that were finished since the last call."""
         for name in sorted(finished_shards(self.folder) - self._known):
             shard = read_shard(self.folder, name)
             self._known.add(name)
@@ -251,9 +234,9 @@ class FeatureStore:
         return hash_tokens(input_ids) in self._places
 
     def read(self, input_ids: Tensor, names: Iterable[str]) -> dict[str, Tensor] | None:
-        """The named tensors of the row of these tokens ([T]), each [T, ...], or None when it is not stored.
+        """Returns the named tensors, each [T, ...], of the row of these tokens ([T]); None if it is not stored.
 
-        The tensors are mapped from the file: not to be changed.
+        The tensors are mapped from the file: do not change them.
         """
         place = self._places.get(hash_tokens(input_ids))
         if place is None:
@@ -261,11 +244,12 @@ class FeatureStore:
         shard = self._shards[place[0]]
         found = _read_row(shard, place[1], ["input_ids", *names])
         if not torch.equal(found.pop("input_ids").long(), input_ids.cpu().long()):
-            return None  # another row of the same hash
+            return None  # another row with the same hash
         return found
 
 
 def read_settings(folder: Path) -> StoreSettings:
+    """Reads `index.json`; raises ValueError if it is missing or of another format."""
     try:
         values = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -285,12 +269,12 @@ def write_settings(folder: Path, settings: StoreSettings) -> None:
 
 
 def finished_shards(folder: Path) -> set[str]:
-    """The names of the shards that were written to their end."""
+    """The names of the complete shards."""
     return {path.stem for path in folder.glob("*.json") if path.name != "index.json"}
 
 
 def read_shard(folder: Path, name: str) -> _Shard:
-    """A finished shard's rows, after the checks that need no reading of states."""
+    """Opens a finished shard and checks its size and its table of rows; it reads no states."""
     path, about = folder / f"{name}.safetensors", json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     if not path.is_file():
         raise _damaged(path, "it is missing")
@@ -303,8 +287,8 @@ def read_shard(folder: Path, name: str) -> _Shard:
         tensors = {key: file.get_tensor(key) for key in _ROW_TENSORS}
     except SafetensorError as error:
         raise _damaged(path, str(error)) from error
-    if _root(tensors) != about["checksum"]:
-        raise _damaged(path, "its rows are not those it was written with")
+    if _checksum_of_rows(tensors) != about["checksum"]:
+        raise _damaged(path, "its table of rows has changed")
     lengths = tensors["lengths"]
     starts = (lengths.cumsum(0) - lengths).tolist()
     columns = sorted(set(file.keys()) - set(_ROW_TENSORS))
@@ -312,11 +296,7 @@ def read_shard(folder: Path, name: str) -> _Shard:
 
 
 def verify_shard(folder: Path, name: str) -> None:
-    """Reads a finished shard wholly.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Reads a whole shard; raises ValueError if it is damaged."""
     shard = read_shard(folder, name)
     for row in range(len(shard.lengths)):
         _read_row(shard, row, shard.columns)
@@ -333,7 +313,8 @@ def _read_row(shard: _Shard, row: int, names: Iterable[str]) -> dict[str, Tensor
     return found
 
 
-def _damaged(path: Path, what: str) -> ValueError:
+def _damaged(path: Path, reason: str) -> ValueError:
     return ValueError(
-        f"{path} is damaged: {what}. Delete it and {path.stem}.json and extract again, which writes what is missing"
+        f"{path} is damaged: {reason}. Delete it and {path.stem}.json and extract again, which writes only what is "
+        "missing"
     )

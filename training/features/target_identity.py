@@ -1,4 +1,4 @@
-"""Which target, tokenizer and texts stored features are of, in a few hashes."""
+"""Identifies the target and the tokenizer of stored features by hashes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from heads.adapter import find_adapter_hash
 from inference.targets.target import Target
 from training.features.store import TargetIdentity, hash_text
 
-_ROWS = 8192  # of the embedding at a time
-# What a configuration says beside the model: where it came from, how it is run, where its texts begin and end.
+_ROWS = 8192  # rows of the embedding to hash at a time
+# Configuration keys that do not change the states: origin, how to run the model, where texts begin and end.
 _NOT_OF_THE_MODEL = {
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"),
     *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -22,8 +22,11 @@ _NOT_OF_THE_MODEL = {
 
 @torch.no_grad()
 def identify_target(target: Target, name: str) -> TargetIdentity:
-    """What must agree for stored states to be this target's. Its layers are not hashed, which may be offloaded or
-    split over processes: the self-check compares what they compute."""
+    """Returns the identity that stored states must share with this target.
+
+    The layers are not hashed, because they may be offloaded or split over processes: the self-check compares their
+    results.
+    """
     digest = xxhash.xxh3_128()
     for start in range(0, target.num_embeddings, _ROWS):
         ids = torch.arange(start, min(start + _ROWS, target.num_embeddings), device=target.device)
@@ -44,5 +47,5 @@ def identify_target(target: Target, name: str) -> TargetIdentity:
 
 
 def hash_tokenizer(tokenizer: Any) -> str:
-    """Of the tokenizer and its chat template."""
+    """Hashes the tokenizer and its chat template."""
     return hash_text(tokenizer.backend_tokenizer.to_str() + json.dumps(tokenizer.chat_template))

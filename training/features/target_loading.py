@@ -1,4 +1,4 @@
-"""Loading the frozen target: on the device that the heads train on, or spread over several devices or processes."""
+"""Loads the frozen target: on the heads' device, or spread over several devices or processes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from training.features.target_options import ModelArguments, PlacementArguments
 
 @contextmanager
 def loading_whole() -> Iterator[None]:
-    """Models that are loaded here are whole on every process, under ZeRO-3 and FSDP as well.
+    """Keeps models that are loaded inside whole on every process, also under ZeRO-3 and FSDP.
 
-    transformers' `from_pretrained` would split them under ZeRO-3, the frozen target included, and under FSDP with
-    `fsdp_cpu_ram_efficient_loading` (accelerate's default) leave them empty on all processes but the first.
+    transformers' `from_pretrained` would split them under ZeRO-3, the frozen target included. Under FSDP with
+    `fsdp_cpu_ram_efficient_loading` (accelerate's default) it would leave them empty on all processes but the first.
     """
     found = integration._hf_deepspeed_config_weak_ref
     integration.unset_hf_deepspeed_config()
@@ -37,30 +37,27 @@ def loading_whole() -> Iterator[None]:
 def load_model(
     model_args: ModelArguments, placement: PlacementArguments, device: torch.device, *, num_processes: int
 ) -> Any:
-    """The frozen causal LM, on `device` or spread as `placement` says.
+    """Loads the frozen causal LM, on `device` or spread as `placement` says.
 
     Raises:
         ValueError: a device map with several processes.
     """
     device_map = placement.parse_device_map()
-    options: dict[str, Any] = {}
-    if device_map is not None:
-        if num_processes > 1:
-            raise ValueError(
-                f"got target_device_map {placement.target_device_map} with {num_processes} processes, each of which "
-                "would spread a whole target over the same devices: start one process, or split the target over the "
-                "processes (--shard_target fsdp2), or train from stored features"
-            )
-        if isinstance(device_map, dict) and "" in device_map and len(device_map) > 1:
-            device_map = _name_the_rest(device_map, model_args)
-        options = {"device_map": device_map, "offload_folder": placement.target_offload_folder}
+    if device_map is not None and num_processes > 1:
+        raise ValueError(
+            f"got target_device_map {placement.target_device_map} with {num_processes} processes, each of which would "
+            "spread a whole target over the same devices: start one process, split the target over the processes "
+            "(--shard_target fsdp2), or train from stored features"
+        )
+    if isinstance(device_map, dict) and "" in device_map and len(device_map) > 1:
+        device_map = _name_the_rest(device_map, model_args)
     with loading_whole():
         model: Any = AutoModelForCausalLM.from_pretrained(
             model_args.target,
             dtype=model_args.target_dtype,
             attn_implementation=model_args.attn_implementation,
             trust_remote_code=model_args.trust_remote_code,
-            **options,
+            **({} if device_map is None else {"device_map": device_map}),
         )
     model.requires_grad_(False).eval()
     if device_map is None:
@@ -71,14 +68,14 @@ def load_model(
 def load_adapted_model(
     model_args: ModelArguments, placement: PlacementArguments, device: torch.device, *, num_processes: int
 ) -> Any:
-    """As `load_model`, with the adapter that `init_heads` were trained with, if any: the target they continue with."""
+    """Loads the model as `load_model` does, with the adapter of `init_heads`, if they were trained with one."""
     model = load_model(model_args, placement, device, num_processes=num_processes)
     adapter = None if model_args.init_heads is None else find_adapter_of(model_args.init_heads)
     return model if adapter is None else load_adapter(model, adapter, merge=False)
 
 
 def _name_the_rest(places: dict[str, Any], model_args: ModelArguments) -> dict[str, Any]:
-    """The map with "", the place of what no other key names, written out: accelerate takes it for the whole model's."""
+    """Replaces the key "" (all modules that no other key names) by names: accelerate takes "" for the whole model."""
     config = AutoConfig.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=model_args.trust_remote_code)
@@ -98,7 +95,7 @@ def _name_the_rest(places: dict[str, Any], model_args: ModelArguments) -> dict[s
 
 
 def check_placement(target: Target, device: torch.device) -> None:
-    """Raises ValueError when the token embedding, with which heads go, is not where they train."""
+    """Raises ValueError when the token embedding is not on the device where the heads train."""
     if (target.device.type, target.device.index or 0) != (device.type, device.index or 0):
         raise ValueError(
             f"the device map keeps the target's token embedding on {target.device}, and the heads train on {device}: "

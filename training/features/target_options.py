@@ -1,4 +1,4 @@
-"""The options of the target: which model, where its weights are, and the heads that are trained for it."""
+"""The options of the target and of the heads that are trained for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ModelArguments:
 
     target: str = field(metadata={"help": "The target: a folder or a hub id of any stock transformers causal LM."})
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Dtype the target is loaded in; auto = the one its weights were saved in."}
+        default="auto", metadata={"help": "Dtype to load the target in; auto = the dtype of its saved weights."}
     )
     attn_implementation: str = field(
         default="sdpa", metadata={"help": "The target's attention: sdpa or eager (tree masks need one of the two)."}
@@ -32,15 +32,15 @@ class ModelArguments:
         default_factory=list,
         metadata={
             "help": "Fields of the heads' configuration as key=value with JSON values, for example "
-            "--head_overrides num_heads=4 num_layers=1. A mapping in YAML. May be repeated; a key's last value wins."
+            "--head_overrides num_heads=4 num_layers=1. A mapping in YAML. The last value of a key wins."
         },
     )
     init_heads: str | None = field(
         default=None,
         metadata={
-            "help": "Warm start, instead of --head_type: a new run from the weights, the configuration and the draft "
-            "vocabulary of trained heads (folder or hub id). Optimizer, schedule and data begin anew; to go on with an "
-            "interrupted run there is --resume_from_checkpoint."
+            "help": "Warm start, instead of --head_type: begin a new run with the weights, the configuration and the "
+            "draft vocabulary of trained heads (folder or hub id). To continue an interrupted run, give "
+            "--resume_from_checkpoint."
         },
     )
 
@@ -58,8 +58,7 @@ class ModelArguments:
         self.parse_head_overrides()
 
     def parse_head_overrides(self) -> dict[str, Any]:
-        """Returns `head_overrides` as the keyword arguments `heads.create_heads` takes; a value that is not JSON is a
-        string."""
+        """Returns `head_overrides` as keyword arguments of `heads.create_heads`; a value that is not JSON is text."""
         overrides: dict[str, Any] = {}
         for item in self.head_overrides:
             key, equals, value = item.partition("=")
@@ -74,39 +73,30 @@ class ModelArguments:
 
 @dataclass
 class PlacementArguments:
-    """Where a target stays that is too large for one device."""
+    """Where to keep a target that is too large for one device."""
 
     target_device_map: str | None = field(
         default=None,
         metadata={
             "help": "Spread the target over the devices of this one process: auto, balanced, sequential, or a JSON "
             'mapping of module names to devices, "cpu" or "disk", for example {"model.layers": "disk", "": 0} for '
-            "training from stored features, where the layers run in checks and evaluations only. none = all of it on "
-            "the device that the heads train on. The token embedding must be on that device."
+            "training from stored features. The token embedding must be on the heads' device. none = keep all of it "
+            "on that device."
         },
     )
-    target_offload_folder: str | None = field(
-        default=None, metadata={"help": "Where weights mapped to disk are kept if not in safetensors; none = refused."}
-    )
-
     shard_target: Sharding = field(
         default="none",
         metadata={
-            "help": "For a target too large for one device: each process keeps its share of the layers' weights and "
-            "gathers a layer when it runs; fsdp2 (torch) or zero3 (DeepSpeed), whatever the heads train under."
+            "help": "For a target too large for one device: each process keeps a share of the layers' weights and "
+            "gathers a layer when it runs. fsdp2 (torch) or zero3 (DeepSpeed), independent of the heads' strategy."
         },
     )
 
     def __post_init__(self) -> None:
-        if self.target_offload_folder is not None and self.target_device_map is None:
-            raise ValueError(
-                f"got target_offload_folder {self.target_offload_folder} without target_device_map, which says what is "
-                "kept there: give both"
-            )
         if self.parse_device_map() is not None and self.shard_target != "none":
             raise ValueError(
-                f"got target_device_map {self.target_device_map} and shard_target {self.shard_target}: the one spreads "
-                "a target over the devices of one process, the other over processes; leave one of the two out"
+                f"got target_device_map {self.target_device_map} and shard_target {self.shard_target}: the first "
+                "spreads a target over the devices of one process, the second over processes; leave one of the two out"
             )
 
     def parse_device_map(self) -> str | dict[str, Any] | None:

@@ -28,9 +28,11 @@ from training.data.options import DataArguments, seed_of_data
 from training.data.packing import pack_rows
 from training.data.streaming import ConversationStream
 from training.data.training_sets import cut_to_limit, load_datasets
-from training.features.options import FeatureArguments, RowsOfRun, prepare_features
+from training.features.options import FeatureArguments
+from training.features.preparation import prepare_features
 from training.features.self_check import check_first_row
 from training.features.sharded_target import count_held
+from training.features.store_checks import RowsOfRun
 from training.features.target_identity import hash_tokenizer, identify_target
 from training.features.target_loading import check_placement, load_model, loading_whole
 from training.features.target_options import ModelArguments, PlacementArguments

@@ -12,7 +12,7 @@ import torch
 
 from inference import Target
 from tests.tiny_targets import tiny_target
-from tests.training.feature_cases import ROWS, limited_file_size, make_extraction, run_extraction, store_rows
+from tests.training.feature_cases import ROWS, limited_file_size, make_extraction, store_rows
 from training.features.store import DiskFullError, FeatureStore, StoredRow, verify_shard, write_shard
 
 
@@ -25,9 +25,8 @@ def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:
     store = store_rows(target, tmp_path, [2], shard_bytes=10**4, teacher_top_k=4)
     assert store.num_finished > 1
     for row in ROWS:
-        found = store.read(torch.tensor(row["input_ids"]), ["loss_mask", "hidden.2", "last", "top.token_ids"])
+        found = store.read(torch.tensor(row["input_ids"]), ["hidden.2", "last", "top.token_ids"])
         assert found is not None
-        assert found["loss_mask"].tolist() == row["loss_mask"]
         assert found["hidden.2"].shape == found["last"].shape == (len(row["input_ids"]), target.hidden_size)
         logits = target.compute_logits(found["last"])
         assert torch.equal(logits.topk(4).indices.int(), found["top.token_ids"])
@@ -39,13 +38,13 @@ def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:
 def test_size_is_as_estimated(tmp_path: Path, target: Target) -> None:
     extraction = make_extraction(target, tmp_path, [2], shard_bytes=10**4, teacher_top_k=4)
     assert extraction.size_left() == extraction.size()
-    run_extraction(extraction)
+    extraction.run()
     files = list(tmp_path.glob("*.safetensors"))
     written = sum(file.stat().st_size for file in files)
     assert 0 <= written - extraction.size() < 2000 * len(files)
     assert extraction.size_left() == 0
     settings = extraction.settings
-    assert settings.bytes_per_token == 5 + 2 * 32 * 4 + 4 * (4 + 4) + 4
+    assert settings.bytes_per_token == 4 + 2 * 32 * 4 + 4 * (4 + 4) + 4
 
 
 def cut_off(path: Path) -> None:
@@ -71,7 +70,7 @@ def make_extraction_of_zeros(folder: Path) -> Path:
     for row in ROWS:
         size = len(row["input_ids"])
         zeros = {name: torch.zeros(size, 32) for name in ("hidden.2", "last")}
-        rows.append(StoredRow(torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"]), zeros))
+        rows.append(StoredRow(torch.tensor(row["input_ids"]), zeros))
     write_shard(folder, "shard-00000", rows)
     return folder / "shard-00000.safetensors"
 
@@ -81,7 +80,7 @@ def make_extraction_of_zeros(folder: Path) -> Path:
     [
         (cut_off, r"damaged: it has \d+ bytes of \d+. Delete it and shard-00000.json and extract again"),
         (flip_a_bit, r"damaged: row \d of \S+ does not have the checksum"),
-        (take_anothers, r"damaged: its rows are not those it was written with"),
+        (take_anothers, r"damaged: its table of rows has changed"),
         (Path.unlink, r"damaged: it is missing"),
     ],
 )
@@ -98,7 +97,7 @@ def test_damaged_shards(target: Target, tmp_path: Path, damage: Callable[[Path],
 
     with pytest.raises(ValueError, match=message):
         read_all()
-    assert run_extraction(make_extraction(target, tmp_path, [2])) == sum(len(row["input_ids"]) for row in ROWS)
+    assert make_extraction(target, tmp_path, [2]).run() == sum(len(row["input_ids"]) for row in ROWS)
     read_all()
 
 
@@ -106,7 +105,7 @@ def test_no_store(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no features .* write them with scripts/extract_features.py"):
         FeatureStore(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(ValueError, match="has format 99, this release reads 1"):
+    with pytest.raises(ValueError, match="has format 99, this release reads 2"):
         FeatureStore(tmp_path)
 
 
@@ -117,13 +116,11 @@ def test_a_full_disk_leaves_the_finished_shards(target: Target, tmp_path: Path) 
     assert sizes == sorted(sizes)
     with (
         limited_file_size(sizes[-1]),
-        pytest.raises(DiskFullError, match=r"shard-00004 .*: make room and run the same"),
+        pytest.raises(DiskFullError, match=r"shard-00004 .*: free some space and run the same"),
     ):
-        run_extraction(extraction)
+        extraction.run()
     assert not list(tmp_path.glob(".*"))
     done = len(FeatureStore(tmp_path))
     assert done == len(ROWS) - 1
-    assert run_extraction(make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1)) == len(
-        ROWS[-1]["input_ids"]
-    )
+    assert make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1).run() == len(ROWS[-1]["input_ids"])
     assert len(FeatureStore(tmp_path)) == len(ROWS)

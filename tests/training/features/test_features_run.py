@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.training.runner import (
     interrupt_at_step,
     write_conversations,
 )
+from training.features import store_checks
 from training.features.extraction import Extraction, extract_features
 from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from training.features.store import FeatureStore
@@ -136,7 +138,7 @@ def test_a_kill_leaves_whole_shards(
     folder = tmp_path / "features"
     assert len(list(folder.glob("shard-*.json"))) == 2
     before = FeatureStore(folder)
-    with pytest.raises(ValueError, match=r"is not finished: 2 of \d+ shards .* Run the same extract_features.py"):
+    with pytest.raises(ValueError, match=r"is not finished: it has 2 of \d+ shards\. Run the same extract_features.py"):
         train(features=folder)
     assert 0 < extract(**options) < total
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name in whole} == whole
@@ -178,11 +180,11 @@ class TestRefusals:
                 stored,
                 "holds hidden.2, last, and these eagle3 heads read .* extract again with --head_type eagle3",
             ),
-            (medusa, r"lacks \d+ of the \d+ training texts .*with the same options, so the data has changed"),
+            (medusa, r"lacks \d+ of the \d+ training texts .*the options are those of the extraction, so the data"),
             ({**medusa, "max_length": 20}, "max_length was 64, now 20"),
             (
                 {**medusa, "feature_mode": "hybrid"},
-                "holds hidden.2, last in float32; .* fill another folder, or train",
+                "holds hidden.2, last in float32, .* fill another folder, or train",
             ),
             ({"features": tmp_path / "nowhere"}, "holds no features .* scripts/extract_features.py --output_dir"),
         ):
@@ -193,30 +195,37 @@ class TestRefusals:
 
     def test_a_loss_on_states_that_were_not_stored(self, train: Runner, extract: Extract, tmp_path: Path) -> None:
         extract(teacher_top_k=8, store_last_hidden=False)
-        with pytest.raises(ValueError, match=r"without the last state .* which the loss smooth_l1 compares"):
+        with pytest.raises(ValueError, match=r"holds no last state .* the loss smooth_l1"):
             train(features=tmp_path / "features", loss_type="smooth_l1")
         assert train(features=tmp_path / "features", num_eval_prompts=0)["eval_loss"] > 0
 
     def test_a_self_check_that_fails_stops_the_run(
         self, train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Whoever writes states before the norm and says that they are behind it."""
-        extract(last_state="pre-norm")
-        index = tmp_path / "features" / "index.json"
-        index.write_text(index.read_text().replace('"last": "pre-norm"', '"last": "post-norm"'))
-        with pytest.raises(ValueError, match="before the final norm, stored as if they were behind it"):
+        """States before the final norm in the place of those after it."""
+        encode = Target.encode
+
+        def encode_wrongly(self: Target, *args: Any, **kwargs: Any) -> Any:
+            encoded = encode(self, *args, **kwargs)
+            return replace(encoded, last_hidden=encoded.last_hidden * 1.3)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Target, "encode", encode_wrongly)
+            extract()
+        with pytest.raises(ValueError, match=r"do not give the target's distribution: .* extract them again"):
             train(features=tmp_path / "features")
 
     def test_a_target_that_is_trained(self, train: Runner, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"got features \S+ with lora_r 4: .* leave one of the two out"):
             train(features=tmp_path / "features", lora_r=4)
 
-    def test_no_room(self, train: Runner, extract: Extract, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"would take 0\.000286 GB more in \S+, and 1e-05 GB are allowed by"):
-            extract(max_disk_gb=1e-5)
+    def test_no_room(self, train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(store_checks, "free_space", lambda folder: 10**4)
+        with pytest.raises(ValueError, match=r"would take 0\.00028\d GB more in \S+, and 1e-05 GB are free there"):
+            extract()
         assert not (tmp_path / "features").exists()
-        with pytest.raises(ValueError, match="are allowed by --max_disk_gb: choose another disk"):
-            train(features=tmp_path / "features", feature_mode="hybrid", max_disk_gb=1e-5)
+        with pytest.raises(ValueError, match="are free there: choose another disk"):
+            train(features=tmp_path / "features", feature_mode="hybrid")
 
     def test_an_extraction_of_something_else(self, extract: Extract, other_target: Path, tmp_path: Path) -> None:
         extract()
@@ -234,12 +243,8 @@ class TestRefusals:
             ({"feature_layers": [9]}, r"got feature layers \[9\]: the target has 0 \(embeddings\) to 4 \(last\)"),
             ({"head_type": "medusas"}, "got head_type 'medusas'; allowed are .*medusa"),
             ({"head_type": "medusa", "store_last_hidden": False, "teacher_top_k": 4}, "layer 4 is the last state"),
-            ({"store_last_hidden": False}, "without teacher_top_k: nothing would be left to teach from"),
-            (
-                {"store_last_hidden": False, "teacher_top_k": 4, "last_state": "pre-norm"},
-                "got store_last_hidden false and last_state 'pre-norm'",
-            ),
-            ({"shard_target": "fsdp2"}, "got shard_target fsdp2: each process extracts texts of its own"),
+            ({"store_last_hidden": False}, "without teacher_top_k: there would be no teacher"),
+            ({"shard_target": "fsdp2"}, "got shard_target fsdp2: each process extracts its own texts"),
             ({"shard_mb": 0}, "got shard_mb 0.0: it must be above 0"),
         ],
     )
@@ -315,5 +320,5 @@ def test_features_of_another_data_set_are_found_by_their_text(train: Runner, ext
     extract(tmp_path / "mixed", **mixture, max_samples=20)
     assert len(FeatureStore(tmp_path / "mixed")) == 40
     train(**stored, **mixture)
-    with pytest.raises(ValueError, match=r"got streaming: .* or let training store what it reads"):
+    with pytest.raises(ValueError, match=r"got streaming: .* or let training store the rows"):
         extract(streaming=True)

@@ -69,31 +69,14 @@ def test_it_is_one_short_pass(target: Target) -> None:
     assert passes == [COLLATE(ROWS[-1:])["input_ids"].shape[1], NUM_TOKENS]  # the batch's own features, and the check
 
 
-def test_states_before_the_norm(target: Target) -> None:
-    kept: list[Tensor] = []
-    hook = target.model.model.norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
-    OnlineFeatures(target, LAYERS)(COLLATE(ROWS[-1:]))
-    hook.remove()
-    with pytest.raises(ValueError, match=r"differ by up to \d.* over 32 tokens .* before the final norm"):
-        check(target, Wrong(target, last_hidden=kept[0]))
-
-
-def test_logits_that_the_model_scales(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "_scale_logits", lambda raw: raw / 1.5)
-    with pytest.raises(ValueError, match=r"The model's logits are 1\.5 times those of its LM head"):
-        check(target)
-
-
 def test_another_checkpoint(target: Target) -> None:
     other = Target(tiny_target("llama", seed=9))
     states = OnlineFeatures(other, LAYERS)(COLLATE(ROWS[-1:]))
     with pytest.raises(
-        ValueError, match=r"states of layer 2 .* differ from the target's by \d.*: they were stored by another"
+        ValueError, match=r"states of layer 2 .* differ from the target's by \d.*: another model stored"
     ):
         check(target, Wrong(target, features=states.features))
-    with pytest.raises(
-        ValueError, match=r"allowed 0\.01\) over 32 tokens of the first row\. They are of another checkpoint"
-    ):
+    with pytest.raises(ValueError, match=r"allowed 0\.01\) over 32 tokens of the first row\. .* another checkpoint"):
         check(target, Wrong(target, last_hidden=states.last_hidden))
 
 
@@ -102,5 +85,5 @@ def test_a_stored_teacher(target: Target) -> None:
     logits = target.compute_logits(states.last_hidden)
     bare = states.last_hidden[..., :0]
     assert check(target, Wrong(target, last_hidden=bare, top_logits=take_top_logits(logits, 6))) < 1e-2
-    with pytest.raises(ValueError, match="The stored teacher is that of another model"):
+    with pytest.raises(ValueError, match="do not give the target's distribution"):
         check(target, Wrong(target, last_hidden=bare, top_logits=take_top_logits(logits * 1.2, 6)))

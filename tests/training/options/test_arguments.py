@@ -93,8 +93,6 @@ def test_defaults_leave_the_machine_alone() -> None:
         ([*REQUIRED, "--num_eval_prompts", "-1"], "got num_eval_prompts -1"),
         ([*REQUIRED, "--shuffle_buffer", "5"], "got shuffle_buffer 5 without streaming"),
         ([*REQUIRED, "--vocabulary_rows", "5"], "got vocabulary_rows 5 without streaming"),
-        ([*REQUIRED, "--max_disk_gb", "5"], "got max_disk_gb 5.0 without feature_mode hybrid"),
-        ([*REQUIRED, "--features", "d", "--feature_shard_mb", "5"], "got feature_shard_mb 5.0 without feature_mode"),
         ([*REQUIRED, "--eval_split", "test"], "got eval_split 'test' without eval_dataset"),
         (
             [*REQUIRED[:5], "some/set", "--eval_dataset", "other", "some/set", "--eval_split", "train"],

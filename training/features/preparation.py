@@ -1,0 +1,112 @@
+"""Prepares the features of a run: online, from a store, or both."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from heads import DraftHeads
+from inference.targets.target import Target
+from training.features.options import FeatureArguments
+from training.features.sharded_target import is_sharded
+from training.features.sources import FeatureSource, FlushFeatures, HybridFeatures, OnlineFeatures, StoredFeatures
+from training.features.store import FeatureStore, StoreSettings, TargetIdentity, tensor_name, write_settings
+from training.features.store_checks import (
+    RowsOfRun,
+    check_can_fill,
+    check_complete,
+    check_room,
+    check_same_target,
+    size_of_missing,
+)
+
+logger = logging.getLogger(__name__)
+
+Collate = Callable[[Any], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class PreparedFeatures:
+    """What the trainer needs.
+
+    Attributes:
+        source: gives the states of a batch; None = the trainer's own, online.
+        peek: the source without its writes, for the self-check.
+        dtype: the narrowest dtype that the states pass through.
+        collate: the collator, which reads stored states ahead.
+        callbacks: of the trainer.
+        bytes_to_store: bytes that the run will add to the folder.
+    """
+
+    source: FeatureSource | None
+    peek: FeatureSource
+    dtype: torch.dtype
+    collate: Collate
+    callbacks: list[TrainerCallback]
+    bytes_to_store: int = 0
+
+
+def prepare_features(
+    args: FeatureArguments,
+    *,
+    target: Target,
+    heads: DraftHeads,
+    rows: RowsOfRun,
+    loss_type: str,
+    collate: Collate,
+    identify: Callable[[], TargetIdentity],
+    rank: int = 0,
+    writes: bool = True,
+) -> PreparedFeatures:
+    """Returns online features, or those of `args.features` after all checks that are possible now.
+
+    Args:
+        identify: returns the target's identity; called only if there is a store.
+        writes: False: a hybrid run leaves the folder as it is.
+
+    Raises:
+        ValueError: features of another target, of other layers or of other texts, or no room for new ones.
+    """
+    online = OnlineFeatures(target, heads.feature_layers)
+    if args.features is None:
+        return PreparedFeatures(None, online, target.dtype, collate, [])
+    folder = Path(args.features)
+    wanted = StoreSettings(
+        target=identify(),
+        tensors=sorted({*(tensor_name(layer, target.num_layers) for layer in heads.feature_layers), "last"}),
+        dtype=str(target.dtype).removeprefix("torch."),
+        teacher_top_k=None,
+        dataset=list(rows.dataset),
+        max_length=rows.max_length,
+        tokenizer_hash=rows.tokenizer_hash,
+    )
+    is_hybrid = args.feature_mode == "hybrid"
+    if is_hybrid and is_sharded(target.model):
+        raise ValueError(
+            "got feature_mode hybrid with a target whose weights the processes share: all processes must run it "
+            "together, and a hybrid run lets each compute what it lacks. Extract the features first, or train online"
+        )
+    is_new = is_hybrid and not (folder / "index.json").exists()
+    if is_new and writes:
+        write_settings(folder, wanted)
+    store = FeatureStore(folder, wanted if is_new and not writes else None)
+    check_same_target(folder, store.settings.target, wanted.target)
+    if is_hybrid:
+        check_can_fill(store, wanted)
+        size = size_of_missing(store, rows)
+        logger.info("features that are not stored yet will take about %.3g GB in %s", size / 1e9, folder)
+        check_room(folder, size)
+        hybrid = HybridFeatures(online, store, rank=rank, writes=writes)
+        callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
+        return PreparedFeatures(hybrid, hybrid.peek, target.dtype, hybrid.collator(collate), callbacks, size)
+    check_complete(store, heads, loss_type, rows)
+    stored = StoredFeatures(target, heads.feature_layers, store)
+    narrow: torch.dtype = min(target.dtype, getattr(torch, store.settings.dtype), key=lambda dtype: dtype.itemsize)
+    return PreparedFeatures(stored, stored, narrow, stored.collator(collate), [])
