@@ -24,7 +24,7 @@ from tests.training.runner import (
     interrupt_at_step,
     write_conversations,
 )
-from training.features import store_checks
+from training.features import sources, store_checks
 from training.features.extraction import Extraction, extract_features
 from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from training.features.store import FeatureStore
@@ -203,14 +203,14 @@ class TestRefusals:
         self, train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """States before the final norm in the place of those after it."""
-        encode = Target.encode
+        encode = sources.encode
 
-        def encode_wrongly(self: Target, *args: Any, **kwargs: Any) -> Any:
-            encoded = encode(self, *args, **kwargs)
+        def encode_wrongly(*args: Any, **kwargs: Any) -> Any:
+            encoded = encode(*args, **kwargs)
             return replace(encoded, last_hidden=encoded.last_hidden * 1.3)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Target, "encode", encode_wrongly)
+            patch.setattr(sources, "encode", encode_wrongly)
             extract()
         with pytest.raises(ValueError, match=r"do not give the target's distribution: .* extract them again"):
             train(features=tmp_path / "features")
