@@ -1,0 +1,101 @@
+"""Draws the README's chart: speed beside transformers' `generate`, every plain baseline included, as an SVG.
+
+    python scripts/benchmarks/speed_chart.py --json docs/benchmarks/cpu-validation-t0.json --svg docs/images/speed.svg
+
+The JSON is written by `draftsmith bench --json`. Of each drafter the chart shows the fastest row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+PLAIN = ("transformers generate", "plain decoding")
+COLOURS = {"plain": "#94a3b8", "untrained": "#60a5fa", "heads": "#1d4ed8"}
+LEFT, BAR, ROW, TOP, WIDTH = 280, 390, 26, 66, 880  # pixels
+
+Row = dict[str, Any]
+
+
+def choose_rows(rows: list[Row], heads: list[str]) -> list[tuple[str, Row]]:
+    """(kind, row) of every baseline, and of each drafter with its fastest tree and mode; slowest first in each kind."""
+    chosen: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if row["problem"]:
+            continue
+        drafter = row["name"].removesuffix(", compiled")
+        kind = "plain" if drafter.startswith(PLAIN) else "heads" if drafter in heads else "untrained"
+        key = (kind, row["name"] if kind == "plain" else drafter)
+        if key not in chosen or row["over_transformers"] > chosen[key]["over_transformers"]:
+            chosen[key] = row
+    order = list(COLOURS)
+    kinds = sorted(chosen, key=lambda key: (order.index(key[0]), chosen[key]["over_transformers"]))
+    return [(key[0], chosen[key]) for key in kinds]
+
+
+def describe(environment: dict[str, Any]) -> str:
+    return (
+        f"{Path(environment['target']).name}, {environment['dtype']}, T = {environment['temperature']:g}, batch "
+        f"{environment['batch']}, {environment['num_prompts']} held-out prompts, {environment['cpu']}, "
+        f"{environment['threads']} thread; bars: median, lines: quartiles"
+    )
+
+
+def draw(report: dict[str, Any]) -> str:
+    """The SVG's text; the same report gives the same text."""
+    heads = [Path(path).name for path in report["environment"]["heads"]]
+    rows = choose_rows(report["rows"], heads)
+    longest = max(row["over_transformers_quartiles"][1] for _, row in rows)
+    scale = BAR / longest
+    fastest = max(row["over_transformers"] for kind, row in rows if kind == "plain")
+    bottom = TOP + ROW * len(rows)
+    parts = [
+        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{bottom + 35}" rx="10" fill="#ffffff" stroke="#e2e8f0"/>',
+        _text(20, 26, "Speed beside transformers' generate", 'font-size="15" font-weight="bold"'),
+        _text(20, 46, describe(report["environment"]), 'font-size="12" fill="#475569"'),
+    ]
+    line = LEFT + scale * fastest
+    parts += [
+        f'<path d="M{line:.1f} {TOP} V{bottom + 4}" stroke="#b91c1c" stroke-dasharray="4 3"/>',
+        _text(line, bottom + 20, "fastest plain decoding", 'font-size="12" fill="#b91c1c" text-anchor="middle"'),
+    ]
+    for index, (kind, row) in enumerate(rows):
+        middle = TOP + ROW * index + ROW / 2
+        low, high = (LEFT + scale * value for value in row["over_transformers_quartiles"])
+        tree = f" ({row['tree']})" if row["tree"] else ""
+        label = f"{row['over_transformers']:.2f}×"
+        if kind != "plain":
+            label += f", {row['acceptance_length']:.2f} tokens a pass"
+        parts += [
+            _text(LEFT - 10, middle + 4, row["name"] + tree, 'font-size="12" text-anchor="end"'),
+            f'<rect x="{LEFT}" y="{middle - 8:.1f}" width="{scale * row["over_transformers"]:.1f}" height="16" rx="2" '
+            f'fill="{COLOURS[kind]}"/>',
+            f'<path d="M{low:.1f} {middle:.1f} H{high:.1f}" stroke="#0f172a" stroke-width="1.2"/>',
+            _text(max(high, LEFT + scale * row["over_transformers"]) + 8, middle + 4, label, 'font-size="12"'),
+        ]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 36}" width="{WIDTH}" '
+    font = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" fill="#0f172a">'
+    return "\n".join([head + font, *parts, "</svg>"]) + "\n"
+
+
+def _text(x: float, y: float, text: str, attributes: str) -> str:
+    halo = 'stroke="#ffffff" stroke-width="4" paint-order="stroke"'  # keeps text readable across lines
+    return f'<text x="{x:.1f}" y="{y:.1f}" {halo} {attributes}>{escape(text, quote=False)}</text>'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="benchmark results: the first report is drawn")
+    parser.add_argument("--svg", type=Path, required=True, help="the file to write")
+    arguments = parser.parse_args()
+    report = json.loads(arguments.json.read_text(encoding="utf-8"))["reports"][0]
+    arguments.svg.parent.mkdir(parents=True, exist_ok=True)
+    arguments.svg.write_text(draw(report), encoding="utf-8")
+    print(f"wrote {arguments.svg}")
+
+
+if __name__ == "__main__":
+    main()
