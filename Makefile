@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo test test-all test-slow lossless check format bench table ablation overfit clean
+.PHONY: help install demo docs test test-all test-slow lossless check format bench table ablation overfit clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -36,11 +36,14 @@ check: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(STAMP) ## build the pages of docs/ and the API reference into outputs/site; warnings are errors
+	DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet
+
 format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lossless: $(STAMP) ## the lossless matrix (writes docs/lossless.md; MATRIX= selects cells), 500 random cases, trained heads on 20 prompts
+lossless: $(STAMP) ## the lossless matrix (writes docs/lossless.md and .json; MATRIX= selects cells), 500 random cases, trained heads on 20 prompts
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.lossless.matrix $(MATRIX)
 	LOSSLESS_PROMPTS=20 LOSSLESS_EXAMPLES=500 $(PYTEST) tests/lossless --timeout 3600 $(ARGS)
 

@@ -1,6 +1,6 @@
-"""What the documents tell people to type works: commands have the options they use, files exist, Python runs.
+"""The documents: commands have the options they use, files and sections exist, Python runs, sizes hold.
 
-A block under `<!-- not tested: REASON -->` is left out.
+A block after `<!-- not tested: REASON -->` is left out.
 """
 
 from __future__ import annotations
@@ -19,21 +19,34 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
+import heads
+import inference
 from tests.conftest import REPOSITORY
 from training.options.command_line import parse_arguments
 
+README = REPOSITORY / "README.md"
+DOCS = REPOSITORY / "docs"
 DOCUMENTS = [
-    REPOSITORY / "README.md",
+    README,
     REPOSITORY / "CONTRIBUTING.md",
-    *sorted((REPOSITORY / "docs").glob("*.md")),
-    # The tables beside it are records: their commands were typed then.
-    REPOSITORY / "docs" / "benchmarks" / "README.md",
+    *sorted(DOCS.glob("**/*.md")),
     *sorted((REPOSITORY / "examples").glob("**/README.md")),
 ]
+MAX_README_LINES = 150
+MAX_DATA_BYTES = 100_000  # larger files are raw results, not documentation
+PROGRAMS = {
+    "bench": "scripts/benchmark.py",
+    "chat": "scripts/generate.py",
+    "data": "scripts/generate_data.py",
+    "features": "scripts/extract_features.py",
+    "inspect": "scripts/inspect_data.py",
+    "train": "training/train_heads.py",
+    "tree": "scripts/build_tree.py",
+}
 BLOCK = re.compile(r"^(?P<skip><!-- not tested: .+ -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#([^)]*))?\)")
-# What a reader brings along or makes with an earlier command; ids of the hub.
-BROUGHT_ALONG = re.compile(r"^(outputs/|YOURS|https?://|meta-llama/)")
+# Files that a reader brings or makes with an earlier command; ids of the hub.
+BROUGHT_ALONG = re.compile(r"^(outputs/|YOURS|https?://|meta-llama/|Qwen/)")
 
 
 def name(path: Path) -> str:
@@ -95,6 +108,14 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             assert re.search(rf"^{target}:", makefile, re.M), f"the Makefile has no target {target}"
         case ["pip", "install", *rest]:
             assert rest[:2] == ["-c", "constraints.txt"]
+        case ["git", "clone", _]:
+            pass
+        case ["draftsmith", "train", *rest]:
+            check_paths([word for word in rest if word.startswith("configs/")])
+            parse_arguments([*rest, "--use_cpu", "true", "--bf16", "false"])
+        case ["draftsmith", program, *rest]:
+            check_options(PROGRAMS[program], rest)
+            check_paths(rest)
         case ["accelerate", "launch", *rest] if "scripts/generate_data.py" in rest:
             start = rest.index("scripts/generate_data.py")
             check_paths(rest)
@@ -131,6 +152,30 @@ def test_links_lead_somewhere(path: Path) -> None:
             titles = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.M)
             slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in slugs, f"{file} has no section #{anchor}"
+
+
+def test_the_readme_prints_what_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    exec(compile(blocks(README, "python")[0], str(README), "exec"), {})
+    assert capsys.readouterr().out == blocks(README, "text")[0]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    names = [f"inference.{one}" for one in inference.__all__]
+    names += [f"heads.{one}" for one in heads.__all__ if one != "HEAD_TYPES"]
+    names += [f"{kind.__module__}.{kind.config_class.__name__}" for kind in heads.HEAD_TYPES.values()]
+    documented = set(re.findall(r"^::: (\S+)$", page, re.M))
+    assert not set(names) - documented
+
+
+def test_no_raw_results_in_the_docs() -> None:
+    large = [name(path) for path in DOCS.rglob("*.*") if path.suffix != ".md" and path.stat().st_size > MAX_DATA_BYTES]
+    assert not set(large) - {"docs/images/demo.svg", "docs/images/demo.gif"}
 
 
 def test_there_is_something_to_test() -> None:

@@ -1,6 +1,6 @@
-"""Writes the tables of docs/recipes.md: what EAGLE-3 heads cost for targets of three sizes.
+"""Writes the tables of docs/scaling.md: what EAGLE-3 heads cost for targets of three sizes.
 
-python scripts/benchmarks/recipes.py            # rewrite the part of docs/recipes.md between the two markers
+python scripts/benchmarks/recipes.py            # rewrite the part of docs/scaling.md between the two markers
 python scripts/benchmarks/recipes.py --check    # only say whether it is up to date (exit status 1 if not)
 
 What is assumed stands in this file, by name; what follows from it is computed (`recipe_costs.py`).
@@ -30,12 +30,12 @@ from scripts.benchmarks.recipe_costs import (
 )
 from scripts.benchmarks.report import write_text
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 BEGIN, END = "<!-- tables: begin (scripts/benchmarks/recipes.py) -->", "<!-- tables: end -->"
 
 # An H100 SXM by its data sheet: dense bfloat16 operations per second, bytes of memory, bytes per second.
 PEAK, MEMORY, BANDWIDTH = 989e12, 80e9, 3.35e12
-UTILISATION = 0.30  # of the peak, in training (docs/recipes.md says where this comes from)
+UTILISATION = 0.30  # of the peak, in training (docs/scaling.md says where this comes from)
 DECODING_SHARE = 0.5  # of the bandwidth that an engine's batched decoding attains, scheduling and prompts included
 LENGTH = 2048  # tokens of a row
 TOKENS_PER_CONVERSATION = 1100
@@ -182,7 +182,7 @@ def main() -> int:
     updated = f"{before}{BEGIN}\n{render()}\n{END}{behind}"
     if args.check:
         if updated != page:
-            sys.exit("docs/recipes.md is out of date: run python scripts/benchmarks/recipes.py")
+            sys.exit("docs/scaling.md is out of date: run python scripts/benchmarks/recipes.py")
     else:
         write_text(PAGE, updated)
     return 0

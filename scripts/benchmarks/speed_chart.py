@@ -1,14 +1,17 @@
-"""Draws the README's chart: speed beside transformers' `generate`, every plain baseline included, as an SVG.
+"""Draws speed beside transformers' `generate`, every plain baseline included, as an SVG.
 
-    python scripts/benchmarks/speed_chart.py --json docs/benchmarks/cpu-validation-t0.json --svg docs/images/speed.svg
+    python scripts/benchmarks/speed_chart.py --json docs/benchmarks/speed.json --svg docs/images/speed.svg
+    python scripts/benchmarks/speed_chart.py --json docs/benchmarks/heads.json --temperature 1 --svg FILE.svg
 
-The JSON is written by `draftsmith bench --json`. Of each drafter the chart shows the fastest row.
+The JSON is written by `draftsmith bench --json`. The chart shows each drafter's fastest row. Several reports of one
+temperature (files of prompts) are drawn as their mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,25 @@ def choose_rows(rows: list[Row], heads: list[str]) -> list[tuple[str, Row]]:
     order = list(COLOURS)
     kinds = sorted(chosen, key=lambda key: (order.index(key[0]), chosen[key]["over_transformers"]))
     return [(key[0], chosen[key]) for key in kinds]
+
+
+def mean_of(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report whose rows hold the means over all reports."""
+    rows = []
+    for row in reports[0]["rows"]:
+        same = [other for report in reports for other in report["rows"] if _key(other) == _key(row)]
+        quartiles = [
+            sum(values) / len(same) for values in zip(*(r["over_transformers_quartiles"] for r in same), strict=True)
+        ]
+        means = {name: sum(r[name] for r in same) / len(same) for name in ("over_transformers", "acceptance_length")}
+        rows.append(row | means | {"over_transformers_quartiles": quartiles})
+    environment = dict(reports[0]["environment"])
+    environment["num_prompts"] = sum(report["environment"]["num_prompts"] for report in reports)
+    return {"environment": environment, "rows": rows}
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row["name"], row["tree"]
 
 
 def describe(environment: dict[str, Any]) -> str:
@@ -88,12 +110,16 @@ def _text(x: float, y: float, text: str, attributes: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, help="benchmark results: the first report is drawn")
+    parser.add_argument("--json", type=Path, required=True, help="benchmark results")
     parser.add_argument("--svg", type=Path, required=True, help="the file to write")
+    parser.add_argument("--temperature", type=float, default=0.0, help="draw the reports of this temperature")
     arguments = parser.parse_args()
-    report = json.loads(arguments.json.read_text(encoding="utf-8"))["reports"][0]
+    reports = json.loads(arguments.json.read_text(encoding="utf-8"))["reports"]
+    reports = [one for one in reports if one["environment"]["temperature"] == arguments.temperature]
+    if not reports:
+        sys.exit(f"speed_chart.py: {arguments.json} has no report with temperature {arguments.temperature:g}")
     arguments.svg.parent.mkdir(parents=True, exist_ok=True)
-    arguments.svg.write_text(draw(report), encoding="utf-8")
+    arguments.svg.write_text(draw(mean_of(reports)), encoding="utf-8")
     print(f"wrote {arguments.svg}")
 
 
