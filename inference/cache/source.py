@@ -80,7 +80,10 @@ class SourceMemory:
     def select_rows(self, rows: Tensor) -> None:
         """Keeps the rows [B'] long, in this order."""
         self.states, self.mask = self.states.index_select(0, rows), self.mask.index_select(0, rows)
-        self.cross.batch_select_indices(rows)  # type: ignore[no-untyped-call, unused-ignore]
+        layers: Sequence[Any] = self.cross.layers
+        for layer in layers:
+            if layer.keys is not None:  # each on its layer's device
+                layer.batch_select_indices(rows.to(layer.keys.device))
         self._is_open = False  # the tensors are new
 
     def copy_of_rows(self, rows: Tensor) -> SourceMemory:

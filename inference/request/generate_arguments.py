@@ -121,7 +121,8 @@ def make_request(
             raise ValueError(f"{', '.join(dropped)}: this decode loop hands the model token ids alone; leave it out")
         mask, source = model_kwargs.get("attention_mask"), None
         if target.is_encoder_decoder:  # the mask is the source's, and the ids are the decoder's
-            source = Source.of_call(given_ids, mask, model_kwargs["encoder_outputs"].last_hidden_state)
+            states = model_kwargs["encoder_outputs"].last_hidden_state.to(target.device)
+            source = Source.of_call(given_ids, mask, states)
             mask = model_kwargs.get("decoder_attention_mask")
         if is_healed:
             input_ids = _heal_tokens(model, input_ids, mask, tokenizer)

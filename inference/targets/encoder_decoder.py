@@ -93,7 +93,7 @@ class PlacedDecoder:
             self._places.queries = self._places.keys = None
         source.leave_open()
         logits: Tensor = output.logits
-        return logits
+        return logits.to(token_ids.device)
 
     def run_opened(
         self, cache: TreeCache, token_ids: Tensor, positions: Tensor, tree_positions: Tensor, masks: Any
@@ -135,7 +135,7 @@ def _bias_by_distance(
     assert places.keys is not None
     # What the module itself gives for one query behind everything in view, nearest key first: [S, H].
     table = attention.compute_bias(1, key_length, device=device, past_seen_tokens=key_length - 1)[0, :, 0].flip(-1).T
-    distances = places.queries[:, :, None] - places.keys[:, None, :]
+    distances = (places.queries[:, :, None] - places.keys[:, None, :]).to(table.device)
     # Negative ones are to keys that no query may see.
     return nn.functional.embedding(distances.clamp(0, key_length - 1), table).permute(0, 3, 1, 2)
 

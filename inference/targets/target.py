@@ -185,7 +185,7 @@ class Target:
         """Source texts [B, E] long, mask [B, E] 1 on real tokens, through an encoder-decoder model's encoder."""
         encoder = self._causal_lm.get_encoder()
         states = encoder(input_ids=token_ids, attention_mask=mask, return_dict=True).last_hidden_state
-        return Source(token_ids, mask.bool(), states)
+        return Source(token_ids, mask.bool(), states.to(self.device))
 
     def read_source(self, cache: TreeCache, source: Source) -> None:
         """What the rows of an encoder-decoder target's cache are about, until the cache is reset."""

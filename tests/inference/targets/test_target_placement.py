@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference import DynamicTree, generate, stream
-from inference.cache.tree_cache import LayerSpec
+from inference.cache.tree_cache import LayerSpec, TreeCache
 from inference.drafters.ngram import NgramDrafter
 from inference.targets.encoding import encode
+from inference.targets.probe_tree import Findings
 from inference.targets.target import Target
 from inference.trees.token_tree import TokenTree
 from tests.conftest import REPOSITORY
 from tests.inference.targets.test_target_refusals import ignore_argument
+from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
 TREE = DynamicTree(depth=4, top_k=4, num_nodes=24)
-HERE, THERE = torch.device("cpu"), torch.device("cpu:1")
+HERE, THERE = torch.device("cpu"), torch.device("lazy:0")
 
 
 def check_greedy_text(model: PreTrainedModel) -> Target:
@@ -70,8 +73,16 @@ def test_weights_that_were_never_loaded() -> None:
         Target(tiny_target("llama").to("meta"))
 
 
-def split_over_devices(model: Any, target: Target, num_here: int) -> None:
-    """Gives a model the shapes, devices and hooks that a device map would: its first layers here, all behind there."""
+def split_over_devices(
+    model: Any, findings: Findings, there: Iterable[nn.Module], layers: Sequence[nn.Module]
+) -> Target:
+    """The target of a model with the shapes, devices and hooks that a device map would give it.
+
+    Args:
+        findings: of the model before.
+        there: the modules on the second device; all others are here.
+        layers: those that write into the cache.
+    """
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is an optional extra")
 
     def place(module: nn.Module, device: torch.device) -> None:
@@ -83,13 +94,32 @@ def split_over_devices(model: Any, target: Target, num_here: int) -> None:
                 setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
         hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=device))
 
-    def move(spec: LayerSpec) -> LayerSpec:
-        return replace(spec, keys=replace(spec.keys, device=THERE), values=replace(spec.values, device=THERE))
+    def move(spec: LayerSpec, layer: nn.Module) -> LayerSpec:
+        device = next(layer.parameters()).device
+        return replace(spec, keys=replace(spec.keys, device=device), values=replace(spec.values, device=device))
 
     place(model, HERE)
-    for module in (*model.model.layers[num_here:], model.model.norm, model.lm_head):
+    for module in there:
         place(module, THERE)
-    target._layer_specs = (*target._layer_specs[:num_here], *map(move, target._layer_specs[num_here:]))
+    if not hasattr(model.lm_head, "_hf_hook"):
+        hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook(execution_device=HERE))
+    specs = tuple(move(spec, layer) for spec, layer in zip(findings.layer_specs, layers, strict=True))
+    return Target(model, findings=replace(findings, layer_specs=specs))
+
+
+def decode_tree(target: Target, cache: TreeCache, **features: Any) -> list[Tensor]:
+    """A prompt in chunks, a tree, a commit, and a batch from which a row leaves; returns what comes out."""
+    batch_size = cache.batch_size
+    token_ids = torch.zeros(batch_size, 9, dtype=torch.long)
+    read = target.prefill(cache, token_ids, torch.full((batch_size,), 7), chunk_size=4, **features)
+    parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
+    nodes = (token_ids[:, :4], *(row.expand(batch_size, -1) for row in (parents, depths)))
+    verified = target.verify(cache, TokenTree(*nodes, torch.zeros(batch_size, 4)), **features)
+    cache.commit(torch.tensor([[0, 2]]).expand(batch_size, -1), torch.full((batch_size,), 2))
+    cache.keep_rows([batch_size - 1])
+    last = target.prefill(cache, token_ids[:1, :1], torch.ones(1, dtype=torch.long), **features)
+    outputs = [part for output in (read, verified, last) for part in (output.logits, output.features)]
+    return [part for part in outputs if part is not None]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -97,24 +127,43 @@ def split_over_devices(model: Any, target: Target, num_here: int) -> None:
 def test_layers_on_two_devices(family: str, batch_size: int) -> None:
     """Tensors without values, whose devices torch checks: nothing of one device meets anything of another."""
     model = tiny_target(family)
-    target = Target(model)
+    findings, layers = Target(model).findings, model.model.layers
     with FakeTensorMode():
-        split_over_devices(model, target, num_here=3)
+        target = split_over_devices(model, findings, [*layers[3:], model.model.norm, model.lm_head], layers)
+        assert [device for device, _ in target.placement] == ["cpu", "lazy:0"]
         with pytest.raises(RuntimeError, match="two devices"):
             torch.ones(1, device=HERE) + torch.ones(1, device=THERE)
-        token_ids = torch.zeros(batch_size, 9, dtype=torch.long)
         cache = target.new_cache(batch_size, 64)
         assert {plane.device for plane in cache._keys} == {HERE, THERE}
-        read = target.prefill(cache, token_ids, torch.full((batch_size,), 7), feature_layers=(1, 5, 6), chunk_size=4)
-        parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
-        nodes = (token_ids[:, :4], *(row.expand(batch_size, -1) for row in (parents, depths)))
-        verified = target.verify(cache, TokenTree(*nodes, torch.zeros(batch_size, 4)), feature_layers=(1, 5, 6))
-        cache.commit(torch.tensor([[0, 2]]).expand(batch_size, -1), torch.full((batch_size,), 2))
+        outputs = decode_tree(target, cache, feature_layers=(1, 5, 6))
+        token_ids = torch.zeros(batch_size, 9, dtype=torch.long)
         encoded = encode(target, token_ids, torch.ones_like(token_ids), feature_layers=(1, 6))
-        outcomes = (read.logits, read.features, verified.logits, verified.features, cache.lengths, encoded.features)
-        for outcome in (*outcomes, encoded.last_hidden, target.compute_logits(encoded.last_hidden)):
-            assert outcome is not None
-            assert outcome.device == HERE
+        outputs += [encoded.features, encoded.last_hidden, target.compute_logits(encoded.last_hidden), cache.lengths]
+        assert len(outputs) == 10
+        assert {output.device for output in outputs} == {HERE}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("first_there", [0, 1])
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_encoder_decoder_layers_on_two_devices(kind: str, first_there: int, batch_size: int) -> None:
+    """Encoder and decoder end on another device than they begin on."""
+    model: Any = copy.deepcopy(tiny_encoder_decoder(kind))
+    stacks = [model.get_encoder(), model.get_decoder()]
+    layers = [list(stack.block if kind == "t5" else stack.layers) for stack in stacks]
+    there = [*layers[0][1:], *layers[1][first_there:]]
+    if kind == "t5":
+        there += [stacks[0].final_layer_norm, stacks[1].final_layer_norm, model.lm_head]
+    findings = Target(model).findings
+    with FakeTensorMode():
+        target = split_over_devices(model, findings, there, layers[1])
+        source_ids = torch.zeros(batch_size, 5, dtype=torch.long)
+        source = target.encode_source(source_ids, torch.ones_like(source_ids))
+        cache = target.new_cache(batch_size, 64)
+        target.read_source(cache, source)
+        outputs = [*decode_tree(target, cache), source.states]
+        assert len(outputs) == 4
+        assert {output.device for output in outputs} == {HERE}
 
 
 def _bitsandbytes(**settings: Any) -> Any:
