@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,19 @@ from inference.targets.model_config import (
 )
 from inference.targets.probe import examine_model
 from inference.targets.probe_tree import Findings
-from inference.trees.token_tree import TokenTree
+
+
+class Nodes(Protocol):
+    """What `Target.verify` reads of a `TokenTree`, whose docstring explains it."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def parents(self) -> Tensor: ...
+    @property
+    def depths(self) -> Tensor: ...
+    @property
+    def ancestors(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -259,7 +271,7 @@ class Target:
         return TargetOutput(logits[:, None], joined)
 
     @torch.no_grad()
-    def verify(self, cache: TreeCache, tree: TokenTree, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
+    def verify(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
         """Score every node of a tree in one forward; nothing is committed.
 
         Node i sees the row's committed tokens and its own ancestors, at position lengths + depth. Positions are cut at
@@ -268,11 +280,11 @@ class Target:
         Returns:
             logits [B, N, V] (of the token that follows each node) and features [B, N, F].
         """
-        cache.open_slots(tree.num_nodes)
+        cache.open_slots(tree.token_ids.shape[1])
         return self.verify_opened(cache, tree, feature_layers=feature_layers)
 
     @torch.no_grad()
-    def verify_opened(self, cache: TreeCache, tree: TokenTree, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
+    def verify_opened(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
         """`verify` behind `cache.open_slots(N)`; it reads no number of the host but the size of the cache's view."""
         depths = tree.depths.clamp(min=0).where(tree.parents >= 0, torch.zeros_like(tree.depths))
         output = self._forward_cached(cache, tree.token_ids, depths, tree.ancestors, feature_layers)
