@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from rich.console import Console
 from rich.text import Text
-from transformers import HfArgumentParser
 
 from heads import DraftHeads
 from inference import Decoder, Drafter, Target
@@ -39,6 +38,8 @@ from scripts.benchmarks.report import make_report, make_rows, write_json
 from scripts.benchmarks.rows import Row
 from scripts.generate import DRAFTED_STYLE, SpeculationPrinter
 from scripts.model_loading import DTYPES, load_heads, load_target, parse_tree
+from scripts.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"
@@ -104,9 +105,11 @@ def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> 
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **threads}
     start = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, env=environment, check=True
+    launched = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, env=environment, check=False
     )
+    if launched.returncode:
+        raise ValueError(f"training with {recipe} failed; what it said is above")
     return time.perf_counter() - start
 
 
@@ -206,12 +209,9 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
 
 
 def main() -> None:
-    parser = HfArgumentParser(DemoArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses()
+    with one_line_errors("demo.py"):
+        (args,) = ProgramParser([DemoArguments], doc=__doc__).read()
         run(args, Console(width=None if sys.stdout.isatty() else 150, highlight=False))
-    except (ValueError, OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"demo.py: {error}")
 
 
 if __name__ == "__main__":

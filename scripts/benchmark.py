@@ -1,7 +1,7 @@
 """Measures draft heads beside every baseline, interleaved in one process; prints tables, writes JSON, plots, Markdown.
 
     python scripts/benchmark.py --target examples/chat-13m --heads examples/heads/medusa examples/heads/eagle3 \\
-        --prompts examples/prompts.jsonl --tree dynamic chain --max-new-tokens 128 --json outputs/benchmark.json
+        --prompts examples/prompts.jsonl --tree dynamic chain --max_new_tokens 128 --json outputs/benchmark.json
 
 Several targets, prompt files, temperatures and batch sizes make a matrix: each combination is one report with its own
 tables; several batch sizes make one table more, which says what tree is the fastest at each of them.
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from rich.console import Console
-from transformers import HfArgumentParser
 
 from inference.acceptance.rules import RULES, resolve_rule
 from scripts.benchmarks.batches import make_batch_grid
@@ -35,6 +34,15 @@ from scripts.benchmarks.plot import draw_batch_plot, draw_plot
 from scripts.benchmarks.render import Grid, make_grids
 from scripts.benchmarks.report import make_report, write_json
 from scripts.model_loading import DTYPES, TREE_HELP
+from scripts.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
+
+GROUPS = {
+    "what is measured": "target heads drafter_model ngrams assistant tree acceptance",
+    "prompts": "prompts num_prompts max_new_tokens temperature batch_size seed",
+    "how": "dtype compile device threads repeats",
+    "what is written": "json markdown plot",
+}
 
 
 @dataclass
@@ -228,12 +236,9 @@ def write_markdown(path: Path, pages: Sequence[str]) -> None:
 
 
 def main() -> None:
-    parser = HfArgumentParser(BenchmarkArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses()
+    with one_line_errors("benchmark.py"):
+        (args,) = ProgramParser([BenchmarkArguments], doc=__doc__, groups=GROUPS).read()
         run(args, Console(width=None if sys.stdout.isatty() else 150))
-    except (ValueError, OSError) as error:
-        sys.exit(f"benchmark.py: {error}")
 
 
 if __name__ == "__main__":

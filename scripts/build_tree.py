@@ -1,7 +1,7 @@
-"""Builds the static tree that pays most for given heads, from their measured accuracy per depth and rank.
+"""Builds the static tree that gains most for given heads, from their measured accuracy per depth and rank.
 
-python scripts/build_tree.py --target examples/chat-13m --heads examples/heads/medusa \\
-    --dataset examples/conversations.jsonl.gz --num_nodes 24 --output configs/trees/medusa-chat-13m.yaml
+    python scripts/build_tree.py --target examples/chat-13m --heads examples/heads/medusa \\
+        --dataset examples/conversations.jsonl.gz --num_nodes 24 --output configs/trees/medusa-chat-13m.yaml
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.utils.data import DataLoader
-from transformers import HfArgumentParser
 
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,10 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from inference import StaticTree, Target
 from inference.trees.search import best_static_tree
 from scripts.model_loading import DTYPES, load_heads, load_target
+from scripts.one_line_errors import one_line_errors
 from training.data.chat_tokens import tokenize_conversations
 from training.data.collation import ConversationCollator
 from training.data.conversations import load_conversations
 from training.losses.rank_accuracy import measure_rank_accuracy
+from training.options.program_parser import ProgramParser
 
 
 @dataclass
@@ -46,12 +47,9 @@ class TreeArguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = HfArgumentParser(TreeArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses(argv)
+    with one_line_errors("build_tree.py"):
+        (args,) = ProgramParser([TreeArguments], doc=__doc__).read(argv)
         build(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"build_tree.py: {error}")
     return 0
 
 

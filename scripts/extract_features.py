@@ -4,7 +4,7 @@
     python scripts/extract_features.py --config configs/train/eagle3-chat-13m.yaml --output_dir outputs/features
 
     # for several kinds of heads at once: the layers by number
-    python scripts/extract_features.py --target examples/chat-13m --dataset chat.jsonl.gz \
+    python scripts/extract_features.py --target examples/chat-13m --dataset chat.jsonl.gz \\
         --feature_layers 2 8 13 --output_dir outputs/features-all
 
 Of a configuration's file it takes what both programs know; the rest is training's. Disk use is printed first, and
@@ -19,23 +19,27 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.one_line_errors import one_line_errors
+from training.features.extraction import extract_features
+from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from training.options.command_line import parse_arguments
+
+GROUPS = {
+    "what is read": "config target dataset max_length max_samples",
+    "what is stored": "output_dir head_type feature_layers features_dtype teacher_top_k",
+    "how": "target_dtype target_device_map batch_size shard_mb",
+}
 
 
 def main() -> int:
-    # Launched as a file, Python looks for packages in scripts/; ours stand beside it.
-    sys.path.insert(0, str(ROOT))
-    from training.features.extraction import extract_features
-    from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
-    from training.options.command_line import parse_arguments
-
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        options = parse_arguments(sys.argv[1:], OPTION_CLASSES, not_from_file=NOT_FROM_FILE)
+    with one_line_errors("extract_features.py"):
+        options = parse_arguments(sys.argv[1:], OPTION_CLASSES, not_from_file=NOT_FROM_FILE, doc=__doc__, groups=GROUPS)
         extract_features(*options, rank=rank, num_processes=num_processes, say=print)
-    except (ValueError, OSError) as error:
-        sys.exit(f"extract_features.py: {error}")
     return 0
 
 

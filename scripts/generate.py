@@ -24,14 +24,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
-from transformers import HfArgumentParser
 
 from inference import Decoder, GenerationStats
 from inference.acceptance.rules import RULES
 from inference.streaming.detokenizer import IncrementalDetokenizer
 from scripts.model_loading import DTYPES, TREE_HELP, encode_messages, load_drafter, load_target, parse_tree
+from scripts.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
 
 DRAFTED_STYLE = "bold green"
+GROUPS = {
+    "who writes": "target heads drafter_model ngrams dtype device compile",
+    "the prompt": "prompt system raw",
+    "the text": "max_new_tokens temperature top_k top_p seed",
+    "drafting": "tree acceptance staged",
+    "the output": "color",
+}
 DRAFTERS = "--heads, --drafter_model or --ngrams"
 
 
@@ -279,12 +287,9 @@ def run(args: GenerateArguments) -> None:
 
 
 def main() -> None:
-    parser = HfArgumentParser(GenerateArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses()
+    with one_line_errors("generate.py"):
+        (args,) = ProgramParser([GenerateArguments], doc=__doc__, groups=GROUPS).read()
         run(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"generate.py: {error}")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer
 
 from inference import Decoder
 from scripts.model_loading import load_heads, load_target, parse_tree
+from scripts.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
 from training.synthesis.arguments import SynthesisArguments
 from training.synthesis.endpoint_replies import EndpointReplies
 from training.synthesis.output import SynthesisOutput
@@ -43,12 +45,19 @@ from training.synthesis.turn_template import TurnTemplate
 SECONDS_BETWEEN_WRITES = 5.0
 
 
+GROUPS = {
+    "what is written": "target mode prompts output num_conversations max_turns",
+    "text": "max_new_tokens temperature top_p top_k seed",
+    "speed": "heads tree batch_size dtype device",
+    "a server that decodes": "endpoint endpoint_model concurrency",
+    "parts of the work": "num_shards shard_index resume",
+}
+
+
 def main() -> int:
-    try:
-        (args,) = HfArgumentParser(SynthesisArguments, description=__doc__).parse_args_into_dataclasses()
+    with one_line_errors("generate_data.py"):
+        (args,) = ProgramParser([SynthesisArguments], doc=__doc__, groups=GROUPS).read()
         generate_data(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"generate_data.py: {error}")
     return 0
 
 

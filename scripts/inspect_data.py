@@ -23,11 +23,17 @@ from transformers import AutoConfig, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference.targets.model_config import find_length_limit
+from scripts.one_line_errors import one_line_errors
 from training.data.options import DataArguments
 from training.data.reply_spans import find_special_ids
 from training.data.set_statistics import MeasuredSet, SetStatistics, measure_sets, total_statistics
 from training.data.training_sets import cut_to_limit
 from training.options.command_line import parse_arguments
+
+GROUPS = {
+    "the data": "config target dataset dataset_format columns dataset_weights max_length max_samples",
+    "the reply": "num_rows json",
+}
 
 
 @dataclass
@@ -46,14 +52,12 @@ class InspectArguments:
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
-        args, data_args = parse_arguments(argv, (InspectArguments, DataArguments))
+    with one_line_errors("inspect_data.py"):
+        args, data_args = parse_arguments(argv, (InspectArguments, DataArguments), doc=__doc__, groups=GROUPS)
         tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         config = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
         data_args = cut_to_limit(data_args, find_length_limit(config.get_text_config()))
         measured = measure_sets(data_args, tokenizer)
-    except (ValueError, OSError) as error:
-        sys.exit(f"inspect_data.py: {error}")
     show = make_printer()
     for each in measured:
         for index in range(min(args.num_rows, len(each.rows))):

@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,18 +40,48 @@ def load_target(name: str, *, dtype: str = "auto", device: str | None = None) ->
         name: folder or hub id.
         dtype: one of `DTYPES`; auto = the one its weights were saved in.
         device: None = cuda if there is one, else cpu.
+
+    Raises:
+        ValueError: no such folder, dtype or device.
     """
     if dtype not in DTYPES:
         raise ValueError(f"got dtype {dtype!r}; allowed are {', '.join(DTYPES)}")
     disable_progress_bar()  # one bar for each file of weights would stand between the lines of a chat
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_folder(name)
+    device = check_device(device)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).requires_grad_(False).eval().to(device)
     return Target(model), AutoTokenizer.from_pretrained(name)
+
+
+def check_folder(name: str) -> None:
+    """Refuses the name of a folder that is not there, which transformers would look up on the hub.
+
+    >>> check_folder("organisation/a-model-of-the-hub")
+    """
+    path = Path(name).expanduser()
+    looks_like_folder = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.parent.is_dir()
+    is_hub_name = "/" not in name and not name.startswith((".", "~"))
+    if looks_like_folder and not is_hub_name and not path.exists():
+        raise ValueError(f"got {name}: there is no such folder; give a folder or a hub id")
+
+
+def check_device(name: str | None) -> str:
+    """The device to run on: the one that is named, or cuda if there is one, else cpu."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"got --device {name}: give cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"got --device {name}: torch finds {torch.cuda.device_count()} CUDA devices; give another one")
+    return name
 
 
 def load_heads(name: str, target: Target) -> DraftHeads:
     """Heads of any kind from a folder or hub id, bound to the target, in its dtype and on its device (see
     `bind_heads`)."""
+    check_folder(name)
     heads: DraftHeads = DraftHeads.from_pretrained(name, dtype=target.dtype)
     return bind_heads(heads, target).to(target.device)
 

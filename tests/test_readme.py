@@ -72,11 +72,11 @@ COMMANDS = list(commands())
 
 @cache
 def help_of(program: str) -> str:
-    """What `python program --help` prints; in this process, where what it imports is there already."""
+    """Every option of a program, as `--help_all` (or else `--help`) prints them; in this process, to import once."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setenv("COLUMNS", "200")
-        patch.setattr(sys, "argv", [program, "--help"])
+        patch.setattr(sys, "argv", [program, "--help_all", "--help"])
         patch.setattr(sys, "path", [str((REPOSITORY / program).parent), *sys.path])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(REPOSITORY / program), run_name="__main__")

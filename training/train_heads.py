@@ -1,4 +1,10 @@
-"""Trains draft heads: accelerate launch training/train_heads.py --config configs/train/NAME.yaml [--any_key value]."""
+"""Trains draft heads for a frozen target, from a YAML file (--config) and options, which win over the file.
+
+    python training/train_heads.py --config configs/train/eagle3-chat-13m-quick.yaml
+    accelerate launch training/train_heads.py --config FILE.yaml --learning_rate 5e-5
+
+An option may stand in the file. `none` (in YAML: null) unsets an option that may have no value.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+GROUPS = {
+    "what learns": "config target head_type head_overrides init_heads",
+    "what from": "dataset eval_dataset max_length features on_policy_fraction",
+    "how": "num_train_epochs max_steps per_device_train_batch_size learning_rate loss_type lora_r bf16 use_cpu",
+    "what is written": "output_dir save_steps eval_steps resume_from_checkpoint report_to push_to_hub dry_run",
+}
 
 
 def main() -> int:
@@ -34,7 +46,7 @@ def main() -> int:
     level = logging.INFO if is_main_process else logging.ERROR  # one process speaks for all
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     try:
-        arguments = parse_arguments()
+        arguments = parse_arguments(doc=__doc__ or "", groups=GROUPS)
         if pick(arguments, RunArguments).dry_run:
             if "RANK" in os.environ:
                 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # from the launcher: what is temporary goes

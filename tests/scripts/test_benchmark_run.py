@@ -188,12 +188,10 @@ def test_heads_for_another_target_than_the_only_one_are_an_error(
         decode_all(target=[str(tmp_path / "other")], prompts=[str(prompts)], heads=[str(heads_path)])
 
 
-@pytest.mark.parametrize("spelling", ["--max-new-tokens", "--max_new_tokens"])
-def test_both_spellings_of_an_option(spelling: str, prompts: Path) -> None:
-    parser = HfArgumentParser(BenchmarkArguments)
-    words = ["--target", "t", "--prompts", str(prompts)]
-    (args,) = parser.parse_args_into_dataclasses(
-        [*words, spelling, "7", "--tree", "a", "b", "--temperature", "0", "0.5"]
+def test_options_become_arguments(prompts: Path) -> None:
+    words = ["--target", "t", "--prompts", str(prompts), "--max_new_tokens", "7"]
+    (args,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses(
+        [*words, "--tree", "a", "b", "--temperature", "0", "0.5"]
     )
     assert (args.max_new_tokens, args.tree, args.temperature) == (7, ["a", "b"], [0.0, 0.5])
     assert (args.target, args.prompts, args.settings(0.5).temperature) == (["t"], [str(prompts)], 0.5)

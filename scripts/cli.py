@@ -1,0 +1,62 @@
+"""The console command `draftsmith NAME ...`: the same programs as `python scripts/NAME.py`, under short names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# Name -> module, and what it does.
+PROGRAMS = {
+    "chat": ("scripts.generate", "chat with a target, or answer one prompt, and show what was drafted"),
+    "bench": ("scripts.benchmark", "measure drafters beside every baseline: tables, JSON, charts"),
+    "data": ("scripts.generate_data", "let a target write the conversations that heads learn from"),
+    "inspect": ("scripts.inspect_data", "show and count what training would learn of a data set"),
+    "features": ("scripts.extract_features", "store a target's hidden states, to train without running it"),
+    "train": ("training.train_heads", "train draft heads (several processes: accelerate launch)"),
+    "tree": ("scripts.build_tree", "build the best static tree for trained heads"),
+}
+# What only some programs need -> the extra that brings it.
+EXTRAS = {"rich": "bench", "matplotlib": "bench", "accelerate": "train", "datasets": "train", "xxhash": "train"}
+
+
+def overview() -> str:
+    """What `draftsmith --help` prints."""
+    names = "\n".join(f"  {name:<10}{what}" for name, (_, what) in PROGRAMS.items())
+    return (
+        "usage: draftsmith NAME [--option VALUE ...]\n\n"
+        "Speculative decoding with trained draft heads on stock transformers models.\n\n"
+        f"programs:\n{names}\n\n"
+        "Options of a program: draftsmith NAME --help\n\n"
+        "examples:\n"
+        "  draftsmith chat --target examples/chat-13m --heads examples/heads/eagle3\n"
+        "  draftsmith train --config configs/train/eagle3-chat-13m-quick.yaml\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview(), end="")
+        return 0
+    name, *rest = words
+    if name not in PROGRAMS:
+        print(f"draftsmith: got {name!r}; programs are {', '.join(PROGRAMS)} (draftsmith --help)", file=sys.stderr)
+        return 2
+    sys.argv = [f"draftsmith {name}", *rest]
+    try:
+        program = importlib.import_module(PROGRAMS[name][0])
+    except ModuleNotFoundError as error:
+        if (extra := EXTRAS.get(error.name or "")) is None:
+            raise
+        print(f"draftsmith {name}: needs {error.name}: pip install 'draftsmith[{extra}]'", file=sys.stderr)
+        return 2
+    return program.main() or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The parser of all programs: options from dataclasses, in one spelling, with a `--help` that fits on one screen."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import sys
+import textwrap
+from argparse import SUPPRESS, Action, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser
+
+_INDENT = 30  # column in which help texts start
+
+
+class _ShowAll(Action):
+    """`--help_all`: prints every option with its whole text."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        parser._print_message(parser.format_all(), sys.stdout)
+        parser.exit()
+
+
+class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
+    """Reads dataclasses from the command line.
+
+    - Options are spelled with underscores only.
+    - `--help` shows the options of `groups`, one line each; `--help_all` shows every option with its whole text.
+    - A mistake is a ValueError of one line.
+
+    Args:
+        classes: dataclasses; each field is an option.
+        doc: the program's docstring: its first line says what the program does, indented lines are examples.
+        groups: title -> names of options, separated by spaces; None = one group of all options.
+    """
+
+    def __init__(self, classes: Sequence[Any], *, doc: str, groups: Mapping[str, str] | None = None, **kwargs: Any):
+        super().__init__(classes, description=doc.partition("\n")[0], allow_abbrev=False, **kwargs)
+        self.examples = textwrap.dedent("\n".join(line for line in doc.splitlines() if line.startswith("    ")))
+        for action in self._actions:
+            if action.nargs != 0:
+                action.metavar = action.metavar or {int: "N", float: "X"}.get(action.type, "VALUE")  # type: ignore[call-overload]
+            for dashed in [option for option in action.option_strings if "-" in option[2:]]:
+                action.option_strings = [option for option in action.option_strings if option != dashed]
+                del self._option_string_actions[dashed]
+        help_all = "Show every option with its whole text."
+        self.add_argument("--help_all", action=_ShowAll, nargs=0, dest=SUPPRESS, default=SUPPRESS, help=help_all)
+        self.groups = {title: names.split() for title, names in (groups or {}).items()}
+        unknown = {name for names in self.groups.values() for name in names} - self._by_name().keys()
+        assert not unknown, f"{unknown} are no options"
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ValueError instead of printing the usage."""
+        raise ValueError(f"{message} (all options: --help_all)")
+
+    def read(self, args: Sequence[str] | None = None) -> tuple[Any, ...]:
+        """One object for each class, from the arguments without the program's name; None = `sys.argv[1:]`.
+
+        Raises:
+            ValueError: an unknown option (with the nearest known one), a missing or a malformed value.
+        """
+        *parsed, rest = self.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
+        for word in rest:
+            near = difflib.get_close_matches(word.partition("=")[0].replace("-", "_"), self._dashes(), n=1, cutoff=0.6)
+            hint = f"; did you mean --{near[0].lstrip('_')}?" if near else ""
+            self.error(f"got {word!r}, which is no option{hint}")
+        return tuple(parsed)
+
+    def format_help(self) -> str:
+        """One screen: the options of the groups."""
+        by_name = self._by_name()
+        groups = self.groups or {"options": list(by_name)}
+        lines = [self._usage(), "", str(self.description)]
+        for title, names in groups.items():
+            lines += ["", f"{title}:", *(line for name in names for line in self._describe(by_name[name], short=True))]
+        num_rest = len(by_name) - sum(map(len, groups.values()))
+        rest = f", {num_rest} of them not shown here" if num_rest else ""
+        lines += ["", f"All options with their whole text{rest}: --help_all"]
+        if self.examples:
+            lines += ["", "examples:", textwrap.indent(self.examples, "  ")]
+        return "\n".join(lines) + "\n"
+
+    def format_all(self) -> str:
+        """Every option with its whole text, in the order of the dataclasses."""
+        lines = [self._usage(), "", str(self.description), ""]
+        lines += [line for action in self._by_name().values() for line in self._describe(action)]
+        return "\n".join(lines) + "\n"
+
+    def _by_name(self) -> dict[str, Action]:
+        """Name -> option; of a pair --x and --no_x the first."""
+        found: dict[str, Action] = {}
+        for action in self._actions:
+            if action.dest not in ("help", SUPPRESS) and action.option_strings:
+                found.setdefault(action.dest, action)
+        return found
+
+    def _dashes(self) -> list[str]:
+        return [f"__{name}" for name in self._by_name()]
+
+    def _usage(self) -> str:
+        required = [self._invocation(action) for action in self._by_name().values() if action.required]
+        return " ".join(["usage:", self.prog, *required, "[--option VALUE ...]"])
+
+    def _invocation(self, action: Action, *, short: bool = False) -> str:
+        name = action.option_strings[0]
+        if action.const is True or action.nargs == 0:
+            if action.default is True:
+                return f"--[no_]{action.dest}" if short else f"{name}, --no_{action.dest}"
+            return name
+        value = str(action.metavar)
+        choices: list[Any] = list(action.choices or ())
+        if choices and (not short or len(choices) < 3):
+            value = "{" + ",".join(str(choice) for choice in choices if choice is not None) + "}"
+        return f"{name} {value}{' ...' if action.nargs == '+' else ''}"
+
+    def _describe(self, action: Action, *, short: bool = False) -> Iterator[str]:
+        width = max(80, min(120, shutil.get_terminal_size((100, 40)).columns)) - _INDENT
+        text = " ".join(str(action.help or "").split()).replace("%%", "%")
+        values = action.default if isinstance(action.default, list) else [action.default]
+        has_default = values and not isinstance(values[0], bool | None) and values[0] not in ("", SUPPRESS)
+        default = f" [{' '.join(map(str, values))}]" if has_default else ""
+        if short:
+            text = text.partition(". ")[0].rstrip(".")
+            if len(text + default) > width:
+                text = textwrap.shorten(text.partition("; ")[0], width - len(default), placeholder=" ...")
+        name = f"  {self._invocation(action, short=short)}"
+        first, *more = textwrap.wrap(text + default, width) or [""]
+        if len(name) > _INDENT - 2:
+            yield name
+            name = ""
+        yield f"{name:<{_INDENT}}{first}".rstrip()
+        yield from (" " * _INDENT + line for line in more)
