@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 from pathlib import Path
@@ -44,6 +45,9 @@ def test_the_help_of_each_program_is_one_screen(name: str, capsys: pytest.Captur
     assert text.startswith(f"usage: draftsmith {name} ")
     assert "\nexamples:\n  " in text
     assert len(text.splitlines()) <= 46
+    module = importlib.import_module(cli.PROGRAMS[name][0])
+    for option in " ".join(getattr(module, "GROUPS", {}).values()).split():
+        assert f"--{option} " in text or f"--[no_]{option} " in text, "GROUPS names an option that is not there"
     options = [word for line in text.splitlines() for word in line.split()[:1] if word.startswith("--")]
     assert options
     assert not [option for option in options if "-" in option[2:]], "options are spelled with underscores"

@@ -47,9 +47,9 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
                 del self._option_string_actions[dashed]
         help_all = "Show every option with its whole text."
         self.add_argument("--help_all", action=_ShowAll, nargs=0, dest=SUPPRESS, default=SUPPRESS, help=help_all)
-        self.groups = {title: names.split() for title, names in (groups or {}).items()}
-        unknown = {name for names in self.groups.values() for name in names} - self._by_name().keys()
-        assert not unknown, f"{unknown} are no options"
+        known = self._by_name()
+        groups = groups or {"options": " ".join(known)}
+        self.groups = {title: [name for name in names.split() if name in known] for title, names in groups.items()}
 
     def error(self, message: str) -> NoReturn:
         """Raises ValueError instead of printing the usage."""
@@ -71,11 +71,10 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
     def format_help(self) -> str:
         """One screen: the options of the groups."""
         by_name = self._by_name()
-        groups = self.groups or {"options": list(by_name)}
         lines = [self._usage(), "", str(self.description)]
-        for title, names in groups.items():
+        for title, names in self.groups.items():
             lines += ["", f"{title}:", *(line for name in names for line in self._describe(by_name[name], short=True))]
-        num_rest = len(by_name) - sum(map(len, groups.values()))
+        num_rest = len(by_name) - sum(map(len, self.groups.values()))
         rest = f", {num_rest} of them not shown here" if num_rest else ""
         lines += ["", f"All options with their whole text{rest}: --help_all"]
         if self.examples:
