@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo docs test test-all test-slow lossless check format bench table ablation overfit clean
+.PHONY: help install demo docs test test-all test-slow lossless check format bench table ablation clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -53,16 +53,12 @@ bench: $(STAMP) ## benchmark the committed heads on the embedded target
 		--prompts examples/prompts.jsonl --json outputs/benchmark.json --plot outputs/benchmark.png $(ARGS)
 
 TABLE ?= outputs/drafters
-table: $(STAMP) ## one table of all drafters with heads in examples/heads; goes on where it was interrupted
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/drafter_table.py \
-		--json $(TABLE).json --markdown $(TABLE).md --plot $(TABLE).png $(ARGS)
+table: $(STAMP) ## one table and chart of all drafters with heads in examples/heads; continues after an interruption
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/drafters.py --output $(TABLE) $(ARGS)
+	$(BIN)/python scripts/benchmarks/speed_chart.py --json $(TABLE).json --svg $(TABLE).svg
 
-ablation: $(STAMP) ## train heads on 3 million tokens in 14 ways and compare them: CONVERSATIONS=FILE (people's), ABLATION_ARGS; hours, goes on where it was interrupted
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/ablation.py $(if $(CONVERSATIONS),--conversations $(CONVERSATIONS)) \
-		--page docs/benchmarks/ablation $(ABLATION_ARGS)
-
-overfit: $(STAMP) ## every kind of heads learns one conversation by heart, or is named
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/overfit.py $(ARGS)
+ablation: $(STAMP) ## train heads with every file of configs/ablation and compare them: DATASET=FILE, ARGS; hours, continues after an interruption
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/ablation.py $(if $(DATASET),--dataset $(DATASET)) $(ARGS)
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) $(VENV)-* .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,18 +1,19 @@
-"""Trains heads on as many tokens in every way of configs/ablation, measures them, and writes a page comparing them.
+"""Trains heads with each of several configurations on the same data, and compares their acceptance in one table.
 
-    python scripts/benchmarks/ablation.py --conversations FILE [--jobs 2] [--only eagle3 hass]
+    python scripts/benchmarks/ablation.py --configs configs/ablation/eagle3.yaml configs/ablation/hass.yaml \\
+        --dataset outputs/replies.jsonl.gz --output outputs/ablation
 
-Run the same command again to go on after an interruption: replies, checkpoints and finished runs are kept in --output.
-The page is written anew after each run.
+`scripts/generate_data.py` writes such a data set. Options that this program does not know are passed to each training
+run (`--max_steps 1000`). Run the same command again to continue: finished runs are neither trained nor measured again.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import signal
+import math
+import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,146 +21,176 @@ from typing import Any
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
+from rich.console import Console
 from transformers import HfArgumentParser
 
-from scripts.benchmarks.ablation_data import DataPlan, prepare_data
-from scripts.benchmarks.ablation_measure import OPTIONS, MeasureArguments
-from scripts.benchmarks.ablation_render import read_page, write_page
-from scripts.benchmarks.ablation_runs import LABELS, REFERENCE, Programs, Run, finish, store_features
+from inference import Decoder, GenerationStats, Target
+from scripts.benchmarks.environment import describe_environment
+from scripts.benchmarks.measure import Prompt, Settings, load_prompts
+from scripts.benchmarks.render import Grid
+from scripts.benchmarks.report import write_text
+from scripts.model_loading import TREE_HELP, load_heads, load_target, parse_tree
+
+TRAINING_PROGRAM = Path(__file__).resolve().parents[2] / "training" / "train_heads.py"
+MEASURED = ("prompts", "num_prompts", "max_new_tokens", "tree", "temperature", "dtype", "seed")
 
 
 @dataclass
 class AblationArguments:
-    conversations: str | None = field(
-        default=None,
-        metadata={
-            "help": "People's conversations with an assistant (ShareGPT or `messages`): the target replies to their "
-            "prompts. Not needed again once the data sets are made."
-        },
+    configs: list[str] = field(
+        default_factory=lambda: sorted(map(str, Path("configs/ablation").glob("*.yaml"))),
+        metadata={"help": "Training configurations; none = all of configs/ablation."},
     )
-    replies: str | None = field(
-        default=None,
-        metadata={
-            "help": "The target's replies to prompts of --conversations, if generate_data.py has written them already "
-            "(on a GPU, say); none = it writes --num_conversations of them first."
-        },
+    dataset: str | None = field(
+        default=None, metadata={"help": "Conversations that all runs train on; none = those named in each file."}
     )
-    output: str = field(default="outputs/ablation", metadata={"help": "Folder of data, runs and results."})
-    page: str | None = field(
-        default=None, metadata={"help": "Write PAGE.md, PAGE.json and pictures; none = OUTPUT/ablation."}
+    target: str = field(default="examples/chat-13m", metadata={"help": "Target of all configurations."})
+    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts to measure acceptance on."})
+    num_prompts: int | None = field(default=None, metadata={"help": "Number of prompts to read; none = all."})
+    max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
+    tree: str = field(default="dynamic:6,4,24", metadata={"help": f"Token tree of all measurements: {TREE_HELP}."})
+    temperature: list[float] = field(default_factory=lambda: [0.0, 1.0], metadata={"help": "0 = greedy."})
+    dtype: str = field(default="float32", metadata={"help": "Weights of target and heads when they are measured."})
+    seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
+    output: str = field(
+        default="outputs/ablation", metadata={"help": "Folder of the runs, and of ablation.md and ablation.json."}
     )
-    reuse_page: bool = field(
-        default=False,
-        metadata={
-            "help": "Do not run again what PAGE.json holds of the same settings and as many tokens, made on another "
-            "machine or in an --output that is gone."
-        },
-    )
-    only: list[str] = field(
-        default_factory=list, metadata={"help": f"Runs to do, of: {', '.join(LABELS)}; none = all."}
-    )
-    budget: int = field(default=3_000_000, metadata={"help": "Training tokens of every run, in all of its epochs."})
-    # About 136 tokens each, and a seventh of them is of no use.
-    num_conversations: int = field(default=10_400, metadata={"help": "Conversations that the target replies to."})
-    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts that acceptance is measured on."})
-    num_prompts: int | None = field(default=None, metadata={"help": "The first so many of them; none = all."})
-    max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each of them."})
-    tree: str = field(default="dynamic:6,4,24", metadata={"help": "The token tree of all measurements."})
-    jobs: int = field(default=1, metadata={"help": "Runs at a time."})
-    threads: int = field(default=1, metadata={"help": "CPU threads of a run."})
-    seed: int = field(default=0, metadata={"help": "Of the prompts drawn and the target's replies."})
 
     def __post_init__(self) -> None:
-        for name in ("budget", "num_conversations", "max_new_tokens", "jobs", "threads", "num_prompts"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"got --{name} {value}: give at least 1")
-        for name in self.only:
-            if name not in LABELS:
-                near = difflib.get_close_matches(name, LABELS, n=1, cutoff=0.0)[0]
-                raise ValueError(f"got --only {name}; did you mean {near}? There are {', '.join(LABELS)}")
+        names = [Path(config).stem for config in self.configs]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"got --configs {' '.join(self.configs)}: give one or more files, each name once")
+        for config in self.configs:
+            if not Path(config).is_file():
+                raise ValueError(f"--configs {config} does not exist: give training configurations")
 
 
-def run(args: AblationArguments) -> list[str]:
-    """Does what is missing, and returns what failed: a line for each run."""
+def train(args: AblationArguments, config: Path, options: Sequence[str]) -> dict[str, Any]:
+    """Trains until the run has its training record, and returns it.
+
+    Raises:
+        RuntimeError: the training failed; its log says why.
+    """
+    folder = Path(args.output) / config.stem
+    record = folder / "training_record.json"
+    if not record.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        words = ["--config", str(config), "--target", args.target, "--output_dir", str(folder), *options]
+        words += ["--resume_from_checkpoint", "true", "--disable_tqdm", "true"]
+        words += ["--dataset", args.dataset] if args.dataset is not None else []
+        words += [] if torch.accelerator.is_available() else ["--use_cpu", "true"]
+        with (folder / "training.log").open("ab") as log:
+            command = [sys.executable, str(TRAINING_PROGRAM), *words]
+            if code := subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
+                raise RuntimeError(f"{config.stem}: the training ended with {code}, see {log.name}")
+    found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["training"]
+    return found
+
+
+def measure(args: AblationArguments, folder: Path, target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Acceptance of finished heads by temperature; kept in their folder for the next call with the same options."""
+    options = {name: getattr(args, name) for name in MEASURED}
+    kept = folder / "acceptance.json"
+    if kept.exists() and (content := json.loads(kept.read_text(encoding="utf-8")))["options"] == options:
+        found: dict[str, Any] = content["temperatures"]
+        return found
+    decoder = Decoder(target, load_heads(str(folder), target), tree=parse_tree(args.tree))
+    found = {}
+    for temperature in args.temperature:
+        settings = Settings(args.max_new_tokens, temperature, args.seed)
+        outputs = [
+            decoder.generate(prompt.input_ids, seed=args.seed + prompt.index, **settings.generate_kwargs())
+            for prompt in prompts
+        ]
+        found[f"{temperature:g}"] = summarize([output.stats for output in outputs])
+    write_text(kept, json.dumps({"options": options, "temperatures": found}, indent=1) + "\n")
+    return found
+
+
+def summarize(each: Sequence[GenerationStats]) -> dict[str, Any]:
+    """Acceptance length of all texts together, its standard error over prompts, and acceptance by depth."""
+    total = sum(each, GenerationStats())
+    steps = [stats.num_verify_steps for stats in each]
+    tokens = [stats.acceptance_length * stats.num_verify_steps for stats in each]
+    return {
+        "acceptance_length": total.acceptance_length,
+        "standard_error": find_ratio_error(tokens, steps),
+        "acceptance_by_depth": total.acceptance_by_depth,
+    }
+
+
+def find_ratio_error(tokens: Sequence[float], steps: Sequence[int]) -> float | None:
+    """Standard error of sum(tokens) / sum(steps) over prompts, to first order; None for one prompt.
+
+    >>> round(find_ratio_error([20, 30], [10, 10]), 3)
+    0.5
+    """
+    if len(steps) < 2 or not sum(steps):
+        return None
+    ratio = sum(tokens) / sum(steps)
+    squares = sum((t - ratio * s) ** 2 for t, s in zip(tokens, steps, strict=True))
+    return math.sqrt(squares * len(steps) / (len(steps) - 1)) / sum(steps)
+
+
+def make_grid(results: dict[str, dict[str, Any]], environment: dict[str, Any]) -> Grid:
+    """A line for each run: training, acceptance length by temperature, acceptance by depth at the first temperature."""
+    temperatures = list(next(iter(results.values()))["temperatures"])
+    shares = {name: one["temperatures"][temperatures[0]]["acceptance_by_depth"] for name, one in results.items()}
+    deepest = max(map(len, shares.values()))
+    cells = []
+    for name, one in results.items():
+        tokens, seconds = (one["training"].get(key) for key in ("tokens", "seconds"))
+        line = [name, f"{tokens / 1e6:.2f} M" if tokens else "–", f"{seconds / 60:.0f} min" if seconds else "–"]
+        for measured in one["temperatures"].values():
+            error = measured["standard_error"]
+            line.append(f"{measured['acceptance_length']:.2f}" + (f" ± {error:.2f}" if error is not None else ""))
+        own = [f"{share:.2f}" for share in shares[name]]
+        cells.append([*line, *own, *["–"] * (deepest - len(own))])
+    columns = ["run", "training tokens", "training", *(f"T={t}" for t in temperatures)]
+    title = (
+        f"Acceptance length on {environment['num_prompts']} prompts of {Path(environment['prompts']).name}, "
+        f"{environment['target']}, tree {environment['tree']}"
+    )
+    note = (
+        "±: standard error over prompts; one seed each. Depth d: of the steps that accepted depth d - 1, the share "
+        f"that accepted depth d, at T={temperatures[0]}."
+    )
+    return Grid(title, [*columns, *(f"depth {depth + 1}" for depth in range(deepest))], cells, [note])
+
+
+def run(args: AblationArguments, options: Sequence[str], console: Console) -> dict[str, dict[str, Any]]:
+    """Trains and measures each configuration. The files are written after each of them."""
+    target, tokenizer = load_target(args.target, dtype=args.dtype)
+    prompts, _ = load_prompts(
+        Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
+    )
+    details = {"target": args.target, "prompts": args.prompts, "num_prompts": len(prompts), "tree": args.tree}
+    environment = describe_environment(target, None, **details)
+    results: dict[str, dict[str, Any]] = {}
     output = Path(args.output)
-    reference = Run(REFERENCE, output).settings()
-    data = prepare_data(
-        DataPlan(
-            folder=output,
-            conversations=Path(args.conversations) if args.conversations is not None else None,
-            replies=Path(args.replies) if args.replies is not None else None,
-            target=reference["target"],
-            budget=round(args.budget / reference["num_train_epochs"]),
-            max_length=reference["max_length"],
-            num_conversations=args.num_conversations,
-            seed=args.seed,
-        )
-    )
-    runs = {name: Run(name, output) for name in LABELS}
-    page = Path(args.page) if args.page is not None else output / "ablation"
-    asked = MeasureArguments(
-        target=reference["target"],
-        prompts=args.prompts,
-        num_prompts=args.num_prompts,
-        max_new_tokens=args.max_new_tokens,
-        tree=args.tree,
-        json="",
-    )
-    options = {name: getattr(asked, name) for name in OPTIONS}
-    results = read_page(page, data, runs, options) if args.reuse_page else {}
-    results |= {name: result for name, run in runs.items() if (result := run.read_result(options)) is not None}
-    wanted = [name for name in args.only or LABELS if name not in results]
-    programs = Programs(args.threads)
-    measure = ["--target", reference["target"], "--prompts", args.prompts, "--tree", args.tree]
-    measure += ["--max_new_tokens", str(args.max_new_tokens)]
-    measure += ["--num_prompts", str(args.num_prompts)] if args.num_prompts is not None else []
-    texts = output / "plain.json"
-
-    def write() -> None:
-        if results:
-            ordered = {name: results[name] for name in LABELS if name in results}
-            write_page(page, data, ordered, [LABELS[name] for name in LABELS if name not in results])
-
-    failures = []
-    pool = ThreadPoolExecutor(args.jobs)
-    try:
-        if wanted and not (texts.exists() and json.loads(texts.read_text(encoding="utf-8"))["options"] == options):
-            print("decoding plainly, for the texts to compare with", flush=True)
-            programs.run(
-                "scripts/benchmarks/ablation_measure.py", *measure, "--json", str(texts), log=output / "plain.log"
-            )
-        store_features((run for name, run in runs.items() if name in wanted), programs)
-        futures: dict[Future[dict[str, Any]], str] = {
-            pool.submit(finish, runs[name], programs, [*measure, "--texts", str(texts)]): name for name in wanted
-        }
-        for future in as_completed(futures):
-            name = futures[future]
-            try:
-                results[name] = future.result()
-            except (RuntimeError, OSError, ValueError) as error:
-                failures.append(f"{name}: {error}")
-                print(failures[-1], flush=True)
-                continue
-            lengths = {t: f"{one['acceptance_length']:.3f}" for t, one in results[name]["temperatures"].items()}
-            print(f"{name}: acceptance length by temperature {lengths}", flush=True)
-            write()
-    finally:
-        programs.stop()
-        pool.shutdown(cancel_futures=True)
-    write()
-    return failures
+    for config in map(Path, args.configs):
+        with console.status(f"{config.stem} (training.log in {output / config.stem})"):
+            training = train(args, config, options)
+            measured = measure(args, output / config.stem, target, prompts)
+        results[config.stem] = {"training": training, "temperatures": measured}
+        grid = make_grid(results, environment)
+        write_text(output / "ablation.md", f"```bash\n{environment['command']}\n```\n\n{grid.to_markdown()}")
+        content = {"environment": environment, "results": results}
+        write_text(output / "ablation.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+    grid.print(console)
+    console.print(f"wrote {output / 'ablation.md'} and {output / 'ablation.json'}", markup=False, highlight=False)
+    return results
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = HfArgumentParser(AblationArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ablation.py: stopped; the same command goes on from here"))
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        (args,) = parser.parse_args_into_dataclasses()
-        failures = run(args)
+        args, options = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+        run(args, options, Console(width=None if sys.stdout.isatty() else 150))
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"ablation.py: {error}")
-    if failures:
-        sys.exit("\n".join(["ablation.py: not finished (the same command tries again):", *failures]))
 
 
 if __name__ == "__main__":

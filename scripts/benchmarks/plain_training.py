@@ -1,8 +1,8 @@
-"""A training step as one would first write it, for `training_speed.py` to compare with: the same heads and loss,
-dense tensors.
+"""A training step as one would first write it, for `training_speed.py` to compare with: same heads and loss, dense
+tensors.
 
-- Attention of the unroll: the keys and values of all steps so far in one tensor, under a mask [T, K * T], and a softmax
-  in float32, as transformers' eager attention and the code of the papers have it; or through torch's function.
+- Attention of the unroll: the keys and values of all steps so far in one tensor, under a mask [T, K * T], with a
+  softmax in float32 as in transformers' eager attention and the papers' code, or by torch's own function.
 - The teacher: the target's logits at all positions, [B, T, V] in float32, and their softmax; the draft's likewise.
 - The target reads the batch with its attention mask; padding is computed like everything else.
 
@@ -57,7 +57,7 @@ def plain_loss(
     """The distillation loss of a batch (`training.losses.draft_loss`), with gradients.
 
     Args:
-        use_sdpa: attend by torch's own function, rather than by a product, a softmax in float32 and a product.
+        use_sdpa: attend with torch's own function.
     """
     input_ids, loss_mask = batch["input_ids"], batch["loss_mask"]
     with dense_attention(use_sdpa=use_sdpa):
@@ -74,7 +74,7 @@ def plain_loss(
 
 
 def shift_rows(step: DraftStep, teacher: Tensor) -> Tensor:
-    """[B, M, C]: of the teacher [B, T, C] the rows that a step learns from; anything past the end."""
+    """[B, M, C]: the rows of the teacher [B, T, C] that a step learns from; arbitrary rows past the end."""
     length = teacher.shape[1]
     slots = torch.arange(length, device=teacher.device).expand(len(teacher), -1) if step.slots is None else step.slots
     places = (slots + step.shift - 1).clamp(0, length - 1)
@@ -83,7 +83,7 @@ def shift_rows(step: DraftStep, teacher: Tensor) -> Tensor:
 
 @contextmanager
 def dense_attention(*, use_sdpa: bool) -> Iterator[None]:
-    """Within, draft layers attend by `attend_densely`, and to all blocks of a block drafter at once."""
+    """Inside this context, draft layers attend with `attend_densely`, a block drafter to all blocks at once."""
     with (
         patch.object(heads.modules.layers, "attend_unrolled", partial(attend_densely, use_sdpa=use_sdpa)),
         patch.object(heads.modules.layers, "QUERY_CHUNK", 1 << 30),

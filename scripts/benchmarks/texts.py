@@ -26,6 +26,16 @@ class Difference:
     resolution: float | None = None
 
 
+def find_step(value: float, dtype: torch.dtype) -> float:
+    """The distance of neighbouring numbers of `dtype` at the size of `value`.
+
+    >>> find_step(15.9, torch.bfloat16), find_step(-16.0, torch.bfloat16)
+    (0.0625, 0.125)
+    """
+    # Numbers from 2**e to 2**(e + 1) are eps * 2**e apart; frexp's exponent is e + 1.
+    return torch.finfo(dtype).eps * 2.0 ** (math.frexp(value)[1] - 1)
+
+
 def share_of_repeated_ngrams(texts: Sequence[Sequence[int]], n: int = 4) -> float:
     """Of all n-grams of the texts, the share that stood earlier in the same text.
 
@@ -50,6 +60,5 @@ def find_difference(
             logits = target.model(torch.cat([prompt.input_ids, common], dim=1)).logits[0, -1]
         one, other = logits[expected[position]], logits[found[position]]
         difference.gap = float(one.float() - other.float())
-        # Numbers from 2**e to 2**(e + 1) stand eps * 2**e apart; frexp's exponent is e + 1.
-        difference.resolution = torch.finfo(logits.dtype).eps * 2.0 ** (math.frexp(float(one))[1] - 1)
+        difference.resolution = find_step(float(one), logits.dtype)
     return difference

@@ -1,19 +1,19 @@
-"""Measures training steps: tokens per second, where the time goes and peak memory, against a plain implementation.
+"""Measures training steps: tokens per second, parts of a step and peak memory, beside a plain implementation.
 
-    python scripts/benchmarks/training_speed.py --json outputs/training.json --markdown outputs/training.md
+    python scripts/benchmarks/training_speed.py --lengths 512 2048 --output outputs/training
 
-`scripts/benchmarks/plain_training.py` is what it is compared with: the same heads, batch and loss
-(asserted), dense tensors. Steps of all implementations take turns in one process. `--targets` are folders, hub ids, or
-shapes of random weights: wide (small, with a vocabulary of 32,768), 1b, 8b.
+The plain implementation (`plain_training.py`) has the same heads, batch and loss (asserted), with dense tensors. Steps
+of all implementations take turns in one process. A target folder that holds only a config.json gets random weights.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -22,210 +22,246 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from rich.console import Console
-from transformers import HfArgumentParser
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
 
-from heads import HEAD_TYPES
+from heads import HEAD_TYPES, DraftHeads, create_heads
+from inference import Target
 from scripts.benchmarks.environment import describe_machine, describe_program
-from scripts.benchmarks.plot import load_pyplot, save_figure
+from scripts.benchmarks.plain_training import plain_loss, run_target
 from scripts.benchmarks.render import Grid
 from scripts.benchmarks.report import write_text
-from scripts.benchmarks.training_cells import OURS, PARTS, PLAIN, PLAIN_SDPA, Cell, Timing, measure_memory, time_steps
+from training.data.collation import ConversationCollator, find_documents
+from training.features.sources import OnlineFeatures
+from training.losses.draft_loss import draft_loss
+from training.losses.teacher import compute_teacher
 
 MIB = 1 << 20
-IMPLEMENTATIONS = [OURS, PLAIN, PLAIN_SDPA]
-FIRST_KIND = "eagle3"  # the one that is measured over all lengths
+OURS, PLAIN, PLAIN_SDPA = IMPLEMENTATIONS = ("ours", "plain", "plain, sdpa")
+PARTS = ("data", "target", "draft", "optimizer")
+STEP_DECAY, CLIP = 0.8, 0.5
+OVERRIDES: dict[str, dict[str, Any]] = {"eagle3": {"ttt_steps": 7}}  # the authors' number of steps
 
 
 @dataclass
-class TrainingBenchmarkArguments:
-    targets: list[str] = field(
-        default_factory=lambda: ["examples/chat-13m", "wide"],
-        metadata={"help": "Targets: folders, hub ids, or shapes of random weights (wide, 1b, 8b)."},
-    )
-    lengths: list[int] = field(
-        default_factory=lambda: [512, 1024, 2048, 4096, 8192], metadata={"help": "Tokens of a row, for EAGLE-3."}
-    )
-    kinds: list[str] = field(
-        default_factory=lambda: sorted(HEAD_TYPES), metadata={"help": "Kinds of heads, at --kinds_length tokens a row."}
-    )
-    kinds_length: int = field(default=2048, metadata={"help": "Tokens of a row when kinds are compared."})
+class TrainingSpeedArguments:
+    target: str = field(default="examples/chat-13m", metadata={"help": "Target: a folder or hub id."})
+    kinds: list[str] = field(default_factory=lambda: sorted(HEAD_TYPES), metadata={"help": "Kinds of heads."})
+    lengths: list[int] = field(default_factory=lambda: [2048], metadata={"help": "Tokens of a row."})
     plain_up_to: int = field(
-        default=2048, metadata={"help": "Longest rows, in tokens, that the plain implementation is given."}
+        default=2048, metadata={"help": "Longest rows, in tokens, for which the plain implementation runs too."}
     )
-    dtypes: list[str] = field(
-        default_factory=lambda: ["bfloat16", "float32"],
-        metadata={"help": "Of the target's weights and of what heads compute in; kinds are compared in the first."},
+    dtype: str = field(
+        default="bfloat16",
+        metadata={"help": "The target's weights, and what heads compute in.", "choices": ["float32", "bfloat16"]},
     )
     batch: int = field(default=1, metadata={"help": "Rows of a batch."})
     repeats: int = field(default=5, metadata={"help": "Timed steps of each implementation."})
-    memory: bool = field(default=True, metadata={"help": "Measure memory, too (on a CPU in processes of their own)."})
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     threads: int = field(default=1, metadata={"help": "CPU threads."})
-    peak_tflops: float | None = field(
-        default=None,
-        metadata={"help": "The device's dense peak in TFLOP/s, for model FLOPs utilisation; none = not told."},
-    )
-    json: str | None = field(default=None, metadata={"help": "Write environment and numbers to this JSON file."})
-    markdown: str | None = field(default=None, metadata={"help": "Write the tables to this Markdown file."})
-    plot: str | None = field(default=None, metadata={"help": "Draw speed and memory over the length into this file."})
+    output: str = field(default="outputs/training", metadata={"help": "Writes OUTPUT.md and OUTPUT.json."})
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "kinds_length", "plain_up_to", "batch", "repeats", "threads"):
+        for name in ("lengths", "plain_up_to", "batch", "repeats", "threads"):
             values = getattr(self, name)
             if min([values] if isinstance(values, int) else values, default=1) < 1:
                 raise ValueError(f"got --{name} {values}: give at least 1")
         if unknown := set(self.kinds) - HEAD_TYPES.keys():
             raise ValueError(f"got --kinds {', '.join(sorted(unknown))}; there are {', '.join(sorted(HEAD_TYPES))}")
-        if unknown := set(self.dtypes) - {"float32", "bfloat16"}:
-            raise ValueError(f"got --dtypes {', '.join(sorted(unknown))}; give float32, bfloat16 or both")
 
 
 @dataclass(frozen=True)
-class Line:
-    """What was measured of one implementation of a cell; memory in bytes, None when it was not measured."""
+class Cell:
+    """What is measured. length: tokens of a row; batch: rows; dtype: of the target's weights and the computation."""
 
-    timing: Timing
-    memory: int | None
+    target: str
+    kind: str
+    length: int
+    batch: int
+    dtype: str
+    device: str
 
-    @property
-    def cell(self) -> Cell:
-        return self.timing.cell
+
+@dataclass(frozen=True)
+class StepTimes:
+    """parts: seconds of data, target, draft (forward and backward pass, with the losses) and optimizer."""
+
+    parts: list[float]
+    loss: float
 
 
-def run(args: TrainingBenchmarkArguments, console: Console) -> str:
+@dataclass(frozen=True)
+class Timing:
+    """Medians over the repeats, in seconds. spread: the distance of the quartiles of whole steps over the median.
+    memory: the most bytes that a step allocates; weights and optimizer states do not count."""
+
+    parts: list[float]
+    total: float
+    spread: float
+    memory: int
+
+
+class Bench:
+    """Target, heads, optimizer and rows of a cell, the same ones each time."""
+
+    def __init__(self, cell: Cell) -> None:
+        torch.manual_seed(0)
+        self.cell, self.device = cell, torch.device(cell.device)
+        self.target = Target(load_model(cell, self.device).requires_grad_(False).eval())
+        self.heads: DraftHeads = create_heads(cell.kind, self.target, **OVERRIDES.get(cell.kind, {})).train()
+        if self.heads.wants_token_counts:
+            self.heads.fit_vocabulary(torch.arange(self.target.vocab_size))
+        self.optimizer = torch.optim.AdamW(self.heads.parameters(), lr=0.0)  # every step starts from the same weights
+        self.collator = ConversationCollator(0)
+
+    def make_rows(self, length: int) -> list[dict[str, list[int]]]:
+        """Rows of random tokens; the last three quarters have a loss."""
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.target.vocab_size, (self.cell.batch, length), generator=generator)
+        mask = [int(place >= length // 4) for place in range(length)]
+        return [{"input_ids": row, "loss_mask": mask} for row in tokens.tolist()]
+
+    def step(self, implementation: str, rows: list[dict[str, list[int]]], clock: Callable[[], float]) -> StepTimes:
+        torch.manual_seed(0)  # for noise and drawn anchors
+        marks = [clock()]
+        batch = {name: value.to(self.device) for name, value in self.collator(rows).items()}
+        marks.append(clock())
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cell.dtype == "bfloat16"):
+            if implementation == OURS:
+                states = OnlineFeatures(self.target, self.heads.feature_layers)(batch)
+                marks.append(clock())
+                loss = self._our_loss(states, batch)
+            else:
+                plain_states = run_target(self.target, self.heads, batch)
+                marks.append(clock())
+                use_sdpa = implementation == PLAIN_SDPA
+                loss = plain_loss(self.heads, plain_states, batch, step_decay=STEP_DECAY, use_sdpa=use_sdpa)
+        loss.backward()  # type: ignore[no-untyped-call]
+        marks.append(clock())
+        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        marks.append(clock())
+        return StepTimes([end - start for start, end in pairwise(marks)], float(loss.detach()))
+
+    def _our_loss(self, states: Any, batch: dict[str, Tensor]) -> Tensor:
+        ids, loss_mask, loss_type = batch["input_ids"], batch["loss_mask"], "distillation"
+        teacher = compute_teacher(
+            self.target, states.last_hidden, ids, loss_mask, self.heads.draft_token_ids, loss_type=loss_type
+        )
+        output = self.heads(
+            states.features,
+            ids,
+            loss_fn=lambda steps: draft_loss(steps, teacher, loss_mask, loss_type=loss_type, step_decay=STEP_DECAY),
+            loss_mask=loss_mask,
+            document_ids=find_documents(batch),
+        )
+        loss: Tensor = output.loss
+        return loss
+
+
+def load_model(cell: Cell, device: torch.device) -> Any:
+    """The target's model, with positions for the cell's rows; random weights if its folder has only a config."""
+    dtype = getattr(torch, cell.dtype)
+    config = AutoConfig.from_pretrained(cell.target)
+    config.max_position_embeddings = max(config.max_position_embeddings, cell.length)
+    if Path(cell.target).is_dir() and not any(Path(cell.target).glob("*.safetensors")):
+        with device:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(cell.target, config=config, dtype=dtype).to(device)
+
+
+def measure_cell(cell: Cell, implementations: Sequence[str], repeats: int) -> dict[str, Timing]:
+    """Times steps of all implementations in turns, after one step of each that is not timed. On a CPU the clock is the
+    process's own time, which other work on the machine disturbs less.
+
+    Raises:
+        AssertionError: the losses of two implementations differ.
+    """
+    bench = Bench(cell)
+    rows = bench.make_rows(cell.length)
+    clock = time.process_time if bench.device.type == "cpu" else _read_synchronised
+    first = {name: bench.step(name, rows, clock).loss for name in implementations}
+    limit = 1e-4 if cell.dtype == "float32" else 1e-2
+    assert all(abs(loss / first[OURS] - 1) < limit for loss in first.values()), f"{cell}: the losses differ: {first}"
+    found: dict[str, list[list[float]]] = {name: [] for name in implementations}
+    for repeat in range(repeats):
+        for place in range(len(implementations)):
+            name = implementations[(place + repeat) % len(implementations)]
+            found[name].append(bench.step(name, rows, clock).parts)
+    timings = {}
+    for name, steps in found.items():
+        parts = torch.tensor(steps, dtype=torch.float64)
+        low, total, high = parts.sum(1).quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+        peak = measure_peak(bench, name, rows)
+        timings[name] = Timing(parts.median(0).values.tolist(), total, (high - low) / total, peak)
+    return timings
+
+
+def _read_synchronised() -> float:
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def measure_peak(bench: Bench, implementation: str, rows: list[dict[str, list[int]]]) -> int:
+    """The most bytes that torch's allocator hands out during a step, beyond those in use before it."""
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(bench.device)
+        before = torch.cuda.memory_allocated(bench.device)
+        bench.step(implementation, rows, time.perf_counter)
+        return torch.cuda.max_memory_allocated(bench.device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        bench.step(implementation, rows, time.perf_counter)
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(sizes, default=0)
+
+
+def run(args: TrainingSpeedArguments, console: Console) -> None:
+    """Measures every kind at every length; the files are written after each of them, since all may take an hour."""
     torch.set_num_threads(args.threads)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     environment = {**describe_machine(torch.device(device)), **describe_program()}
-    lines: list[Line] = []
-    text = ""
-    with Console(stderr=True).status("") as status:
-        for cell in choose_cells(args, device):
-            status.update(f"{cell.target}, {cell.kind}, {cell.length} tokens, {cell.dtype}")
-            names = IMPLEMENTATIONS if cell.length <= args.plain_up_to else [OURS]
-            for timing in time_steps(cell, names, args.repeats):
-                memory = measure_memory(cell, timing.implementation) if args.memory else None
-                lines.append(Line(timing, memory))
-            text = write(args, lines, environment)  # what there is so far: the whole may take an hour
-    for grid in make_grids(lines, args.peak_tflops):
-        grid.print(console)
-    if args.plot is not None:
-        draw(Path(args.plot), lines)
-    return text
-
-
-def write(args: TrainingBenchmarkArguments, lines: Sequence[Line], environment: dict[str, Any]) -> str:
-    """The files that are asked for; returns the Markdown."""
-    if args.json is not None:
-        cells = [{**asdict(line.timing), "memory": line.memory} for line in lines]
-        content = {"environment": environment, "arguments": asdict(args), "cells": cells}
-        write_text(Path(args.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
     machine = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "command" and value)
-    tables = "\n\n".join(grid.to_markdown().strip() for grid in make_grids(lines, args.peak_tflops))
-    text = f"```bash\n{environment['command']}\n```\n\n{machine}\n\n{tables}\n"
-    if args.markdown is not None:
-        write_text(Path(args.markdown), text)
-    return text
+    measured: list[tuple[Cell, dict[str, Timing]]] = []
+    with Console(stderr=True).status("") as status:
+        for kind, length in product(args.kinds, args.lengths):
+            status.update(f"{kind}, {length} tokens")
+            cell = Cell(args.target, kind, length, args.batch, args.dtype, device)
+            names = IMPLEMENTATIONS if length <= args.plain_up_to else (OURS,)
+            measured.append((cell, measure_cell(cell, names, args.repeats)))
+            cells = [{**asdict(cell), **{name: asdict(one) for name, one in found.items()}} for cell, found in measured]
+            content = {"environment": environment, "cells": cells}
+            write_text(Path(f"{args.output}.json"), json.dumps(content, indent=1, allow_nan=False) + "\n")
+            table = make_grid(measured).to_markdown()
+            write_text(Path(f"{args.output}.md"), f"```bash\n{environment['command']}\n```\n\n{machine}\n\n{table}")
+    make_grid(measured).print(console)
+    console.print(f"wrote {args.output}.md and {args.output}.json", markup=False, highlight=False)
 
 
-def choose_cells(args: TrainingBenchmarkArguments, device: str) -> list[Cell]:
-    """EAGLE-3 over all lengths, of the first target in every dtype, of further ones in the first; the other kinds at
-    one length, of the first of both."""
-    first, *further = args.targets
-    pairs = [*((first, dtype) for dtype in args.dtypes), *((target, args.dtypes[0]) for target in further)]
-    begin, *rest = [
-        [Cell(target, FIRST_KIND, length, args.batch, dtype, device) for length in args.lengths]
-        for target, dtype in pairs
+def make_grid(measured: Sequence[tuple[Cell, dict[str, Timing]]]) -> Grid:
+    cells = []
+    for cell, found in measured:
+        ours = found[OURS]
+        tokens_per_second = cell.batch * cell.length / ours.total
+        ratios = [f"{found[name].total / ours.total:.2f}" if name in found else "–" for name in IMPLEMENTATIONS[1:]]
+        parts = [f"{part / sum(ours.parts):.1%}" for part in ours.parts]
+        memory = [f"{found[name].memory / MIB:,.0f}" if name in found else "–" for name in IMPLEMENTATIONS]
+        speed = f"{tokens_per_second:,.0f} ± {ours.spread:.0%}"
+        cells.append([f"{cell.kind}, {cell.length:,}", speed, *ratios, *parts, *memory])
+    columns = ["heads, tokens of a row", "tokens/s", *(f"× {name}" for name in IMPLEMENTATIONS[1:]), *PARTS]
+    columns += [f"{name}, MiB" for name in IMPLEMENTATIONS]
+    notes = [
+        "tokens/s: median of whole steps ± the quartiles' distance. ×: speed over the plain implementation, without "
+        "and with scaled_dot_product_attention. Parts: shares of our step. MiB: a step's peak; weights do not count."
     ]
-    kinds = [Cell(first, kind, args.kinds_length, args.batch, args.dtypes[0], device) for kind in args.kinds]
-    return list(dict.fromkeys([*begin, *kinds, *chain.from_iterable(rest)]))
-
-
-def make_grids(lines: Sequence[Line], peak_tflops: float | None) -> list[Grid]:
-    grids = []
-    for target, dtype in dict.fromkeys((line.cell.target, line.cell.dtype) for line in lines):
-        own = [line for line in lines if (line.cell.target, line.cell.dtype) == (target, dtype)]
-        notes = [
-            "speed: tokens/s of whole steps (median; ± the quartiles' distance over it); parts: shares of our step; "
-            "memory: MiB at most during a step, beyond weights and optimizer states"
-        ]
-        if (exponent := fit_exponent(own)) is not None:
-            notes.append(f"our memory at 2,048 tokens and more grows as length^{exponent:.2f}")
-        columns = ["heads, tokens of a row", OURS, PLAIN, "×", PLAIN_SDPA, "×", *PARTS, "ours, MiB", "plain", "sdpa"]
-        if peak_tflops is not None:
-            columns.append("MFU")
-        rows = [
-            make_row([line for line in own if line.cell == cell], peak_tflops)
-            for cell in dict.fromkeys(line.cell for line in own)
-        ]
-        grids.append(Grid(f"{Path(target).name}, {dtype}", columns, rows, notes))
-    return grids
-
-
-def make_row(lines: Sequence[Line], peak_tflops: float | None) -> list[str]:
-    """One cell, all implementations."""
-    by_name = {line.timing.implementation: line for line in lines}
-    ours, cell = by_name[OURS].timing, lines[0].cell
-    row = [f"{cell.kind}, {cell.length:,}", f"{ours.tokens_per_second:,.0f} ± {ours.spread:.0%}"]
-    for name in (PLAIN, PLAIN_SDPA):
-        other = by_name.get(name)
-        row += ["", ""] if other is None else [
-            f"{other.timing.tokens_per_second:,.0f}", f"{other.timing.total / ours.total:.2f}"
-        ]  # fmt: skip
-    row += [f"{part / sum(ours.parts):.1%}" for part in ours.parts]
-    for name in IMPLEMENTATIONS:
-        memory = by_name[name].memory if name in by_name else None
-        row.append("" if memory is None else f"{memory / MIB:,.0f}")
-    if peak_tflops is not None:
-        row.append(f"{ours.flops / ours.total / peak_tflops / 1e12:.1%}")
-    return row
-
-
-def fit_exponent(lines: Sequence[Line]) -> float | None:
-    """Of our memory over the length, by least squares between logarithms; None for fewer than two lengths."""
-    points = [
-        (line.cell.length, line.memory)
-        for line in lines
-        if line.timing.implementation == OURS
-        and line.cell.kind == FIRST_KIND
-        and line.cell.length >= 2048
-        and line.memory
-    ]
-    if len(points) < 2:
-        return None
-    x, y = torch.tensor(points, dtype=torch.float64).log().T
-    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
-
-
-def draw(path: Path, lines: Sequence[Line]) -> None:
-    """EAGLE-3's speed and memory over the length, one curve for each implementation."""
-    plt = load_pyplot()
-    groups = list(dict.fromkeys((line.cell.target, line.cell.dtype) for line in lines if line.cell.kind == FIRST_KIND))
-    figure, axes = plt.subplots(2, len(groups), figsize=(4 * len(groups), 7), squeeze=False, layout="constrained")
-    for column, (target, dtype) in enumerate(groups):
-        for name in IMPLEMENTATIONS:
-            own = [
-                line
-                for line in lines
-                if (line.cell.target, line.cell.dtype, line.cell.kind) == (target, dtype, FIRST_KIND)
-                and line.timing.implementation == name
-            ]
-            lengths = [line.cell.length for line in own]
-            axes[0][column].plot(lengths, [line.timing.tokens_per_second for line in own], "o-", label=name)
-            known = [(line.cell.length, line.memory / MIB) for line in own if line.memory is not None]
-            axes[1][column].plot([x for x, _ in known], [y for _, y in known], "o-", label=name)
-        axes[0][column].set(title=f"{Path(target).name}, {dtype}", xscale="log", ylabel="tokens/s", ylim=(0, None))
-        axes[1][column].set(xscale="log", yscale="log", xlabel="tokens of a row", ylabel="memory of a step, MiB")
-        ticks = sorted({line.cell.length for line in lines if line.cell.kind == FIRST_KIND})
-        for row in (0, 1):
-            axes[row][column].grid(alpha=0.3)
-            axes[row][column].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-            axes[row][column].minorticks_off()
-    axes[0][0].legend()
-    save_figure(figure, path)
+    first = measured[0][0]
+    return Grid(f"Training steps: {Path(first.target).name}, {first.dtype}, batch {first.batch}", columns, cells, notes)
 
 
 def main() -> None:
-    parser = HfArgumentParser(TrainingBenchmarkArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
+    parser = HfArgumentParser(TrainingSpeedArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
     try:
         (args,) = parser.parse_args_into_dataclasses()
         run(args, Console(width=None if sys.stdout.isatty() else 180))

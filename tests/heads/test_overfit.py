@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import DraftHeads, create_heads
+from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, chain, generate
 from inference.stats import GenerationStats
 from inference.targets.encoding import encode
@@ -123,3 +123,13 @@ def test_a_block_that_is_known_by_heart_is_accepted_whole(
     learn(heads, text, num_steps=150, loss_type=loss_type)
     assert heads.max_depth == 5
     assert draft_text(heads, text, 5).acceptance_length > 0.9 * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+def test_every_kind_learns_a_text_by_heart(kind: str, target: Target, text: Tensor) -> None:
+    torch.manual_seed(0)
+    heads = create_heads(kind, target)
+    learn(heads, text, num_steps=200, loss_type=heads.default_loss)
+    depth = heads.max_depth or DEPTH_OF_ANY
+    assert draft_text(heads, text, depth).acceptance_length > 0.9 * (depth + 1)

@@ -12,9 +12,8 @@ import torch
 from rich.console import Console
 
 from heads import HEAD_TYPES
-from scripts.benchmarks import training_cells, training_speed
-from scripts.benchmarks.training_cells import OURS, PLAIN, PLAIN_SDPA, Bench, Cell, Timing
-from scripts.benchmarks.training_speed import Line, TrainingBenchmarkArguments, fit_exponent
+from scripts.benchmarks import training_speed
+from scripts.benchmarks.training_speed import IMPLEMENTATIONS, OURS, PLAIN, Bench, Cell, TrainingSpeedArguments
 from tests.tiny_targets import tiny_target
 
 
@@ -27,13 +26,13 @@ def target_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
 def test_the_plain_implementation_has_the_same_loss_and_gradients(kind: str, target_path: str) -> None:
-    """Over every kind: it is a slow reference of whole training steps, and a fair opponent."""
+    """Over every kind: a slow reference of whole training steps, and a fair opponent."""
     bench = Bench(Cell(target_path, kind, 40, 2, "float32", "cpu"))
     bench.heads.eval()  # no noise, and no draws that padding would change
     rows = bench.make_rows(40)
     rows[1] = {name: values[:29] for name, values in rows[1].items()}
     results = []
-    for implementation in (OURS, PLAIN, PLAIN_SDPA):
+    for implementation in IMPLEMENTATIONS:
         found: list[dict[str, torch.Tensor]] = []
         parameters = dict(bench.heads.named_parameters())
         bench.optimizer.register_step_pre_hook(
@@ -51,49 +50,39 @@ def test_the_plain_implementation_has_the_same_loss_and_gradients(kind: str, tar
             torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
 
 
-def test_a_small_run(target_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_speed, "measure_memory", lambda cell, _: cell.length << 20)
-    files: dict[str, Any] = {name: str(tmp_path / f"out.{name}") for name in ("json", "markdown", "plot")}
-    args = TrainingBenchmarkArguments(
-        targets=[target_path],
+def test_a_small_run(target_path: str, tmp_path: Path) -> None:
+    args = TrainingSpeedArguments(
+        target=target_path,
         lengths=[16, 32],
         kinds=["medusa"],
-        kinds_length=16,
         plain_up_to=16,
-        dtypes=["float32"],
+        dtype="float32",
         repeats=2,
         device="cpu",
-        peak_tflops=1.0,
-        **files,
+        output=str(tmp_path / "out"),
     )
-    text = training_speed.run(args, Console(file=io.StringIO()))
-    assert Path(files["markdown"]).read_text() == text
-    assert Path(files["plot"]).stat().st_size > 1000
-    content = json.loads(Path(files["json"]).read_text())
-    measured = [(cell["cell"]["kind"], cell["cell"]["length"], cell["implementation"]) for cell in content["cells"]]
-    assert measured == [
-        *(("eagle3", 16, name) for name in (OURS, PLAIN, PLAIN_SDPA)),
-        ("eagle3", 32, OURS),
-        *(("medusa", 16, name) for name in (OURS, PLAIN, PLAIN_SDPA)),
-    ]
-    assert all(cell["total"] > 0 and len(cell["parts"]) == 4 and cell["flops"] > 0 for cell in content["cells"])
-    assert text.count("| eagle3, 32 |") == 1
+    training_speed.run(args, Console(file=io.StringIO()))
+    cells = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert [cell["length"] for cell in cells] == [16, 32]
+    assert all(cells[0][name]["total"] > 0 and len(cells[0][name]["parts"]) == 4 for name in IMPLEMENTATIONS)
+    assert PLAIN not in cells[1]
+    assert cells[1][OURS]["memory"] > cells[0][OURS]["memory"] > 0
+    assert (tmp_path / "out.md").read_text().count("| medusa, 32 |") == 1
 
 
-@pytest.mark.slow
-def test_memory_of_a_process_of_its_own_grows_with_the_rows(target_path: str) -> None:
-    """The plain step's [H, T, K * T] alone are 4 * 600 * 4,200 numbers of 4 bytes."""
-    cell = Cell(target_path, "eagle3", 600, 1, "float32", "cpu")
-    assert training_cells.measure_memory(cell, PLAIN) > 4 * 600 * 4200 * 4
+def test_the_peak_holds_the_plain_attention(target_path: str) -> None:
+    """The plain step's scores [H, T, K * T] have 4 * 200 * 1,400 numbers of 4 bytes."""
+    bench = Bench(Cell(target_path, "eagle3", 200, 1, "float32", "cpu"))
+    rows = bench.make_rows(200)
+    peaks = [training_speed.measure_peak(bench, name, rows) for name in (OURS, PLAIN)]
+    assert peaks[0] < peaks[1]
+    assert peaks[1] > 4 * 200 * 1400 * 4
 
 
-def test_the_exponent_of_a_power_is_found() -> None:
-    lines = [
-        Line(Timing(Cell("t", "eagle3", length, 1, "float32", "cpu"), OURS, [1.0], 1.0, 0.0, 0.0, 1), 3 * length**2)
-        for length in (512, 2048, 4096, 8192)
-    ]
-    assert fit_exponent(lines) == pytest.approx(2.0)
-    assert fit_exponent(lines[:2]) is None
+def test_a_folder_with_a_config_only_gets_random_weights(tmp_path: Path) -> None:
+    tiny_target("llama").config.save_pretrained(tmp_path)
+    model = training_speed.load_model(Cell(str(tmp_path), "medusa", 4096, 1, "float32", "cpu"), torch.device("cpu"))
+    assert model.config.max_position_embeddings == 4096
 
 
 @pytest.mark.parametrize(
@@ -101,9 +90,8 @@ def test_the_exponent_of_a_power_is_found() -> None:
     [
         ({"repeats": 0}, "got --repeats 0: give at least 1"),
         ({"kinds": ["eagle4"]}, "got --kinds eagle4; there are block, "),
-        ({"dtypes": ["float16"]}, "got --dtypes float16"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrainingBenchmarkArguments(**options)
+        TrainingSpeedArguments(**options)

@@ -1,14 +1,13 @@
-"""How many bytes of tensors are alive, and how many were at most: counted by storage, on the CPU.
+"""Counts the bytes of tensors that are alive, and their peak, by storage, on the CPU.
 
-`MemoryTracker` sees the tensors that operators take and give, also those within operators that torch composes of
-others; what a kernel allocates and frees for itself is seen by `profile_peak` alone, which takes the allocator's word.
+`MemoryTracker` sees the tensors that operators take and return, also inside operators that torch composes of others. It
+does not see what a kernel allocates and frees internally.
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ ATOMS = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.devi
 
 
 class MemoryTracker(TorchDispatchMode):
-    """While active, follows every storage that an operator takes or gives, from then to its end.
+    """While active, follows every storage that an operator takes or returns until it is freed.
 
     Worked example, in float32:
 
@@ -31,8 +30,8 @@ class MemoryTracker(TorchDispatchMode):
             del a, b                    live 400: c holds the storage of a
 
     Attributes:
-        live: bytes of the storages followed that are alive.
-        peak: the most `live` has been since the beginning, or since `restart_peak`.
+        live: bytes of the followed storages that are alive.
+        peak: the maximum of `live` since the beginning, or since `restart_peak`.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class MemoryTracker(TorchDispatchMode):
         self._followed: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's address
 
     def follow(self, *owners: Any) -> None:
-        """Counts the tensors that these hold (see `find_tensors`), which were there before."""
+        """Counts tensors that existed before: those that these objects hold (see `find_tensors`)."""
         for tensor in find_tensors(*owners):
             self._follow(tensor)
 
@@ -105,17 +104,3 @@ def count_bytes(*owners: Any, besides: Sequence[Any] = ()) -> int:
     for tensor in find_tensors(*besides):
         storages.pop(tensor.untyped_storage()._cdata, None)
     return sum(storages.values())
-
-
-def profile_peak(call: Callable[[], Any]) -> int:
-    """The most bytes that torch's CPU allocator has handed out during `call`, beyond those at its beginning."""
-    gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    assert profiler.profiler is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak

@@ -1,0 +1,211 @@
+"""Counts where greedy decoding in low precision leaves the text of plain decoding, and whether these are near-ties.
+
+    python scripts/benchmarks/divergence.py --heads examples/heads/eagle3 --dtype bfloat16 float32
+
+Two references: transformers' `generate` and this library's plain decoding. A reference's text is held fixed: after a
+divergence, decoding starts again after the reference's own token, so every position is compared once. At each
+divergence, one pass in higher precision over the common text gives the logits of both tokens. The divergence is a
+near-tie if these are at most NEAR_TIE_STEPS steps of the dtype apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import HfArgumentParser
+
+from inference import Drafter, Target
+from inference.drafters.ngram import NgramDrafter
+from scripts.benchmarks.contenders import OurDecoding, TransformersDecoding
+from scripts.benchmarks.environment import describe_environment
+from scripts.benchmarks.matrix import load_all_heads
+from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Batch, Prompt, Run, Settings, load_prompts
+from scripts.benchmarks.render import Grid
+from scripts.benchmarks.report import write_text
+from scripts.benchmarks.texts import find_step
+from scripts.model_loading import fit_tree, load_target
+
+DTYPES = ("bfloat16", "float16", "float32")
+# In bfloat16, two passes over the same text move the lead of one token over another by up to 3 steps where both choose
+# the same token (chat-13m, 10,000 positions); a fault in the code moves the lead by up to 300.
+NEAR_TIE_STEPS = 4.0
+
+REFERENCES = (TRANSFORMERS, PLAIN)
+
+Decode = Callable[[list[int], int], list[int]]  # a prefix and how many tokens at most -> the new tokens
+
+
+@dataclass
+class DivergenceArguments:
+    target: str = field(default="examples/chat-13m", metadata={"help": "Target: a folder or hub id."})
+    prompts: list[str] = field(
+        default_factory=lambda: ["examples/prompts.jsonl"], metadata={"help": "Files of prompts or conversations."}
+    )
+    heads: list[str] = field(default_factory=list, metadata={"help": "Draft heads: folders or hub ids."})
+    tree: list[str] = field(
+        default_factory=lambda: ["chain:4", "dynamic"],
+        metadata={"help": "Trees for the heads, as for benchmark.py; n-grams draft with the first one."},
+    )
+    dtype: list[str] = field(default_factory=lambda: ["bfloat16"], metadata={"help": f"Of {', '.join(DTYPES)}."})
+    num_tokens: int = field(default=10_000, metadata={"help": "Stop when this many positions were compared."})
+    max_new_tokens: int = field(default=64, metadata={"help": "Tokens of each text, which ends at an EOS."})
+    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
+    output: str = field(default="outputs/divergence.md", metadata={"help": "Markdown file for the tables."})
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.dtype if name not in DTYPES]:
+            raise ValueError(f"got --dtype {' '.join(unknown)}; allowed are {', '.join(DTYPES)}")
+        if min(self.num_tokens, self.max_new_tokens) < 1:
+            raise ValueError("give --num_tokens and --max_new_tokens of at least 1")
+
+
+@dataclass
+class Tally:
+    """gaps: at each divergence, how far apart the two tokens are in higher precision, in steps of the dtype."""
+
+    num_tokens: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+    @property
+    def num_near_ties(self) -> int:
+        return sum(gap <= NEAR_TIE_STEPS for gap in self.gaps)
+
+
+Tallies = dict[str, dict[str, Tally]]  # by reference and decoding
+
+
+Judge = Callable[[Sequence[int], Sequence[int]], float]
+
+
+def make_judge(model: Any) -> Judge:
+    """A function of a prefix and two tokens: how far apart they are after the prefix, in steps of the model's dtype at
+    the larger logit's size. It reads with a copy of the model in higher precision, with the same weights."""
+    higher = copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
+
+    @torch.no_grad()
+    def judge(prefix: Sequence[int], tokens: Sequence[int]) -> float:
+        ids = torch.tensor([list(prefix)], device=model.device)
+        logits: list[float] = higher(ids, use_cache=False).logits[0, -1, list(tokens)].tolist()
+        return abs(logits[0] - logits[1]) / find_step(max(logits, key=abs), model.dtype)
+
+    return judge
+
+
+def compare(tally: Tally, decode: Decode, prompt: list[int], text: list[int], judge: Judge) -> None:
+    """Adds one reference text to the tally.
+
+    Raises:
+        RuntimeError: the decoding stops where the text continues.
+    """
+    start = 0
+    while start < len(text):
+        found = decode([*prompt, *text[:start]], len(text) - start)
+        pairs = zip(text[start:], found, strict=False)
+        same = next((place for place, (token, other) in enumerate(pairs) if token != other), None)
+        if same is None:
+            if len(found) != len(text) - start:
+                raise RuntimeError(f"decoding ended after {len(found)} of {len(text) - start} tokens without an EOS")
+            break
+        tally.gaps.append(judge([*prompt, *text[: start + same]], (text[start + same], found[same])))
+        start += same + 1
+    tally.num_tokens += len(text)
+
+
+def make_decodings(target: Target, heads: dict[str, Drafter], trees: Sequence[str]) -> dict[str, Decode]:
+    """All ways to decode by name, the references among them."""
+    # A copy of the target nearly always agrees with it, so that nearly every token comes from a wide pass.
+    assistant = copy.deepcopy(target.model)
+    decodings: dict[str, Callable[..., Run]] = {
+        REFERENCES[0]: TransformersDecoding(target),
+        "transformers prompt look-up": TransformersDecoding(target, prompt_lookup_num_tokens=10),
+        "transformers, assisted by a copy of the target": TransformersDecoding(target, assistant_model=assistant),
+        REFERENCES[1]: OurDecoding(target, None),
+        f"n-grams, {trees[0]}": OurDecoding(target, NgramDrafter(), tree=trees[0]),
+    }
+    for name, drafter in heads.items():
+        for tree in trees:
+            own = fit_tree(tree, drafter.max_depth)
+            decodings[f"{name}, {Path(own).stem}"] = OurDecoding(target, drafter, tree=own)
+
+    def make(run: Callable[..., Run]) -> Decode:
+        def decode(prefix: list[int], count: int) -> list[int]:
+            prompt = Prompt("", 0, torch.tensor([prefix], device=target.device))
+            return run(Batch.of(prompt), Settings(count)).texts[0]
+
+        return decode
+
+    return {name: make(run) for name, run in decodings.items()}
+
+
+def measure(args: DivergenceArguments, dtype: str) -> tuple[dict[str, Any], Tallies]:
+    """Compares every decoding with both references in one dtype; also returns what it ran on."""
+    target, tokenizer = load_target(args.target, dtype=dtype, device=args.device)
+    heads = load_all_heads(args.heads, target, is_only_target=True)[0]
+    decodings, judge = make_decodings(target, dict(heads), args.tree), make_judge(target.model)
+    tallies = {reference: {name: Tally() for name in decodings if name != reference} for reference in REFERENCES}
+    for prompt in track(list(read_prompts(args, tokenizer, target)), description=dtype, transient=True):
+        ids: list[int] = prompt.input_ids[0].tolist()
+        for reference, own in tallies.items():
+            text = decodings[reference](ids, args.max_new_tokens)
+            for name, tally in own.items():
+                compare(tally, decodings[name], ids, text, judge)
+        if all(tally.num_tokens >= args.num_tokens for own in tallies.values() for tally in own.values()):
+            break
+    environment = describe_environment(target, None, target=args.target, max_new_tokens=args.max_new_tokens)
+    return environment, tallies
+
+
+def read_prompts(args: DivergenceArguments, tokenizer: Any, target: Target) -> Iterator[Prompt]:
+    """The prompts of all files, at most one for each token that is wanted."""
+    for path in args.prompts:
+        limits = {"num_prompts": args.num_tokens, "max_new_tokens": args.max_new_tokens}
+        yield from load_prompts(Path(path), tokenizer, target, **limits)[0]
+
+
+def make_grids(environment: dict[str, Any], tallies: Tallies) -> Iterator[Grid]:
+    """A table for each reference."""
+    for reference, own in tallies.items():
+        cells = []
+        for name, tally in own.items():
+            count, scale = len(tally.gaps), 1e4 / tally.num_tokens
+            rate = f"{count * scale:.1f} ± {count**0.5 * scale:.1f}" if count else f"0 (< {3 * scale:.0f})"
+            largest = f"{max(tally.gaps):.1f}" if count else "–"
+            cells.append([name, f"{tally.num_tokens:,}", rate, f"{tally.num_near_ties}/{count}", largest])
+        columns = ["decoding", "positions", "divergences per 10,000", "near-ties", "largest gap, steps"]
+        yield Grid(f"{environment['target']}, {environment['dtype']}, against {reference}", columns, cells)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = HfArgumentParser(DivergenceArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
+    try:
+        (args,) = parser.parse_args_into_dataclasses(None if argv is None else list(argv))
+        measured = [measure(args, dtype) for dtype in args.dtype]
+    except (ValueError, OSError) as error:
+        sys.exit(f"divergence.py: {error}")
+    grids = [grid for environment, tallies in measured for grid in make_grids(environment, tallies)]
+    for grid in grids:
+        grid.print(Console(width=None if sys.stdout.isatty() else 150))
+    note = (
+        f"Near-tie: in higher precision the two tokens are at most {NEAR_TIE_STEPS:g} steps of the dtype apart. ±: the "
+        "square root of the count; without divergences, the bound of 95% confidence."
+    )
+    one = measured[0][0]
+    machine = f"{one['gpu'] or one['cpu']}, {one['threads']} threads, torch {one['torch']}, commit {one['commit']}"
+    parts = [f"```bash\n{one['command']}\n```\n\n{machine}\n", *(grid.to_markdown() for grid in grids), f"{note}\n"]
+    write_text(Path(args.output), "\n".join(parts))
+    print(f"{note}\nwrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()

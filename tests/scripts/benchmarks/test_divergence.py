@@ -1,0 +1,78 @@
+"""divergence.py: divergences of planted decodings are counted and judged, and the program runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from scripts.benchmarks import divergence
+from scripts.benchmarks.divergence import REFERENCES, Tally, compare, make_judge
+from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.tiny_targets import random_prompt, tiny_target
+
+PROMPT, TEXT = [1, 2, 3], [5, 6, 7, 8, 9, 4]
+
+
+def test_each_position_is_compared_once() -> None:
+    """Decoding starts again after the text's own token, and every divergence has the text before it."""
+    calls: list[tuple[int, int]] = []
+    judged: list[tuple[list[int], tuple[int, ...]]] = []
+
+    def decode(prefix: list[int], count: int) -> list[int]:
+        start = len(prefix) - len(PROMPT)
+        assert prefix == [*PROMPT, *TEXT[:start]]
+        calls.append((start, count))
+        found = [9 if place in (2, 3) else token for place, token in enumerate(TEXT)]
+        return found[start : start + count]
+
+    def judge(prefix: list[int], tokens: tuple[int, ...]) -> float:
+        judged.append((prefix, tokens))
+        return [0.5, 300.0][len(judged) - 1]
+
+    tally = Tally()
+    compare(tally, decode, PROMPT, TEXT, judge)  # type: ignore[arg-type]
+    assert calls == [(0, 6), (3, 3), (4, 2)]
+    assert judged == [([*PROMPT, 5, 6], (7, 9)), ([*PROMPT, 5, 6, 7], (8, 9))]
+    assert (tally.num_tokens, len(tally.gaps), tally.num_near_ties) == (6, 2, 1)
+
+
+def test_a_decoding_that_stops_early_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="decoding ended after 4 of 6 tokens"):
+        compare(Tally(), lambda prefix, count: TEXT[:4], PROMPT, TEXT, lambda prefix, tokens: 0.0)
+
+
+@torch.no_grad()
+def test_gaps_are_counted_in_steps_of_the_models_own_dtype() -> None:
+    model = tiny_target("llama", initializer_range=0.3, dtype=torch.bfloat16)
+    prompt = random_prompt(9)
+    first, second = model.float()(prompt).logits[0, -1].topk(2).indices.tolist()
+    logits = model(prompt).logits[0, -1]
+    gap = float(logits[first] - logits[second])
+    found = make_judge(model.bfloat16())(prompt[0].tolist(), (first, second))
+    step = 2.0 ** (torch.frexp(logits[first].abs()).exponent.item() - 1) * 2.0**-7
+    assert found == pytest.approx(gap / step, rel=1e-4)
+
+
+def test_the_program_writes_a_table_for_each_reference(
+    chat_target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "out" / "divergence.md"
+    words = ["--target", str(CHAT_TARGET), "--prompts", str(REPOSITORY / "examples" / "prompts.jsonl")]
+    words += ["--num_tokens", "8", "--max_new_tokens", "8", "--tree", "chain:2", "--dtype", "float32"]
+    divergence.main([*words, "--output", str(table)])
+    page = table.read_text()
+    for reference in REFERENCES:
+        assert f"chat-13m, float32, against {reference}**" in page
+    assert page.count("| n-grams, chain:2 | 8 | 0 (< 3750) | 0/0 |") == 2
+    assert f"wrote {table}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "words"), [(["--dtype", "int8"], "got --dtype int8"), (["--num_tokens", "0"], "at least 1")]
+)
+def test_wrong_options(option: list[str], words: str) -> None:
+    with pytest.raises(SystemExit, match=f"divergence.py: .*{words}"):
+        divergence.main(option)
