@@ -21,6 +21,7 @@ from accelerate.commands.launch import launch_command_parser
 
 import heads
 import inference
+from scripts.cli import PROGRAMS
 from tests.conftest import REPOSITORY
 from training.options.command_line import parse_arguments
 
@@ -34,15 +35,6 @@ DOCUMENTS = [
 ]
 MAX_README_LINES = 150
 MAX_DATA_BYTES = 100_000  # larger files are raw results, not documentation
-PROGRAMS = {
-    "bench": "scripts/benchmark.py",
-    "chat": "scripts/generate.py",
-    "data": "scripts/generate_data.py",
-    "features": "scripts/extract_features.py",
-    "inspect": "scripts/inspect_data.py",
-    "train": "training/train_heads.py",
-    "tree": "scripts/build_tree.py",
-}
 BLOCK = re.compile(r"^(?P<skip><!-- not tested: .+ -->\n+)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#([^)]*))?\)")
 # Files that a reader brings or makes with an earlier command; ids of the hub.
@@ -114,7 +106,7 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             check_paths([word for word in rest if word.startswith("configs/")])
             parse_arguments([*rest, "--use_cpu", "true", "--bf16", "false"])
         case ["draftsmith", program, *rest]:
-            check_options(PROGRAMS[program], rest)
+            check_options(PROGRAMS[program][0].replace(".", "/") + ".py", rest)
             check_paths(rest)
         case ["accelerate", "launch", *rest] if "scripts/generate_data.py" in rest:
             start = rest.index("scripts/generate_data.py")
