@@ -98,10 +98,8 @@ def make_source(args: SynthesisArguments) -> ReplySource:
     if args.endpoint is not None:
         template = TurnTemplate(AutoTokenizer.from_pretrained(args.target))
         stop_ids = template.find_stop_ids(template.tokenizer.eos_token_id, needs_user=args.mode == "self")
-        return EndpointReplies(
-            args.endpoint, args.endpoint_model or args.target, template, stop_ids, settings,
-            concurrency=args.concurrency, timeout=args.endpoint_timeout, max_retries=args.endpoint_retries,
-        )  # fmt: skip
+        model = args.endpoint_model or args.target
+        return EndpointReplies(args.endpoint, model, template, stop_ids, settings, concurrency=args.concurrency)
     device = args.device
     if device is None and torch.cuda.is_available():
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"

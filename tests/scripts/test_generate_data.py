@@ -291,7 +291,7 @@ def test_a_full_disk_loses_nothing(run: Run, expected: dict[str, Any], prompts: 
     """Full while conversations are written, and while they are put together."""
     output = tmp_path / "out.jsonl"
     options = ("--prompts", prompts, "--num_shards", 3, "--shard_index")
-    told = "out.jsonl{} cannot be written (File too large). Conversations written before are safe"
+    told = "out.jsonl{} cannot be written (File too large). Finished conversations are safe"
     with full_disk(1000), pytest.raises(SystemExit) as exit_:
         run(output, *options, 0)
     assert told.format(".shard-00000-of-00003") in str(exit_.value.code)
@@ -378,10 +378,13 @@ def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompts": None}, "name their file with --prompts"),
+        ({"prompts": None}, "name it with --prompts"),
         ({"mode": "self"}, "leave one of the two out"),
         ({"mode": "self", "prompts": None}, "--num_conversations"),
-        ({"mode": "self", "prompts": None, "num_conversations": 2, "temperature": 0.0}, "writes one conversation over"),
+        (
+            {"mode": "self", "prompts": None, "num_conversations": 2, "temperature": 0.0},
+            "would repeat one",
+        ),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"batch_size": 0}, "--batch_size is 0: give at least 1"),
         ({"num_conversations": -1}, "--num_conversations is -1"),
@@ -390,9 +393,8 @@ def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_p
         ({"endpoint_model": "m"}, "without --endpoint"),
         ({"columns": ["prompt"]}, "got columns 'prompt': write ROLE=COLUMN"),
         ({"dataset_format": "gsm"}, "got dataset_format 'gsm': give auto"),
-        ({"mode": "self", "prompts": None, "columns": ["messages=m"]}, "--columns are of --prompts"),
+        ({"mode": "self", "prompts": None, "columns": ["messages=m"]}, "--columns describe --prompts"),
         ({"endpoint": "http://h/v1", "heads": "h"}, "--heads is for decoding here"),
-        ({"endpoint_retries": -1}, "--endpoint_retries is -1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -99,7 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         data = json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)

@@ -1,4 +1,4 @@
-"""Every option of `scripts/generate_data.py`."""
+"""The options of `scripts/generate_data.py`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class SynthesisArguments:
     output: str = field(metadata={"help": "JSON lines to write; gzipped if the name ends in .gz."})
     mode: Literal["regenerate", "self"] = field(
         default="regenerate",
-        metadata={"help": "regenerate = answer the user turns of --prompts; self = write both sides."},
+        metadata={"help": "regenerate: answer the user turns of --prompts; self: write both sides."},
     )
     prompts: str | None = field(
         default=None,
         metadata={
-            "help": "regenerate: what --dataset of training/train_heads.py takes (files, a folder, a hub id), or JSON "
+            "help": "regenerate: files, a folder or a hub id, as in --dataset of training/train_heads.py, or JSON "
             "lines of {'turns': ['...']}."
         },
     )
     prompts_split: str = field(
-        default="train", metadata={"help": "Split of --prompts to read from a hub id; files have none."}
+        default="train", metadata={"help": "Split of a hub id in --prompts. Files have no splits."}
     )
     dataset_format: str = field(
         default="auto", metadata={"help": "Layout of the records of --prompts, as in training/train_heads.py."}
@@ -39,97 +39,89 @@ class SynthesisArguments:
     columns: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Columns of --prompts that go by other names: messages=COLUMN, or prompt=COLUMN response=COLUMN "
-            "(and context=, system=, tools=)."
+            "help": "Columns of --prompts with other names: messages=COLUMN, or prompt=COLUMN response=COLUMN (and "
+            "context=, system=, tools=)."
         },
     )
     num_conversations: int | None = field(
         default=None,
         metadata={
-            "help": "Conversations to begin (those of no use are dropped). self: required. regenerate: so many "
-            "prompts, drawn with --seed; none = all."
+            "help": "Conversations to begin, before useless ones are dropped. self: required. regenerate: draw so many "
+            "prompts with --seed; none = all."
         },
     )
     max_turns: int | None = field(
         default=None,
-        metadata={"help": "User turns per conversation at most; none = all that are given (regenerate), or 1 (self)."},
+        metadata={"help": "Most user turns per conversation; none = all given ones (regenerate), or 1 (self)."},
     )
     output_format: Literal["sharegpt", "messages"] = field(
-        default="sharegpt", metadata={"help": "sharegpt = `conversations` of from and value; messages = role, content."}
+        default="sharegpt",
+        metadata={"help": "sharegpt: turns have from and value; messages: role and content."},
     )
     keep_truncated: bool = field(
         default=False,
         metadata={
-            "help": "Keep replies cut at --max_new_tokens as the last of their conversations, instead of dropping "
-            "them. A chat template then ends them where the target would have gone on."
+            "help": "Keep a reply that was cut at --max_new_tokens as the last one of its conversation. The chat "
+            "template then ends the reply where the target would have continued."
         },
     )
     heads: str | None = field(
         default=None,
         metadata={
-            "help": "Trained heads (folder or hub id) that draft. Faster; the text is the same. Heads that were "
-            "trained with an adapter of the target (lora_r) bring it along: then the adapted target writes."
+            "help": "Trained heads (folder or hub id) that draft: faster, with the same text. Heads that were trained "
+            "with an adapter of the target (lora_r) bring it along; then the adapted target writes."
         },
     )
     tree: str | None = field(
         default=None,
         metadata={
-            "help": "What --heads draft: chain:DEPTH, dynamic:DEPTH,TOP_K,NODES, auto (the size that pays) or any "
-            "other of scripts/generate.py; none = chain:3, because a batch has little room for wide trees."
+            "help": "The tree that --heads draft: chain:DEPTH, dynamic:DEPTH,TOP_K,NODES, auto, or any other of "
+            "scripts/generate.py; none = chain:3, because wide trees cost too much in a batch."
         },
     )
-    batch_size: int = field(default=64, metadata={"help": "Conversations decoded together."})
+    batch_size: int = field(default=64, metadata={"help": "Conversations to decode together."})
     temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 = greedy."})
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling: probability mass kept; 1 = all of it."})
-    top_k: int = field(default=0, metadata={"help": "Most likely tokens kept; 0 = all."})
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling: probability mass to keep; 1 = all of it."})
+    top_k: int = field(default=0, metadata={"help": "Keep so many most likely tokens; 0 = all."})
     max_new_tokens: int = field(
-        default=256, metadata={"help": "Longest turn in tokens; one that reaches it is dropped (see --keep_truncated)."}
+        default=256, metadata={"help": "Longest turn in tokens; a longer one is dropped (see --keep_truncated)."}
     )
-    seed: int = field(
-        default=0, metadata={"help": "Seed of the choice of prompts and, with each turn's place, of its sampling."}
-    )
+    seed: int = field(default=0, metadata={"help": "Seed of the choice of prompts and of the sampling of every turn."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Dtype the target is loaded in; auto = the one its weights were saved in."}
+        default="auto", metadata={"help": "Dtype to load the target in; auto = the dtype of its saved weights."}
     )
     device: str | None = field(
-        default=None, metadata={"help": "Where to run; none = cuda (of several, one for each process), else cpu."}
+        default=None, metadata={"help": "Where to run; none = cuda (one GPU per process), else cpu."}
     )
     num_shards: int = field(
         default=1,
         metadata={
-            "help": "Parts that the work is cut into, each for a command of its own (jobs of a cluster). Processes "
-            "started together by accelerate or torchrun share a part by themselves."
+            "help": "Parts of the work, one command each (jobs of a cluster). Processes that accelerate or torchrun "
+            "starts together share a part by themselves."
         },
     )
-    shard_index: int = field(default=0, metadata={"help": "Which of --num_shards parts to write, from 0."})
+    shard_index: int = field(default=0, metadata={"help": "The part of --num_shards to write, from 0."})
     resume: bool = field(
-        default=True, metadata={"help": "Go on with what an earlier run has written; --no_resume stops at it instead."}
+        default=True, metadata={"help": "Continue the output of an earlier run; --no_resume refuses to."}
     )
     endpoint: str | None = field(
         default=None,
         metadata={
-            "help": "Base URL of an OpenAI-compatible server that writes instead, such as http://localhost:8000/v1. "
-            "Its key is read from the environment variable OPENAI_API_KEY."
+            "help": "Base URL of an OpenAI-compatible server that writes instead, such as http://localhost:8000/v1 "
+            "(`endpoint` extra). Its key is read from the environment variable OPENAI_API_KEY."
         },
     )
     endpoint_model: str | None = field(
-        default=None, metadata={"help": "The name it serves the target under; none = --target as it is written."}
+        default=None, metadata={"help": "The server's name for the target; none = --target as written."}
     )
-    concurrency: int = field(default=64, metadata={"help": "--endpoint: requests in flight, for each process."})
-    endpoint_timeout: float = field(default=600.0, metadata={"help": "--endpoint: seconds to wait for one answer."})
-    endpoint_retries: int = field(
-        default=8,
-        metadata={"help": "--endpoint: further attempts after timeouts, broken connections and status 429 or 5xx."},
-    )
+    concurrency: int = field(default=64, metadata={"help": "--endpoint: requests in flight per process."})
 
     def __post_init__(self) -> None:
-        positive = ("batch_size", "max_turns", "num_conversations", "num_shards", "concurrency", "endpoint_timeout")
+        positive = ("batch_size", "max_turns", "num_conversations", "num_shards", "concurrency")
         for name in positive:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} is {value}: give at least 1")
-        if self.endpoint_retries < 0:
-            raise ValueError(f"--endpoint_retries is {self.endpoint_retries}: give 0 or more")
         if not 0 <= self.shard_index < self.num_shards:
             raise ValueError(
                 f"--shard_index is {self.shard_index}: with --num_shards {self.num_shards} give one from 0 to "
@@ -147,36 +139,33 @@ class SynthesisArguments:
 
     def _check_mode(self) -> None:
         if self.mode == "regenerate" and self.prompts is None:
-            raise ValueError("--mode regenerate answers given turns: name their file with --prompts")
+            raise ValueError("--mode regenerate answers the turns of a file: name it with --prompts")
         if self.mode == "self" and self.prompts is not None:
             raise ValueError(f"--prompts is {self.prompts!r}, but --mode self reads none: leave one of the two out")
         if self.record_format() != AUTO and self.mode == "self":
             raise ValueError(
-                "--dataset_format and --columns are of --prompts, and --mode self reads none: leave them out"
+                "--dataset_format and --columns describe --prompts, and --mode self reads none: leave them out"
             )
         if self.mode == "self" and self.num_conversations is None:
-            raise ValueError("--mode self never runs out of prompts: say where to stop with --num_conversations")
+            raise ValueError("--mode self needs no prompts and never ends: give --num_conversations")
         if self.mode == "self" and self.temperature == 0:
-            raise ValueError(
-                "--temperature is 0, at which --mode self writes one conversation over and over: give more than 0"
-            )
+            raise ValueError("--temperature is 0, so --mode self would repeat one conversation: give more than 0")
 
     def record_format(self) -> RecordFormat:
-        """How the records of --prompts are to be read."""
+        """How to read the records of --prompts."""
         return RecordFormat.parse(self.dataset_format, self.columns)
 
     def turn_settings(self) -> TurnSettings:
-        """How every turn is written."""
+        """How to draw the tokens of every turn."""
         return TurnSettings(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
 
     def shard(self) -> tuple[int, int]:
-        """(which part this process writes, of how many): those of the command, cut again for processes started
-        together."""
+        """Returns (this process's part, number of parts): processes that start together split their command's part."""
         rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         return self.shard_index * num_processes + rank, self.num_shards * num_processes
 
     def settings_of_the_data(self) -> dict[str, Any]:
-        """What decides on the text: parts written with other values of these must not be mixed."""
+        """The settings that determine the text: parts with other values of these must not be mixed."""
         names = ["target", "mode", "max_turns", "output_format", "keep_truncated", "temperature", "top_p", "top_k"]
         names += ["max_new_tokens", "seed", "dtype"]
         adapter = None if self.heads is None else find_adapter_of(self.heads)

@@ -1,4 +1,4 @@
-"""Files of JSON lines: one that a program appends to and that survives its being killed, and one written at once."""
+"""JSON lines: a journal that survives kills of the program that appends to it, and files that are replaced whole."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLinesJournal:
-    """JSON lines to append to.
+    """JSON lines to append to, one process at a time.
 
-    A kill or a full disk leaves at most one torn line, at the end; opening the file again cuts it off, and ends a whole
-    one that only lacks its line break. `rows` is what was there then. One process at a time.
+    A kill or a full disk leaves at most one torn line, at the end; the next start cuts it off. `rows` are the lines
+    that were there at the start.
 
     Raises:
-        ValueError: a line in the middle is not JSON, or another process has the file open.
+        ValueError: a line before the last is not JSON, or another process has the file open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class JsonLinesJournal:
             _lock(self._file, path)
             rows, whole, size = _read_whole_lines(path)
             if len(whole) != size:
-                logger.warning("%s: cut off the last line, which breaks off in the middle", path)
+                logger.warning("%s: removed the last line, which was incomplete", path)
                 self._file.truncate(len(whole))
             if whole and not whole.endswith(b"\n"):
                 self._write(b"\n")
@@ -46,7 +46,7 @@ class JsonLinesJournal:
         """Writes whole lines; when it returns, they are on the disk.
 
         Raises:
-            OSError: they could not be written; what was there before is safe.
+            OSError: they could not be written; earlier lines are safe.
         """
         data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         if data:
@@ -57,21 +57,21 @@ class JsonLinesJournal:
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
-        while view:  # past Python's buffer, which would try again when the file is closed
+        while view:  # not through Python's buffer, which would try again when the file is closed
             view = view[os.write(self._file.fileno(), view) :]
         os.fsync(self._file.fileno())
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal that another process may be writing."""
+    """Returns the whole lines of a journal that another process may be writing."""
     return _read_whole_lines(path)[0]
 
 
 def read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """(parsed, as it is) of every line of a file that `replacing` wrote, gzipped if its name ends in .gz.
+    """Yields (parsed line, its bytes) of a file that `replacing` wrote, gzipped if its name ends in .gz.
 
     Raises:
-        ValueError: something in it is not JSON, or it is no gzip file.
+        ValueError: a line is not JSON, or the file is not gzipped.
     """
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
         number = 1
@@ -81,18 +81,18 @@ def read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
                 number += 1
         except (ValueError, EOFError, gzip.BadGzipFile) as error:
             raise ValueError(
-                f"{path}, line {number} is not JSON ({error}): mend it, or choose another output"
+                f"{path}, line {number} is not JSON ({error}): correct it, or choose another output"
             ) from error
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path`, gzipped if that ends in .gz, when everything has been written."""
+    """Opens a file that replaces `path` when everything has been written; gzipped if the name ends in .gz."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as raw:
             if path.suffix == ".gz":
-                # Neither name nor time: the same lines are the same bytes.
+                # Without name and time, so that equal lines give equal bytes.
                 with gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed, io.BufferedWriter(packed) as lines:
                     yield lines
             else:
@@ -105,7 +105,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], bytes, int]:
-    """Whole lines, parsed and as they are (the last may lack its line break), and the size of the file."""
+    """Returns whole lines (the last may lack its line break), parsed and as bytes, and the size of the file."""
     data = path.read_bytes()
     *lines, tail = data.split(b"\n")
     rows = []
@@ -114,11 +114,11 @@ def _read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], bytes, int]:
             rows.append(_parse_object(line))
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number} is not JSON ({error}): mend it, or choose another output"
+                f"{path}, line {number} is not JSON ({error}): correct it, or choose another output"
             ) from error
     if tail:
         try:
-            rows.append(_parse_object(tail))  # no beginning of an object is an object
+            rows.append(_parse_object(tail))  # a torn object is never a whole one
         except ValueError:
             return rows, data[: len(data) - len(tail)], len(data)
     return rows, data, len(data)
@@ -132,16 +132,16 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _lock(file: IO[bytes], path: Path) -> None:
-    """Two programs that append to one file would tear each other's lines."""
+    """Keeps a second program from appending to the file."""
     try:
         import fcntl
-    except ImportError:  # Windows has none
+    except ImportError:  # Windows has no fcntl
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"{path} is being written by another process: wait for it, or give every process its own --shard_index"
+            f"another process is writing {path}: wait for it, or give every process its own --shard_index"
         ) from None
     except OSError as error:  # some network file systems have no locks
         logger.info("%s cannot be locked (%s)", path, error)

@@ -1,23 +1,16 @@
-"""Turns from a server that speaks OpenAI's protocol: vLLM, SGLang, llama.cpp and others.
+"""Turns from a server with OpenAI's protocol (vLLM, SGLang, llama.cpp and others), through the `openai` client.
 
-Replies come from `/chat/completions`, so the server applies its own chat template; a user's turn is written behind its
-bare header, so it comes from `/completions`, whose prompt is token ids. Thoughts that the server tells from the answer
-(vLLM's and SGLang's `--reasoning-parser`) are kept beside it. The key is read from the environment variable
-`OPENAI_API_KEY` and nowhere else.
+Replies come from `/chat/completions`, where the server applies its own chat template. A user's turn follows its bare
+header, so it comes from `/completions`, whose prompt is token ids. Thoughts that the server separates from the answer
+(`--reasoning-parser` of vLLM and SGLang) are kept. The key is read only from the environment variable OPENAI_API_KEY.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import queue
-import random
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jinja2 import TemplateError
@@ -26,18 +19,25 @@ from training.synthesis.reply_decoding import TurnSettings, find_problem
 from training.synthesis.reply_sources import Reply, TurnRequest, make_reply
 from training.synthesis.turn_template import Role, TurnTemplate
 
-_RETRIED_STATUS = (408, 409, 429, 500, 502, 503, 504)
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0  # seconds between two attempts; each is twice the one before
-_THOUGHTS = ("reasoning", "reasoning_content")  # vLLM's name for them; that of its earlier releases and of others
-# What leaves all tokens to be drawn, where a server would do otherwise on its own: vLLM and SGLang as the target's
-# generation config says, llama.cpp as its options do. By what servers call themselves in /models (`owned_by`): others
-# (OpenAI's) may refuse fields that they do not know.
+TIMEOUT = 600.0  # seconds to wait for one answer
+MAX_RETRIES = 8  # after timeouts, broken connections and status 408, 409, 429 or 5xx; waits of up to 8 seconds each
+_THOUGHTS = ("reasoning", "reasoning_content")  # the key for thoughts in vLLM, and in its older releases and others
+# Fields that keep all tokens, where a server would otherwise drop some: vLLM and SGLang follow the target's generation
+# config, llama.cpp its own options. The keys are the servers' names in /models (`owned_by`): others (OpenAI's) may
+# reject fields that they do not know.
 _ALL_TOKENS: dict[str, dict[str, float]] = {
     "vllm": {"top_k": -1},
     "sglang": {"top_k": -1},
     "llamacpp": {"top_k": 0, "min_p": 0.0},
 }
 _TOO_LONG = ("context length", "maximum context", "context_length_exceeded", "too long", "max_model_len")
+_KEY = "set the key that it accepts in the environment variable OPENAI_API_KEY"
+_CURES = {
+    400: "the server does not understand the request",
+    401: _KEY,
+    403: _KEY,
+    404: "the endpoint's base URL usually ends in /v1, and --endpoint_model names the model",
+}
 
 
 class EndpointReplies:
@@ -45,17 +45,15 @@ class EndpointReplies:
 
     Args:
         url: the base URL, up to and with `/v1`.
-        model: the name it serves the target under.
+        model: the name under which it serves the target.
         template: of the target's tokenizer, which renders user headers and finds bad replies.
         stop_ids: the tokens that end a turn of each role.
-        settings: how to draw tokens; a `top_k` of 0 is sent only to servers that are known to take one (`_ALL_TOKENS`).
+        settings: how to draw tokens; a `top_k` of 0 is sent only to servers that are known to take one.
         concurrency: requests in flight.
-        timeout: seconds to wait for one answer.
-        max_retries: further attempts after a timeout, a broken connection, or a status that says "later".
 
     Raises:
-        ValueError: the URL is none, or the server does not serve the model (says what it serves) or wants another key.
-        ConnectionError: no answer after all attempts.
+        ValueError: not a URL, no `openai` package, or a model that the server does not serve.
+        ConnectionError: no answer after all attempts, or the server rejects the key or the request.
     """
 
     def __init__(
@@ -67,67 +65,49 @@ class EndpointReplies:
         settings: TurnSettings,
         *,
         concurrency: int = 64,
-        timeout: float = 600.0,
-        max_retries: int = 8,
+        max_retries: int = MAX_RETRIES,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"the endpoint is {url!r}: give its base URL, such as http://localhost:8000/v1")
+        try:
+            import openai
+        except ImportError as error:
+            raise ValueError("--endpoint needs the client of OpenAI: pip install 'draftsmith[endpoint]'") from error
+        self._openai = openai
+        self._client = openai.OpenAI(
+            base_url=url,
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            timeout=TIMEOUT,
+            max_retries=max_retries,
+        )
         self.url, self.model, self.template, self.stop_ids = url.rstrip("/"), model, template, stop_ids
-        self.settings, self.timeout, self.max_retries = settings, timeout, max_retries
-        self.capacity = concurrency
-        self._thoughts = "reasoning_content"  # their name in the server's answers, and so in what it is sent
-        self._key = os.environ.get("OPENAI_API_KEY")
-        self._requests: queue.SimpleQueue[TurnRequest | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[TurnRequest, Reply | Exception]] = queue.SimpleQueue()
-        self._num_outstanding = 0
-        self._is_closed = threading.Event()
-        self._last_time = time.perf_counter()
-        self._num_tokens = self._num_retries = 0
-        self._lock = threading.Lock()
-        self._check_model()
-        # Daemons: a program that ends does not wait for answers.
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(concurrency)]
-        for thread in self._threads:
-            thread.start()
+        self.settings, self.capacity = settings, concurrency
+        self._thoughts = "reasoning_content"  # the server's key for thoughts, in both directions
+        self._all_tokens = self._check_model()
+        self._pool = ThreadPoolExecutor(concurrency)
+        self._waiting: dict[Future[Reply], TurnRequest] = {}
+        self._last_time, self._num_tokens = time.perf_counter(), 0
 
     def exchange(self, requests: Sequence[TurnRequest]) -> list[tuple[TurnRequest, Reply]]:
-        for request in requests:
-            self._requests.put(request)
-        self._num_outstanding += len(requests)
-        replies: list[tuple[TurnRequest, Reply]] = []
-        while self._num_outstanding and (not replies or not self._answers.empty()):
-            request, answer = self._answers.get()
-            self._num_outstanding -= 1
-            if isinstance(answer, Exception):
+        self._waiting |= {self._pool.submit(self._write, request): request for request in requests}
+        replies = []
+        for future in wait(self._waiting, return_when=FIRST_COMPLETED).done:
+            request = self._waiting.pop(future)
+            if future.exception() is not None:
                 self.close()
-                raise answer
-            self._num_tokens += answer.num_tokens
-            replies.append((request, answer))
+            replies.append((request, future.result()))
+            self._num_tokens += replies[-1][1].num_tokens
         return replies
 
     def take_effort(self) -> dict[str, float]:
         now = time.perf_counter()
-        with self._lock:
-            effort = {
-                "seconds": now - self._last_time,
-                "num_tokens": self._num_tokens,
-                "num_retries": self._num_retries,
-            }
-            self._last_time, self._num_tokens, self._num_retries = now, 0, 0
+        effort = {"seconds": now - self._last_time, "num_tokens": self._num_tokens}
+        self._last_time, self._num_tokens = now, 0
         return effort
 
     def close(self) -> None:
-        self._is_closed.set()
-        for _ in self._threads:
-            self._requests.put(None)
-
-    def _work(self) -> None:
-        while (request := self._requests.get()) is not None and not self._is_closed.is_set():
-            try:
-                answer: Reply | Exception = self._write(request)
-            except Exception as error:  # noqa: BLE001 (raised again by `exchange`, in the thread that asks)
-                answer = error
-            self._answers.put((request, answer))
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
 
     def _write(self, request: TurnRequest) -> Reply:
         settings = self.settings
@@ -150,19 +130,17 @@ class EndpointReplies:
                 body |= {
                     "prompt": self.template.encode_prompt(request.messages, "user"),
                     "stop": [self.template.decode([token_id]) for token_id in ends],
-                    # vLLM and SGLang leave special tokens out of texts, where a stop string would not be found.
+                    # vLLM and SGLang leave special tokens out of the text, so a stop string would not be found.
                     "stop_token_ids": ends,
                     "skip_special_tokens": False,
                 }
                 answer = self._ask("/completions", body)
         except TemplateError as error:
-            return Reply("", 0, f"refused by the chat template ({error})")
-        if answer is None:
-            return Reply("", 0, "prompt too long")
-        return self._judge(answer, request)
+            return Reply("", 0, f"rejected by the chat template ({error})")
+        return Reply("", 0, "prompt too long") if answer is None else self._judge(answer, request)
 
     def _rename_thoughts(self, message: dict[str, Any]) -> dict[str, Any]:
-        """As the server names them itself."""
+        """Gives thoughts the server's own key."""
         return {self._thoughts if key == "reasoning_content" else key: value for key, value in message.items()}
 
     def _take_thoughts(self, message: dict[str, Any]) -> str:
@@ -173,6 +151,7 @@ class EndpointReplies:
         return ""
 
     def _judge(self, answer: dict[str, Any], request: TurnRequest) -> Reply:
+        """Makes a reply of an answer, with the problem that decoding here would have found."""
         role = request.role
         try:
             choice = answer["choices"][0]
@@ -181,7 +160,7 @@ class EndpointReplies:
             thoughts = self._take_thoughts(message)
             reason = choice["finish_reason"]
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise ValueError(f"{self.url} answered in another form than OpenAI's: {str(answer)[:300]}") from None
+            raise ValueError(f"{self.url} does not answer in OpenAI's form: {str(answer)[:300]}") from None
         if reason not in ("stop", "length"):
             return Reply(text, 0, f"ended by {reason}")
         ids = self.template.encode(text)
@@ -195,57 +174,31 @@ class EndpointReplies:
         num_tokens = (answer.get("usage") or {}).get("completion_tokens", len(all_ids) - (reason == "stop"))
         return make_reply(self.template, request, Reply(text, num_tokens, problem, thoughts), ids)
 
-    def _check_model(self) -> None:
+    def _check_model(self) -> dict[str, float]:
+        """Returns the fields of `_ALL_TOKENS` for this server."""
         answer = self._ask("/models", None)
         owners = {str(entry.get("id")): entry.get("owned_by") for entry in (answer or {}).get("data", [])}
-        self._all_tokens = _ALL_TOKENS.get(str(owners.get(self.model)), {})
         if self.model not in owners:
             raise ValueError(
                 f"{self.url} does not serve {self.model!r}, but {', '.join(owners) or 'nothing'}: name one with "
                 "--endpoint_model, or start the server with that name (vLLM: --served-model-name)"
             )
+        return _ALL_TOKENS.get(str(owners[self.model]), {})
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The server's answer; None when it says that the prompt is too long."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        data = None if body is None else json.dumps(body).encode()
-        problem = ""
-        for attempt in range(self.max_retries + 1):
-            wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0)
-            try:
-                request = urllib.request.Request(self.url + path, data, headers)
-                with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                    answer: dict[str, Any] = json.loads(response.read())
-                    return answer
-            except urllib.error.HTTPError as error:
-                told = error.read().decode(errors="replace")[:500]
-                problem = f"status {error.code}: {told}"
-                if error.code in (400, 413, 422) and any(word in told.lower() for word in _TOO_LONG):
-                    return None
-                self._raise_refusal(error.code, path, told)
-                if (asked := error.headers.get("Retry-After", "")).isdigit():
-                    wait = min(_LONGEST_WAIT, float(asked))
-            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            if attempt < self.max_retries:
-                with self._lock:
-                    self._num_retries += 1
-                if self._is_closed.wait(wait):
-                    break
-        raise ConnectionError(
-            f"{self.url}{path} gave no answer in {self.max_retries + 1} attempts; the last: {problem}. See to the "
-            "server, and run the same command again: what is finished is kept"
-        )
-
-    def _raise_refusal(self, status: int, path: str, told: str) -> None:
-        """What no further attempt would change."""
-        if status in (401, 403):
-            has = "does not accept the key in" if self._key else "wants a key: set"
-            raise ValueError(f"{self.url} {has} the environment variable OPENAI_API_KEY ({status}: {told})")
-        if status == 404:
-            raise ValueError(
-                f"{self.url}{path} does not exist, or not for the model {self.model!r} ({told}): the endpoint's base "
-                "URL usually ends in /v1, and --endpoint_model names the model"
+        """Returns the server's answer; None when the prompt is too long."""
+        try:
+            answer: Any = (
+                self._client.get(path, cast_to=object)
+                if body is None
+                else self._client.post(path, cast_to=object, body=body)
             )
-        if status not in _RETRIED_STATUS:
-            raise ValueError(f"{self.url}{path} refuses the request with status {status}: {told}")
+        except self._openai.APIError as error:
+            status = getattr(error, "status_code", None)
+            if status in (400, 413, 422) and any(word in str(error).lower() for word in _TOO_LONG):
+                return None
+            cure = _CURES.get(status or 0, "check the server and run the same command again: finished turns are kept")
+            raise ConnectionError(f"{self.url}{path}: {' '.join(str(error).split())}; {cure}") from error
+        if not isinstance(answer, dict):
+            raise ValueError(f"{self.url} does not answer in OpenAI's form: {str(answer)[:300]}")
+        return answer

@@ -1,8 +1,7 @@
-"""On-policy training data: in each epoch, the target answers part of the conversations anew, while it is trained for.
+"""On-policy training data: at the beginning of each epoch, the target answers some of the conversations anew.
 
-A conversation keeps what was said to the target, and every reply in it is written again, turn by turn, with the
-target's own earlier replies before it. The tokens that were drawn are the row, so nothing is tokenized again. The heads
-draft, as they are by then.
+A rewritten conversation keeps the messages to the target. Every reply is written again, turn by turn, after the
+target's own earlier replies. The drawn tokens are the row, so nothing is tokenized again. The current heads draft.
 """
 
 from __future__ import annotations
@@ -30,32 +29,32 @@ from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_se
 from training.synthesis.turn_template import TurnTemplate
 
 FILE = "on_policy.safetensors"
-# In batches small trees pay most. Of one size always: which tree verifies a token may decide how it is rounded.
+# Small trees gain most in batches. The size is fixed, because the tree that verifies a token can affect its rounding.
 TREE = DynamicTree(depth=3, top_k=4, num_nodes=8)
 Row = dict[str, list[int]]
 
 
 @dataclass
 class OnPolicyArguments:
-    """Replies that the target writes while heads are trained for it."""
+    """Replies that the target writes during training."""
 
     on_policy_fraction: float = field(
         default=0.0,
         metadata={
-            "help": "Share of the training conversations, drawn anew in each epoch, whose replies the target writes "
-            "anew when the epoch begins; 0 = none."
+            "help": "Share of the training conversations whose replies the target rewrites at the beginning of each "
+            "epoch; every epoch draws other ones; 0 = none."
         },
     )
     on_policy_temperature: float = field(default=1.0, metadata={"help": "Temperature of these replies; 0 = greedy."})
     on_policy_max_new_tokens: int = field(
         default=256,
-        metadata={"help": "Tokens that a reply may have; where one has more, the conversation stays as it was."},
+        metadata={"help": "Longest reply in tokens; a conversation with a longer reply stays unchanged."},
     )
-    on_policy_batch_size: int = field(default=32, metadata={"help": "Replies that a process decodes together."})
+    on_policy_batch_size: int = field(default=32, metadata={"help": "Replies to decode together in each process."})
 
     def __post_init__(self) -> None:
         if not 0 <= self.on_policy_fraction <= 1:
-            raise ValueError(f"got on_policy_fraction {self.on_policy_fraction}: it is a share, from 0 to 1")
+            raise ValueError(f"got on_policy_fraction {self.on_policy_fraction}: it must be from 0 to 1")
         if self.on_policy_temperature < 0:
             raise ValueError(f"got on_policy_temperature {self.on_policy_temperature}: give 0 for greedy, or more")
         for name in ("on_policy_max_new_tokens", "on_policy_batch_size"):
@@ -64,8 +63,8 @@ class OnPolicyArguments:
         changed = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
         if not self.is_on and changed:
             raise ValueError(
-                f"got {', '.join(changed)} without on_policy_fraction: give the share of the conversations whose "
-                "replies are written anew, or leave them out"
+                f"got {', '.join(changed)} without on_policy_fraction: give the share of conversations to rewrite, or "
+                "leave them out"
             )
 
     @property
@@ -75,7 +74,7 @@ class OnPolicyArguments:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A conversation's row with new replies, by its index; or (row None) why it stays as it was."""
+    """The row of a conversation with new replies, by its index; or, with row None, why it stays unchanged."""
 
     index: int
     row: Row | None
@@ -83,10 +82,10 @@ class Rewritten:
 
 
 def split_turns(row: Mapping[str, Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-    """What stands before each reply, and what stands behind the last one.
+    """Returns the tokens before each reply, and the tokens after the last one.
 
     Worked example: ids [1, 2, 3, 4, 5, 6, 7] with loss mask [0, 0, 1, 1, 0, 1, 0] hold the replies (3, 4) and (6):
-    [1, 2] and [5] stand before them, [7] behind.
+    [1, 2] and [5] are before them, [7] is after the last.
     """
     prompts: list[list[int]] = []
     given: list[int] = []
@@ -109,12 +108,13 @@ def rewrite_rows(
     max_length: int,
     marks: Sequence[Sequence[int]] = (),
 ) -> list[Rewritten]:
-    """Rows, by index, with replies of the target instead of those they have; those with a reply that is of no use are
-    left as they were. All that stands between replies is kept.
+    """Replaces the replies of rows (by index) by the target's; a row with a useless reply stays unchanged.
+
+    All tokens between replies are kept.
 
     Args:
-        seed: each reply's own is made of it, the row's index and the turn (`turn_seed`).
-        max_length: rows are cut to so many tokens.
+        seed: gives, with the row's index and the turn, the seed of each reply (`turn_seed`).
+        max_length: cut rows to so many tokens.
         marks: special tokens that a reply may hold (`TurnTemplate.marks`).
     """
     scripts = {index: split_turns(row) for index, row in rows.items()}
@@ -134,8 +134,8 @@ def rewrite_rows(
             _extend(new[index], reply.token_ids, in_loss=True)
             if reply.problem:
                 problems[index] = reply.problem
-    for index, (_, behind) in scripts.items():
-        _extend(new[index], behind, in_loss=False)
+    for index, (_, rest) in scripts.items():
+        _extend(new[index], rest, in_loss=False)
     return [
         Rewritten(index, None, problems[index])
         if index in problems
@@ -152,12 +152,12 @@ def _extend(row: Row, token_ids: Sequence[int], *, in_loss: bool) -> None:
 class OnPolicyRows(Dataset[Any]):
     """Training rows, some of which are replaced in each epoch.
 
-    A checkpoint carries those of its epoch: the target or its rounding may have changed by the time a run is resumed.
+    A checkpoint stores the replaced rows of its epoch: the target or its rounding may differ when a run is resumed.
     """
 
     def __init__(self, rows: datasets.Dataset) -> None:
         self.rows = rows
-        self.epoch: int | None = None  # of what is replaced
+        self.epoch: int | None = None  # of the replaced rows
         self._places: dict[int, slice] = {}  # row -> where in the next two
         self._input_ids = torch.zeros(0, dtype=torch.int32)
         self._loss_mask = torch.zeros(0, dtype=torch.int8)
@@ -174,12 +174,12 @@ class OnPolicyRows(Dataset[Any]):
         return {**row, **new}
 
     def choose(self, fraction: float, *, seed: int, epoch: int) -> list[int]:
-        """The rows to be replaced in an epoch: the same in every process, others in every epoch."""
+        """Draws the rows to replace in an epoch: the same in every process, different in every epoch."""
         generator = torch.Generator().manual_seed(turn_seed(seed, "on-policy rows", epoch))
         return torch.randperm(len(self), generator=generator)[: round(fraction * len(self))].tolist()
 
     def replace(self, epoch: int, rewritten: Sequence[Rewritten]) -> None:
-        """From now on, in place of what was replaced before."""
+        """Replaces these rows from now on, instead of the earlier ones."""
         rows = {one.index: one.row for one in rewritten if one.row is not None}
         self._set(
             {
@@ -202,23 +202,23 @@ class OnPolicyRows(Dataset[Any]):
         }
 
     def save(self, folder: Path) -> None:
-        """Into a checkpoint."""
+        """Saves the replaced rows into a checkpoint."""
         if self.epoch is not None:
             save_file(self._stored, folder / FILE)
 
     def load(self, checkpoint: Path) -> None:
-        """What a checkpoint holds, for `resume`.
+        """Reads the replaced rows of a checkpoint, for `resume`.
 
         Raises:
-            ValueError: it holds nothing of the kind.
+            ValueError: the checkpoint has none.
         """
         if not (checkpoint / FILE).is_file():
             raise ValueError(f"cannot resume from {checkpoint}: {FILE} is missing; resume from another checkpoint")
         self._resumed = load_file(checkpoint / FILE)
 
     def resume(self, epoch: int) -> bool:
-        """Whether the rows of `epoch` came with the checkpoint; they then are in place."""
-        stored, self._resumed = self._resumed, None  # not at once: the order of a resumed epoch is that of lengths
+        """Whether the checkpoint has the rows of `epoch`; then it puts them in place."""
+        stored, self._resumed = self._resumed, None  # not in `load`: Trainer reads lengths before
         if stored is None or int(stored["epoch"]) != epoch:
             return False
         self._set(stored)
@@ -228,30 +228,30 @@ class OnPolicyRows(Dataset[Any]):
 def check_on_policy(
     train_set: Any, *, has_packing: bool, has_stored_features: bool, has_persistent_workers: bool
 ) -> None:
-    """Refuses (ValueError) what on-policy replies do not go together with."""
+    """Raises ValueError for options that exclude on-policy replies."""
     if not isinstance(train_set, datasets.Dataset):
-        raise ValueError("got on_policy_fraction with streamed conversations, which have no numbers: leave one out")
+        raise ValueError("got on_policy_fraction with streaming, whose conversations have no numbers: leave one out")
     if has_packing:
         raise ValueError(
-            "got on_policy_fraction with packing, which is done before training: leave one out (with "
-            "train_sampling_strategy group_by_length there is little padding, too)"
+            "got on_policy_fraction with packing, which runs before training: leave one out "
+            "(train_sampling_strategy group_by_length saves padding too)"
         )
     if has_stored_features:
         raise ValueError(
-            "got on_policy_fraction with features, which are stored for the texts of the data set: leave one out"
+            "got on_policy_fraction with features, which are stored only for the data's own texts: leave one out"
         )
     if has_persistent_workers:
         raise ValueError(
-            "got on_policy_fraction with dataloader_persistent_workers, which would go on reading the first epoch's "
-            "replies: leave one out"
+            "got on_policy_fraction with dataloader_persistent_workers, which would keep the first epoch's replies: "
+            "leave one out"
         )
 
 
 class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Replaces rows when an epoch begins: every process writes its share, and all get all.
+    """Replaces rows at the beginning of an epoch: every process writes its share and gets all.
 
     Args:
-        drafts_at_once: whether the heads can draft before the first step, because they are trained already.
+        drafts_at_once: the heads are already trained, so they draft before the first step too.
 
     Raises:
         ValueError: nothing ends a reply, the target has too few positions, or processes share its weights.
@@ -269,8 +269,8 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
     ) -> None:
         if trainer.num_groups is not None:
             raise ValueError(
-                "got on_policy_fraction where processes share weights (FSDP, ZeRO-3, shard_target), so that none can "
-                "decode alone: train under DDP, ZeRO-1 or ZeRO-2, or write all replies before (generate_data.py)"
+                "got on_policy_fraction where processes share weights (FSDP, ZeRO-3, shard_target) and cannot decode "
+                "on their own: train under DDP, ZeRO-1 or ZeRO-2, or write the replies before (generate_data.py)"
             )
         self.trainer, self.rows, self.args = trainer, rows, args
         self.max_length, self.drafts_at_once = max_length, drafts_at_once
@@ -306,14 +306,14 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return seed_of_data(self.trainer.args)
 
     def _share_of(self, epoch: int) -> list[int]:
-        """This process's of the rows to be replaced."""
+        """This process's part of the rows to replace."""
         args: TrainingArguments = self.trainer.args
         chosen = self.rows.choose(self.args.on_policy_fraction, seed=self._seed, epoch=epoch)
         return chosen[args.process_index :: args.world_size]
 
     def _write(self, indices: Sequence[int], epoch: int, writer: TurnDecoder) -> list[Rewritten]:
         model: nn.Module = self.trainer.model
-        model.eval()  # no dropout, of adapters for example
+        model.eval()  # adapters may have dropout
         return rewrite_rows(
             {index: self.rows.rows[index] for index in indices},
             writer,
@@ -332,7 +332,7 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 def _describe(rewritten: Sequence[Rewritten], stats: GenerationStats, seconds: float) -> dict[str, float]:
-    """What happened to the conversations, of all processes, and what this one's took."""
+    """Returns counts of all processes, and this process's time, speed and acceptance length."""
     kept = Counter(one.problem for one in rewritten if one.row is None)
     return {
         "on_policy_replaced": sum(one.row is not None for one in rewritten),

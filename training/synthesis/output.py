@@ -1,21 +1,20 @@
-"""The output of `scripts/generate_data.py`: a journal for each process, which the last to finish merges.
+"""The output of `scripts/generate_data.py`: one journal per process; the last process to finish merges them.
 
-While it is written, OUT.shard-00000-of-00002 and its like hold finished conversations, good and bad, in the order in
-which they were finished. What is done is known by ids, so a run may go on with another number of shards. When nothing
-is missing, they become
+Until then, OUT.shard-00000-of-00002 and so on hold finished conversations, good and bad, in the order of completion.
+Finished conversations are known by their ids, so a run may continue with another number of shards. When nothing is
+missing, the journals become
 
     OUT                 the good ones, in the order of the prompts
     OUT.dropped.jsonl   ids of the others, each with the reason
     OUT.stats.json      counts, shares, settings, versions and speed
 
-each at once, and are removed. A larger plan (more prompts, more conversations) goes on from there.
+and are removed. Each file is written at once. A larger plan (more conversations) continues from there.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import platform
 import shlex
 import sys
 from collections import Counter
@@ -33,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 class SynthesisOutput:
-    """One process's part of the output, and the view on all of it.
+    """One process's part of the output, and a view of all of it.
 
     Args:
         path: OUT.
-        settings: what decides on the text (`SynthesisArguments.settings_of_the_data`); lines that were written with
-            others are refused.
-        shard: which part, of how many.
-        resume: go on with what is there.
+        settings: those that determine the text (`SynthesisArguments.settings_of_the_data`); existing lines must have
+            the same ones.
+        shard: (this part, number of parts).
+        resume: continue an existing output.
 
     Raises:
-        ValueError: there is something that cannot be gone on with.
+        ValueError: there is an output that this run cannot continue.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, shard: tuple[int, int], resume: bool = True) -> None:
@@ -54,22 +53,22 @@ class SynthesisOutput:
         index, count = shard
         own_path = path.with_name(f"{path.name}.shard-{index:05}-of-{count:05}")
         others = {place.name for place in there if place.name.endswith(f"-of-{count:05}") and place != own_path}
-        if not resume and len(others) < len(there):  # those of processes that were started with this one are no rest
+        if not resume and len(others) < len(there):  # others may have started together with this process
             raise ValueError(f"--output {path} exists: leave --no_resume out to continue it, or name another")
         if path.exists() and self.stats_path.exists():
             self._check_settings(json.loads(self.stats_path.read_text(encoding="utf-8"))["settings"], self.stats_path)
         self.done = self._find_done()
-        with _telling(own_path):
+        with _naming_file(own_path):
             self._shard = JsonLinesJournal(own_path)
             if not self._shard.rows:
                 self._shard.append([{"settings": settings}])
 
     def shard_paths(self) -> list[Path]:
-        """Journals of all processes, of this run and of interrupted ones."""
+        """The journals of all processes, also of interrupted runs."""
         return sorted(self.path.parent.glob(f"{_escape(self.path.name)}.shard-*-of-*"))
 
     def append(self, finished: Iterable[Conversation], effort: dict[str, float]) -> None:
-        """Keeps finished conversations; when it returns, they are on the disk."""
+        """Writes finished conversations; when it returns, they are on the disk."""
         lines: list[dict[str, Any]] = []
         for conversation in finished:
             if conversation.is_of_use:
@@ -78,15 +77,17 @@ class SynthesisOutput:
                 dropped = {"id": conversation.id, "source": conversation.source, "dropped": conversation.problem}
                 lines.append({"dropped": dropped})
         if lines:
-            with _telling(self._shard.path):
+            with _naming_file(self._shard.path):
                 self._shard.append([*lines, {"effort": effort}])
 
     def close(self) -> None:
         self._shard.close()
 
     def merge(self, plan: Sequence[str]) -> dict[str, Any] | None:
-        """Puts the parts together if they hold every id of the plan, and removes them; returns what the statistics
-        say. None when some are missing. Any process may do so at any time, also two at once."""
+        """Merges and removes the journals if they hold every id of the plan; returns the statistics, else None.
+
+        Several processes may do so at once.
+        """
         shards = self.shard_paths()
         lines, dropped, efforts = self._collect(shards)
         if not all(name in lines or name in dropped for name in plan):
@@ -100,7 +101,7 @@ class SynthesisOutput:
             (self.dropped_path, records),
             (self.stats_path, iter([text])),
         ):
-            with _telling(path), replacing(path) as file:
+            with _naming_file(path), replacing(path) as file:
                 file.writelines(parts)
         for shard in shards:
             shard.unlink(missing_ok=True)
@@ -113,11 +114,11 @@ class SynthesisOutput:
     def _collect(
         self, shards: Iterable[Path]
     ) -> tuple[dict[str, bytes], dict[str, dict[str, Any]], list[dict[str, float]]]:
-        """Lines of good conversations and records of dropped ones by id, and what was spent on them."""
+        """Returns lines of good conversations and records of dropped ones, by id, and the efforts."""
         lines: dict[str, bytes] = {}
         dropped: dict[str, dict[str, Any]] = {}
         efforts: list[dict[str, float]] = []
-        for shard in shards:  # before what they are merged into: they are removed behind it
+        for shard in shards:  # before the merged files: a merge removes the journals last
             try:
                 entries = read_journal(shard)
             except FileNotFoundError:
@@ -146,14 +147,13 @@ class SynthesisOutput:
         ]
         if different:
             raise ValueError(
-                f"{path} was written with other settings ({'; '.join(different)}), and one file should hold one kind "
-                "of data: take those, or name another --output"
+                f"{path} was written with other settings ({'; '.join(different)}): use those, or name another --output"
             )
 
     def _describe(
         self, rows: Sequence[dict[str, Any]], dropped: dict[str, dict[str, Any]], efforts: Sequence[dict[str, float]]
     ) -> dict[str, Any]:
-        """The statistics: everything but the speed is counted anew from what is in the files."""
+        """Counts everything but the speed from the rows."""
         if efforts or not self.stats_path.exists():
             last_run = describe_effort(efforts)
         else:
@@ -171,7 +171,6 @@ class SynthesisOutput:
             "last_run": last_run,
             "settings": self.settings,
             "versions": {name: version(name) for name in ("torch", "transformers")},
-            "platform": platform.platform(),
             "command": shlex.join(["generate_data.py", *sys.argv[1:]]),
         }
 
@@ -181,17 +180,17 @@ def _share(count: int, total: int) -> dict[str, float]:
 
 
 @contextmanager
-def _telling(path: Path) -> Iterator[None]:
-    """Says of a disk that is full, and the like, which file it was and what is safe."""
+def _naming_file(path: Path) -> Iterator[None]:
+    """Adds to a write error the file and what is safe."""
     try:
         yield
     except OSError as error:
         raise OSError(
-            f"{path} cannot be written ({error.strerror or error}). Conversations written before are safe: set that "
-            "right, and run the same command again"
+            f"{path} cannot be written ({error.strerror or error}). Finished conversations are safe: solve the problem "
+            "and run the same command again"
         ) from error
 
 
 def _escape(name: str) -> str:
-    """For `glob`."""
+    """Escapes a name for `glob`."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -1,8 +1,8 @@
-"""What is to be written: conversations whose replies are missing, from files of prompts or from nothing.
+"""Plans the conversations to write: prompts of files without their replies, or both sides of new conversations.
 
-A script is what remains of a conversation: messages that are given, and roles whose turns are to be written.
+The script of a conversation is the rest of it: given messages, and roles whose turns are to be written.
 
-Worked example, a prompt with a tool: the replies that it holds are left out, all else is kept.
+Worked example, a prompt with a tool: its replies are left out, everything else is kept.
 
     system, user, assistant (a call), tool, assistant, user, assistant
     system, user, write assistant,    tool, write assistant, user, write assistant
@@ -25,25 +25,25 @@ from training.data.layouts import AUTO, Messages, RecordFormat, parse_record
 from training.data.records import drop_nulls, read_records
 from training.synthesis.turn_template import Role
 
-# Whom the assistant answers.
+# The roles that the assistant answers.
 _ASKING = ("user", "tool")
 _SHAREGPT_NAMES = {"user": "human", "assistant": "gpt"}
-# What a turn may have beside role and content (`training.data.layouts`): the same in every layout.
+# Optional keys of a turn (`training.data.layouts`), the same in every layout.
 _EXTRAS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
 @dataclass
 class Conversation:
-    """One that is being written.
+    """A conversation that is being written.
 
     Attributes:
-        id: its name, which its seeds are made of.
-        source: where its prompt comes from.
-        script: what is still to come: given messages, and roles to be written.
-        messages: what there is.
-        turn_tokens: how many tokens each written turn has.
-        problem: why it ended before its script did; "" when it did not.
-        tools: JSON schemas of what the assistant may call.
+        id: its name, from which its seeds are made.
+        source: the origin of its prompt.
+        script: the rest: given messages, and roles whose turns are to be written.
+        messages: the messages so far.
+        turn_tokens: the number of tokens of each written turn.
+        problem: why it ended before its script, or "".
+        tools: JSON schemas of the functions that the assistant may call.
     """
 
     id: str
@@ -55,13 +55,13 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
 
     def next_role(self) -> Role | None:
-        """Whose turn is to be written now, behind the given messages; None at the end."""
+        """Appends given messages; returns the role whose turn is to be written next, None at the end."""
         while self.script and not isinstance(self.script[0], str):
             self.messages.append(self.script.popleft())  # type: ignore[arg-type]
         return self.script.popleft() if self.script else None  # type: ignore[return-value]
 
     def messages_before_reply(self) -> Messages:
-        """Given messages up to the first turn that is to be written."""
+        """Returns the given messages before the first turn to write."""
         return list(itertools.takewhile(lambda step: not isinstance(step, str), self.script))  # type: ignore[arg-type]
 
     def add_turn(self, role: Role, text: str, num_tokens: int, thoughts: str = "") -> None:
@@ -69,7 +69,7 @@ class Conversation:
         self.turn_tokens.append(num_tokens)
 
     def end(self, problem: str) -> None:
-        """Ends here; what waits for a reply is taken back."""
+        """Ends the conversation after its last reply."""
         self.problem = problem
         self.script.clear()
         while self.messages and self.messages[-1]["role"] != "assistant":
@@ -77,11 +77,11 @@ class Conversation:
 
     @property
     def is_of_use(self) -> bool:
-        """Whether there is a reply to learn from."""
+        """Whether it has a reply to learn from."""
         return any(message["role"] == "assistant" for message in self.messages)
 
     def to_row(self, layout: str) -> dict[str, Any]:
-        """A line of the output: `messages`, or ShareGPT's `conversations`."""
+        """Returns a line of the output: `messages`, or ShareGPT's `conversations`."""
         row: dict[str, Any] = {"id": self.id, "source": self.source}
         if layout == "messages":
             row["messages"] = self.messages
@@ -103,7 +103,7 @@ class Conversation:
 
 
 def plan_self_synthesis(count: int, *, seed: int, num_turns: int) -> list[Conversation]:
-    """Conversations of which both sides are to be written."""
+    """Returns conversations in which both sides are to be written."""
     script: list[dict[str, Any] | Role] = ["user", "assistant"]
     return [Conversation(f"self-{seed}-{number}", "self", deque(script * num_turns)) for number in range(count)]
 
@@ -111,11 +111,10 @@ def plan_self_synthesis(count: int, *, seed: int, num_turns: int) -> list[Conver
 def read_prompts(
     name: str | Path, *, split: str = "train", max_turns: int | None = None, record_format: RecordFormat = AUTO
 ) -> list[Conversation]:
-    """Every conversation of a file, folder or hub id (`Place`), its replies to be written. Prompts that stand there
-    twice are taken once.
+    """Returns each conversation of a file, folder or hub id (`Place`) once, with its replies to be written.
 
     Raises:
-        ValueError: a line that is no conversation, or has the id of another prompt; names file and line.
+        ValueError: a line that is not a conversation, or has the id of another prompt; names file and line.
     """
     prompts: dict[str, tuple[Conversation, list[dict[str, Any] | Role]]] = {}
     place = Place.find(str(name), split, option="--prompts")
@@ -123,26 +122,26 @@ def read_prompts(
         try:
             parsed = _parse_prompt(record, record_format)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}. Mend it or leave it out") from error
+            raise ValueError(f"{where}: {error}. Correct it or leave it out") from error
         messages = parsed["messages"]
         script = list(_strip_replies(messages, max_turns))
         if "assistant" not in script:
-            continue  # nobody asks anything
+            continue  # there is nothing to answer
         identity = find_id(record, messages)
         source = str(record.get("source", Path(place.name).name))
         conversation = Conversation(identity, source, deque(script), tools=parsed.get("tools"))
         if prompts.setdefault(identity, (conversation, script))[1] != script:
             raise ValueError(
-                f"{where}: another prompt above has the id {identity!r}, and a resumed run would take this one for "
-                "done: give each an id of its own, or none"
+                f"{where}: an earlier prompt has the id {identity!r} too, so a resumed run would skip this one: give "
+                "each prompt its own id, or none"
             )
     if not prompts:
-        raise ValueError(f"in --prompts {name} nobody asks anything: give conversations with user turns")
+        raise ValueError(f"--prompts {name} has nothing to answer: give conversations with user turns")
     return [conversation for conversation, _ in prompts.values()]
 
 
 def choose_prompts(prompts: list[Conversation], count: int | None, *, seed: int) -> list[Conversation]:
-    """So many of them, drawn at random but in their order; a larger count only adds some."""
+    """Draws so many prompts and keeps their order; a larger count only adds prompts."""
     if count is None or count >= len(prompts):
         return prompts
     places = list(range(len(prompts)))
@@ -151,12 +150,12 @@ def choose_prompts(prompts: list[Conversation], count: int | None, *, seed: int)
 
 
 def find_id(record: dict[str, Any], messages: Messages) -> str:
-    """The id that a record brings along, or a hash of its messages."""
+    """Returns the id of a record, or a hash of its messages."""
     return str(record.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
 
 
 def _read_place(place: Place) -> Iterator[tuple[str, Any]]:
-    """(where it stands, record or the error) of every record."""
+    """Yields (file and line, record or an error)."""
     for file in place.files:
         for number, record in read_records(file):
             yield f"{file}, line {number}", record
@@ -166,7 +165,7 @@ def _read_place(place: Place) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
-    """`messages`, and `tools` if there are any."""
+    """Returns `messages`, and `tools` if there are any."""
     if isinstance(record, Exception):
         raise ValueError(str(record))
     turns = record.get("turns") if isinstance(record, dict) else None
@@ -177,7 +176,7 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
 
 
 def _strip_replies(messages: Messages, max_turns: int | None) -> Iterator[dict[str, Any] | Role]:
-    """Messages without the assistant's, which are to be written behind users and (the last of several) tools."""
+    """Replaces the assistant's messages by its role, after each user message and the last of several tool results."""
     num_turns = 0
     for message, following in zip(messages, [*messages[1:], None], strict=True):
         num_turns += message["role"] == "user"

@@ -1,8 +1,8 @@
-"""Replies to given prompts by the target itself, token by token: with any heads and tree, in batches.
+"""Lets the target write turns, in batches, with any heads and tree.
 
-A turn is a function of the target, its prompt and its seed alone: the same with any heads, any tree, any batch and any
-batch-mates (`inference.noise` keys the sampling by row seed and position). So whoever seeds each turn by what it is
-(`turn_seed`) gets the same data from any batch size, any number of processes and after any interruption.
+A turn depends only on the target, its prompt and its seed, not on heads, tree or batch (`inference.noise` keys the
+sampling by row seed and position). `turn_seed` seeds a turn by its place in the data, so the data do not depend on the
+batch size, the number of processes or interruptions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from inference import Decoder, GenerationStats
 
 @dataclass(frozen=True)
 class TurnSettings:
-    """How a turn is written.
+    """How to draw the tokens of a turn.
 
     Attributes:
         max_new_tokens: longest turn in tokens, its end included.
         temperature: 0 = greedy.
-        top_p: probability mass kept; 1 = all of it.
-        top_k: most likely tokens kept; 0 = all.
+        top_p: probability mass to keep; 1 = all of it.
+        top_k: keep so many most likely tokens; 0 = all.
     """
 
     max_new_tokens: int = 256
@@ -47,12 +47,12 @@ class TurnSettings:
 
 @dataclass(frozen=True)
 class WrittenTurn:
-    """What followed a prompt.
+    """A turn after its prompt.
 
     Attributes:
-        token_ids: the new tokens; the token that ended the turn is the last one, unless the problem is "truncated".
-        problem: why it is of no use to learn from ("empty", "truncated", "looping", "special token inside",
-            "prompt too long"); "" when it is. Who decodes the tokens may find more.
+        token_ids: the new tokens; the last one ended the turn, unless the problem is "truncated".
+        problem: why the turn is useless for training ("empty", "truncated", "looping", "special token inside",
+            "prompt too long"), or "". The decoded text may show more problems.
     """
 
     token_ids: list[int]
@@ -60,15 +60,15 @@ class WrittenTurn:
 
 
 def turn_seed(seed: int, name: str, turn: int) -> int:
-    """A seed (63 bits) of the turn's own: a hash of the run's seed, the conversation's name and the turn's number."""
+    """Returns a turn's own seed (63 bits): a hash of the run's seed, the conversation's name and the turn's number."""
     digest = hashlib.sha256(f"{seed}\0{turn}\0{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def is_looping(ids: Sequence[int], *, max_period: int = 32, min_repeats: int = 4, min_tokens: int = 24) -> bool:
-    """Whether text ends in a block of up to `max_period` tokens repeated `min_repeats` times over `min_tokens`.
+    """Whether tokens end in a block of up to `max_period` tokens, repeated `min_repeats` times over `min_tokens`.
 
-    Worked example: [7, 8] * 12 loops; [7, 8] * 11 is still too short; thirty different tokens do not.
+    Worked example: [7, 8] * 12 loops; [7, 8] * 11 is too short; thirty different tokens do not loop.
     """
     for period in range(1, max_period + 1):
         length = max(min_repeats * period, min_tokens)
@@ -84,11 +84,11 @@ def find_problem(
     special_ids: Collection[int],
     marks: Sequence[Sequence[int]] = (),
 ) -> str:
-    """Why a turn is of no use, "" if it is; whether its text is more than whitespace is left to who decodes it.
+    """Returns why a turn is useless, or "". It does not check whether the text is only whitespace.
 
     Args:
-        special_ids: tokens that must not stand inside, other than in `marks`: sequences of tokens that may, the longer
-            ones first (`TurnTemplate.marks`).
+        special_ids: tokens that must not occur inside, except in `marks`.
+        marks: allowed sequences of tokens, the longest first (`TurnTemplate.marks`).
     """
     is_ended = bool(token_ids) and token_ids[-1] in stop_ids
     ids = token_ids[:-1] if is_ended else token_ids
@@ -102,9 +102,9 @@ def find_problem(
 
 
 def drop_marks(token_ids: Sequence[int], marks: Sequence[Sequence[int]]) -> list[int]:
-    """The tokens that are in no mark.
+    """Removes the tokens that belong to a mark.
 
-    Worked example: of [1, 7, 8, 2, 7] with the marks [7, 8] and [2], [1, 7] is left.
+    Worked example: [1, 7, 8, 2, 7] with the marks [7, 8] and [2] becomes [1, 7].
     """
     ids, kept, place = list(token_ids), [], 0
     while place < len(ids):
@@ -115,15 +115,13 @@ def drop_marks(token_ids: Sequence[int], marks: Sequence[Sequence[int]]) -> list
 
 
 class TurnDecoder:
-    """Writes turns with a `Decoder`, a batch at a time; rows that have ended leave the batch.
-
-    `stats` adds up what was decoded.
+    """Writes turns with a `Decoder`, batch by batch; `stats` adds up the decoding statistics.
 
     Args:
-        decoder: the target with or without a drafter; drafts decide how fast turns come, never what they say.
+        decoder: the target with or without a drafter, which changes the speed and not the text.
         settings: how to draw tokens.
         batch_size: rows decoded together.
-        special_ids: tokens that must not stand inside a turn.
+        special_ids: tokens that must not occur inside a turn.
 
     Raises:
         ValueError: the target has no positions left for any prompt.
@@ -132,8 +130,6 @@ class TurnDecoder:
     def __init__(
         self, decoder: Decoder, settings: TurnSettings, *, batch_size: int = 32, special_ids: Collection[int] = ()
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: give at least 1")
         limit = decoder.target.max_length
         if limit is not None and limit <= settings.max_new_tokens:
             raise ValueError(
@@ -153,13 +149,13 @@ class TurnDecoder:
         seeds: Sequence[int],
         marks: Sequence[Sequence[int]] = (),
     ) -> list[WrittenTurn]:
-        """The turn that follows each prompt, in the prompts' order.
+        """Returns the turn after each prompt, in the prompts' order.
 
         Args:
-            prompts: token ids, each ending in the header of the turn to be written.
-            stop_ids: tokens that end a turn, one or more.
-            seeds: one for each prompt (`turn_seed`); not read at temperature 0.
-            marks: special tokens that may stand inside (`find_problem`).
+            prompts: token ids, each ending in the header of the turn to write.
+            stop_ids: tokens that end a turn, at least one.
+            seeds: one per prompt (`turn_seed`); not read at temperature 0.
+            marks: special tokens that may occur inside (`find_problem`).
         """
         if not stop_ids:
             raise ValueError("stop_ids is empty: name at least one token that ends a turn")
@@ -171,7 +167,7 @@ class TurnDecoder:
         return turns
 
     def _batches(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Rows by length, so that there is little padding."""
+        """Batches rows of similar lengths, to pad little."""
         limit = self.max_prompt_tokens
         order = [row for row, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
         order.sort(key=lambda row: len(prompts[row]))
@@ -185,7 +181,7 @@ class TurnDecoder:
         device = self.decoder.target.device
         settings = self.settings
         sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if settings.temperature > 0:  # transformers' own default keeps 50 tokens, so top_k is always given
+        if settings.temperature > 0:  # top_k always: transformers' default keeps only 50 tokens
             sampling = {
                 "do_sample": True,
                 "temperature": settings.temperature,
@@ -206,7 +202,7 @@ class TurnDecoder:
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, both [B, longest prompt] int64."""
+    """Returns token ids and mask, both [B, longest prompt] int64."""
     width = max(map(len, prompts))
     input_ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -214,6 +210,6 @@ def _pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
 
 
 def _cut(ids: list[int], stop_ids: Collection[int]) -> list[int]:
-    """Up to the first token that ends a turn, with it."""
+    """Cuts after the first token that ends a turn."""
     end = next((count for count, token in enumerate(ids, start=1) if token in stop_ids), len(ids))
     return ids[:end]

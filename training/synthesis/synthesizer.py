@@ -1,10 +1,10 @@
-"""A target that writes its own training conversations.
+"""Lets a target write its own training conversations.
 
-Heads learn to predict the target, so what the target writes teaches them more than what people wrote. Two ways:
-answering the user turns of given conversations, turn by turn with its own earlier replies in the context; and writing
-whole conversations from nothing but the user header of the chat template (Magpie, arXiv 2406.08464).
+Heads learn to predict the target, so the target's own texts teach them more than people's. The target either answers
+the user turns of given conversations, with its own earlier replies in the context, or writes both sides, beginning with
+only the user header of the chat template (Magpie, arXiv 2406.08464).
 
-Each turn is seeded by the run's seed, its conversation's id and its place, so conversations are the same in any order.
+The seed of a turn comes from the run's seed, the conversation's id and the turn's place, so the order does not matter.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from training.synthesis.reply_sources import ReplySource, TurnRequest
 
 
 class Synthesizer:
-    """Writes conversations turn by turn, as many at a time as its source likes to have.
+    """Writes conversations turn by turn, as many at a time as the capacity of its source.
 
-    A turn that is of no use ends its conversation, which is kept up to its last reply.
+    A useless turn ends its conversation, which keeps its messages up to the last reply.
 
     Args:
         source: writes the turns.
-        seed: the run's.
-        keep_truncated: a reply that was cut at the length limit is kept, as the last.
+        seed: of the run.
+        keep_truncated: keep a reply that was cut at the length limit, as the last one.
     """
 
     def __init__(self, source: ReplySource, *, seed: int, keep_truncated: bool = False) -> None:
@@ -32,7 +32,7 @@ class Synthesizer:
         self._owners: dict[TurnRequest, Conversation] = {}
 
     def write(self, conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-        """Finished conversations, in the order in which they are finished."""
+        """Yields finished conversations in the order of completion."""
         waiting = iter(conversations)
         requests: list[TurnRequest] = []
         while True:
@@ -58,7 +58,7 @@ class Synthesizer:
             yield finished
 
     def _request_next(self, conversation: Conversation) -> list[TurnRequest]:
-        """The request for the conversation's next turn; none when it is over."""
+        """Returns the request for the conversation's next turn; [] at its end."""
         role = conversation.next_role()
         if role is None:
             return []

@@ -1,4 +1,4 @@
-"""What a chat template puts around turns, found by rendering: where the next turn begins, and which token ends one."""
+"""Finds by rendering how a chat template begins the next turn, and which token ends a turn."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from training.synthesis.reply_decoding import drop_marks
 Role = Literal["user", "assistant"]
 Tools = list[dict[str, Any]] | None
 
-# Neither whitespace (templates trim) nor anything a template could contain.
+# No whitespace (templates trim), and no text that a template could contain.
 _SENTINEL = "@@sentinel-7f3a@@"
-# gpt-oss's channels: what it thinks, says and calls are messages of one turn.
+# gpt-oss's channels: thoughts, answer and calls are messages of one turn.
 _NEXT, _ANSWER = "<|end|><|start|>assistant", "<|channel|>final<|message|>"
 _CHANNELS = tuple(f"<|channel|>{name}" for name in ("analysis<|message|>", "final<|message|>", "commentary"))
-# How models mark their calls of tools: Qwen, GLM; Mistral; Llama; Granite, Phi; LFM; Kimi; DeepSeek.
+# How models mark tool calls: Qwen, GLM; Mistral; Llama; Granite, Phi; LFM; Kimi; DeepSeek.
 _CALL_MARKS = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>"),
@@ -30,7 +30,7 @@ _CALL_MARKS = (
     "<｜tool▁sep｜>",
 )
 _MARKS = (
-    *(mark for marks in THOUGHT_MARKS for mark in marks if mark != "<|end|>"),  # which ends turns elsewhere
+    *(mark for marks in THOUGHT_MARKS for mark in marks if mark != "<|end|>"),  # ends turns in other templates
     *_CALL_MARKS,
     *_CHANNELS,
     *(_NEXT + channel for channel in _CHANNELS),
@@ -39,12 +39,12 @@ _MARKS = (
 
 
 class TurnTemplate:
-    """A tokenizer's chat template, asked for the beginnings and the ends of turns.
+    """The beginnings and the ends of turns under a tokenizer's chat template.
 
     Attributes:
         special_ids: of the tokenizer.
-        marks: token ids of what a reply may hold of them: the target's own marks of thoughts, channels and calls of
-            tools; the longest first.
+        marks: token ids of the special tokens that a reply may hold: the target's marks of thoughts, channels and tool
+            calls, the longest first.
 
     Raises:
         ValueError: there is no template.
@@ -58,25 +58,27 @@ class TurnTemplate:
         self.marks = sorted((ids for mark in _MARKS if (ids := self._encode_mark(mark))), key=len, reverse=True)
 
     def encode_prompt(self, messages: Messages, role: Role, tools: Tools = None) -> list[int]:
-        """Token ids of all that stands before the role's next text.
+        """Returns the token ids of everything before the role's next text.
 
         Raises:
-            jinja2.TemplateError: the template refuses these messages.
+            jinja2.TemplateError: the template rejects these messages.
         """
         is_reply = role == "assistant"
         return self.encode(self.render_prompt(messages, tools) if is_reply else self.render_user_header(messages))
 
     def render_prompt(self, messages: Messages, tools: Tools = None) -> str:
-        """All that stands before the assistant's next text."""
+        """Returns everything before the assistant's next text."""
         return self._render(messages, tools, add_generation_prompt=True)
 
     def render_user_header(self, messages: Messages) -> str:
-        """All that stands before the user's next text. ChatML, first turn: `<|im_start|>user` and a line break."""
+        """Returns everything before the user's next text. ChatML, first turn: `<|im_start|>user` and a line break."""
         return self._render_around([*messages, {"role": "user", "content": _SENTINEL}])[0]
 
     def split_reply(self, messages: Messages, text: str, tools: Tools = None) -> tuple[str, str] | None:
-        """(text, thoughts) that the template writes behind these messages exactly as the reply `text` stands there, so
-        that training reads what the target wrote; None if there is no such way."""
+        """Splits a reply into (content, thoughts) so that the template writes exactly `text` after these messages.
+
+        Training then reads what the target wrote. None if there is no such split.
+        """
         try:
             before = self.render_prompt(messages, tools)
         except TemplateError:
@@ -86,27 +88,27 @@ class TurnTemplate:
             try:
                 if self._render([*messages, reply], tools).startswith(before + text):
                     return content, thoughts
-            except TemplateError:  # marks within the content, for one
+            except TemplateError:  # for example, marks within the content
                 continue
         return None
 
     def has_marks(self, token_ids: Sequence[int]) -> bool:
-        """Whether a reply holds marks of thoughts, channels or calls that are special tokens."""
+        """Whether a reply holds special tokens that mark thoughts, channels or calls."""
         return len(drop_marks(token_ids, self.marks)) < len(token_ids)
 
     def find_turn_end(self, role: Role) -> int | None:
-        """The special token right behind a turn's text; None where there is ordinary text."""
+        """Returns the special token right after a turn's text; None if ordinary text follows."""
         opening = [] if role == "user" else [{"role": "user", "content": "Hi"}]
         _, behind = self._render_around([*opening, {"role": role, "content": _SENTINEL}])
         ids = self.encode(behind.lstrip())
         return ids[0] if ids and ids[0] in self.special_ids else None
 
     def find_stop_ids(self, eos_token_id: int | list[int] | None, *, needs_user: bool = False) -> dict[Role, set[int]]:
-        """The tokens that end a turn of each role; none for the user's where its end cannot be seen.
+        """Returns the tokens that end a turn of each role; empty for the user if nothing marks the end.
 
         Args:
-            eos_token_id: the generation config's, which end a reply as well.
-            needs_user: user turns are to be written.
+            eos_token_id: of the generation config; these tokens end a reply as well.
+            needs_user: the target is to write user turns.
 
         Raises:
             ValueError: nothing ends a reply, or a user turn that is needed.
@@ -121,8 +123,8 @@ class TurnTemplate:
             raise ValueError("neither the target's generation_config nor its chat template names an end of turn")
         if needs_user and not stop_ids["user"]:
             raise ValueError(
-                "the chat template ends a user turn with ordinary text, so that the end of one the target writes "
-                "cannot be seen: use --mode regenerate"
+                "the chat template ends a user turn with ordinary text, so the end of a written user turn cannot be "
+                "found: use --mode regenerate"
             )
         return stop_ids
 
@@ -133,7 +135,7 @@ class TurnTemplate:
         return str(self.tokenizer.decode(token_ids))
 
     def _encode_mark(self, mark: str) -> list[int]:
-        """Nothing where it does not begin with a special token of its own (unknown words may have one, too)."""
+        """Returns [] if the mark does not begin with its own special token (unknown words may become one too)."""
         ids = self.encode(mark)
         is_mark = bool(ids) and ids[0] in self.special_ids
         return ids if is_mark and mark.startswith(self.tokenizer.convert_ids_to_tokens(ids[0])) else []
@@ -151,7 +153,7 @@ class TurnTemplate:
 
 
 def _split_channels(text: str) -> Iterator[tuple[str, str]]:
-    """(thoughts, answer) of gpt-oss's channels, if the reply is such."""
+    """Yields (thoughts, answer) of a reply in gpt-oss's channels."""
     thought, _, answer = text.rpartition(_ANSWER)
     if text.startswith(_ANSWER):
         yield "", answer

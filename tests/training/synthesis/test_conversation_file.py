@@ -36,7 +36,7 @@ def test_a_kill_at_any_byte_loses_no_whole_line(tmp_path: Path, caplog: pytest.L
         assert path.read_bytes() == whole[:size], "who only reads changes nothing"
         journal = JsonLinesJournal(path)
         assert journal.rows == kept
-        assert ("cut off the last line" in caplog.text) == (size not in (0, *sizes, *(end + 1 for end in sizes)))
+        assert ("removed the last line" in caplog.text) == (size not in (0, *sizes, *(end + 1 for end in sizes)))
         journal.append([{"id": "next"}])
         journal.close()
         assert [json.loads(line) for line in path.read_bytes().splitlines()] == [*kept, {"id": "next"}]
@@ -47,7 +47,7 @@ def test_one_process_at_a_time_appends(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     first = JsonLinesJournal(path)
     first.append([{"id": "1"}])
-    with pytest.raises(ValueError, match="is being written by another process"):
+    with pytest.raises(ValueError, match="another process is writing"):
         JsonLinesJournal(path)
     assert read_journal(path) == [{"id": "1"}]
     first.close()

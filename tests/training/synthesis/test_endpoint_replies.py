@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference import Decoder
 from tests.training.openai_server import Fault, OpenAIServer, serving
 from training.data.layouts import parse_conversation
-from training.synthesis import endpoint_replies
 from training.synthesis.endpoint_replies import EndpointReplies
 from training.synthesis.prompts import Conversation, plan_self_synthesis, read_prompts
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings
@@ -37,7 +37,7 @@ def server(target_path: Path) -> Iterator[OpenAIServer]:
 
 @pytest.fixture
 def connect(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EndpointReplies]]:
-    monkeypatch.setattr(endpoint_replies, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", lambda *args: 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     server.key = server.override = server.owner = None
     server.bodies.clear()
@@ -46,7 +46,7 @@ def connect(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     sources = []
 
     def connect_to(url: str = server.url, model: str = "tiny", **options: Any) -> EndpointReplies:
-        options = {"settings": SETTINGS, "concurrency": 3, "max_retries": 4, "timeout": 20.0, **options}
+        options = {"settings": SETTINGS, "concurrency": 3, "max_retries": 4, **options}
         source = EndpointReplies(url, model, server.template, server.stop_ids, **options)
         sources.append(source)
         return source
@@ -79,9 +79,8 @@ def test_a_server_writes_what_decoding_here_writes(
     server.faults.extend([(429, {"Retry-After": "0"}, "slow down"), (503, {}, "loading"), None, (500, {}, "oops")])
     source = connect()
     assert write(source, plan()) == expected
-    effort = source.take_effort()
-    assert effort["num_retries"] == 4
-    assert effort["num_tokens"] == writer.stats.num_new_tokens
+    assert not server.faults
+    assert source.take_effort()["num_tokens"] == writer.stats.num_new_tokens
     assert 1 < server.max_in_flight <= 3
     paths = {body["path"] for body in server.bodies}
     assert paths == {"/v1/chat/completions", *(["/v1/completions"] if mode == "self" else [])}
@@ -100,7 +99,7 @@ def test_prompts_that_are_too_long_are_told_from_bad_requests(
     server.faults.append((400, {}, "This model's maximum context length is 256 tokens. However, you requested 300"))
     assert ask(connect()) == "prompt too long"
     server.faults.append((400, {}, "temperature must be a number"))
-    with pytest.raises(ValueError, match=r"refuses the request with status 400: .*temperature must be a number"):
+    with pytest.raises(ConnectionError, match=r"/chat/completions: .* 400 .*temperature must be a number"):
         ask(connect())
 
 
@@ -191,13 +190,11 @@ def test_wrong_endpoints_are_told(options: dict[str, str], message: str, connect
 
 
 def test_a_server_that_is_not_there_or_stays_away(server: OpenAIServer, connect: Callable[..., Any]) -> None:
-    with pytest.raises(
-        ConnectionError, match=r"gave no answer in 2 attempts; the last: URLError.*run the same command"
-    ):
+    with pytest.raises(ConnectionError, match=r"/v1/models: Connection error.*; .* run the same command again"):
         connect("http://127.0.0.1:9/v1", max_retries=1)  # the port of "discard"
     faults: list[Fault] = [(503, {}, "loading")] * 3
     server.faults.extend(faults)
-    with pytest.raises(ConnectionError, match=r"in 3 attempts; the last: status 503: .*loading"):
+    with pytest.raises(ConnectionError, match=r"503 .*loading.* run the same command again"):
         ask(connect(max_retries=2))
 
 
@@ -205,10 +202,8 @@ def test_the_key_is_read_from_the_environment(
     server: OpenAIServer, connect: Callable[..., EndpointReplies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.key = "secret"
-    with pytest.raises(ValueError, match="wants a key: set the environment variable OPENAI_API_KEY"):
-        ask(connect())
     monkeypatch.setenv("OPENAI_API_KEY", "wrong")
-    with pytest.raises(ValueError, match="does not accept the key in the environment variable") as error:
+    with pytest.raises(ConnectionError, match=r"401 .*in the environment variable OPENAI_API_KEY") as error:
         ask(connect())
     assert "wrong" not in str(error.value)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
@@ -217,5 +212,5 @@ def test_the_key_is_read_from_the_environment(
 
 def test_answers_of_another_form_are_told(server: OpenAIServer, connect: Callable[..., EndpointReplies]) -> None:
     server.override = {"output": "Hi"}
-    with pytest.raises(ValueError, match="answered in another form than OpenAI's"):
+    with pytest.raises(ValueError, match="does not answer in OpenAI's form"):
         ask(connect())

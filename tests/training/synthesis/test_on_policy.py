@@ -280,7 +280,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"on_policy_fraction": 1.5}, r"got on_policy_fraction 1\.5: it is a share"),
+            ({"on_policy_fraction": 1.5}, r"got on_policy_fraction 1\.5: it must be"),
             ({"on_policy_temperature": -1.0}, r"got on_policy_temperature -1\.0"),
             ({"on_policy_batch_size": 0}, "got on_policy_batch_size 0"),
             ({"on_policy_temperature": 0.5}, "got on_policy_temperature without on_policy_fraction: give the share"),
@@ -291,7 +291,7 @@ class TestRefusals:
             OnPolicyArguments(**options)
 
     def test_streams(self, train: Runner) -> None:
-        with pytest.raises(ValueError, match="on_policy_fraction with streamed"):
+        with pytest.raises(ValueError, match="on_policy_fraction with streaming"):
             train(**ON_POLICY, streaming=True)
 
     def test_workers_that_outlive_an_epoch(self, train: Runner) -> None:

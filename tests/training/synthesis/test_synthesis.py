@@ -88,7 +88,7 @@ def test_a_template_that_refuses_a_conversation_drops_it(source: DecodedReplies)
         Conversation("good", "s", deque([given[1], "assistant"])),
     ]
     problems = {conversation.id: conversation.problem for conversation in play(source, plan)}
-    assert problems["bad"] == "assistant turn refused by the chat template (no system here)"
+    assert problems["bad"] == "assistant turn rejected by the chat template (no system here)"
     assert "template" not in problems["good"]
 
 
@@ -229,4 +229,4 @@ def test_efforts_of_processes_add_up() -> None:
     assert described["process_seconds"] == 5.0
     assert described["tokens_per_process_second"] == 10.0
     assert described["acceptance_length"] == 2.0
-    assert describe_effort([]) == {"process_seconds": 0.0}
+    assert describe_effort([]) == {"process_seconds": 0, "num_tokens": 0}

@@ -140,7 +140,7 @@ def test_bad_prompts_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "prompts.jsonl", good, {"turns": [3]})
     with pytest.raises(ValueError, match="line 2: the content of a user turn is int"):
         read_prompts(path)
-    with pytest.raises(ValueError, match="nobody asks anything"):
+    with pytest.raises(ValueError, match="has nothing to answer"):
         read_prompts(write(path, chat("system:Be brief.", "assistant:Hi")))
 
 
@@ -150,7 +150,7 @@ def test_prompts_that_share_an_id_are_refused(tmp_path: Path) -> None:
     one = {"id": "a", **chat("user:Hi")}
     for other in ({"turns": ["Bye"]}, {"turns": ["Hi", "Bye"]}, chat("system:Be brief.", "user:Hi")):
         write(path, one, {"turns": ["Bye"]}, {"id": "a", **other})
-        with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: another prompt above has the id 'a'"):
+        with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: an earlier prompt has the id 'a'"):
             read_prompts(path)
     write(path, one, {"id": "b", "turns": ["Hi"]}, one)
     assert [conversation.id for conversation in read_prompts(path)] == ["a", "b"]
