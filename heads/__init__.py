@@ -6,20 +6,20 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from heads.base import DraftHeads
+from heads.base import HEAD_TYPES, DraftHeads
 from heads.block import BlockHeads
 from heads.config import DraftHeadsConfig
-from heads.draft_step import DraftStep
 from heads.eagle import EagleHeads
 from heads.eagle3 import Eagle3Heads
 from heads.hydra import HydraHeads
 from heads.kangaroo import KangarooHeads
 from heads.medusa import MedusaHeads
+from heads.modules.draft_step import DraftStep
 from heads.mtp import MTPHeads
 from heads.parallel import ParallelHeads
 from inference.targets.target import Target
 
-HEAD_TYPES: dict[str, type[DraftHeads]] = {
+HEAD_TYPES |= {
     "block": BlockHeads,
     "eagle": EagleHeads,
     "eagle3": Eagle3Heads,
@@ -34,7 +34,7 @@ __all__ = ["HEAD_TYPES", "DraftHeads", "DraftHeadsConfig", "DraftStep", "create_
 
 
 def create_heads(head_type: str, target: Target | PreTrainedModel, **overrides: Any) -> DraftHeads:
-    """Builds untrained heads of a kind for a target, bound to it, on its device, in float32.
+    """Builds untrained float32 heads of one kind, bound to a target and on its device.
 
     Args:
         head_type: one of `HEAD_TYPES`.
@@ -42,7 +42,7 @@ def create_heads(head_type: str, target: Target | PreTrainedModel, **overrides: 
         **overrides: keys of the kind's config (for example `num_heads=3`).
 
     Raises:
-        ValueError: unknown kind or key, each with what is known.
+        ValueError: an unknown kind or key (the message lists the known ones), or a target that the kind does not fit.
     """
     if head_type not in HEAD_TYPES:
         raise ValueError(f"unknown head_type {head_type!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import EXTEND_CHUNK, DraftHeads
-from heads.decoder_config import DecoderConfig
-from heads.draft_step import DraftStep
+from heads.config import DecoderConfig
+from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftCache, DraftLayer
 from inference.drafters.base import DraftLogits
 

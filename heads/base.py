@@ -1,47 +1,58 @@
-"""DraftHeads: the contract every kind of trained heads keeps, and how heads are saved, loaded and bound to a target.
+"""DraftHeads: what every kind of trained heads promises, and how heads are bound to a target, saved and loaded.
 
-Legend: B batch, T sequence length, F feature width (number of tapped layers x target hidden size), D hidden size.
+Legend: B batch, T sequence length, F feature width (number of tapped layers x target hidden size), D hidden size,
+V target vocabulary, C draft vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import os
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write_adapter
-from heads.checkpoint import replace_checkpoint
-from heads.config import DraftHeadsConfig, name_of_target
-from heads.draft_step import DraftStep, join_documents
+from heads.binding import WeightCopies, check_fit
+from heads.checkpoint import check_tensors, read_head_type, replace_checkpoint
+from heads.config import DraftHeadsConfig
+from heads.modules.draft_step import DraftStep, join_documents
 from heads.modules.layers import DraftCache
 from inference.drafters.base import Drafter, DraftLogits
 from inference.targets.documents import split_documents
 from inference.targets.target import Target
 
-logger = logging.getLogger(__name__)
+EXTEND_CHUNK = 512  # slots of a prompt that `extend` reads in one pass
 
-EXTEND_CHUNK = 512  # slots of a prompt that `extend` takes in at a time
+HEAD_TYPES: dict[str, type[DraftHeads]] = {}  # filled in `heads/__init__.py`, one line for each kind
+
+logger = logging.getLogger(__name__)
 
 
 class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
-    """A small trained module that drafts for a frozen target; base class of every kind.
-
-    A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
-    and `expand` (decoding: they are drafters, see `inference.Drafter`), and `draft_caches` (for `copy_rows`).
-    `default_loss` is its usual objective, in the words of the training option `loss_type`; `estimates_states` says that
-    what its steps score estimates the state that the target's LM head reads, so that `smooth_l1` can compare the two.
-    `runs_target_layers` says that drafted tokens pass through layers of the target (`shares_target_cache`) and have
-    features as certain ones do: the one step of `unroll` then serves every depth, and reads features up to t + 1.
+    """A small trained module that drafts for a frozen target; the base class of every kind.
 
     `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
+
+    A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
+    and `expand` (decoding, see `inference.Drafter`) and `draft_caches` (for `copy_rows`).
+
+    Attributes:
+        default_loss: the kind's usual objective, in the words of the training option `loss_type`.
+        default_step_decay: the usual weight of one step's loss relative to the step before.
+        estimates_states: whether the steps' states estimate the state that the target's LM head reads, so that
+            `smooth_l1` can compare the two.
+        runs_target_layers: whether drafted tokens pass through layers of the target and so have features. Then one step
+            of `unroll` serves every depth, and it reads features up to t + 1.
     """
 
     config_class = DraftHeadsConfig
@@ -58,14 +69,19 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         super().__init__(config)
         # A list hides the target from nn.Module: borrowed modules are never saved and never trained by accident.
         self._bound: list[Target] = []
-        # Where their adapter is: stored beside them, or in a PEFT model that is being trained (hidden likewise).
+        # The target's adapter, hidden likewise: stored beside the heads, or in a PEFT model that is being trained.
         self._adapter: list[StoredAdapter | nn.Module] = []
-        self._has_applied_adapter = False
+        self._checked: weakref.WeakSet[Target] = weakref.WeakSet()
+        self._copies = WeightCopies()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the target behind: they come back unbound."""
+        """Copies and pickles come back unbound."""
         stored = [adapter for adapter in self._adapter if isinstance(adapter, StoredAdapter)]
-        return {**self.__dict__, "_bound": [], "_adapter": stored, "_has_applied_adapter": False}
+        fresh = {"_bound": [], "_adapter": stored, "_checked": None, "_copies": None}
+        return {**self.__dict__, **fresh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_checked": weakref.WeakSet(), "_copies": WeightCopies()})
 
     # What the decode loop reads.
 
@@ -91,11 +107,9 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     @abstractmethod
     def draft_caches(self, state: Any) -> list[DraftCache]:
-        """Those of a state, which hold all that later slots read of certain ones; kinds that keep more extend
-        `copy_rows`."""
+        """The caches of a state. A kind whose later slots read more than caches of earlier ones extends `copy_rows`."""
 
     def copy_rows(self, state: Any, source: Any, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
-        """`Drafter.copy_rows`."""
         for cache, other in zip(self.draft_caches(state), self.draft_caches(source), strict=True):
             cache.copy_rows(other, rows, lengths, max_slots)
 
@@ -110,12 +124,12 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             input_ids: [B, T] int64.
 
         Returns:
-            one `DraftStep` per depth (one alone if `runs_target_layers`); entries whose predicted position t + shift
+            one `DraftStep` per depth (a single one if `runs_target_layers`). Entries whose predicted position t + shift
             lies beyond T - 1 are meaningless.
         """
 
     def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
-        """`unroll` for a loss on the tokens of `loss_mask` [B, T] alone: kinds that draw slots draw them there."""
+        """`unroll` for a loss on the tokens of `loss_mask` [B, T] only. Kinds that draw slots draw them there."""
         return self.unroll(features, input_ids)
 
     def forward(
@@ -127,11 +141,17 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         document_ids: Tensor | None = None,
         num_groups: int | None = None,
     ) -> Any:
-        """Unrolls (with a `loss_mask`: `unroll_where`) and, when given, applies `loss_fn` to the steps: inside forward,
-        so that the hooks of DDP, FSDP and ZeRO see every parameter that is used.
+        """Unrolls, and applies `loss_fn` to the steps when it is given.
 
-        With `document_ids` [B, T] the rows hold several documents, which are unrolled apart from one another (see
-        `inference.targets.documents.split_documents`, also for `num_groups`); no kind needs to know.
+        The loss is computed inside forward so that the hooks of DDP, FSDP and ZeRO see every parameter that is used.
+
+        Args:
+            features, input_ids: as in `unroll`.
+            loss_fn: from the steps to whatever is returned; None returns the steps.
+            loss_mask: as in `unroll_where`; None runs `unroll`.
+            document_ids: [B, T], for rows that hold several documents. Each document is unrolled by itself (see
+                `split_documents`), and no kind needs to know.
+            num_groups: as in `split_documents`.
         """
         if document_ids is None:
             steps = self._unroll(features, input_ids, loss_mask)
@@ -153,9 +173,14 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             return self.unroll(features, input_ids)
         return self.unroll_where(features, input_ids, loss_mask)
 
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self._copies.forget()
+        return cast(Self, super().train(mode))
+
     @property
     def num_unrolled_steps(self) -> int:
-        """K, how many steps `unroll` returns. Kinds without a `max_depth` override it."""
+        """How many steps `unroll` returns. Kinds without a `max_depth` override it."""
         return 1 if self.runs_target_layers else cast(int, self.max_depth)
 
     @property
@@ -164,94 +189,113 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return False
 
     def fit_vocabulary(self, token_counts: Tensor) -> None:
-        """Chooses the draft vocabulary from how often each target token is to be predicted ([V] int64). Kinds without a
-        reduced vocabulary do nothing."""
+        """Chooses the draft vocabulary: the tokens that training data has most often.
+
+        Args:
+            token_counts: [V] int64, how often each target token is to be predicted. Kinds without a reduced vocabulary
+                do nothing.
+        """
 
     def init_from_target(self, target: Target) -> None:
-        """Starts weights from the target's where the method says so. Kinds override it."""
+        """Copies starting weights from the target. Kinds whose method says so override it."""
 
     # Binding.
 
     def bind(self, target: Target | PreTrainedModel) -> Self:
-        """Lends the heads the target's embedding and LM head, and moves them to the target's device.
+        """Binds these heads in place: lends them the target's embedding and LM head, and moves them to its device.
+
+        Training needs this; decoders bind views of their own (`for_target`). Binding again replaces the target.
 
         Raises:
-            ValueError: when the target has another width, vocabulary or number of layers than the heads were made for,
-                is an encoder-decoder model, or has embeddings or last states of another width than its layers; or when
-                the heads are bound to another model already.
+            ValueError: the heads do not fit the target.
         """
-        if not isinstance(target, Target):
-            target = Target(target)
-        if target.is_encoder_decoder:
-            raise ValueError(
-                f"{type(target.model).__name__} is an encoder-decoder model, and trained heads draft for decoder-only "
-                "targets: draft with a SmallModelDrafter or an NgramDrafter"
-            )
-        self._check_sizes(target)
-        if self._bound and self._bound[0].model is not target.model:
-            raise ValueError(
-                "these heads are bound to another model, whose decoders they would change: load them again for this one"
-            )
-        if self.config.target_adapter and not (self._has_applied_adapter or self._bound or is_adapted(target.model)):
-            logger.warning(
-                "these heads were trained for their target with an adapter, which this target does not have: texts are "
-                "its own, but few drafts will be accepted. Decode with heads.apply_adapter(model)"
-            )
-        bound = self._bound[0] if self._bound else None
-        if bound is None or (bound.dtype, bound.device) != (target.dtype, target.device):  # another thread may use it
-            self._bound[:] = [target]
+        target = target if isinstance(target, Target) else Target(target)
+        self._check(target)
+        self._bound[:] = [target]
         return cast(Self, cast(nn.Module, self).to(target.device))
 
     def for_target(self, target: Target) -> Self:
-        return self.bind(target)
+        """A view of these heads that is bound to the target; the heads stay as they are.
 
-    def _check_sizes(self, target: Target) -> None:
-        embedding_size = target.embed_tokens(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
-        if {embedding_size, target.state_size} != {target.hidden_size}:
-            raise ValueError(
-                f"{type(target.model).__name__} has embeddings of width {embedding_size}, layers of "
-                f"{target.hidden_size} and last states of {target.state_size} (OPT's word_embed_proj_dim), and trained "
-                "heads need one width: draft with a SmallModelDrafter or an NgramDrafter, or use another target"
+        A target of the heads' own dtype and device shares their weights. For another one the weights are copied into
+        its dtype, once as long as they do not change; a view of changed weights is made by the next `for_target`.
+
+        Raises:
+            ValueError: the heads do not fit the target.
+        """
+        self._check(target)
+        view = copy.copy(self)
+        view._bound, view._adapter = [target], self._adapter
+        if (self.dtype, self.device) != (target.dtype, target.device):
+            vars(view).update(self._copies.make(self, target.dtype, target.device))
+        return view
+
+    def _check(self, target: Target) -> None:
+        """Refuses a target that the heads do not fit, once for each."""
+        if target not in self._checked:
+            self.check_target(target)
+            self._checked.add(target)
+
+    def check_target(self, target: Target) -> None:
+        """Refuses a target that the heads cannot draft for. Kinds that need more of a target extend this.
+
+        Raises:
+            ValueError: see `heads.binding.check_fit`.
+        """
+        check_fit(cast(DraftHeadsConfig, self.config), target)
+        if self.config.target_adapter and not is_adapted(target.model):
+            logger.warning(
+                "these heads were trained for their target with an adapter, which this target does not have. The text "
+                "is right, but few drafts will be accepted: decode with heads.apply_adapter(model)"
             )
-        for what, mine, theirs in (
-            ("hidden size", self.config.target_hidden_size, target.hidden_size),
-            ("vocabulary size", self.config.target_vocab_size, target.vocab_size),
-            ("number of layers", self.config.target_num_layers, target.num_layers),
-        ):
-            if mine != theirs:
-                raise ValueError(
-                    f"these {self.config.head_type} heads were made for a target with {what} {mine}, this target "
-                    f"({name_of_target(target) or type(target.model).__name__}) has {theirs}: load the target the "
-                    f"heads were trained for ({self.config.target_name_or_path or 'not recorded'}), or train new heads"
-                )
+
+    @property
+    def target(self) -> Target:
+        if not self._bound:
+            raise RuntimeError("these heads are not bound to a target: call heads.bind(target) first")
+        return self._bound[0]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's (frozen) input embeddings of `token_ids` [...], in the heads' dtype: [..., D]."""
+        with torch.no_grad():
+            return cast(Tensor, self.target.embed_tokens(token_ids)).to(self.dtype)
+
+    def score_as_target(self, hidden: Tensor) -> Tensor:
+        """The target's own (frozen) LM head: states [..., D] of its final norm's scale -> logits [..., V] in its
+        dtype."""
+        return self.target.compute_logits(hidden.to(self.target.dtype))
+
+    def get_input_embeddings(self) -> Any:
+        """None: the embeddings are the target's. FSDP asks."""
+
+    def get_output_embeddings(self) -> Any:
+        """None, also for kinds with an LM head: FSDP keeps all weights of the heads in one unit."""
+
+    # The target's adapter.
 
     def apply_adapter(self, target: Target | PreTrainedModel, *, merge: bool = False) -> Target:
-        """The target with the adapter that these heads were trained with (Medusa-2), bound to the heads.
+        """Gives the target the adapter that these heads were trained with (Medusa-2), and binds the heads to it.
 
             heads = DraftHeads.from_pretrained(path)
             target = heads.apply_adapter(model)
             generate(target, heads, input_ids)
 
-        Texts are then those of the adapted target, token by token. The model itself is changed: PEFT puts layers into
-        it, and `target.model` is the PEFT model around it.
+        The text is then the adapted target's, token by token. The model itself is changed: PEFT puts layers into it,
+        and `target.model` is the PEFT model around it.
 
         Args:
             target: as it was loaded, without adapters.
-            merge: add the adapter to the model's weights instead: as fast as without, and rounded to their dtype.
-                `target.model` is then the model itself.
+            merge: add the adapter to the model's weights. This decodes as fast as without an adapter, rounds to the
+                weights' dtype, and leaves `target.model` the model itself.
 
         Raises:
-            ValueError: heads without an adapter (bind them to the target itself), heads that are bound to another
-                model, a target that the heads or the adapter do not fit, or peft is missing.
+            ValueError: the heads have no adapter (bind them to the target itself), the heads or the adapter do not fit
+                the target, or peft is missing.
         """
         folder = self.find_adapter()
         target = target if isinstance(target, Target) else Target(target)
-        if self._bound and self._bound[0].model is not target.model:
-            raise ValueError("these heads are bound to another model: load them again for this one")
-        self._check_sizes(target)
+        check_fit(cast(DraftHeadsConfig, self.config), target)
         adapted = Target(load_adapter(target.model, folder, merge=merge))
-        self._bound.clear()
-        self._has_applied_adapter = True
         self.bind(adapted)
         return adapted
 
@@ -270,31 +314,9 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return stored.find()
 
     def belong_to_adapter(self, model: nn.Module) -> None:
-        """The adapter of `model`, a PEFT model, is trained along with these heads: it is saved beside them."""
+        """Declares that the adapter of `model`, a PEFT model, is trained along with these heads and saved with them."""
         self.config.target_adapter = FOLDER
         self._adapter[:] = [model]
-
-    @property
-    def target(self) -> Target:
-        if not self._bound:
-            raise RuntimeError("these heads are not bound to a target: call heads.bind(target) first")
-        return self._bound[0]
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """The target's (frozen) input embeddings of `token_ids`, in the heads' dtype: [..., D]."""
-        with torch.no_grad():
-            return cast(Tensor, self.target.embed_tokens(token_ids)).to(self.dtype)
-
-    def score_as_target(self, hidden: Tensor) -> Tensor:
-        """The target's own (frozen) logits [..., V] of states [..., D] of its final norm's scale, in the target's
-        dtype."""
-        return self.target.compute_logits(hidden.to(self.target.dtype))
-
-    def get_input_embeddings(self) -> Any:
-        """None: embeddings are the target's. FSDP asks."""
-
-    def get_output_embeddings(self) -> Any:
-        """None, also where there is an LM head: it belongs to the unit that FSDP makes of all weights."""
 
     # Saving and loading.
 
@@ -328,7 +350,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
                 if not self._adapter:
                     raise ValueError(
                         "these heads are a copy that has lost the adapter they belong to, and cannot be saved without "
-                        "it: save those they were copied from"
+                        "it: save the heads they were copied from"
                     )
                 write_adapter(self._adapter[0], scratch / self.config.target_adapter)
         if push_to_hub:
@@ -341,23 +363,13 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """Loads heads of any kind from a directory or a hub id.
 
         Raises:
-            ValueError: no heads there, an unknown kind, or missing, unexpected, mis-shaped, truncated or non-finite
-                tensors, each named.
+            ValueError: the directory does not exist or holds no heads; the heads are in another project's format or of
+                an unknown kind; or tensors are missing, unexpected, mis-shaped, truncated or not finite, each named.
         """
-        from heads import HEAD_TYPES
-
         path = str(pretrained_model_name_or_path)
-        if os.path.isdir(path) and not (Path(path) / kwargs.get("subfolder", "") / "config.json").is_file():
-            raise ValueError(f"{path} has no config.json: give a directory written by DraftHeads.save_pretrained")
         hub_keys = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub = {key: kwargs[key] for key in hub_keys if key in kwargs}
-        config_dict, _ = PreTrainedConfig.get_config_dict(path, **hub)
-        kind = config_dict.get("head_type")
-        if kind not in HEAD_TYPES:
-            raise ValueError(
-                f"{path}: config.json has head_type {kind!r}; this release knows {', '.join(sorted(HEAD_TYPES))}. "
-                "Is this a directory written by DraftHeads.save_pretrained?"
-            )
+        kind = read_head_type(path, HEAD_TYPES, **hub)
         kind_class = HEAD_TYPES[kind]
         if not issubclass(kind_class, cls):
             raise ValueError(f"{path} holds {kind} heads, not {cls.__name__}: load it with DraftHeads.from_pretrained")
@@ -369,9 +381,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
-        from safetensors import SafetensorError
-
-        kwargs["ignore_mismatched_sizes"] = True  # as an error of transformers it would name no tensor
+        kwargs["ignore_mismatched_sizes"] = True  # transformers' own error names no tensor
         try:
             loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
@@ -379,18 +389,5 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
                 f"{path}: the weights file is damaged or truncated ({error}); copy or train it again"
             ) from error
         heads, info = loaded
-        problems = {
-            "missing": sorted(info["missing_keys"]),
-            "unexpected": sorted(info["unexpected_keys"]),
-            "of another shape": [
-                f"{name} is {list(stored)} and should be {list(wanted)}"
-                for name, stored, wanted in sorted(info["mismatched_keys"])
-            ],
-        }
-        if any(problems.values()):
-            found = "; ".join(f"{problem}: {', '.join(names)}" for problem, names in problems.items() if names)
-            raise ValueError(f"{path}: the tensors do not fit config.json ({found})")
-        for name, tensor in heads.state_dict().items():
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise ValueError(f"{path}: tensor {name} holds NaN or infinite values; the checkpoint is not usable")
+        check_tensors(path, heads, info)
         return heads.eval(), info

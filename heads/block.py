@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import EXTEND_CHUNK, DraftHeads
-from heads.decoder_config import DecoderConfig
-from heads.draft_step import DraftStep
+from heads.config import DecoderConfig
 from heads.modules.anchors import draw_slots
 from heads.modules.block_layer import BlockLayer, MarkovBias
+from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftCache, RMSNorm
 from heads.modules.vocabulary import mean_embedding, principal_embeddings
 from inference.drafters.base import DraftLogits

@@ -1,32 +1,40 @@
-"""How the files of a checkpoint reach the disk: completely, or not at all."""
+"""Checkpoints of draft heads on disk: written completely or not at all, and read strictly."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from heads.formats.recognition import recognize
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @contextmanager
 def replace_checkpoint(directory: Path) -> Iterator[Path]:
     """Yields a folder to write a checkpoint into; afterwards its files take the place of those in `directory`.
 
-    A full disk or a kill while they are written leaves the previous checkpoint as it was; what such a save left behind
-    is removed by the next. Weights are renamed into place before the JSON files, and weights of an earlier save under
-    other names (another number of shards) are removed last. Renaming is atomic for one weights file; where shards of
-    the same names are replaced, or weights and those of an adapter in a folder beside them, a kill between two of them
-    mixes the two saves.
+    A full disk or a kill during writing leaves the previous checkpoint as it was, and the next save removes the
+    leftovers. Weights are renamed into place before the JSON files; weights of an earlier save under other names
+    (another number of shards) are removed last. A rename is atomic, so one weights file is always whole. A kill between
+    two renames mixes two saves where several weights files are replaced: shards, or heads with an adapter.
 
     Raises:
         ValueError: when `directory` is a file.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file: heads are saved into a directory, give another name")
-    # Inside the directory: beside it could be another file system (a mounted volume), or not ours to write.
+    # Inside the directory: its parent could be another file system (a mounted volume), or not ours to write.
     scratch = directory / ".incomplete"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -45,3 +53,81 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
                 file.unlink()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
+    """Which kind of heads a folder or hub id holds.
+
+    Args:
+        known: the kinds this release has.
+        **hub: keywords of a download, such as `revision` and `token`.
+
+    Raises:
+        ValueError: no such folder or hub id, no heads in it, heads in another project's format, or an unknown kind.
+    """
+    if not os.path.isdir(path) and not _HUB_ID.fullmatch(path):
+        is_file = os.path.isfile(path)
+        raise ValueError(f"{path} is a file: give its folder" if is_file else f"the folder {path} does not exist")
+    folder = Path(path) / hub.get("subfolder", "")
+    if os.path.isdir(path) and not (folder / "config.json").is_file():
+        if not (folder / "model.safetensors").is_file():  # ours have the names of published formats, without a config
+            _refuse_other_format(path, folder, {})
+        raise ValueError(f"{folder} has no config.json: give a directory written by DraftHeads.save_pretrained")
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    except OSError as error:
+        if os.path.isdir(path):
+            raise
+        raise ValueError(
+            f"there is no folder {path} here, and no config.json could be read from a hub repository of that name. "
+            f"Check the spelling; for the hub, also the connection and the login ({str(error).splitlines()[0]})"
+        ) from error
+    kind = config.get("head_type")
+    if kind not in known:
+        if kind is None:
+            _refuse_other_format(path, folder, config)
+        raise ValueError(
+            f"{path}: config.json has head_type {kind!r}; this release knows {', '.join(sorted(known))}. Is this a "
+            "directory written by DraftHeads.save_pretrained?"
+        )
+    return str(kind)
+
+
+def _refuse_other_format(path: str, folder: Path, config: dict[str, Any]) -> None:
+    if (found := recognize(folder, config)) is not None:
+        raise ValueError(
+            f"{path} holds {found.name}; DraftHeads.from_pretrained reads only checkpoints written by "
+            f"DraftHeads.save_pretrained. {found.cure}"
+        )
+
+
+def check_tensors(path: str, heads: nn.Module, info: dict[str, Any]) -> None:
+    """Refuses weights that did not load completely.
+
+    Args:
+        info: transformers' loading info.
+
+    Raises:
+        ValueError: missing, unexpected, mis-shaped or non-finite tensors, each named.
+    """
+    refuse_differences(
+        f"{path}: the tensors do not fit config.json",
+        missing=sorted(info["missing_keys"]),
+        unexpected=sorted(info["unexpected_keys"]),
+        of_another_shape=[
+            f"{name} is {list(stored)} and should be {list(wanted)}"
+            for name, stored, wanted in sorted(info["mismatched_keys"])
+        ],
+    )
+    for name, tensor in heads.state_dict().items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{path}: tensor {name} holds NaN or infinite values; the checkpoint is not usable")
+
+
+def refuse_differences(message: str, **differences: list[str]) -> None:
+    """Raises ValueError with the names of all differences, if there are any."""
+    if any(differences.values()):
+        found = "; ".join(
+            f"{what.replace('_', ' ')}: {', '.join(names)}" for what, names in differences.items() if names
+        )
+        raise ValueError(f"{message} ({found})")

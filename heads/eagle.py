@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.autoregression import AutoregressionConfig, AutoregressionHeads
-from heads.draft_step import DraftStep
+from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftAttention, DraftLayer
 from inference.targets.target import Target
 

@@ -22,11 +22,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from heads.base import DraftHeads
-from heads.decoder_config import DecoderConfig
-from heads.draft_step import DraftStep
+from heads.config import DecoderConfig
+from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
 from inference.cache.draft_rows import DraftRows
 from inference.cache.tree_cache import TreeCache
@@ -149,18 +148,12 @@ class KangarooHeads(DraftHeads):
         self.norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps)
         self.post_init()
 
-    def bind(self, target: Target | PreTrainedModel) -> Self:
-        """`DraftHeads.bind`.
-
-        Raises:
-            ValueError: also when the target's first layers do not run by themselves, or its logits are not computed
-                from its last states alone.
-        """
-        super().bind(target)
-        self.target.prepare_first_layers(self.config.exit_layer)
-        with torch.no_grad():
-            self.score(torch.zeros(1, self.config.target_hidden_size, device=self.device, dtype=self.dtype))
-        return self
+    def check_target(self, target: Target) -> None:
+        """Also refuses a target whose first layers do not run by themselves, or whose logits need more than its last
+        states."""
+        super().check_target(target)
+        target.prepare_first_layers(self.config.exit_layer)
+        target.compute_logits(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=target.device))
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from heads.base import DraftHeads
 from heads.config import DraftHeadsConfig
-from heads.draft_step import DraftStep
+from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftCache
 from inference.drafters.base import DraftLogits
 from inference.targets.target import Target

@@ -43,14 +43,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads.base import EXTEND_CHUNK, DraftHeads
-from heads.decoder_config import DecoderConfig
-from heads.draft_step import DraftStep
+from heads.checkpoint import refuse_differences
+from heads.config import DecoderConfig
+from heads.formats.native_mtp import read_native_modules
+from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftCache
 from heads.modules.mtp_block import MTPBlock, Rows
 from inference.drafters.base import DraftLogits
 from inference.targets.target import Target
 
-FLOAT32_BUFFERS = {"e_score_correction_bias"}  # of DeepSeek's routers, in any dtype
+FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
+SHOWN = 5  # tensors named of each problem
 
 
 class MTPConfig(DecoderConfig):
@@ -64,8 +67,8 @@ class MTPConfig(DecoderConfig):
         (DeepSeek's, GLM's and Qwen's published modules).
     zero_first_embedding: the embedding read at position 0 is zero, as serving engines run DeepSeek's modules.
     reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
-    stock_layer: the `to_dict()` of a config whose family's own decoder layer stands in the blocks (`heads.mtp_native`);
-        None = a layer as Llama's.
+    stock_layer: the `to_dict()` of a config whose family's own decoder layer is in the blocks, as
+        `heads.formats.native_mtp` writes it; None = a layer as Llama's.
     **kwargs: those of `DecoderConfig`.
     """
 
@@ -155,9 +158,32 @@ class MTPHeads(DraftHeads):
         Raises:
             ValueError: no MTP module there, or one that cannot be used, with the reason.
         """
-        from heads.mtp_native import load_native_heads
+        path = str(path_or_hub_id)
+        target = target if isinstance(target, Target) else Target(target)
+        native = read_native_modules(path, target)
+        fixed = {"share_block", "stock_layer"} | (set() if native.settings["share_block"] else {"num_steps"})
+        if refused := sorted(fixed & overrides.keys()):
+            raise ValueError(f"{', '.join(refused)} cannot be chosen: the MTP modules of {path} decide; leave it out")
+        heads = cls(MTPConfig.from_target(target, **{**native.settings, **overrides}))
+        cast(nn.Module, heads).to(target.dtype)
+        for name, buffer in heads.named_buffers():
+            if name.rpartition(".")[2] in FLOAT32_BUFFERS:
+                buffer.data = buffer.float()
+        heads._fill(path, native.tensors)
+        heads.init_state_gain(target)
+        return cast(MTPHeads, heads.bind(target).eval())
 
-        return load_native_heads(path_or_hub_id, target, **overrides)
+    def _fill(self, path: str, tensors: dict[str, Tensor]) -> None:
+        """Loads tensors that must be exactly those of these heads."""
+        wanted = {name: tensor for name, tensor in self.state_dict().items() if name != "state_gain"}
+        refuse_differences(
+            f"{path}: its MTP tensors do not fill the decoder layer of this target. Is it the target's own checkpoint, "
+            "and does this release of transformers know its layers?",
+            missing=sorted(wanted.keys() - tensors.keys())[:SHOWN],
+            unexpected=sorted(tensors.keys() - wanted.keys())[:SHOWN],
+            of_another_shape=sorted(n for n in wanted.keys() & tensors if wanted[n].shape != tensors[n].shape)[:SHOWN],
+        )
+        self.load_state_dict(tensors, strict=False)
 
     @property
     def each_block(self) -> list[MTPBlock]:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import EXTEND_CHUNK
-from heads.draft_step import DraftStep
 from heads.eagle3 import Eagle3Config, Eagle3Heads
 from heads.modules.anchors import draw_slots
+from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DecoderLayer, DraftAttention, DraftCache
 from heads.modules.vocabulary import mean_embedding
 from inference.drafters.base import DraftLogits

@@ -81,7 +81,7 @@ class Decoder:
                 "heads.DraftHeads.from_pretrained"
             )
         self.target = Target.of(target)
-        self.drafter = drafter if drafter is None else drafter.for_target(self.target)
+        drafter = self.drafter = drafter if drafter is None else drafter.for_target(self.target)
         self.is_coupled = is_coupled
         self.is_synchronised = is_synchronised
         self.policy: TreePolicy | None = None

@@ -115,7 +115,7 @@ def load_drafter_model(name: str, target: Target, tokenizer: Any) -> SmallModelD
     drafter = SmallModelDrafter(
         load_assistant(name, target), tokenizer=AutoTokenizer.from_pretrained(name), target_tokenizer=tokenizer
     )
-    return drafter.bind(target)
+    return drafter.for_target(target)
 
 
 def load_drafter(

@@ -16,7 +16,7 @@ V target vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,16 +83,9 @@ class MergedDrafter(Drafter, nn.Module):
         self.max_depth = min(depths, default=None)
         self.drafts_chains_only = any(drafter.drafts_chains_only for drafter in self.drafters)
 
-    def bind(self, target: Target | nn.Module) -> Self:
-        """Binds whichever of the two can be bound."""
-        if not isinstance(target, Target):
-            target = Target(target)
-        for drafter in self.drafters:
-            drafter.for_target(target)
-        return self
-
-    def for_target(self, target: Target) -> Self:
-        return self.bind(target)
+    def for_target(self, target: Target) -> MergedDrafter:
+        first, second = (drafter.for_target(target) for drafter in self.drafters)
+        return MergedDrafter(first, second, weight=self.weight, rate=self.rate)
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MergedState:
         first, second = (drafter.start(batch_size, max_length, num_scratch) for drafter in self.drafters)

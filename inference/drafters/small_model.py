@@ -11,10 +11,11 @@ vocabulary, Vs the small model's.
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,14 +84,14 @@ class SmallModelDrafter(Drafter, nn.Module):
         if self.has_compared:
             compare_tokenizers(tokenizer, target_tokenizer)
         self.num_target_tokens = self.small.vocab_size
-        self._has_warned = self._is_bound = False
         # The last text's cache, its shape, and the text's state: once nobody holds that, the cache is free.
         # (A list, of which threads pop.)
         self._kept: list[tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]]] = []
+        self._warned: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave the cache behind."""
-        return {**self.__dict__, "_kept": []}
+        return {**self.__dict__, "_kept": [], "_warned": []}
 
     @property
     def config(self) -> Any:
@@ -101,16 +102,13 @@ class SmallModelDrafter(Drafter, nn.Module):
     def dtype(self) -> torch.dtype:
         return self.small.dtype
 
-    def bind(self, target: Target | nn.Module) -> Self:
-        """Checks that the small model can draft for this target; `Decoder` calls it.
+    def for_target(self, target: Target) -> SmallModelDrafter:
+        """The drafter itself, or one of the same small model for a vocabulary of another size.
 
         Raises:
-            ValueError: for vocabularies of different sizes whose tokenizers were not compared, for a decoder-only and
-                an encoder-decoder model together, for different devices, and when it drafts for a target with another
-                vocabulary already.
+            ValueError: the vocabularies differ in size and the tokenizers were not compared, one model is decoder-only
+                and the other an encoder-decoder, or they are on different devices.
         """
-        if not isinstance(target, Target):
-            target = Target(target)
         if self.small.vocab_size != target.vocab_size and not self.has_compared:
             raise ValueError(
                 f"the target has a vocabulary of {target.vocab_size} tokens, the small model one of "
@@ -128,16 +126,11 @@ class SmallModelDrafter(Drafter, nn.Module):
                 f"the target is on {target.device}, the small model on {self.small.device}: move the small model with "
                 f"model.to({str(target.device)!r}) before making its drafter"
             )
-        if self._is_bound and self.num_target_tokens != target.vocab_size:
-            raise ValueError(
-                f"this small model drafts for a target with a vocabulary of {self.num_target_tokens} tokens already, "
-                f"and this one has {target.vocab_size}: make another SmallModelDrafter of the same model"
-            )
-        self._is_bound, self.num_target_tokens = True, target.vocab_size
-        return self
-
-    def for_target(self, target: Target) -> Self:
-        return self.bind(target)
+        if self.num_target_tokens == target.vocab_size:
+            return self
+        view = copy.copy(self)
+        view.num_target_tokens, view._kept, view._warned = target.vocab_size, self._kept, self._warned
+        return view
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:
         cache = self._get_cache(batch_size, max_length + 1, num_scratch)
@@ -259,9 +252,9 @@ class SmallModelDrafter(Drafter, nn.Module):
         """Warns once about texts beyond the small model's positions."""
         limit = self.small.max_length
         # The loop rounds `max_slots` up to a view.
-        if torch.compiler.is_compiling() or self._has_warned or limit is None or max_slots < limit + VIEW_MULTIPLE:
+        if torch.compiler.is_compiling() or self._warned or limit is None or max_slots < limit + VIEW_MULTIPLE:
             return
-        self._has_warned = True
+        self._warned.append("length")
         logger.warning(
             "the text is longer than the %d positions of the small model that drafts (%s): little of what it drafts "
             "beyond them will be accepted, at full cost; take one with more positions, or tree='auto' or 'gamma', "

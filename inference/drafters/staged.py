@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,13 +78,9 @@ class StagedDrafter(Drafter, nn.Module):
     def dtype(self) -> torch.dtype:
         return self.small.dtype
 
-    def bind(self, target: Target | nn.Module) -> Self:
-        """As `SmallModelDrafter.bind`."""
-        self.small.bind(target)
-        return self
-
-    def for_target(self, target: Target) -> Self:
-        return self.bind(target)
+    def for_target(self, target: Target) -> StagedDrafter:
+        small = self.small.for_target(target)
+        return self if small is self.small else StagedDrafter(small, self.ngrams, num_guesses=self.num_guesses)
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> StagedState:
         small = self.small.start(batch_size, max_length, num_scratch + self.num_guesses)

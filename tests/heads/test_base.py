@@ -101,15 +101,25 @@ class TestLoading:
         with pytest.raises(ValueError, match=r"has no config\.json: give a directory written by DraftHeads"):
             DraftHeads.from_pretrained(saved)
 
-    @pytest.mark.parametrize("kind", ["eagle9", None])
-    def test_unknown_kind(self, saved: Path, kind: str | None) -> None:
-        edit_config(saved, head_type=kind)
-        with pytest.raises(ValueError, match=f"head_type {kind!r}; this release knows {KNOWN_KINDS}"):
+    def test_unknown_kind(self, saved: Path) -> None:
+        edit_config(saved, head_type="eagle9")
+        with pytest.raises(ValueError, match=f"head_type 'eagle9'; this release knows {KNOWN_KINDS}"):
             DraftHeads.from_pretrained(saved)
 
-    def test_a_target_is_not_heads(self, chat_target_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"head_type None.*Is this a directory written by DraftHeads"):
-            DraftHeads.from_pretrained(chat_target_path)
+    @pytest.mark.parametrize("path", ["./nope", "/nope", "../nope", "a/b/c", "~/nope"])
+    def test_no_folder(self, path: str) -> None:
+        with pytest.raises(ValueError, match=f"^the folder {path} does not exist$"):
+            DraftHeads.from_pretrained(path)
+
+    @pytest.mark.parametrize("name", ["nope", "org/nope"])
+    def test_neither_a_folder_nor_on_the_hub(self, name: str) -> None:
+        message = f"there is no folder {name} here, and no config.json could be read from a hub repository"
+        with pytest.raises(ValueError, match=message):
+            DraftHeads.from_pretrained(name)
+
+    def test_a_file(self, saved: Path) -> None:
+        with pytest.raises(ValueError, match=r"model\.safetensors is a file: give its folder"):
+            DraftHeads.from_pretrained(saved / "model.safetensors")
 
     def test_newer_format(self, saved: Path) -> None:
         edit_config(saved, format_version=FORMAT_VERSION + 1)

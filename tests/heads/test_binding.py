@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import heads as heads_package
 from heads import DraftHeads, create_heads
-from inference import Target
+from inference import Decoder, Target, generate
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -56,14 +59,11 @@ class TestBinding:
         assert heads.bind(model) is heads
         assert heads.target.model is model
 
-    def test_one_model_at_a_time(self, target: Target, saved: Path) -> None:
+    def test_the_last_binding_holds(self, target: Target) -> None:
         heads = create_heads("eagle3", target)
-        assert heads.bind(Target(target.model)).bind(target.model) is heads
-        other = tiny_target("llama", seed=1)
-        with pytest.raises(ValueError, match=r"bound to another model.*: load them again"):
-            heads.bind(other)
-        assert heads.target.model is target.model
-        assert DraftHeads.from_pretrained(saved).bind(other).target.model is other
+        other = Target(tiny_target("llama", seed=1))
+        assert heads.bind(other).target is other
+        assert heads.bind(target.model).target.model is target.model
 
     def test_heads_follow_their_target_to_its_device(self, saved: Path) -> None:
         heads = DraftHeads.from_pretrained(saved).to("meta")
@@ -88,6 +88,91 @@ class TestBinding:
         modules = set(map(id, heads.modules()))
         assert not modules & {id(module) for module in target.model.modules()}
         assert isinstance(heads.target.embed_tokens, nn.Embedding)
+
+
+class TestViews:
+    """What a decoder drafts with: the heads' own weights, bound to its target."""
+
+    def test_a_view_shares_the_weights_and_leaves_the_heads_alone(self, target: Target, saved: Path) -> None:
+        heads = DraftHeads.from_pretrained(saved)
+        view = heads.for_target(target)
+        assert type(view) is type(heads)
+        assert view.target is target
+        assert not heads._bound
+        assert view.config is heads.config
+        assert [id(p) for p in view.state_dict(keep_vars=True).values()] == [
+            id(p) for p in heads.state_dict(keep_vars=True).values()
+        ]
+
+    def test_one_set_of_heads_serves_several_models_and_threads(self, saved: Path) -> None:
+        heads = DraftHeads.from_pretrained(saved)
+        models = [tiny_target("llama", seed=seed) for seed in range(3)]
+        prompt, options = random_prompt(9), {"max_new_tokens": 24, "do_sample": False}
+        expected = [generate(model, None, prompt, **options).sequences for model in models]
+        decoders = [Decoder(model, heads) for model in models]
+        with ThreadPoolExecutor(3) as pool:
+            for _ in range(3):
+                found = list(pool.map(lambda decoder: decoder.generate(prompt, **options).sequences, decoders))
+                assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert not torch.equal(expected[0], expected[1])
+
+    def test_a_dropped_target_is_freed(self, saved: Path) -> None:
+        heads = DraftHeads.from_pretrained(saved)
+        target = Target(tiny_target("llama"))
+        freed = weakref.ref(target)
+        generate(target, heads, random_prompt(5), max_new_tokens=4, do_sample=False)
+        del target
+        gc.collect()
+        assert freed() is None
+
+
+class TestDtypes:
+    """Heads draft in the target's dtype, whatever their own is."""
+
+    def test_drafting_runs_in_the_targets_dtype(self, saved: Path) -> None:
+        heads = DraftHeads.from_pretrained(saved)
+        before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+        target = Target(tiny_target("llama", dtype=torch.bfloat16))
+        seen: list[torch.dtype] = []
+        heads.fc.register_forward_hook(lambda *call: seen.append(call[2].dtype))
+        decoder = Decoder(target, heads)
+        decoder.generate(random_prompt(9), max_new_tokens=8, do_sample=False)
+        assert decoder.drafter is not heads
+        assert set(seen) == {torch.bfloat16}
+        assert heads.dtype == torch.float32
+        assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())
+
+    def test_the_copy_is_kept_until_the_weights_change(self, saved: Path) -> None:
+        heads = DraftHeads.from_pretrained(saved)
+        targets = [Target(tiny_target("llama", dtype=torch.bfloat16, seed=seed)) for seed in range(2)]
+
+        def weight(target: Target) -> Tensor:
+            view = heads.for_target(target)
+            assert torch.equal(view.fc.weight, heads.fc.weight.to(torch.bfloat16))
+            assert torch.equal(view.draft_token_ids, heads.draft_token_ids)
+            return view.fc.weight
+
+        kept = weight(targets[0])
+        assert weight(targets[0]) is weight(targets[1]) is kept
+        with torch.no_grad():
+            heads.fc.weight.add_(1.0)
+        changed = weight(targets[0])
+        assert changed is not kept
+        heads.train()
+        heads.fc.weight.data.add_(1.0)  # as some optimizers write: torch does not count it
+        weight(targets[0])
+        heads.eval()
+        heads.load_state_dict({name: tensor + 1 for name, tensor in heads.state_dict().items()})
+        weight(targets[0])
+        heads.config.norm_output = True  # settings are shared
+        assert heads.for_target(targets[0]).config.norm_output
+
+    def test_what_belongs_in_float32_stays_so(self, saved: Path) -> None:
+        heads = DraftHeads.from_pretrained(saved)
+        heads._keep_in_fp32_modules_strict = {"offset"}
+        heads.fc.register_buffer("offset", torch.full((1,), 1 / 3))
+        view = heads.for_target(Target(tiny_target("llama", dtype=torch.bfloat16)))
+        assert (view.fc.weight.dtype, view.fc.offset.dtype) == (torch.bfloat16, torch.float32)
 
 
 class Int8Head(nn.Module):

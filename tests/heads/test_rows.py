@@ -21,7 +21,7 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.targets.encoding import encode
-from tests.heads.test_mtp_native import CASES, load
+from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import VOCAB_SIZE, tiny_target
 

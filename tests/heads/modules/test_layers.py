@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig
 
 from heads import create_heads
-from heads.decoder_config import decoder_settings
+from heads.config import decoder_settings
 from heads.eagle3 import Eagle3Config
 from heads.modules.layers import DraftCache, RMSNorm, RotaryEmbedding, rotate
 from inference import Target

@@ -281,7 +281,7 @@ def test_a_batch_is_its_rows(kind: str, tree: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_read_on_the_host(kind: str, tree: str) -> None:
     target = Target(tiny_target("llama"))
-    drafter = make_pair(kind, target).bind(target)
+    drafter = make_pair(kind, target).for_target(target)
     policy = resolve_policy(chain(2) if tree == "chain" else tree, drafter.max_depth)
     sampler = make_sampler(3, do_sample=True)
     tokens, counts = random_prompt(9, batch_size=3), torch.tensor([9, 4, 7])

@@ -304,14 +304,19 @@ def test_vocabularies_may_differ_by_padding(small_size: int) -> None:
     assert int(expected.max()) >= 96, "tokens that a vocabulary of 96 does not have"
 
 
-def test_one_small_model_drafts_for_targets_of_one_vocabulary() -> None:
-    small = tiny_target("llama")
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_one_small_model_drafts_for_targets_of_several_vocabularies(is_staged: bool) -> None:
     tokenizer = FakeTokenizer({"a": 0})
-    drafter = SmallModelDrafter(small, tokenizer=tokenizer, target_tokenizer=tokenizer)
-    drafter.bind(tiny_target("llama", vocab_size=96)).bind(tiny_target("llama", vocab_size=96, seed=1))
-    with pytest.raises(ValueError, match="vocabulary of 96 tokens already, and this one has 128: make another"):
-        drafter.bind(small)
-    assert drafter.num_target_tokens == 96
+    small = SmallModelDrafter(tiny_target("llama"), tokenizer=tokenizer, target_tokenizer=tokenizer)
+    drafter = StagedDrafter(small) if is_staged else small
+    assert drafter.for_target(Target(tiny_target("llama", seed=1))) is drafter
+    models = [tiny_target("llama", vocab_size=size, initializer_range=0.3) for size in (96, 128)]
+    decoders = [Decoder(model, drafter, tree="chain") for model in models]
+    prompt = random_prompt(9, vocab_size=90)
+    for model, decoder in zip(models, decoders, strict=True):
+        expected = generate(model, None, prompt, max_new_tokens=16, do_sample=False).sequences
+        assert torch.equal(decoder.generate(prompt, max_new_tokens=16, do_sample=False).sequences, expected)
+    assert small.num_target_tokens == 128
 
 
 class FakeTokenizer:
@@ -342,7 +347,7 @@ def test_vocabularies_that_do_not_fit_are_refused() -> None:
 
 def test_real_tokenizers_are_compared(chat_tokenizer: Any, chat_target: PreTrainedModel) -> None:
     drafter = SmallModelDrafter(chat_target, tokenizer=chat_tokenizer, target_tokenizer=chat_tokenizer)
-    assert drafter.bind(Target(chat_target)) is drafter
+    assert drafter.for_target(Target(chat_target)) is drafter
 
 
 def test_more_frontier_nodes_than_announced_are_refused() -> None:

@@ -49,9 +49,9 @@ class CountedPositions(nn.Module):
 def test_drafters_of_the_other_kind() -> None:
     small = SmallModelDrafter(decoder_only())
     with pytest.raises(ValueError, match="target is an encoder-decoder model, the small model a decoder-only model"):
-        small.bind(target_of("t5"))
+        small.for_target(target_of("t5"))
     with pytest.raises(ValueError, match="target is a decoder-only model, the small model an encoder-decoder model"):
-        small_model_of("t5", 2).bind(decoder_only())
+        small_model_of("t5", 2).for_target(Target(decoder_only()))
 
 
 def test_features() -> None:

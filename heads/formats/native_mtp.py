@@ -1,38 +1,36 @@
-"""MTP modules that a target brings in its own checkpoint, read into `mtp` heads.
+"""MTP modules in a target's own checkpoint, read for `heads.mtp`.
 
-transformers leaves these tensors out when it loads the target. They come under three sets of names, with their own
-conventions (the engines' and transformers' code agree but for position 0, whose embedding only the engines leave out):
+transformers leaves these tensors out when it loads the target. They come under three sets of names. The engines' and
+transformers' code agree on the conventions, except that only the engines zero the embedding of position 0.
 
     DeepSeek-V3, GLM-4-MoE   model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm, the layer's own}
     Qwen3-Next and later     mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0.{the layer's own}
     MiMo                     model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm, ...}
 
-The decoder layer inside is the target family's own class (`modules/stock_layer.py`). One module becomes a shared block,
-applied as often as the tree is deep; several become a block for each depth.
+The decoder layer of a module is the target family's own class (`heads/modules/stock_layer.py`). One module becomes a
+shared block, which a tree applies at every depth; several modules become a block for each depth.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from heads.modules.stock_layer import StockLayer
-from heads.mtp import FLOAT32_BUFFERS, MTPConfig, MTPHeads
+from heads.modules.stock_layer import find_family
 from inference.targets.target import Target
 
 # FastMTP (arXiv 2509.18362) trains a native module further with three applications.
 DEFAULT_NUM_STEPS = 3
+_OUTER_NORM = re.compile(r"blocks\.\d+\.(enorm|hnorm|norm)\.weight")
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -103,38 +101,43 @@ MIMO = Naming(
 )
 
 
-def load_native_heads(
-    path_or_hub_id: str | os.PathLike[str], target: Target | PreTrainedModel, **overrides: Any
-) -> MTPHeads:
-    """`MTPHeads.from_target_checkpoint`."""
-    if not isinstance(target, Target):
-        target = Target(target)
-    path = str(path_or_hub_id)
+@dataclass(frozen=True)
+class NativeModules:
+    """What a target's checkpoint says of its MTP modules.
+
+    Attributes:
+        settings: the keys of `MTPConfig` that the checkpoint decides or suggests.
+        tensors: by the names they have in `MTPHeads`.
+    """
+
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def read_native_modules(path: str, target: Target) -> NativeModules:
+    """Reads the MTP modules from the target's checkpoint, a folder or a hub id.
+
+    Raises:
+        ValueError: there is no MTP module, or one that cannot be used, with the reason.
+    """
     files = _find_tensors(path)
     naming, places = _find_modules(path, files, target.num_layers)
     num_blocks = 1 + max(index for index, _ in places.values())
-    settings = {**naming.settings, "share_block": num_blocks == 1}
-    settings["num_steps"] = DEFAULT_NUM_STEPS if num_blocks == 1 else num_blocks
-    settings["stock_layer"] = _describe_layers(target, num_blocks, [name for _, name in places.values()])
-    fixed = {"share_block", "stock_layer"} | ({"num_steps"} if num_blocks > 1 else set())
-    if refused := sorted(fixed & overrides.keys()):
-        raise ValueError(
-            f"{', '.join(refused)} cannot be chosen: the {num_blocks} MTP module(s) of {path} decide; leave it out"
-        )
+    settings = {
+        **naming.settings,
+        "share_block": num_blocks == 1,
+        "num_steps": DEFAULT_NUM_STEPS if num_blocks == 1 else num_blocks,
+        "stock_layer": _describe_layers(target, num_blocks, [name for _, name in places.values()]),
+    }
     try:
-        heads = MTPHeads(MTPConfig.from_target(target, **{**settings, **overrides}))
+        offset = find_family(settings["stock_layer"]).norm_offset
     except ValueError as error:
         raise ValueError(f"the MTP modules of {path} cannot be used: {error}") from error
-    cast(nn.Module, heads).to(target.dtype)
-    for name, buffer in heads.named_buffers():
-        if name.rpartition(".")[2] in FLOAT32_BUFFERS:
-            buffer.data = buffer.float()
     tensors = _read(path, files, places)
-    _add_norm_offset(heads, tensors)
-    _fill(path, heads, _merge_experts(tensors))
-    heads.init_state_gain(target)
-    heads.bind(target).eval()
-    return heads
+    for name, tensor in tensors.items():
+        if _OUTER_NORM.fullmatch(name):  # norms outside the layer are ours, which multiply by their weight only
+            tensors[name] = tensor.float() + offset
+    return NativeModules(settings, _merge_experts(tensors))
 
 
 def _find_tensors(path: str) -> dict[str, str]:
@@ -204,15 +207,6 @@ def _read(path: str, files: dict[str, str], places: dict[str, tuple[int, str]]) 
     return tensors
 
 
-def _add_norm_offset(heads: MTPHeads, tensors: dict[str, Tensor]) -> None:
-    """Norms outside the layer are ours, which multiply by their weight alone."""
-    for index, block in enumerate(heads.each_block):
-        assert isinstance(block.layer, StockLayer)
-        for part in ("enorm", "hnorm", "norm"):
-            if (name := f"blocks.{index}.{part}.weight") in tensors:
-                tensors[name] = tensors[name].float() + block.layer.family.norm_offset
-
-
 def _merge_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """One tensor per expert and matrix, as checkpoints have them, into the stacks transformers keeps: gate_up_proj
     [experts, 2I, D] and down_proj [experts, D, I]."""
@@ -231,19 +225,3 @@ def _merge_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         merged[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
         merged[f"{prefix}.down_proj"] = torch.stack([matrices["down_proj", n] for n in numbers])
     return merged
-
-
-def _fill(path: str, heads: MTPHeads, tensors: dict[str, Tensor]) -> None:
-    wanted = {name: tensor for name, tensor in heads.state_dict().items() if name != "state_gain"}
-    problems = {
-        "missing": sorted(wanted.keys() - tensors.keys()),
-        "unexpected": sorted(tensors.keys() - wanted.keys()),
-        "of another shape": sorted(n for n in wanted.keys() & tensors if wanted[n].shape != tensors[n].shape),
-    }
-    if any(problems.values()):
-        found = "; ".join(f"{what}: {', '.join(names[:5])}" for what, names in problems.items() if names)
-        raise ValueError(
-            f"{path}: its MTP tensors do not fill the decoder layer of this target ({found}). Is it the target's own "
-            "checkpoint, and does this release of transformers know its layers?"
-        )
-    heads.load_state_dict(tensors, strict=False)

@@ -396,7 +396,7 @@ class TestRefusals:
 
     def test_what_the_checkpoint_decides(self, tmp_path: Path) -> None:
         model = self.write(self.tensors(), tmp_path)
-        with pytest.raises(ValueError, match=r"share_block cannot be chosen: the 1 MTP module"):
+        with pytest.raises(ValueError, match=r"share_block cannot be chosen: the MTP modules of"):
             MTPHeads.from_target_checkpoint(tmp_path, model, share_block=False)
         assert (
             len(

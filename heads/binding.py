@@ -1,0 +1,95 @@
+"""Binding heads to a target: whether they fit it, and copies of their weights in its dtype and on its device."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from heads.config import DraftHeadsConfig, name_of_target
+from inference.targets.target import Target
+
+
+def check_fit(config: DraftHeadsConfig, target: Target) -> None:
+    """Refuses a target that heads with this config cannot draft for.
+
+    Raises:
+        ValueError: the target is an encoder-decoder model, has several widths, or differs from the heads' own target
+            in width, vocabulary or number of layers.
+    """
+    name = type(target.model).__name__
+    if target.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder model, and trained heads draft for decoder-only targets: draft with a "
+            "SmallModelDrafter or an NgramDrafter"
+        )
+    embedding_size = target.embed_tokens(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
+    if {embedding_size, target.state_size} != {target.hidden_size}:
+        raise ValueError(
+            f"{name} has embeddings of width {embedding_size}, layers of {target.hidden_size} and last states of "
+            f"{target.state_size} (OPT's word_embed_proj_dim), and trained heads need one width: draft with a "
+            "SmallModelDrafter or an NgramDrafter, or use another target"
+        )
+    for what, mine, theirs in (
+        ("hidden size", config.target_hidden_size, target.hidden_size),
+        ("vocabulary size", config.target_vocab_size, target.vocab_size),
+        ("number of layers", config.target_num_layers, target.num_layers),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"these {config.head_type} heads were made for a target with {what} {mine}, this target "
+                f"({name_of_target(target) or name}) has {theirs}: load the target the heads were trained for "
+                f"({config.target_name_or_path or 'not recorded'}), or train new heads"
+            )
+
+
+@dataclass
+class _Copy:
+    """originals: the tensors that were copied, held so that no other tensor takes their place in memory. state: what
+    tells whether their values have changed. parts: the copied module's `_modules`, `_parameters` and `_buffers`."""
+
+    originals: list[Tensor]
+    state: list[tuple[int, int, int]]
+    parts: dict[str, Any]
+
+
+class WeightCopies:
+    """Copies of one module's weights in other dtypes and on other devices.
+
+    A copy is kept until the weights change: an in-place change counts up a tensor's version, and replaced memory has
+    another address. Optimizers that write through `.data` show neither, so `forget` is called when training begins.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.dtype, torch.device], _Copy] = {}
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+    @torch.no_grad()
+    def make(self, module: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """`module`'s `_modules`, `_parameters` and `_buffers` on `device`, floating tensors in `dtype`.
+
+        The module's config is shared, and tensors that it keeps in float32 stay so.
+        """
+        named = [*module.named_parameters(), *module.named_buffers()]
+        tensors = [tensor for _, tensor in named]
+        has_versions = not any(tensor.is_inference() for tensor in tensors)
+        state = [(id(x), x.data_ptr(), x._version) for x in tensors] if has_versions else []
+        kept = self._kept.get((dtype, device))
+        if kept is not None and has_versions and kept.state == state and not module.training:
+            return kept.parts
+        memo: dict[int, Any] = {id(module.config): module.config}
+        wide = module._keep_in_fp32_modules_strict or ()
+        for name, tensor in named:
+            is_cast = tensor.is_floating_point() and name.rpartition(".")[2] not in wide
+            moved = tensor.to(device, dtype if is_cast else tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
+        parts = {name: copy.deepcopy(vars(module)[name], memo) for name in ("_modules", "_parameters", "_buffers")}
+        self._kept[dtype, device] = _Copy(tensors, state, parts)
+        return parts
