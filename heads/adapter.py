@@ -1,7 +1,7 @@
-"""The adapter that heads were trained with (Medusa-2): where it is stored, and how a target gets it.
+"""The target's adapter that heads were trained with (Medusa-2): where it is stored, and how a target gets it.
 
-Heads whose target was trained along with them draft for the target with that adapter. They keep it beside their own
-weights, in PEFT's format:
+Heads that were trained jointly with an adapter of the target draft for the target with that adapter. It is stored
+beside their weights, in PEFT's format:
 
     config.json, model.safetensors                               the heads
     adapter/adapter_config.json, adapter/adapter_model.safetensors   the target's adapter
@@ -24,9 +24,9 @@ from transformers.utils.hub import cached_file
 FOLDER = "adapter"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)
-_MERGED = "_draftsmith_adapter"  # attribute of a model: which adapter its weights contain
-_HASH = "_draftsmith_adapter_hash"  # attribute of a model: `hash_adapter` of the one that `load_adapter` has given it
-# What of an adapter's configuration decides, besides its weights, what the target computes.
+_MERGED = "_draftsmith_adapter"  # attribute of a model: the adapter merged into its weights
+_HASH = "_draftsmith_adapter_hash"  # attribute of a model: `hash_adapter` of the adapter that `load_adapter` gave it
+# The keys of an adapter's configuration that change what the target computes.
 _OF_THE_MODEL = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 _INSTALL_HINT = "these heads come with an adapter of the target, which needs peft: pip install 'draftsmith[peft]'"
 
@@ -36,8 +36,8 @@ class StoredAdapter:
     """An adapter beside heads that were loaded.
 
     Attributes:
-        heads: folder or hub id of the heads.
-        folder: of the adapter in it.
+        heads: the heads' folder or hub id.
+        folder: the adapter's folder in it.
         hub: keywords of a download, such as `revision` and `token`.
     """
 
@@ -46,10 +46,10 @@ class StoredAdapter:
     hub: dict[str, Any] = field(default_factory=dict)
 
     def find(self) -> Path:
-        """Its local folder; from the hub it is downloaded.
+        """The adapter's local folder; from the hub it is downloaded.
 
         Raises:
-            ValueError: when the heads come without it.
+            ValueError: the adapter is not beside the heads.
         """
         hub = {**self.hub}
         subfolder = "/".join(part for part in (hub.pop("subfolder", ""), self.folder) if part)
@@ -58,36 +58,39 @@ class StoredAdapter:
         except OSError as error:
             raise ValueError(
                 f"the heads of {self.heads} draft for a target with an adapter, which is not in their folder "
-                f"{subfolder!r} ({error}): copy or download that folder, too"
+                f"{subfolder!r} ({error}): copy or download that folder as well"
             ) from error
         return files[0].parent
 
 
 def find_adapter_of(heads: str) -> Path | None:
-    """The local folder of the adapter that the heads of a folder or hub id were trained with; None = without any.
+    """The local folder of the adapter that stored heads were trained with; None = without an adapter.
+
+    Args:
+        heads: their folder or hub id.
 
     Raises:
-        ValueError: when it is missing.
+        ValueError: the adapter is missing.
     """
     folder = PreTrainedConfig.get_config_dict(heads)[0].get("target_adapter")
     return StoredAdapter(heads, folder).find() if folder else None
 
 
 def hash_adapter(folder: Path) -> str:
-    """A short name for what a stored adapter makes of a target, wherever it is stored."""
+    """A short name of a stored adapter that depends only on its weights and settings."""
     settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     kept = json.dumps({name: settings.get(name) for name in _OF_THE_MODEL}, sort_keys=True)
     return hashlib.sha256(kept.encode() + (folder / WEIGHTS_FILE).read_bytes()).hexdigest()[:16]
 
 
 def find_adapter_hash(model: nn.Module) -> str | None:
-    """`hash_adapter` of the adapter that `load_adapter` has given a model; None = it has none of it."""
+    """`hash_adapter` of the adapter that `load_adapter` gave a model; None = it gave it none."""
     found: str | None = getattr(model, _HASH, None)
     return found
 
 
 def write_adapter(adapter: StoredAdapter | nn.Module, folder: Path) -> None:
-    """Into a new folder: a copy of a stored adapter, or those of a PEFT model."""
+    """Writes an adapter into a new folder: a stored one, or the adapter of a PEFT model."""
     if isinstance(adapter, StoredAdapter):
         source = adapter.find()
         folder.mkdir()
@@ -97,35 +100,36 @@ def write_adapter(adapter: StoredAdapter | nn.Module, folder: Path) -> None:
         model: Any = adapter
         # "auto" would ask the hub whether the vocabulary has grown.
         model.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / "README.md").unlink()  # a form that nobody has filled in
+        (folder / "README.md").unlink()  # an empty model card
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether PEFT has added something to a model, or `load_adapter` has changed its weights."""
+    """Whether a model has an adapter of PEFT, or one that `load_adapter` merged into its weights."""
     return bool(getattr(model, "peft_config", None)) or hasattr(model, _MERGED)
 
 
 def load_adapter(model: nn.Module, folder: Path, *, merge: bool) -> nn.Module:
-    """A frozen PEFT model around `model`, whose layers are changed in place; with `merge`, `model` itself, with the
-    adapter added to its weights (once, however often it is asked for).
+    """A frozen PEFT model around `model`, whose layers are changed in place.
+
+    With `merge`: `model` itself, with the adapter added to its weights; a second call adds nothing.
 
     Raises:
-        ValueError: the model has other adapters already, or this one does not fit; peft is not installed.
+        ValueError: the model has an adapter already, this one does not fit it, or peft is not installed.
     """
     place = str(folder.resolve())
     if merge and getattr(model, _MERGED, None) == place:
         return model
     if is_adapted(model):
         raise ValueError(
-            "the target has adapters already, and heads bring the one they were trained with: give the target as it "
-            "was loaded (model.unload() takes adapters out again)"
+            "the target has adapters already, and these heads bring their own: give the target as it was loaded "
+            "(model.unload() removes adapters)"
         )
     try:
         from peft import PeftModel
     except ImportError as error:
         raise ValueError(_INSTALL_HINT) from error
     try:
-        # In the target's dtype, like its other weights: PEFT would keep half precision in float32.
+        # In the target's dtype, like its other weights; PEFT would store half precision in float32.
         adapted: Any = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
     except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"the adapter in {folder} does not fit the target, or is damaged: {error}") from error

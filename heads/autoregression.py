@@ -1,10 +1,10 @@
-"""Drafting level by level with one decoder layer that reads its own outputs: what the EAGLE kinds have in common.
+"""The EAGLE kinds' common base: one decoder layer that drafts level by level by reading its own outputs.
 
-Legend: B batch, T sequence length, S slots handed over, W frontier nodes, D hidden size, F feature width, R scratch
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, F feature width, R scratch
 rows of the tree, K unroll steps.
 
 Slot t pairs a state of position t with the embedding of x_{t+1} and predicts x_{t+2} (EAGLE, arXiv 2401.15077, section
-3.1). The state of a certain slot is made of the target's features; that of a drafted node is its parent's output.
+3.1). The state of an accepted slot comes from the target's features; that of a drafted node is its parent's output.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from inference.drafters.base import DraftLogits
 
 
 class AutoregressionConfig(DecoderConfig):
-    """Args:
-    ttt_steps: steps of the unroll in training, each on the outputs of the one before.
-    **kwargs: those of `DecoderConfig`.
+    """The settings that the EAGLE kinds share.
+
+    Args:
+        ttt_steps: steps of the unroll in training; each reads the outputs of the step before.
+        **kwargs: those of `DecoderConfig`.
     """
 
     def __init__(self, *, ttt_steps: int = 1, **kwargs: Any) -> None:
@@ -38,11 +40,16 @@ class AutoregressionConfig(DecoderConfig):
 
 @dataclass
 class AutoregressionState:
-    """cache: the draft layer's keys and values, with R scratch rows.
-    hidden: [B, 1 + R, D] outputs (the next nodes' states) of the last certain slot and behind it of each scratch row.
-    ancestors: [B, 1 + R, R] which scratch rows each of these sees. Both have one size for all levels, and what tells
-    levels apart are tensors, so that one compiled graph serves every level: base [1], where the last frontier begins in
-    `hidden`; depth [1], how many levels there are so far."""
+    """The state of one batch. Tensors of fixed shape tell levels apart, so that one compiled graph serves every level.
+
+    Attributes:
+        cache: the draft layer's keys and values, with R scratch rows.
+        hidden: [B, 1 + R, D] outputs of the last accepted slot (row 0) and of each scratch row: their children's
+        states.
+        ancestors: [B, 1 + R, R] bool, which scratch rows each row of `hidden` sees.
+        base: [1], where the last frontier begins in `hidden`.
+        depth: [1], how many levels there are so far.
+    """
 
     cache: DraftCache
     hidden: Tensor
@@ -52,7 +59,7 @@ class AutoregressionState:
 
 
 class AutoregressionHeads(DraftHeads):
-    """One draft layer that is fed what it has put out. A kind says what its layer reads and how its outputs are scored.
+    """One draft layer that reads its own outputs. A kind defines what the layer reads and how its outputs are scored.
 
     Attributes:
         detaches_steps: whether gradients stop between the steps of an unroll.
@@ -67,15 +74,15 @@ class AutoregressionHeads(DraftHeads):
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [..., F], in any dtype -> states of certain slots [..., D] in the heads' dtype."""
+        """The target's features [..., F], in any dtype -> states of accepted slots [..., D] in the heads' dtype."""
 
     @abstractmethod
     def prepare(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens' embeddings and the slots' states, both [..., D] -> the layer's residual [..., D] and what its
-        attention reads [..., its input size]."""
+        """Embeddings of tokens and states of slots, both [..., D] -> the layer's residual [..., D] and the input of its
+        attention [..., input size]."""
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The output of a slot [..., D]: what is scored, and the state of the slots below it."""
+        """The output of a slot [..., D], which is scored and is its children's state."""
         return self.layer.finish(residual, attended)
 
     @abstractmethod
@@ -89,9 +96,11 @@ class AutoregressionHeads(DraftHeads):
         return int(self.config.ttt_steps)
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        """The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2) or harmonized context alignment (HASS, arXiv
-        2408.15766, section 3.2): step k's tokens are teacher-forced, shifted left by k; its states are step k - 1's
-        outputs; its RoPE positions are t + k."""
+        """The training-time test (EAGLE-3, arXiv 2503.01840, section 3.2), or harmonized context alignment (HASS, arXiv
+        2408.15766, section 3.2).
+
+        Step k reads the data's tokens shifted left by k, step k - 1's outputs as states, and RoPE positions t + k.
+        """
         batch, length = input_ids.shape
         state = self.fuse(features)
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
@@ -160,10 +169,10 @@ class AutoregressionHeads(DraftHeads):
         width, cache, attention = token_ids.shape[1], state.cache, self.layer.self_attn
         rows = (state.base + parents)[..., None]
         above = state.hidden.gather(1, rows.expand(-1, -1, state.hidden.shape[-1]))
-        own = cache.used_scratch + torch.arange(width, device=above.device)  # the scratch rows of this level
+        own = cache.used_scratch + torch.arange(width, device=above.device)  # this level's scratch rows
         itself = own[:, None] == torch.arange(cache.num_scratch, device=above.device)
         ancestors = state.ancestors.gather(1, rows.expand(-1, -1, cache.num_scratch)) | itself
-        # The last certain slot is lengths - 1; level d of the tree stands d slots behind it.
+        # The last accepted slot is lengths - 1, and level d of the tree is d slots after it.
         positions = (cache.lengths[:, None] + state.depth).expand(-1, width)
         residual, inputs = self.prepare(self.embed(token_ids), above)
         q, keys, values = attention.project(inputs, positions)

@@ -1,19 +1,18 @@
 """Block drafters: a whole block of tokens from one pass of a few draft layers.
 
-DFlash (arXiv 2602.06036), and by switches of `BlockConfig` DSpark (2607.05147), JetSpec (2606.18394) and
+These are DFlash (arXiv 2602.06036) and, by options of `BlockConfig`, DSpark (2607.05147), JetSpec (2606.18394) and
 path-conditioned trees (PCTree, 2608.02123).
 
-Legend: B batch, T sequence length, A anchors of a sequence, N block size, K depths, S slots handed over, D hidden size,
+Legend: B batch, T sequence length, A anchors of a sequence, N block size, K depths, S slots of one call, D hidden size,
 F fused features, R rank of the Markov bias, W frontier nodes, V target vocabulary.
 
-Slot t pairs the features of position t with x_{t+1}. x_{t+1} is a block's anchor: the token that is certain, and whose
-own features are not known yet. The block is [x_{t+1}, MASK, ...] at RoPE positions t + 1, t + 2, ...; its N queries
-see the fused features of positions 0 to t as further keys and values, and their own block. Row k predicts x_{t+1+k}
-(DFlash: rows 1 to N - 1, so K = N - 1), or x_{t+2+k} (DSpark's anchor prediction: all rows, so K = N).
+Slot t pairs the features of position t with x_{t+1}, the anchor of a block: an accepted token whose features are not
+known yet. The block is [x_{t+1}, MASK, ...] at RoPE positions t + 1, t + 2, ... Its N queries see keys and values of
+the fused features of positions 0 to t, and their own block. Row k predicts x_{t+1+k} (DFlash: rows 1 to N - 1, so K = N
+- 1), or x_{t+2+k} (DSpark's anchor prediction: all rows, so K = N).
 
-Worked example, N = 4 behind slot 5: the block stands at positions 6 to 9, sees features 0 to 5, and DFlash predicts
-x_7, x_8, x_9; with anchor prediction x_10 as well.
-"""
+Worked example, N = 4 after slot 5: the block has positions 6 to 9 and sees features 0 to 5. DFlash predicts x_7, x_8
+and x_9; with anchor prediction also x_10."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ from heads.modules.vocabulary import mean_embedding, principal_embeddings
 from inference.drafters.base import DraftLogits
 from inference.targets.target import Target
 
-# Loss weights fall to 1/e over this many rows (DFlash: 7, 5 and 4 for blocks of 16, 10 and 8).
+# Rows over which loss weights fall to 1/e, by block size (DFlash).
 DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
 def default_loss_decay(block_size: int) -> float:
-    """gamma of the loss weights exp(-(k - 1) / gamma): the paper's where it gives one, half the block elsewhere.
+    """gamma of the loss weights exp(-(k - 1) / gamma): the paper's value, or half the block where it gives none.
 
     >>> default_loss_decay(16), default_loss_decay(6)
     (7.0, 3.0)
@@ -48,8 +47,8 @@ def default_loss_decay(block_size: int) -> float:
 
 
 def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
-    """Tapped layers: outputs of the second to the third-last one at even distances, as in DFlash's code; fewer where
-    these collide.
+    """Tapped layers: evenly spaced from the second layer to the third-last one, as in DFlash's code; fewer where these
+    collide.
 
     >>> spaced_feature_layers(36), spaced_feature_layers(16), spaced_feature_layers(6)
     ([2, 10, 18, 26, 34], [2, 5, 8, 11, 14], [2, 3, 4])
@@ -61,25 +60,27 @@ def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
 
 
 class BlockConfig(DecoderConfig):
-    """Args:
-    block_size: N, tokens of a block, its anchor included (DFlash: 16, 10 or 8; small targets: 6 to 8).
-    num_layers: draft layers (DFlash: 5; a small target does with 2).
-    num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In eval mode
-        the draw is always the same.
-    loss_decay: gamma; the step that predicts k tokens ahead of the anchor weighs exp(-(k - 1) / gamma). None = by block
-        size. The training option `step_decay` takes its place when given.
-    predicts_at_anchor: the anchor's row predicts the token behind it, as every row does its own (DSpark).
-    markov_rank: R, of the bias W2 W1[x_{k-1}] that the token before adds to the logits (DSpark: 256); 0 = none. In
-        trees every node has its own (PCTree).
-    has_confidence: train a head for the chance that each depth's token is accepted, given that those before it are
-        (DSpark). In a tree every node has its own; it weighs these heads in a `MergedDrafter`, and see the next option.
-    confidence_threshold: with that head, nodes below the root's children are left out whose chance of being reached and
-        accepted, the product of the confidences along the path, is smaller than this: how many drafted tokens are
-        verified then follows the text (DSpark). None = off, the default: trees have fixed shapes, in which a node left
-        out saves no time, though in a dynamic tree others take its place. May be changed between texts:
-        `from_pretrained(path, confidence_threshold=0.1)`, or in `heads.config`.
-    is_causal: a block's rows see only those before them (JetSpec).
-    **kwargs: those of `DecoderConfig`.
+    """The settings of block drafters.
+
+    Args:
+        block_size: N, tokens of a block, its anchor included (DFlash: 16, 10 or 8; small targets: 6 to 8).
+        num_layers: draft layers (DFlash: 5; for a small target 2 are enough).
+        num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In eval
+            mode the draw is always the same.
+        loss_decay: gamma; the step that predicts k tokens after the anchor weighs exp(-(k - 1) / gamma). None = by
+            block size. The training option `step_decay` overrides it.
+        predicts_at_anchor: the anchor's row predicts the token after the anchor, and every row the token after its own
+            (DSpark).
+        markov_rank: R, of the bias W2 W1[x_{k-1}] that the previous token adds to the logits (DSpark: 256); 0 = none.
+            In trees every node has its own previous token (PCTree).
+        has_confidence: train a head for the chance that a depth's token is accepted if all before it are (DSpark). In a
+            tree every node has its own confidence. A `MergedDrafter` weighs these heads with it.
+        confidence_threshold: needs that head. Nodes below the root's children are left out if their chance of being
+            accepted, the product of the confidences along the path, is smaller than this (DSpark). None = off, the
+            default: trees have fixed shapes, so a node left out saves no time, though a dynamic tree fills its place.
+            May be changed between texts: `from_pretrained(path, confidence_threshold=0.1)`, or in `heads.config`.
+        is_causal: a block's rows see only the rows before them (JetSpec).
+        **kwargs: those of `DecoderConfig`.
     """
 
     model_type = "draftsmith_block"
@@ -124,7 +125,11 @@ class BlockConfig(DecoderConfig):
         self.check_settings()
 
     def check_settings(self) -> None:
-        """Those that may have been changed since; a ValueError says which one cannot be used."""
+        """Checks the settings that may be changed between texts.
+
+        Raises:
+            ValueError: naming the setting that cannot be used.
+        """
         threshold = self.confidence_threshold
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null to leave nothing out")
@@ -145,11 +150,16 @@ class BlockConfig(DecoderConfig):
 
 @dataclass
 class BlockState:
-    """caches: of each draft layer, the keys and values of the fused features, with N scratch rows for the block.
-    chances: [B, room for a frontier] float32; the first W entries are those that a child of each node of the last
-    frontier is reached and accepted. threshold: as in the config, of which compiled graphs would not see a change.
-    hidden: [B, K, D] normed states of all depths behind the last certain slot; logits: [B, K, V] of them, without the
-    Markov bias."""
+    """The state of one batch.
+
+    Attributes:
+        caches: each draft layer's keys and values of the fused features, with N scratch rows for the block.
+        chances: [B, room for a frontier] float32; its first W entries are the chances that a child of each node of the
+            last frontier is accepted.
+        threshold: the config's at the start of the text; compiled graphs would not see a later change.
+        hidden: [B, K, D] normed states of all depths after the last accepted slot.
+        logits: [B, K, V] of these states, without the Markov bias.
+    """
 
     caches: list[DraftCache]
     chances: Tensor
@@ -188,13 +198,13 @@ class BlockHeads(DraftHeads):
 
     @property
     def default_step_decay(self) -> float:  # type: ignore[override]
-        """Of one step to the next: the weights exp(-(k - 1) / gamma) as powers."""
+        """The factor from one step to the next of the weights exp(-(k - 1) / gamma)."""
         return math.exp(-1 / (self.config.loss_decay or default_loss_decay(self.config.block_size)))
 
     def init_from_target(self, target: Target) -> None:
-        """The LM head's rows expect states of the final norm's scale; MASK starts among the target's embeddings. So
-        does the Markov bias, with what they say of each token: from random numbers it learns far less of a few
-        million tokens (docs/training.md)."""
+        """The LM head expects states of the final norm's scale, so the norm starts from the target's. MASK and the
+        Markov bias start from the target's embeddings; from random numbers the bias learns far less in a few million
+        tokens."""
         with torch.no_grad():
             if (gain := target.final_norm_gain()) is not None:
                 self.norm.weight.copy_(gain)
@@ -203,7 +213,7 @@ class BlockHeads(DraftHeads):
                 known = principal_embeddings(target, self.config.markov_rank)
                 self.markov.embedding.weight[:, : known.shape[1]] = known
 
-    # What training and decoding share.
+    # Used by training and decoding.
 
     def fuse(self, features: Tensor) -> Tensor:
         """[B, S, F] -> [B, S, D]."""
@@ -215,12 +225,12 @@ class BlockHeads(DraftHeads):
         return torch.cat([self.embed(anchors)[:, :, None], masks], dim=2).flatten(1, 2)
 
     def mask_of_block(self) -> Tensor:
-        """[N, N] bool: which rows of its block each row sees."""
+        """[N, N] bool, which rows of its block each row sees."""
         seen = torch.ones(self.config.block_size, self.config.block_size, dtype=torch.bool, device=self.device)
         return seen.tril() if self.config.is_causal else seen
 
     def join(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Normed states [B, A or 1, D], with W1 of the tokens before [B, A] behind them if there is a Markov bias:
+        """Normed states [B, A or 1, D] and, if there is a Markov bias, W1 of the previous tokens [B, A]: together
         [B, A, D + R]."""
         if self.markov is None:
             return hidden
@@ -228,7 +238,7 @@ class BlockHeads(DraftHeads):
         return torch.cat([hidden.expand(-1, bias.shape[1], -1), bias], dim=-1)
 
     def score(self, state: Tensor) -> Tensor:
-        """[..., V] of what `join` returns."""
+        """The result of `join` [..., D + R] -> logits [..., V]."""
         if self.markov is None:
             return self.score_as_target(state)
         hidden, before = state.split([self.config.hidden_size, self.config.markov_rank], dim=-1)
@@ -246,7 +256,7 @@ class BlockHeads(DraftHeads):
         return self._unroll_at(features, input_ids, slots)
 
     def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
-        """Blocks behind the given slots [B, A] (-1: padding; None: all) of every sequence."""
+        """Blocks after the given slots [B, A] of every sequence (-1: padding; None: all slots)."""
         (batch, length), size = input_ids.shape, self.config.block_size
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
         real = positions if slots is None else slots.clamp(min=0)

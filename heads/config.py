@@ -1,4 +1,4 @@
-"""What a set of draft heads records about itself and about the target it was made for."""
+"""Configurations of draft heads: what every kind records, and the shape of draft decoder layers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 class DraftHeadsConfig(PreTrainedConfig):
-    """What every kind of heads records about itself and the target it was made for.
+    """What every kind of heads records about itself and about the target it was made for.
 
     Args:
-        target_name_or_path: where the target came from (a note for people; never loaded by itself).
+        target_name_or_path: where the target came from. A note for people: nothing loads it.
         target_model_type: the target's `model_type`.
-        target_hidden_size: the target's hidden size; 0, as in the next two, when there is no target yet.
+        target_hidden_size: the target's hidden size. This and the next two are 0 when there is no target yet.
         target_vocab_size: rows of the target's LM head.
         target_num_layers: the target's number of decoder layers.
         feature_layers: tapped layers, as indices into transformers' `hidden_states` (0 = embeddings, n = post-norm).
-        target_adapter: folder, beside the heads' own files, of the adapter that the target was trained with
-            (`heads.adapter`); None = they draft for the target as it is.
+        target_adapter: the folder, beside the heads' own files, of the adapter that the target was trained with
+            (`heads.adapter`); None = the heads draft for the target as it is.
         format_version: version of the checkpoint layout.
         **kwargs: keys of `PreTrainedConfig`; any other key is an error.
 
@@ -116,10 +116,13 @@ def name_of_target(target: Target) -> str:
 
 
 class DecoderConfig(DraftHeadsConfig):
-    """Args:
-    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps, rope_parameters,
-    max_position_embeddings: the draft layers' shape; `from_target` takes the target's unless overridden.
-    **kwargs: as in `DraftHeadsConfig`.
+    """The settings of kinds with draft decoder layers.
+
+    Args:
+        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps,
+        rope_parameters,
+        max_position_embeddings: the draft layers' shape; `from_target` takes the target's unless overridden.
+        **kwargs: as in `DraftHeadsConfig`.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class DecoderConfig(DraftHeadsConfig):
 
 
 def check_attention_shape(num_attention_heads: int, num_key_value_heads: int, head_dim: int) -> None:
-    """Raises ValueError for numbers that no attention layer can have."""
+    """Raises ValueError for a shape that no attention layer can have."""
     if num_attention_heads % num_key_value_heads:
         raise ValueError(
             f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
@@ -167,16 +170,15 @@ def check_attention_shape(num_attention_heads: int, num_key_value_heads: int, he
 
 
 def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
-    """The shape a draft decoder layer inherits from a target's (text) config: heads, head size, MLP width, activation,
-    RoPE and norm settings, each under the name the heads' config uses."""
+    """The shape that a draft decoder layer inherits from a target's (text) config, under the heads' own keys."""
     num_heads = int(config.num_attention_heads)
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if per_layer_type := [value for value in rope.values() if isinstance(value, dict)]:  # Gemma 3
         rope = rope.get("full_attention", per_layer_type[0])
-    # The draft layer turns whole heads, whatever share of them the target turns.
+    # The draft layer rotates whole heads, also where the target rotates a part of each.
     rope = {key: value for key, value in rope.items() if value is not None and key != "partial_rotary_factor"}
     if rope.get("rope_type") in ("dynamic", "longrope"):
-        # Both scale by the length of the whole pass, which slots drafted one by one do not have.
+        # Both scale by the length of the whole pass, which a slot drafted by itself does not know.
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu"
     norm_eps = next(

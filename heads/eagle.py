@@ -1,13 +1,14 @@
-"""EAGLE-1 (arXiv 2401.15077): one decoder layer that continues the target's last states, read by the target's LM head.
+"""EAGLE-1 (arXiv 2401.15077): one decoder layer continues the target's last states, and the target's LM head scores
+them.
 
 Legend: D hidden size, V target vocabulary.
 
-Slot t pairs f_t, the target's post-norm last state of position t, with the embedding of x_{t+1}: the layer, which has
-no input norm, reads z = fc([emb(x_{t+1}); f_t]) and puts out an estimate of f_{t+1}, from which the target's own LM
-head (frozen, borrowed, never saved; no norm before it) predicts x_{t+2}. In a tree the f of a drafted node is its
-parent's output. How a layer drafts on its own outputs: `autoregression.py`.
+Slot t pairs f_t, the target's post-norm last state of position t, with the embedding of x_{t+1}. The layer, which has
+no input norm, reads z = fc([emb(x_{t+1}); f_t]) and returns an estimate of f_{t+1}. From it the target's own LM head
+(frozen, borrowed, never saved; no norm before it) predicts x_{t+2}. In a tree the f of a drafted node is its parent's
+output; `autoregression.py` has the drafting.
 
-EAGLE-2 (arXiv 2406.16858) is these weights under `inference.DynamicTree`. HASS (arXiv 2408.15766) is these weights
+EAGLE-2 (arXiv 2406.16858) is these weights with `inference.DynamicTree`. HASS (arXiv 2408.15766) is these weights
 trained with `ttt_steps=3` and `topk_distillation` in the loss: configs/train/hass-chat-13m.yaml.
 """
 
@@ -23,18 +24,20 @@ from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftAttention, DraftLayer
 from inference.targets.target import Target
 
-NOISE_LENGTH = 512  # sequences of so many tokens get noise of the width the config says
-# Fields of older checkpoints; the loss is an option of the training now.
+NOISE_LENGTH = 512  # tokens of a sequence that gets noise of the config's width
+# Keys of older checkpoints; the loss is now a training option.
 FORMER_LOSS_WEIGHTS = {"feature_loss_weight": 1.0, "token_loss_weight": 0.1}
 
 
 class EagleConfig(AutoregressionConfig):
-    """Args:
-    ttt_steps: aligned steps in training: 1 = EAGLE-1, 3 = HASS.
-    fc_bias: whether fc has a bias. The authors' code has one; vLLM drops it, so heads meant for export have none.
-    feature_noise: width of the uniform noise on the target's states in training, for sequences of 512 tokens; it is
-        scaled by 512 / length of the padded batch (the authors' code scales by each sequence's own; 0 = no noise).
-    **kwargs: as in `AutoregressionConfig`.
+    """The settings of EAGLE-1, EAGLE-2 and HASS heads.
+
+    Args:
+        ttt_steps: aligned steps in training: 1 = EAGLE-1, 3 = HASS.
+        fc_bias: whether fc has a bias. The authors' code has one. vLLM drops it, so heads meant for export have none.
+        feature_noise: width of the uniform noise on the target's states in training, for sequences of 512 tokens; 0 =
+            no noise. The width is scaled by 512 / length of the padded batch (in the authors' code, of each sequence).
+        **kwargs: those of `AutoregressionConfig`.
     """
 
     model_type = "draftsmith_eagle"
@@ -53,7 +56,7 @@ class EagleConfig(AutoregressionConfig):
         for name, usual in FORMER_LOSS_WEIGHTS.items():
             if (value := kwargs.pop(name, usual)) != usual:
                 raise ValueError(
-                    f"{name} is {value}, and the loss is no longer a field of EAGLE's configuration: leave it out, and "
+                    f"{name} is {value}, and the loss is no longer a key of EAGLE's configuration: leave it out, and "
                     f"train with the option loss_type (the paper's: {EagleHeads.default_loss})"
                 )
         self.fc_bias = fc_bias
@@ -71,7 +74,7 @@ class EagleConfig(AutoregressionConfig):
 
 
 class EagleLayer(DraftLayer):
-    """A decoder layer without an input norm: its residual is what q, k and v read."""
+    """A decoder layer without an input norm: q, k and v read its residual."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -85,7 +88,7 @@ class EagleHeads(AutoregressionHeads):
     config_class = EagleConfig
     default_loss = "smooth_l1+0.1*distillation"  # section 3.2: w_cls 0.1
     estimates_states = True
-    # The authors of HASS weigh all steps alike, and take what a step puts out as data for the next one.
+    # HASS weighs all steps alike and stops gradients between them.
     default_step_decay = 1.0
     detaches_steps = True
 
@@ -113,8 +116,8 @@ class EagleHeads(AutoregressionHeads):
         return self.score_as_target(hidden)
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        """As in `AutoregressionHeads`; in training mode with noise on the target's states, so that the layer learns to
-        read outputs of its own, which err (EAGLE, section 3.2)."""
+        """As in `AutoregressionHeads`. In training mode the target's states get noise, so that the layer learns to read
+        its own outputs, which have errors (EAGLE, section 3.2)."""
         width = self.config.feature_noise * NOISE_LENGTH / input_ids.shape[1]
         if self.training and width > 0:
             states = self.fuse(features)

@@ -1,11 +1,11 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer over fused features of three target layers, trained as it is used.
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer over fused features of three target layers, trained on its own outputs.
 
 Legend: D hidden size, V target vocabulary, Vd draft vocabulary.
 
 Slot t pairs g_t = fc(features of position t) with the embedding of x_{t+1} and predicts x_{t+2}. In a tree the g of a
-drafted node is its parent's output before the final norm. How a layer drafts on its own outputs: `autoregression.py`.
+drafted node is its parent's output before the final norm; `autoregression.py` has the drafting.
 
-EAGLE-3.1 (arXiv 2605.09992) is `fc_norm` and `norm_output`, which keep the scale of g the same at every step.
+EAGLE-3.1 (arXiv 2605.09992) is `fc_norm` and `norm_output`, which give g the same scale at every step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from inference.targets.target import Target
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """Low, middle and high tapped layers: (2, n // 2, n - 3) as in the authors' code, kept distinct where these collide
-    (n of 4 to 6).
+    """A low, a middle and a high tapped layer: (2, n // 2, n - 3) as in the authors' code, or three neighbours where
+    these collide (n up to 6).
 
     >>> default_feature_layers(32), default_feature_layers(5)
     ([2, 16, 29], [1, 2, 3])
@@ -38,12 +38,14 @@ def default_feature_layers(num_layers: int) -> list[int]:
 
 
 class Eagle3Config(AutoregressionConfig):
-    """Args:
-    draft_vocab_size: tokens the draft head scores; None = all of the target's.
-    ttt_steps: steps of the training-time test (the authors' code uses 7).
-    fc_norm: an RMSNorm on each tapped feature before fc (EAGLE-3.1).
-    norm_output: the output AFTER the final norm is the next step's g, in training and in decoding (EAGLE-3.1).
-    **kwargs: as in `AutoregressionConfig`.
+    """The settings of EAGLE-3 heads.
+
+    Args:
+        draft_vocab_size: tokens that the draft head scores; None = all of the target's.
+        ttt_steps: steps of the training-time test (the authors' code uses 7).
+        fc_norm: an RMSNorm on each tapped feature before fc (EAGLE-3.1).
+        norm_output: the output AFTER the final norm is the next step's g, in training and in decoding (EAGLE-3.1).
+        **kwargs: those of `AutoregressionConfig`.
     """
 
     model_type = "draftsmith_eagle3"
@@ -110,7 +112,7 @@ class Eagle3Heads(AutoregressionHeads):
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         self.has_draft_vocab = config.vocab_size != config.target_vocab_size
         if self.has_draft_vocab:
-            # d2t of -1 marks a vocabulary that has not been fitted yet.
+            # d2t is -1 until the vocabulary is fitted.
             self.register_buffer("d2t", torch.full((config.vocab_size,), -1, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(config.target_vocab_size, dtype=torch.bool))
         self.post_init()
@@ -128,7 +130,7 @@ class Eagle3Heads(AutoregressionHeads):
         return self.has_draft_vocab and not bool(self.t2d.any())
 
     def fit_vocabulary(self, token_counts: Tensor) -> None:
-        if not self.wants_token_counts:  # never recomputed: the weights' rows belong to the stored map
+        if not self.wants_token_counts:  # the LM head's rows belong to the fitted vocabulary
             return
         token_ids = most_frequent_tokens(token_counts, self.config.vocab_size).to(self.device)
         self.d2t, self.t2d = map_tensors(token_ids, self.config.target_vocab_size)
@@ -136,15 +138,15 @@ class Eagle3Heads(AutoregressionHeads):
             self.lm_head.weight.copy_(self.target.lm_head_weight()[token_ids])
 
     def init_from_target(self, target: Target) -> None:
-        """The LM head's rows expect states of the final norm's scale, so both start from the target's (with a reduced
-        vocabulary the rows are copied once it is known)."""
+        """The LM head expects states of the final norm's scale, so both start from the target's. `fit_vocabulary`
+        copies the rows of a reduced vocabulary."""
         with torch.no_grad():
             if (gain := target.final_norm_gain()) is not None:
                 self.norm.weight.copy_(gain)
             if not self.has_draft_vocab:
                 self.lm_head.weight.copy_(target.lm_head_weight())
 
-    # What the layer reads, and how its outputs are scored.
+    # The layer's inputs and the scores of its outputs.
 
     @property
     def layer(self) -> Eagle3Layer:

@@ -1,14 +1,14 @@
-"""Hydra (arXiv 2402.05109): Medusa's heads made sequential, each reads the tokens drafted before its own.
+"""Hydra (arXiv 2402.05109): Medusa's heads made sequential: each reads the tokens drafted before its own.
 
-Legend: B batch, T sequence length, S slots handed over, W frontier nodes, R scratch rows of the tree, D hidden size,
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, R scratch rows of the tree, D hidden size,
 V target vocabulary, K heads.
 
-Head i (i = 0..K-1) predicts x_{t+2+i} from h_t, the target's post-norm state, and the embeddings of the tokens between
-the two, x_{t+1} (certain) to x_{t+1+i} (drafted; in a tree, those of the node's own path): an MLP over their
-concatenation, then an LM head. In training these tokens are the data's.
+Head i (i = 0..K-1) predicts x_{t+2+i} from h_t, the target's post-norm state, and the embeddings of x_{t+1} to
+x_{t+1+i}. x_{t+1} is the root, the others are the drafted path of the node; in training they are the data's tokens. A
+head is an MLP over the concatenation, then an LM head.
 
-Hydra++, of the same paper, is `use_prefix_attention=True, num_layers=4`: one decoder layer over the target's states,
-run once per decoding step, whose output replaces h_t; and the target's distribution as the only objective.
+Hydra++, of the same paper, is `use_prefix_attention=True, num_layers=4`: the output of one decoder layer over the
+target's states, run once per decoding step, replaces h_t, and the objective is the target's distribution.
 
 Three things differ from the authors' code (github.com/zankner/Hydra): token embeddings are normed (an option),
 untrained heads repeat the LM head exactly, and the blocks of a head share no weights.
@@ -32,19 +32,21 @@ from inference.targets.target import Target
 
 
 class HydraConfig(DraftHeadsConfig):
-    """Args:
-    num_heads: how many tokens past the certain next one are predicted (the authors' recipe has 4).
-    num_layers: blocks of each head's MLP, the first of which reads the concatenation (1 as in Medusa; the authors'
-        recipe of Hydra++ has 4).
-    tie_lm_head: one LM head for all draft heads; the authors give each its own, K * D * V weights in all.
-    use_prefix_attention: Hydra++'s decoder layer over the target's states; the default loss is then distillation, and
-        without it cross-entropy to the data's tokens, as for Medusa.
-    use_embedding_norm: an RMSNorm on the token embeddings. The authors have none; but embeddings may be far smaller
-        than h_t (23 times in examples/chat-13m), and their weights then learn slowly.
-    dropout: before each block and the LM head, in training (0.2 in the authors' recipe of Hydra++, for 10 epochs).
-    num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rope_parameters,
-    max_position_embeddings: the prefix layer's shape; the target's unless overridden. None without that layer.
-    rms_norm_eps: of all norms; the target's unless overridden.
+    """The settings of Hydra and Hydra++ heads.
+
+    Args:
+        num_heads: K, one for each drafted token (the authors' recipe has 4).
+        num_layers: blocks of each head's MLP; the first reads the concatenation (1 as in Medusa; the authors' recipe of
+            Hydra++ has 4).
+        tie_lm_head: one LM head for all draft heads. The authors give each head its own, K * D * V weights in all.
+        use_prefix_attention: Hydra++'s decoder layer over the target's states. The default loss is then distillation;
+            without the layer it is cross-entropy to the data's tokens, as for Medusa.
+        use_embedding_norm: an RMSNorm on the token embeddings. The authors have none, but embeddings may be far smaller
+            than h_t (23 times in examples/chat-13m), and their weights then learn slowly.
+        dropout: before each block and the LM head, in training (0.2 in the authors' recipe of Hydra++, for 10 epochs).
+        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rope_parameters,
+            max_position_embeddings: the prefix layer's shape, the target's unless overridden; None without that layer.
+        rms_norm_eps: of all norms; the target's unless overridden.
     """
 
     model_type = "draftsmith_hydra"
@@ -85,10 +87,10 @@ class HydraConfig(DraftHeadsConfig):
         given = [name for name, value in shape.items() if value is not None]
         if given and not use_prefix_attention:
             raise ValueError(
-                f"{', '.join(given)} given, but only the prefix layer reads such settings: "
-                "set use_prefix_attention to true, or leave them out"
+                f"{', '.join(given)} given, but only the prefix layer reads them: set use_prefix_attention to true, or "
+                "leave them out"
             )
-        # Without the layer the config has no such keys: transformers would fill in RoPE settings of None.
+        # Without the layer the config has none of these keys; transformers would replace RoPE settings of None.
         shape = {**_SMALL_SHAPE, **{name: shape[name] for name in given}} if use_prefix_attention else {}
         if shape:
             check_attention_shape(shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
@@ -113,7 +115,7 @@ class HydraConfig(DraftHeadsConfig):
         return super().from_target(target, **{**inherited, "feature_layers": [target.num_layers], **overrides})
 
 
-# Of a config that is made without a target.
+# The shape in a config that is made without a target.
 _SMALL_SHAPE: dict[str, Any] = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
@@ -126,8 +128,10 @@ _SMALL_SHAPE: dict[str, Any] = {
 
 
 class PrefixLayer(DecoderLayer):
-    """Hydra++'s prefix attention: one decoder layer over the states h_0..h_t, RoPE position t for h_t. What it adds is
-    zero at the start and no norm follows, so that untrained it hands h_t through."""
+    """Hydra++'s prefix attention: one decoder layer over the states h_0..h_t, with RoPE position t for h_t.
+
+    No norm follows it, and both its residual branches start at zero, so that it returns h_t until it is trained.
+    """
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config, config.target_hidden_size)
@@ -142,13 +146,14 @@ class PrefixLayer(DecoderLayer):
         return self.finish(states, self.self_attn.attend_unrolled(q, [keys], [values]))
 
     def read_last(self, states: Tensor, last: Tensor, counts: Tensor, cache: DraftCache, max_slots: int) -> Tensor:
-        """Takes the states [B, S, D] of new slots into the cache, the first counts[b] of each row for good.
+        """Appends the states [B, S, D] of new slots to the cache, and returns the layer's output at one of them.
 
         Args:
-            last: [B, 1] the slot that is asked for.
+            last: [B, 1] the slot to compute. Later slots read only the keys and values of the others.
+            counts: [B]; the first counts[b] slots of row b stay in the cache.
 
         Returns:
-            [B, 1, D] the layer's output there. No other is computed: later slots read keys and values alone.
+            [B, 1, D].
         """
         positions = cache.lengths[:, None] + torch.arange(states.shape[1], device=states.device)
         q, keys, values = self.project(states, positions)
@@ -160,8 +165,10 @@ class PrefixLayer(DecoderLayer):
 
 
 class ConcatBlock(nn.Module):
-    """Px + SiLU(Wx + b) of x = [h, token, .., token], back to D (authors' code). At the start P takes h, and W and b
-    are zero, so that an untrained head repeats the LM head, as Medusa's do."""
+    """Px + SiLU(Wx + b) of x = [h, token, .., token], of width D (the authors' code).
+
+    At the start P selects h, and W and b are zero, so that an untrained head repeats the LM head, as Medusa's do.
+    """
 
     def __init__(self, size: int, num_tokens: int) -> None:
         super().__init__()
@@ -177,10 +184,14 @@ class ConcatBlock(nn.Module):
 
 @dataclass
 class HydraState:
-    """hidden: [B, 1, D] h_t of each row's last slot, or the prefix layer's output there.
-    paths: [B, max(1, R), K] int64, the tokens from the root on to each node of the last frontier, which is in the first
-    rows; behind `depth + 1` tokens the rest is garbage.
-    cache: the prefix layer's keys and values, of certain slots only; None without that layer."""
+    """The state of one batch.
+
+    Attributes:
+        hidden: [B, 1, D] h_t of each row's last slot, or the prefix layer's output there.
+        paths: [B, max(1, R), K] int64; its first W rows are the last frontier, with the depth + 1 tokens from the root
+            to each node. The rest is garbage.
+        cache: the prefix layer's keys and values of accepted slots; None without that layer.
+    """
 
     hidden: Tensor
     paths: Tensor
@@ -188,8 +199,8 @@ class HydraState:
 
 
 class HydraHeads(DraftHeads):
-    """K heads; head i reads h_t and the i + 1 tokens behind it. In the authors' code the loss is the plain sum over the
-    heads: no decay."""
+    """K heads; head i reads h_t and the i + 1 tokens after it. As in the authors' code, the loss is the plain sum over
+    the heads."""
 
     config_class = HydraConfig
     default_step_decay = 1.0
@@ -233,7 +244,7 @@ class HydraHeads(DraftHeads):
     # Training.
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        """Teacher-forced: at slot t head i reads x_{t+1} to x_{t+1+i} of the data."""
+        """At slot t, head i reads x_{t+1} to x_{t+1+i} of the data."""
         hidden = features.to(self.dtype)
         if self.prefix is not None:
             hidden = self.prefix(hidden)
@@ -249,7 +260,7 @@ class HydraHeads(DraftHeads):
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> HydraState:
         cache = None
         if self.prefix is not None:
-            # No scratch rows: drafted tokens enter the heads, not this layer.
+            # No scratch rows: the layer reads no drafted tokens.
             cache = self.prefix.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=0)
         hidden = torch.zeros(batch_size, 1, self.config.target_hidden_size, device=self.device, dtype=self.dtype)
         paths = torch.zeros(batch_size, max(1, num_scratch), self.max_depth, dtype=torch.long, device=self.device)
@@ -278,15 +289,15 @@ class HydraHeads(DraftHeads):
         return DraftLogits(self._score(0, hidden, root_ids[..., None]))
 
     def expand(self, state: HydraState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """Compiled, every level is a graph of its own: each reads the weights of its own head and no other's, and to
-        choose among stacked ones by a tensor would copy them at every level."""
+        """`Drafter.expand`. When compiled, every level is a graph of its own: choosing a head's weights by a tensor
+        would copy them at every level."""
         above = state.paths.narrow(2, 0, depth).gather(1, parents[..., None].expand(-1, -1, depth))
         paths = torch.cat([above, token_ids[..., None]], dim=-1)
         state.paths.narrow(1, 0, token_ids.shape[1]).narrow(2, 0, depth + 1).copy_(paths)
         return DraftLogits(self._score(depth, state.hidden, paths))
 
     def _score(self, index: int, hidden: Tensor, paths: Tensor) -> Tensor:
-        """Logits [B, W, V] of head `index` behind the paths [B, W, index + 1]; hidden [B, 1, D]."""
+        """Logits [B, W, V] of head `index` after the paths [B, W, index + 1]; hidden [B, 1, D]."""
         tokens = self.embed_normed(paths).flatten(2)  # [B, W, (index + 1) * D]
         inputs = torch.cat([hidden.expand(-1, tokens.shape[1], -1), tokens], dim=-1)
         return cast(Tensor, self.lm_head_of(index)(self.mlps[index](inputs)))

@@ -1,18 +1,17 @@
 """Kangaroo (arXiv 2404.18911): the target's first layers, one trained adapter layer, the target's own LM head.
 
-Legend: B batch, T sequence length, S slots handed over, W frontier nodes, D hidden size, R scratch rows: the root and
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, R scratch rows: the root and
 all frontier nodes of a tree, V target vocabulary.
 
-With l the exit layer, the draft distribution of the token behind position t is softmax(LM head(norm(A(hs[l])_t))),
-where A adds one causal attention over the target's states hs[l] of positions 0 to t (section 3.1). Drafted tokens pass
-through the target's own first l layers, behind the keys and values that the target has left in its cache; so what the
-adapter reads of a drafted token is what it reads of a certain one, and training is drafting: one step serves every
-depth. Feature t is hs[l] of position t; that of the root, which the target has not read yet, is computed when drafting
-begins.
+With l the exit layer, the draft distribution of the token after position t is softmax(LM head(norm(A(hs[l])_t))), where
+A adds one causal attention over the target's states hs[l] of positions 0 to t (section 3.1). Drafted tokens pass
+through the target's own first l layers and attend to the keys and values in the target's cache. So the adapter reads
+the same states of drafted and of accepted tokens, and one training step serves every depth. Feature t is hs[l] of
+position t; the root's is computed when drafting begins, since the target has not read the root yet.
 
-Cost of a draft of depth d: d passes through l layers, the adapter and the whole LM head. Nothing that the target has
-computed is computed again, but the verification runs all its layers over the drafted tokens, the first l included (the
-paper hands their states on; trees choose their nodes after all are drafted).
+A draft of depth d costs d passes through l layers, the adapter and the whole LM head. Verification runs all layers over
+the drafted tokens, the first l included. (The paper reuses their states; here the tree's nodes are chosen after all
+candidates are drafted.)
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from inference.targets.target import Target
 
 
 def default_exit_layer(num_layers: int) -> int:
-    """One layer in sixteen: the paper's 2 of 32 (Vicuna-7B) and 3 of 40 (13B; section 4). Targets of few layers want a
-    larger share.
+    """One layer in sixteen, as the paper's 2 of 32 (Vicuna-7B) and 3 of 40 (13B; section 4), rounded up. Targets with
+    few layers need a larger share.
 
     >>> default_exit_layer(32), default_exit_layer(40), default_exit_layer(6)
     (2, 3, 1)
@@ -44,16 +43,18 @@ def default_exit_layer(num_layers: int) -> int:
 
 
 class KangarooConfig(DecoderConfig):
-    """Args:
-    exit_layer: the target's layers that drafting runs, 1 to one less than it has (from_target: `default_exit_layer`).
-    confidence_threshold: the second exit (section 3.2): nothing is drafted behind a token that was drawn from a
-        distribution whose best token has a smaller chance than this (the paper uses 0.6; at temperature 1, whatever the
-        request's is). None = off, the default here: trees have fixed shapes, in which a node left out saves no time,
-        and `tree="auto"` stops where measured costs say that going on does not pay. May be changed between texts:
-        `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config`.
-    use_mlp: a gated MLP with a norm of its own behind the attention; the paper's adapter has none (section 3.1: one
-        multi-head attention and two norms).
-    **kwargs: those of `DecoderConfig`.
+    """The settings of Kangaroo heads.
+
+    Args:
+        exit_layer: how many of the target's layers drafting runs, at least 1 and fewer than all (from_target:
+            `default_exit_layer`).
+        confidence_threshold: the second exit (section 3.2). A token gets no children if it was drawn from a
+            distribution whose best token has a smaller chance than this, at temperature 1 (the paper uses 0.6). None,
+            the default, is off: trees have fixed shapes, so a node left out saves no time. May be changed between
+            texts: `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config`.
+        use_mlp: a gated MLP with its own norm after the attention. The paper's adapter has none (section 3.1: one
+            multi-head attention and two norms).
+        **kwargs: those of `DecoderConfig`.
     """
 
     model_type = "draftsmith_kangaroo"
@@ -73,7 +74,7 @@ class KangarooConfig(DecoderConfig):
         self.use_mlp = use_mlp
         num_layers = kwargs.get("target_num_layers", 0)
         if num_layers == 1:
-            raise ValueError("a target of 1 layer has none to exit from before the last; Kangaroo needs 2 or more")
+            raise ValueError("this target has 1 layer; Kangaroo exits before the last layer, so it needs 2 or more")
         if num_layers and not 0 < exit_layer < num_layers:
             raise ValueError(
                 f"exit_layer is {exit_layer}; allowed is 1 to {num_layers - 1} for a target of {num_layers} layers"
@@ -82,11 +83,15 @@ class KangarooConfig(DecoderConfig):
         self.check_settings()
 
     def check_settings(self) -> None:
-        """Those that may have been changed since; a ValueError says which one cannot be used."""
+        """Checks the settings that may be changed between texts.
+
+        Raises:
+            ValueError: naming the setting that cannot be used.
+        """
         if self.feature_layers != [self.exit_layer]:
             raise ValueError(
-                f"feature_layers is {self.feature_layers} and exit_layer {self.exit_layer}; Kangaroo reads the state "
-                "behind the exit layer alone: set exit_layer when heads are created, and leave feature_layers out"
+                f"feature_layers is {self.feature_layers} and exit_layer {self.exit_layer}; Kangaroo reads the "
+                "exit layer's state only: set exit_layer when heads are created, and leave feature_layers out"
             )
         threshold = self.confidence_threshold
         if threshold is not None and not 0 <= threshold <= 1:
@@ -98,7 +103,8 @@ class KangarooConfig(DecoderConfig):
 
 
 class KangarooAdapter(nn.Module):
-    """x + attention(norm(x)), and with an MLP x + mlp(norm(x)) behind it; the norm before the LM head is the heads'."""
+    """x + attention(norm(x)), then x + mlp(norm(x)) if there is an MLP. The norm before the LM head belongs to the
+    heads."""
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__()
@@ -120,11 +126,16 @@ class KangarooAdapter(nn.Module):
 
 @dataclass
 class KangarooState:
-    """cache: the adapter's keys and values, with R scratch rows; rows: the same rows in the target's own cache (None
-    until it is shared).
-    ancestors: [B, R, R] which rows each row sees. confidence: [B, R] float32, the chance of the best child; threshold:
-    as in the config, of which compiled graphs would not see a change.
-    base: [1] the row at which the last level begins; a tensor, so that one compiled graph serves every level."""
+    """The state of one batch.
+
+    Attributes:
+        cache: the adapter's keys and values, with R scratch rows.
+        rows: the same rows in the target's own cache; None until it is shared.
+        ancestors: [B, R, R] bool, which rows each row sees.
+        confidence: [B, R] float32, the chance of each row's best child.
+        threshold: the config's at the start of the text; compiled graphs would not see a later change.
+        base: [1] the row at which the last level begins; a tensor, so that one compiled graph serves every level.
+    """
 
     cache: DraftCache
     rows: DraftRows | None
@@ -149,8 +160,8 @@ class KangarooHeads(DraftHeads):
         self.post_init()
 
     def check_target(self, target: Target) -> None:
-        """Also refuses a target whose first layers do not run by themselves, or whose logits need more than its last
-        states."""
+        """Also refuses a target whose first layers do not run by themselves, or whose logits depend on more than its
+        last states."""
         super().check_target(target)
         target.prepare_first_layers(self.config.exit_layer)
         target.compute_logits(torch.zeros(1, target.hidden_size, dtype=target.dtype, device=target.device))
@@ -168,7 +179,7 @@ class KangarooHeads(DraftHeads):
     # Training.
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        """One step, for every depth. Slot t predicts the token at t + 2 by the adapter's output at t + 1, so it reads
+        """One step, for every depth. Slot t predicts the token at t + 2 from the adapter's output at t + 1, so it reads
         the features up to t + 1."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         hidden = features.to(self.dtype)
@@ -215,8 +226,8 @@ class KangarooHeads(DraftHeads):
         return DraftLogits(logits)
 
     def _draft(self, state: KangarooState, token_ids: Tensor, ancestors: Tensor) -> Tensor:
-        """Scores [B, W, V] of the children of one level's nodes [B, W], which see `ancestors` [B, W, R] and
-        themselves."""
+        """Scores [B, W, V] of the children of one level's nodes [B, W]; a node sees its `ancestors` [B, W, R] and
+        itself."""
         cache, rows = state.cache, state.rows
         assert rows is not None
         own = rows.open_level(token_ids.shape[1])

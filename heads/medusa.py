@@ -1,6 +1,6 @@
 """Medusa-1 (arXiv 2401.10774): K independent heads over the target's last hidden state.
 
-Legend: B batch, T sequence length, S slots handed over, D hidden size, V target vocabulary, K heads.
+Legend: B batch, T sequence length, S slots of one call, D hidden size, V target vocabulary, K heads.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from inference.targets.target import Target
 
 
 class MedusaConfig(DraftHeadsConfig):
-    """Args:
-    num_heads: how many tokens past the certain next one are predicted (the paper trains 5; section 2.1.1).
-    num_layers: residual blocks before each head's projection (the paper uses 1).
+    """The settings of Medusa heads.
+
+    Args:
+        num_heads: K, one for each drafted token (the paper trains 5; section 2.1.1).
+        num_layers: residual blocks before each head's projection (the paper uses 1).
+        **kwargs: those of `DraftHeadsConfig`.
     """
 
     model_type = "draftsmith_medusa"
@@ -75,7 +78,7 @@ class MedusaState:
 
 
 class MedusaHeads(DraftHeads):
-    """K heads; head i reads h_t and predicts x_{t+2+i}, whatever was drafted before it."""
+    """K heads; head i predicts x_{t+2+i} from h_t only."""
 
     config_class = MedusaConfig
     default_loss = "cross_entropy"

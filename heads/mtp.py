@@ -1,35 +1,33 @@
-"""Multi-token prediction: DeepSeek-V3's MTP modules (arXiv 2412.19437, section 2.2) and FastMTP's one module that is
-applied again and again (arXiv 2509.18362, section 3).
+"""Multi-token prediction: DeepSeek-V3's MTP modules (arXiv 2412.19437, section 2.2), and FastMTP's one module applied
+at every depth (arXiv 2509.18362, section 3).
 
     h^k_t = block(proj([norm(emb(x_{t+k})); norm(h^{k-1}_t)])),  P(x_{t+k+1}) = softmax(LM head(norm(h^k_t)))
 
 with h^0 the target's post-norm state and k = 1..K (V3, equations 21 to 23). Embedding and LM head are the target's own,
 frozen; each block has a final norm.
 
-Legend: B batch, T sequence length, S slots handed over, W frontier nodes, D hidden size, R scratch rows of the tree,
-n blocks (1, or K when depths have their own), V target vocabulary. In the code depths are counted from 0, as in the
-other kinds: depth d = k - 1 of slot t reads (h^d_t, x_{t+d+1}), predicts x_{t+d+2} and stands at RoPE position t + d.
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, R scratch rows of the tree,
+n blocks (1, or K when depths have their own), V target vocabulary. The code counts depths from 0, as in the other
+kinds: depth d = k - 1 of slot t reads (h^d_t, x_{t+d+1}), predicts x_{t+d+2} and has RoPE position t + d.
 
-One shared block, K times. One KV cache: slot t holds the row (target's state of t, x_{t+1}). A drafted token's row,
-made from the drafter's own state, sees the certain slots and its ancestors' rows. In training that is the mask of the
-training-time test: depth d of slot t sees depth 0 of the slots j <= t, and its own slot's rows of depths 1..d.
+One shared block, applied K times. There is one KV cache, and its slot t holds the row (target's state of t, x_{t+1}). A
+drafted token's row, made from the drafter's own state, sees the accepted slots and its ancestors' rows. Training uses
+the mask of the training-time test: depth d of slot t sees depth 0 of the slots j <= t, and depths 1..d of its own slot.
 
-A block for each depth. Depth d has a KV cache of its own, and its rows see those of the same depth at all slots j <= t
-(V3's causal mask): there is no row of another depth among them. The row of depth d at slot j reads x_{j+d+1}; let it
-belong to that token. Then everything that belongs to the token of position p, the rows of depth d at slot p - d - 1, is
-known as soon as the token is, and needs nothing but its depth d - 1 neighbour, which belongs to the token before:
+A block for each depth. Depth d has its own KV cache, and its rows see only rows of depth d, at all slots j <= t (V3's
+causal mask). Assign the row of depth d at slot j to the token it reads, x_{j+d+1}. Then the rows of the token at
+position p, of depth d at slot p - d - 1, need only that token and the row of depth d - 1 of the token before:
 
     token      x_1      x_2      x_3      x_4        column = p - 1 = t + d, in every depth's cache
     depth 0   (0, 0)   (0, 1)   (0, 2)   (0, 3)      (depth, slot)
-    depth 1      -     (1, 0)   (1, 1)   (1, 2)      the state read is that of the entry above and to the left
+    depth 1      -     (1, 0)   (1, 1)   (1, 2)      each reads the state of the entry above and to the left
     depth 2      -        -     (2, 0)   (2, 1)
 
-So `extend` adds one column per certain token, and `expand` one column per frontier node: for a node at level d of the
-tree the depths d..K-1 (those above would need the target's state of a drafted token, and nobody reads them). Depth d is
-scored; the deeper ones are what later levels attend to: x_{t+2} enters depth 2 at slot t - 1 as well, and a node at
-level 2 sees that row. With the columns as slots all caches have one length, one set of scratch rows and one ancestor
-mask; depth d has no columns below d.
-"""
+So `extend` adds one column per accepted token, and `expand` one column per frontier node: for a node at level d of the
+tree, the depths d..K-1. (Lower depths would need the target's state of a drafted token, and nothing reads them.) Depth
+d is scored; later levels attend to the deeper ones: x_{t+2} also enters depth 2 at slot t - 1, and a node at level 2
+sees that row. With columns as slots, all caches have one length, one set of scratch rows and one ancestor mask. The
+cache of depth d has no columns below d."""
 
 from __future__ import annotations
 
@@ -57,19 +55,21 @@ SHOWN = 5  # tensors named of each problem
 
 
 class MTPConfig(DecoderConfig):
-    """Args:
-    num_steps: K, the drafted tokens that are trained (FastMTP trains 3, DeepSeek-V3 trains 1).
-    share_block: one block for every depth, which decoding may apply more often than training did (FastMTP, section
-        3.1), or a block and a KV cache for each of the K depths (DeepSeek-V3, section 2.2).
-    norm_output: the next depth reads the state behind the block's final norm (as DeepSeek's published modules do),
-        which is what the first depth reads of the target; False: the state before it.
-    hidden_first: the projection reads [state, embedding] (V3's equation 21, MiMo) rather than [embedding, state]
-        (DeepSeek's, GLM's and Qwen's published modules).
-    zero_first_embedding: the embedding read at position 0 is zero, as serving engines run DeepSeek's modules.
-    reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
-    stock_layer: the `to_dict()` of a config whose family's own decoder layer is in the blocks, as
-        `heads.formats.native_mtp` writes it; None = a layer as Llama's.
-    **kwargs: those of `DecoderConfig`.
+    """The settings of MTP heads.
+
+    Args:
+        num_steps: K, the drafted tokens that are trained (FastMTP trains 3, DeepSeek-V3 trains 1).
+        share_block: True: one block for all depths, which decoding may apply more often than training did (FastMTP,
+            section 3.1). False: a block and a KV cache for each of the K depths (DeepSeek-V3, section 2.2).
+        norm_output: True: the next depth reads the state after the block's final norm, as DeepSeek's published modules
+            do and as depth 0 reads the target's. False: it reads the state before that norm.
+        hidden_first: the projection reads [state, embedding] (V3's equation 21, MiMo) instead of [embedding, state]
+            (DeepSeek's, GLM's and Qwen's published modules).
+        zero_first_embedding: the embedding read at position 0 is zero, as serving engines run DeepSeek's modules.
+        reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
+        stock_layer: the `to_dict()` of a config whose family's own decoder layer is in the blocks, as
+            `heads.formats.native_mtp` writes it; None = a layer as Llama's.
+        **kwargs: those of `DecoderConfig`.
     """
 
     model_type = "draftsmith_mtp"
@@ -109,15 +109,19 @@ class MTPConfig(DecoderConfig):
 
 @dataclass
 class MTPState:
-    """caches: one per block, all of one length. The rest has one size for all levels of a tree, and what tells levels
-    apart are tensors, so that one compiled graph serves every level of a shared block:
+    """The state of one batch. Tensors of fixed shape tell levels apart, so that one compiled graph serves every level
+    of a shared block.
 
-    states: [B, 1 + R, n, D] what each block handed on for the last certain token, and behind it for each scratch row.
-    ancestors: [B, 1 + R, R] which scratch rows each of these sees.
-    trail: [B, slots, n - 1, D], of every certain token what the next block reads at the token behind it: a row that is
-    copied may end there. None for a shared block, which reads no such thing.
-    levels: [R] the level of each scratch row, the first is 0.
-    base: [1], where the last frontier begins in `states`; depth: [1], how many levels there are so far."""
+    Attributes:
+        caches: one per block, all of one length.
+        states: [B, 1 + R, n, D], each block's output for the last accepted token (row 0) and for each scratch row.
+        trail: [B, slots, n - 1, D], for every accepted token, what the next block reads at the token after it: a copied
+            row may end there. None for a shared block, which does not read it.
+        ancestors: [B, 1 + R, R] bool, which scratch rows each row of `states` sees.
+        levels: [R] the level of each scratch row, from 0.
+        base: [1], where the last frontier begins in `states`.
+        depth: [1], how many levels there are so far.
+    """
 
     caches: list[DraftCache]
     states: Tensor
@@ -133,7 +137,7 @@ class MTPHeads(DraftHeads):
 
     config_class = MTPConfig
     default_loss = "distillation"
-    # FastMTP, section 3.2: beta 0.6 (there over the sum of all weights, a factor of the learning rate here).
+    # FastMTP, section 3.2: beta 0.6. (FastMTP divides by the sum of all weights, which only scales the learning rate.)
     default_step_decay = 0.6
     _keep_in_fp32_modules_strict = FLOAT32_BUFFERS
 
@@ -149,14 +153,14 @@ class MTPHeads(DraftHeads):
     def from_target_checkpoint(
         cls, path_or_hub_id: str | os.PathLike[str], target: Target | PreTrainedModel, **overrides: Any
     ) -> MTPHeads:
-        """The MTP modules a target brings in its own checkpoint, bound to it and in its dtype.
+        """The MTP modules in a target's own checkpoint, bound to the target and in its dtype.
 
         Args:
             path_or_hub_id: the target's checkpoint in safetensors.
             **overrides: keys of `MTPConfig` (for example `zero_first_embedding=False`).
 
         Raises:
-            ValueError: no MTP module there, or one that cannot be used, with the reason.
+            ValueError: there is no MTP module, or one that cannot be used, with the reason.
         """
         path = str(path_or_hub_id)
         target = target if isinstance(target, Target) else Target(target)
@@ -194,9 +198,9 @@ class MTPHeads(DraftHeads):
         return None if self.config.share_block else int(self.config.num_steps)
 
     def init_from_target(self, target: Target) -> None:
-        """The final norm starts as the target's, whose scale the borrowed LM head expects, and the projection passes
-        the state on: heads learn faster than from a random one (36 AdamW steps on chat-13m: loss of the first depth on
-        held-out texts 3.7 instead of 4.2)."""
+        """The LM head expects states of the final norm's scale, so the norm starts from the target's. The projection
+        starts by passing the state on: after 36 AdamW steps on chat-13m the first depth's loss on held-out texts is
+        3.7, and 4.2 from a random projection."""
         gain, size = target.final_norm_gain(), target.hidden_size
         with torch.no_grad():
             for block in self.each_block:
@@ -218,13 +222,13 @@ class MTPHeads(DraftHeads):
             cast(Tensor, self.state_gain).copy_(gain)
 
     def first_state(self, features: Tensor) -> Tensor:
-        """What depth 0 reads. `hnorm` ignores the length of its input, so the state before the target's final norm is
-        to it the one behind without the norm's gain."""
+        """What depth 0 reads. `hnorm` ignores the length of its input, so dividing by the gain of the target's final
+        norm undoes that norm."""
         state = features.to(self.dtype)
         return state / cast(Tensor, self.state_gain) if self.config.reads_before_final_norm else state
 
     def score(self, block: MTPBlock, state: Tensor) -> Tensor:
-        """The target's logits of what `block` hands on: [..., D] -> [..., V]."""
+        """Outputs of `block` [..., D] -> the target's logits [..., V]."""
         return self.score_as_target(block.scored(state))
 
     def embed_at(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -240,7 +244,7 @@ class MTPHeads(DraftHeads):
         return int(self.config.num_steps)
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        """The K depths, tokens teacher-forced: depth d's are shifted left by d + 1."""
+        """The K depths; depth d reads the data's tokens shifted left by d + 1."""
         batch, length = input_ids.shape
         state = self.first_state(features)
         slots = torch.arange(length, device=input_ids.device).expand(batch, -1)
@@ -265,7 +269,7 @@ class MTPHeads(DraftHeads):
         rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
         states, trail = (
             torch.zeros(batch_size, length, count, self.config.hidden_size, device=self.device, dtype=self.dtype)
-            for length, count in ((rows, len(caches)), (max_length + 1, len(caches) - 1))  # the last is for padding
+            for length, count in ((rows, len(caches)), (max_length + 1, len(caches) - 1))  # the last slot takes padding
         )
         return MTPState(
             caches,
@@ -302,16 +306,16 @@ class MTPHeads(DraftHeads):
             positions = state.caches[0].lengths[:, None] + torch.arange(width, device=token_ids.device)
             embedded = self.embed_at(token_ids, positions)
             previous = self.first_state(features[:, start : start + width])
-            handed_on = []
+            outputs = []
             for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
                 columns, mask = cache.open(width, here, max_slots)
                 if depth:
                     mask = _without_first(mask, columns, cache.num_scratch, depth)
                 hidden = block.layer.decode(block.join(previous, embedded), positions, Rows(cache, columns, mask))
-                handed_on.append(block.next_state(hidden))
-                # The next depth reads, at each token, what this one handed on at the token before.
-                previous = torch.cat([last_BnD[:, None, depth], handed_on[-1][:, :-1]], dim=1)
-            states = torch.stack(handed_on, dim=2)
+                outputs.append(block.next_state(hidden))
+                # At each token the next depth reads this block's output at the token before.
+                previous = torch.cat([last_BnD[:, None, depth], outputs[-1][:, :-1]], dim=1)
+            states = torch.stack(outputs, dim=2)
             if state.trail is not None:
                 state.trail[state.caches[0].rows, columns - state.caches[0].num_scratch] = states[:, :, :-1]
             last = (here - 1).clamp(min=0)[:, None, None, None].expand(-1, 1, *states.shape[2:])
@@ -328,10 +332,10 @@ class MTPHeads(DraftHeads):
         itself = own[:, None] == torch.arange(first.num_scratch, device=token_ids.device)
         ancestors = state.ancestors.gather(1, rows[..., None].expand(-1, -1, first.num_scratch)) | itself
         state.levels.index_copy_(0, own, state.depth.expand(width))
-        # The last certain column is lengths - 1; level d of the tree stands d columns behind it.
+        # The last accepted column is lengths - 1, and level d of the tree is d columns after it.
         positions = (first.lengths[:, None] + state.depth).expand(-1, width)
         embedded = self.embed_at(token_ids, positions)
-        handed_on = []
+        outputs = []
         begin = 0 if self.config.share_block else depth
         for index in range(begin, len(state.caches)):
             block, cache = self.each_block[index], state.caches[index]
@@ -342,18 +346,18 @@ class MTPHeads(DraftHeads):
             if index:
                 mask = _without_first(mask, columns, cache.num_scratch, index)
             x = block.join(parent_states[:, :, max(index - 1, 0)], embedded)
-            handed_on.append(block.next_state(block.layer.decode(x, positions, Rows(cache, columns, mask))))
-        for cache in state.caches[:begin]:  # columns that nobody will read
+            outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, columns, mask))))
+        for cache in state.caches[:begin]:  # these columns are never read
             cache.open_scratch(width, ancestors)
-        state.states.narrow(2, begin, len(handed_on)).index_copy_(1, 1 + own, torch.stack(handed_on, dim=2))
+        state.states.narrow(2, begin, len(outputs)).index_copy_(1, 1 + own, torch.stack(outputs, dim=2))
         state.ancestors.index_copy_(1, 1 + own, ancestors)
         state.base, state.depth = 1 + own[:1], state.depth + 1
-        return DraftLogits(self.score(self.each_block[begin], handed_on[0]))
+        return DraftLogits(self.score(self.each_block[begin], outputs[0]))
 
 
 def _without_first(mask: Tensor, columns: Tensor, num_scratch: int, depth: int) -> Tensor:
-    """A block of this depth has no slots before its first `depth` columns. Such a column sees itself all the same:
-    with nothing to see it would become NaN."""
+    """Hides the first `depth` columns, which a block of this depth does not have. Each of them still sees itself:
+    attention over nothing is NaN."""
     seen = torch.arange(mask.shape[-1], device=mask.device)
     is_missing = (seen >= num_scratch) & (seen < num_scratch + depth)
     return mask & (~is_missing | (seen == columns[..., None])[..., None, :, :])

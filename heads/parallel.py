@@ -1,17 +1,17 @@
-"""P-EAGLE (arXiv 2602.01469): EAGLE-3's layer drafts all depths in one pass, on masks instead of tokens to come.
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's layer drafts all depths in one pass, with masks for the unknown tokens.
 
-Legend: B batch, T sequence length, S slots handed over, W of them in one pass, K depths, A slots drawn, M mask rows,
+Legend: B batch, T sequence length, S slots of one call, W of them in one pass, K depths, A slots drawn, M mask rows,
 D hidden size, F fused features, V target vocabulary, Vd draft vocabulary.
 
 Depth 0 is EAGLE-3's: slot t pairs g_t = fc(features of position t) with the embedding of x_{t+1} and predicts x_{t+2}.
-Row d of slot t stands at RoPE position t + d, pairs a learned embedding with a learned hidden state, the same for all,
-and predicts x_{t+2+d}. It sees the slots up to t and the rows 1 to d behind t.
+Mask row d of slot t has RoPE position t + d, pairs a learned embedding with a learned hidden state (the same for all
+rows), and predicts x_{t+2+d}. It sees the slots up to t and the mask rows 1 to d of slot t.
 
-In training deeper rows are dropped geometrically: row d keeps the share `keep_ratio`^d of the slots, and a slot that
-keeps row d keeps all before it, which it sees.
+In training deeper rows are dropped geometrically: a share `keep_ratio`^d of the slots keeps row d, and with it the rows
+before d, which row d sees.
 
-Worked example, 10 slots, K = 3, keep_ratio 0.7: 10 slots predict one token ahead of their certain one, 7 of them two
-tokens, and 5 of these three.
+Worked example, 10 slots, K = 3, keep_ratio 0.7: all 10 slots predict x_{t+2}, 7 of them also x_{t+3}, and 5 of these
+also x_{t+4}.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ Attend = Callable[[int, DraftAttention, Tensor, Tensor, Tensor], Tensor]
 
 
 class ParallelConfig(Eagle3Config):
-    """Args:
-    num_depths: K, tokens drafted by one pass.
-    num_layers: EAGLE-3's layer, and plain ones above it.
-    keep_ratio: share of the slots of one depth that the next one is trained on (0.7 in published trainers).
-    min_keep_ratio: share of all slots that every depth keeps (0.2 there).
-    **kwargs: those of `Eagle3Config`, but for its unrolled steps.
+    """The settings of P-EAGLE heads.
+
+    Args:
+        num_depths: K, tokens drafted by one pass.
+        num_layers: EAGLE-3's layer and plain decoder layers above it.
+        keep_ratio: the share of one depth's slots that the next depth is trained on (0.7 in published trainers).
+        min_keep_ratio: the share of all slots that every depth keeps (0.2 in published trainers).
+        **kwargs: those of `Eagle3Config`, without `ttt_steps` and `norm_output`.
     """
 
     model_type = "draftsmith_parallel"
@@ -64,7 +66,7 @@ class ParallelConfig(Eagle3Config):
         if num_depths < 2 or num_layers < 1:
             raise ValueError(
                 f"num_depths is {num_depths} and num_layers {num_layers}; allowed are at least 2 and 1 "
-                "(one depth alone is what EAGLE-3 heads with ttt_steps=1 draft)"
+                "(for one depth, use EAGLE-3 heads with ttt_steps=1)"
             )
         for name, value in (("keep_ratio", keep_ratio), ("min_keep_ratio", min_keep_ratio)):
             if not 0 < value <= 1:
@@ -79,22 +81,27 @@ class ParallelConfig(Eagle3Config):
 
 @dataclass(frozen=True)
 class Band:
-    """Slots [B, A] (-1: padding) that keep the mask rows 1 to `num_rows`, and no more."""
+    """Slots [B, A] (-1: padding) that keep exactly the mask rows 1 to `num_rows`."""
 
     slots: Tensor
     num_rows: int
 
     @property
     def positions(self) -> Tensor:
-        """[B, A * num_rows] of its mask rows."""
+        """[B, A * num_rows], the positions of the mask rows."""
         rows = torch.arange(1, self.num_rows + 1, device=self.slots.device)
         return (self.slots.clamp(min=0)[..., None] + rows).flatten(1)
 
 
 @dataclass
 class ParallelState:
-    """caches: of each layer, the keys and values of certain slots, with K - 1 scratch rows for the masks.
-    hidden: [B, K, D] outputs of all depths behind the last certain slot; logits: [B, K, Vd]."""
+    """The state of one batch.
+
+    Attributes:
+        caches: each layer's keys and values of accepted slots, with K - 1 scratch rows for the masks.
+        hidden: [B, K, D] outputs of all depths after the last accepted slot.
+        logits: [B, K, Vd] of these outputs.
+    """
 
     caches: list[DraftCache]
     hidden: Tensor
@@ -110,7 +117,7 @@ class ParallelHeads(Eagle3Heads):
         super().__init__(config)
         size = config.hidden_size
         self.mask_embedding = nn.Parameter(torch.zeros(size))
-        self.mask_hidden = nn.Parameter(torch.full((size,), 0.02))  # zeros have no direction, and norms none either
+        self.mask_hidden = nn.Parameter(torch.full((size,), 0.02))  # a norm of zeros would be zero
         self.layers = nn.ModuleList(DecoderLayer(config, size) for _ in range(config.num_layers - 1))
 
     @property
@@ -147,7 +154,7 @@ class ParallelHeads(Eagle3Heads):
         return hidden
 
     def with_masks(self, embedded: Tensor, g: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
-        """Slots' embeddings and g [B, W, D], each with M mask rows behind it: [B, W + M, D]."""
+        """Embeddings and g of slots [B, W, D], each followed by M mask rows: [B, W + M, D]."""
         batch = g.shape[0]
         masks = (x.expand(batch, num_masks, -1) for x in (self.mask_embedding, self.mask_hidden))
         with_embedding, with_hidden = (torch.cat(pair, dim=1) for pair in zip((embedded, g), masks, strict=True))
@@ -195,7 +202,7 @@ class ParallelHeads(Eagle3Heads):
         return steps
 
     def choose_bands(self, drawn: Tensor) -> list[Band]:
-        """Cuts slots [B, A] in the order drawn into bands, the deepest first: geometric dropping."""
+        """Cuts slots [B, A], in the order drawn, into bands, the deepest first (geometric dropping)."""
         count, config = drawn.shape[1], self.config
         shares = [max(config.keep_ratio**depth, config.min_keep_ratio) for depth in range(1, self.max_depth)]
         kept = [max(1, math.ceil(count * share - 1e-9)) for share in shares]
@@ -232,7 +239,7 @@ class ParallelHeads(Eagle3Heads):
     def _extend_chunk(
         self, state: ParallelState, features: Tensor, token_ids: Tensor, counts: Tensor, max_slots: int
     ) -> None:
-        """Slots, and the mask rows behind each row's last one: theirs if the row has slots here."""
+        """Reads a chunk of slots and, in the same pass, the mask rows after each row's last slot of the chunk."""
         (batch, width), num_masks = token_ids.shape, self.max_depth - 1
         here = counts.clamp(0, width)
         steps, lengths = torch.arange(width + num_masks, device=token_ids.device), state.caches[0].lengths[:, None]

@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 from heads.modules.stock_layer import find_family
 from inference.targets.target import Target
 
-# FastMTP (arXiv 2509.18362) trains a native module further with three applications.
+# FastMTP (arXiv 2509.18362) fine-tunes a native module with three applications.
 DEFAULT_NUM_STEPS = 3
 _OUTER_NORM = re.compile(r"blocks\.\d+\.(enorm|hnorm|norm)\.weight")
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -39,11 +39,11 @@ class Naming:
     """How one family names its MTP tensors.
 
     Attributes:
-        layer: matches a tensor of module `index`; what follows is `rest`.
-        parts: their name of a part behind that prefix -> ours.
-        top: names without an index, of the only module -> ours.
+        layer: matches a tensor of module `index`, with `rest` for the part after the prefix.
+        parts: the family's name of a part after the prefix -> ours.
+        top: names without an index, of a single module -> ours.
         borrowed: copies of the target's embedding and LM head.
-        settings: the config's, as this family's modules are used.
+        settings: keys of `MTPConfig` for this family's modules.
     """
 
     layer: str
@@ -53,7 +53,7 @@ class Naming:
     borrowed: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 
     def rename(self, name: str, num_layers: int) -> tuple[int, str] | None:
-        """(module, name in our block) of a checkpoint's tensor; None when it is not an MTP module's, or is borrowed."""
+        """(module, name in our block) of a checkpoint's tensor; None if it is borrowed or not of an MTP module."""
         if name in self.top:
             return 0, self.top[name]
         match = re.fullmatch(self.layer, name)
@@ -141,7 +141,7 @@ def read_native_modules(path: str, target: Target) -> NativeModules:
 
 
 def _find_tensors(path: str) -> dict[str, str]:
-    """Tensor name -> the file that holds it."""
+    """Each tensor's name and the file that holds it."""
     index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
         with open(index, encoding="utf-8") as file:
@@ -158,20 +158,20 @@ def _find_tensors(path: str) -> dict[str, str]:
 
 
 def _find_modules(path: str, names: Iterable[str], num_layers: int) -> tuple[Naming, dict[str, tuple[int, str]]]:
-    """The naming in use, and the place in our heads of every tensor of an MTP module."""
+    """The checkpoint's naming, and the place in our heads of every tensor of an MTP module."""
     for naming in (DEEPSEEK, QWEN, MIMO):
         places = {name: place for name in names if (place := naming.rename(name, num_layers)) is not None}
         if any(ours == "eh_proj.weight" for _, ours in places.values()):
             return naming, places
     raise ValueError(
         f"{path} holds no MTP module: neither model.layers.{num_layers}.eh_proj (DeepSeek-V3, GLM-4-MoE) nor mtp.fc "
-        "(Qwen3-Next) nor model.mtp_layers.0.input_proj (MiMo). Many conversions drop these tensors: take the original "
+        "(Qwen3-Next) nor model.mtp_layers.0.input_proj (MiMo). Many conversions drop these tensors: use the original "
         "checkpoint, or train heads (head_type: mtp)"
     )
 
 
 def _describe_layers(target: Target, num_blocks: int, names: list[str]) -> dict[str, Any]:
-    """The target's text config with its settings per layer replaced by those of its MTP layers."""
+    """The target's text config, with settings per layer that describe its MTP layers."""
     config = copy.deepcopy(target.text_config)
     has_experts = any(".experts." in name for name in names)
     config.num_hidden_layers = num_blocks
@@ -192,7 +192,7 @@ def _read(path: str, files: dict[str, str], places: dict[str, tuple[int, str]]) 
     tensors = {}
     for file_name in sorted({files[name] for name in places}):
         file_path = cached_file(path, file_name)
-        assert file_path is not None  # or it has raised
+        assert file_path is not None  # it raises when there is none
         with safe_open(file_path, framework="pt") as file:
             for name, (index, ours) in places.items():
                 if files[name] == file_name:
@@ -208,8 +208,8 @@ def _read(path: str, files: dict[str, str], places: dict[str, tuple[int, str]]) 
 
 
 def _merge_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor per expert and matrix, as checkpoints have them, into the stacks transformers keeps: gate_up_proj
-    [experts, 2I, D] and down_proj [experts, D, I]."""
+    """Joins the matrices of single experts, as in checkpoints, into transformers' stacks: gate_up_proj [experts, 2I, D]
+    and down_proj [experts, D, I]."""
     merged: dict[str, Tensor] = {}
     experts: dict[str, dict[tuple[str, int], Tensor]] = {}
     for name, tensor in tensors.items():

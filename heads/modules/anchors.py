@@ -1,4 +1,4 @@
-"""Where in a sequence drafting is trained, when that is not behind every token.
+"""The slots of a sequence from which drafting is trained, for kinds that do not train at all of them.
 
 Legend: B batch, T sequence length, A slots drawn.
 """
@@ -12,24 +12,24 @@ GOLDEN_RATIO = 0.6180339887498949
 
 
 def draw_slots(loss_mask: Tensor, most: int, *, is_random: bool) -> Tensor:
-    """Slots to train drafting from: [B, A] int64, -1 for padding; A is at most `most`. They come in the order in which
-    they are drawn, padding last, so that the first few are a draw, too.
+    """Draws slots to train drafting from: [B, A] int64, -1 for padding; A is at most `most`.
 
-    A slot t may be drawn when the first token it drafts, t + 2, has a loss: drafting never starts within a prompt.
+    They are in the order drawn, padding last, so that the first few are a draw as well. A slot t may be drawn if the
+    first token it drafts, at t + 2, has a loss: drafting never starts within a prompt.
 
     Args:
         loss_mask: [B, T], 1 where a token is to be predicted.
-        is_random: draw anew from torch's global generator; otherwise always the same slots, whatever padding follows.
+        is_random: draw from torch's global generator; otherwise the slots are always the same, with any padding.
     """
     batch, length = loss_mask.shape
     may_be_drawn = loss_mask[:, 2:].bool()
-    # One synchronisation a batch, which spares all work behind prompts and padding: often half of it.
+    # One synchronisation a batch, which saves the work on prompts and padding: often half of it.
     count = int(may_be_drawn.sum(1).max()) if may_be_drawn.numel() else 0
     if count == 0:
         return torch.full((batch, 1), -1, dtype=torch.long, device=loss_mask.device)
     if is_random:
         ranks = torch.rand(may_be_drawn.shape, device=loss_mask.device)
-    else:  # these multiples spread evenly, however many of them are taken
+    else:  # any number of these multiples is spread evenly
         ranks = (torch.arange(length - 2, device=loss_mask.device) * GOLDEN_RATIO) % 1
     ranks = ranks.expand_as(may_be_drawn).masked_fill(~may_be_drawn, 2.0)
     lowest, slots = ranks.topk(min(most, count), dim=1, largest=False)

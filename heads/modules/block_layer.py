@@ -1,5 +1,5 @@
-"""What block drafters (`heads.block`) are made of: attention that takes the target's features in as keys and values
-(DFlash, arXiv 2602.06036), and the bias by the token before (DSpark, arXiv 2607.05147).
+"""Parts of block drafters (`heads.block`): attention with the target's features as keys and values (DFlash, arXiv
+2602.06036), and the bias from the previous token (DSpark, arXiv 2607.05147).
 
 Legend: B batch, Q rows of a pass, D hidden size, H query heads, G key/value heads, d head size.
 """
@@ -13,8 +13,8 @@ from heads.modules.layers import DecoderLayer, DraftAttention, RMSNorm, rotate
 
 
 class BlockAttention(DraftAttention):
-    """Queries of a block, over keys and values of the fused features and of the block itself; queries and keys are
-    normed per head."""
+    """A block's queries over keys and values of the fused features and of the block itself. Queries and keys are normed
+    per head."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config, config.hidden_size, config.hidden_size)
@@ -40,7 +40,7 @@ class BlockAttention(DraftAttention):
 
 
 class BlockLayer(DecoderLayer):
-    """Its queries come from the block; the fused features enter its keys and values as they are, without its norm."""
+    """A decoder layer whose queries come from the block. The fused features become keys and values without its norm."""
 
     self_attn: BlockAttention
 
@@ -49,7 +49,7 @@ class BlockLayer(DecoderLayer):
 
 
 class MarkovBias(nn.Module):
-    """W2 W1[x]: what the token before adds to the logits of the next one (DSpark). W2 starts at zero."""
+    """W2 W1[x], which the previous token x adds to the logits (DSpark). W2 starts at zero."""
 
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()

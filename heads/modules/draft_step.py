@@ -1,7 +1,7 @@
-"""DraftStep: one drafting step over a batch, as losses read it; and those of packed batches.
+"""DraftStep: one drafting step over a batch, in the form that losses read; also for packed batches.
 
-Legend: B batch, T sequence length, M slots that a step drafts from (T, or those drawn), R documents of a group, L
-length of its rows, D hidden size.
+Legend: B batch, T sequence length, M slots that a step drafts from (all T, or the drawn ones), R documents of a group,
+L length of its rows, D hidden size.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class DraftStep:
     """One drafting step of an unroll over a whole sequence: from slot t it predicts the token at t + shift.
 
     Attributes:
-        shift: >= 2; slot t holds the feature of t, and token t + 1 is already certain when drafting starts.
-        hidden: [B, M, D] what `head` reads; the width is the kind's own.
+        shift: >= 2; slot t holds the feature of t, and token t + 1 is accepted when drafting starts.
+        hidden: [B, M, D], the input of `head`; D is the kind's own.
         head: maps [..., D] to logits [..., C] over `draft_token_ids` (the target's vocabulary when that is None).
         slots: [B, M] int64, the slot of each column of `hidden`, -1 for padding; None = column t is slot t (M = T).
-        confidence: [B, M] logits of the chance that the step's token is accepted; None = the kind does not say.
-        document_ids: [B, T] of a packed batch (see `join_documents`), whose steps have one row of columns, [1, M]:
-            slot b * T + t is the one at t of row b. None = one document per row.
+        confidence: [B, M] logits of the chance that the step's token is accepted; None = the kind has no such head.
+        document_ids: [B, T] of a packed batch (see `join_documents`). Its steps have one row of columns, [1, M], in
+            which b * T + t is slot t of row b. None = one document per row.
     """
 
     shift: int
@@ -37,8 +37,8 @@ class DraftStep:
     document_ids: Tensor | None = None
 
     def read_ahead(self, values: Tensor, distance: int, fill: int = 0) -> Tensor:
-        """[B, M]: of `values` [B, T] the entry at slot + `distance` of every column; `fill` for padding and past the
-        end of the row, or of the slot's document.
+        """[B, M]: for every column, the entry of `values` [B, T] at its slot + `distance`; `fill` for padding, and past
+        the end of the row or of the slot's document.
 
         Worked example: slots [0, 3, -1] of values [5, 6, 7, 8, 9] at distance 2 read [7, fill, fill].
         """
@@ -60,11 +60,11 @@ class DraftStep:
 def join_documents(
     groups: Sequence[DocumentGroup], unrolled: Sequence[Sequence[DraftStep]], document_ids: Tensor
 ) -> list[DraftStep]:
-    """The steps of a packed batch from those of its groups of documents, each unrolled by itself.
+    """The steps of a packed batch, from the steps of its groups of documents.
 
     Args:
-        unrolled: of each group, its steps over rows of [R, L].
-        document_ids: [B, T], as they were split into `groups`.
+        unrolled: each group's steps, over rows of [R, L].
+        document_ids: [B, T], from which the groups were made.
     """
     joined = []
     for steps in zip(*unrolled, strict=True):
@@ -84,7 +84,7 @@ def join_documents(
 
 
 def _find_slots(group: DocumentGroup, step: DraftStep) -> Tensor:
-    """Where in the batch each column of a group's step stands, -1 for padding: [R * M]."""
+    """The slot in the batch of each column of a group's step, -1 for padding: [R * M]."""
     if step.slots is None:
         return group.places.masked_fill(group.mask == 0, -1).flatten()
     slots = step.slots.clamp(min=0)

@@ -1,4 +1,4 @@
-"""Building blocks shared by drafters with an attention layer: RoPE, attention over a draft cache or an unroll, MLP.
+"""Parts of heads with an attention layer: RoPE, RMSNorm, the draft cache, attention and decoder layers.
 
 Legend: B batch, T sequence length, Q queries, W new rows of one call, S slots of the draft cache, R scratch rows,
 H query heads, G key/value heads, d head size, D hidden size, K unroll steps, A blocks of N rows.
@@ -20,8 +20,11 @@ from inference.targets.attention import attend_masked
 
 
 class RotaryEmbedding:
-    """cos and sin tables for the config's `rope_parameters`. Not a module: a non-persistent buffer comes back as
-    garbage from `from_pretrained`, so the frequencies are computed at first use on each device."""
+    """cos and sin tables for the config's `rope_parameters`.
+
+    This is not a module: `from_pretrained` leaves garbage in non-persistent buffers. The frequencies are computed at
+    first use on each device.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
@@ -52,8 +55,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, back in the input's dtype: torch's own where input and weight are of one dtype
-    (autocast hands it bf16 beside a float32 weight: it then falls off its fused path, with a warning)."""
+    """Root-mean-square norm, computed in float32, in the input's dtype.
+
+    torch's own is used where input and weight have one dtype. Under autocast they differ, and torch's would leave its
+    fused path with a warning.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -68,15 +74,15 @@ class RMSNorm(nn.Module):
 
 
 class DraftCache:
-    """Keys and values of one draft layer: R scratch rows for the tree in front, then one slot per certain position.
+    """Keys and values of one draft layer: first R scratch rows for the tree, then one slot per accepted position.
 
-    Scratch in front keeps both regions at fixed columns for every row, whatever its length. `num_scratch` rows are used
-    level by level; `extend` of the drafter drops them.
+    With the scratch rows first, both regions have fixed columns in rows of every length. A tree fills the scratch rows
+    level by level, and the drafter's `extend` frees them.
 
     Args:
         shape: (B, G, d) of the keys.
         value_shape: (G, d) of the values where they differ.
-        num_slots: certain slots a row can hold.
+        num_slots: accepted slots that a row can hold.
         num_scratch: R.
     """
 
@@ -92,7 +98,7 @@ class DraftCache:
     ) -> None:
         batch, groups, size = shape
         self.num_scratch = num_scratch
-        # One more column than is ever seen: padding of rows that are full is written there.
+        # One more column than is ever seen: padding of full rows is written there.
         columns = num_scratch + num_slots + 1
         self.keys = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
         groups, size = value_shape or (groups, size)
@@ -105,8 +111,8 @@ class DraftCache:
         self._num_used = 0
 
     def append(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes W certain slots behind each row's own, [B, G, W, d]; only the first counts[b] become certain. What was
-        drafted is forgotten.
+        """Writes W slots [B, G, W, d] after each row's own, keeps the first counts[b] of row b, and frees the scratch
+        rows.
 
         Returns:
             keys and values [B, G, S, d] up to the last slot written, and the mask [B, 1, W, S] (True = sees).
@@ -115,9 +121,9 @@ class DraftCache:
         return (*self.write(columns, keys, values), mask)
 
     def open(self, width: int, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor]:
-        """The first half of `append`: the columns [B, W] to be written, and the mask."""
+        """The first half of `append`: returns the columns [B, W] to write, and the mask."""
         slots_BW = self.lengths[:, None] + torch.arange(width, device=self.keys.device)
-        # Rows with fewer real slots than W write their padding into slots that the next call overwrites.
+        # A row's padding goes to slots that the next call overwrites.
         columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
         slot_of_column = self.columns[: self.num_scratch + max_slots] - self.num_scratch
         mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
@@ -128,20 +134,20 @@ class DraftCache:
         return columns, mask_BWS[:, None]
 
     def store(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> None:
-        """`append` for rows that nothing attends from yet."""
+        """`append` without a view, for slots that no query reads yet."""
         columns, _ = self.open(keys.shape[2], counts, max_slots)
         self.write(columns, keys, values)
 
     def append_scratch(self, keys: Tensor, values: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes one level's W frontier rows. `ancestors` [B, W, R] says which scratch rows each sees.
+        """Writes one level's W frontier rows; `ancestors` [B, W, R] are the scratch rows that each sees.
 
-        Where the level begins is a tensor, so that one compiled graph serves every level.
+        The level's first row is a tensor, so that one compiled graph serves every level.
         """
         columns, mask = self.open_scratch(keys.shape[2], ancestors)
         return (*self.write(columns, keys, values), mask)
 
     def open_scratch(self, width: int, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """The first half of `append_scratch`: the columns [W] to be written, and the mask [B, 1, W, S]."""
+        """The first half of `append_scratch`: returns the columns [W] to write, and the mask [B, 1, W, S]."""
         if not torch.compiler.is_compiling():
             self._num_used += width
             if self._num_used > self.num_scratch:
@@ -156,8 +162,11 @@ class DraftCache:
         return columns, mask_BWS[:, None]
 
     def copy_rows(self, source: DraftCache, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
-        """Fills this fresh cache: row b with the first lengths[b] slots, at most `max_slots`, of row rows[b] of
-        `source`, whose numbers of rows, slots and scratch rows may be others."""
+        """Fills this fresh cache: row b gets the first lengths[b] slots, at most `max_slots`, of row rows[b] of
+        `source`.
+
+        The two caches may have different numbers of rows, slots and scratch rows.
+        """
         here = rows.to(self.keys.device)
         width = min(max_slots, len(self.columns) - self.num_scratch, len(source.columns) - source.num_scratch)
         for plane, other in ((self.keys, source.keys), (self.values, source.values)):
@@ -167,9 +176,10 @@ class DraftCache:
         self.lengths.copy_(lengths)
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The second half of both: fills the opened columns; keys and values up to the last column in view."""
+        """The second half of both: fills the opened columns, and returns keys and values up to the last column in
+        view."""
         if columns.dim() == 1:
-            self.keys.index_copy_(2, columns, keys)  # an assignment to a slice would be compiled to a copy of the cache
+            self.keys.index_copy_(2, columns, keys)  # compiled, a slice assignment would copy the cache
             self.values.index_copy_(2, columns, values)
         else:
             self.keys[self.rows, :, columns] = keys.transpose(1, 2)
@@ -221,13 +231,13 @@ class DraftAttention(nn.Module):
     ) -> Tensor:
         """Blocks of N drafted rows, each over the context up to its own slot and over itself: [B, A * N, D].
 
-        Done for a few blocks at a time, since those attended to together pay for one another's keys.
+        This runs a few blocks at a time, since all queries of one call read the keys of all its blocks.
 
         Args:
             block: q [B, H, A * N, d], k and v [B, G, A * N, d] of A blocks.
             context: keys and values [B, G, T, d].
             slots: [B, A].
-            mask: [N, N] which rows of its block a row sees.
+            mask: [N, N] bool, which rows of its block a row sees.
         """
         size, (batch, num_anchors), length = mask.shape[0], slots.shape, context[0].shape[2]
         columns = torch.arange(length, device=slots.device)
@@ -246,7 +256,7 @@ class DraftAttention(nn.Module):
         return torch.cat(attended, dim=1)
 
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """`heads.modules.unrolled_attention.attend_unrolled`, and the projection behind it: [B, T, D]."""
+        """`heads.modules.unrolled_attention.attend_unrolled` and the output projection: [B, T, D]."""
         return self.output(attend_unrolled(q, keys, values))
 
 
@@ -263,22 +273,22 @@ class GatedMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer from its attention on; what stands before that, and what the attention reads, a kind decides."""
+    """A decoder layer from its attention on. Kinds define the norms before it and the attention's input."""
 
     def add_blocks(self, config: PreTrainedConfig, attention: DraftAttention, hidden_size: int) -> None:
-        """Called behind the input norms: parameters keep the order that the states of optimizers are stored in."""
+        """Called after the input norms are built: stored optimizer states depend on the order of parameters."""
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config, hidden_size)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """What is left of the layer behind its attention, all [B, Q, D]."""
+        """The layer's output from its residual and its attention's output, all [B, Q, D]."""
         hidden = residual + attended
         return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
 class DecoderLayer(DraftLayer):
-    """A pre-norm decoder layer, as Llama's unless another attention is given."""
+    """A pre-norm decoder layer: Llama's, unless another attention is given."""
 
     def __init__(self, config: PreTrainedConfig, hidden_size: int, attention: DraftAttention | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One block of multi-token prediction (`heads.mtp`): what joins state and embedding, and a decoder layer.
+"""One block of multi-token prediction (`heads.mtp`): a projection that joins state and embedding, and a decoder layer.
 
 Legend: B batch, Q rows of a pass, T sequence length, S cache columns in view, D hidden size, G key/value heads, d head
 size.
@@ -19,10 +19,11 @@ from heads.modules.stock_layer import StockLayer
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one cached pass: where a layer writes its keys and values, and what it then sees.
+    """The rows of one cached pass: where a layer writes its keys and values, and what it sees.
 
     Attributes:
-        columns: the cache columns opened for them. mask: [B, 1, Q, S] bool, True = sees.
+        columns: the cache columns opened for the rows.
+        mask: [B, 1, Q, S] bool, True = sees.
     """
 
     cache: DraftCache
@@ -30,7 +31,7 @@ class Rows:
     mask: Tensor
 
     def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view: the method transformers' layers call."""
+        """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view. transformers' layers call this method."""
         return self.cache.write(self.columns, keys, values)
 
 
@@ -49,10 +50,10 @@ class MTPLayer(DecoderLayer):
         return self.finish(x, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
 
     def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Whole sequences x [B, T, D] -> [B, T, D]; a slot sees the earlier ones of depth 0, its own of later depths.
+        """Whole sequences x [B, T, D] -> [B, T, D]. A slot sees depth 0 of earlier slots, and all depths of its own.
 
         Args:
-            past: keys and values of the depths before this one, whose own are added.
+            past: keys and values of the depths before this one; this depth's are appended.
         """
         q, keys, values = self.project(x, positions)
         past.append((keys, values))
@@ -60,7 +61,7 @@ class MTPLayer(DecoderLayer):
 
 
 class MTPBlock(nn.Module):
-    """What surrounds the decoder layer, under the names of DeepSeek-V3's checkpoints (`shared_head.norm` is `norm`)."""
+    """An MTP block. Tensor names are those of DeepSeek-V3's checkpoints, with `norm` for `shared_head.norm`."""
 
     def __init__(self, config: PreTrainedConfig, index: int) -> None:
         super().__init__()
@@ -81,9 +82,9 @@ class MTPBlock(nn.Module):
         return cast(Tensor, self.eh_proj(torch.cat(inputs[::-1] if self.is_hidden_first else inputs, dim=-1)))
 
     def next_state(self, hidden: Tensor) -> Tensor:
-        """The layer's output as the next depth reads it."""
+        """The layer's output in the form that the next depth reads."""
         return cast(Tensor, self.norm(hidden)) if self.norms_output else hidden
 
     def scored(self, state: Tensor) -> Tensor:
-        """`next_state` as the LM head reads it."""
+        """`next_state` in the form that the LM head reads."""
         return state if self.norms_output else cast(Tensor, self.norm(state))

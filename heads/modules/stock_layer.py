@@ -1,8 +1,8 @@
 """A target family's own decoder layer (dense, mixture of experts, latent attention) over the drafter's KV cache.
 
-transformers' decoder layers take what they attend over as arguments: a 4-D mask, the rotary embedding's tables, and an
-object whose `update(keys, values, layer_index)` returns everything in view. So the layer of a native MTP module is the
-very class the target consists of, and nothing of it is written here again.
+transformers' decoder layers get their context as arguments: a 4-D mask, the rotary embedding's tables, and an object
+whose `update(keys, values, layer_index)` returns everything in view. So a native MTP module can use the target's own
+layer class.
 
 Legend: B batch, Q rows of a pass, T sequence length, S cache columns in view, D hidden size.
 """
@@ -22,7 +22,7 @@ from inference.targets.model_config import find_layer_windows
 
 
 class RowsInView(Protocol):
-    """What `heads.modules.mtp_block.Rows` is to a layer."""
+    """The part of `heads.modules.mtp_block.Rows` that a layer uses."""
 
     @property
     def mask(self) -> Tensor: ...
@@ -32,8 +32,7 @@ class RowsInView(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """config: with an attention implementation that takes masks. The classes of its decoder layers, their norms and its
-    rotary embedding."""
+    """A family's config, with an attention implementation that takes masks, and its classes."""
 
     config: Any
     layer_class: type[nn.Module]
@@ -42,7 +41,7 @@ class Family:
 
     @property
     def norm_offset(self) -> float:
-        """What a norm adds to its weight before it multiplies: 1 where weights are stored around zero (Qwen3-Next)."""
+        """The number a norm adds to its weight: 1 where weights are stored around zero (Qwen3-Next), else 0."""
         norm = self.norm_class(2, eps=1e-6)
         with torch.no_grad():
             norm.weight.fill_(1.0)  # type: ignore[operator]
@@ -50,7 +49,7 @@ class Family:
 
 
 def find_family(settings: dict[str, Any]) -> Family:
-    """The classes behind a text config's `to_dict()`.
+    """The family of a text config, given as its `to_dict()`.
 
     Raises:
         ValueError: for a family that transformers does not know, or whose layers cannot run on the drafter's cache.
@@ -65,7 +64,7 @@ def find_family(settings: dict[str, Any]) -> Family:
     config = model.config
     config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
     if not hasattr(model, "layers") or not hasattr(model, "rotary_emb"):
-        raise ValueError(f"{type(model).__name__} does not keep its layers and its rotary embedding where others do")
+        raise ValueError(f"{type(model).__name__} has no `layers` and `rotary_emb`, by which other families are read")
     if any(window is not None for window in find_layer_windows(config).values()):
         raise ValueError(f"MTP layers of {model_type} attend to a sliding window; the draft cache has none")
     layer = model.layers[-1]
@@ -74,11 +73,11 @@ def find_family(settings: dict[str, Any]) -> Family:
 
 
 class StockLayer(nn.Module):
-    """A decoder layer built from a text config; the same calls as `heads.modules.mtp_block.MTPLayer`.
+    """A decoder layer built from a text config, with the methods of `heads.modules.mtp_block.MTPLayer`.
 
     Args:
-        settings: `to_dict()` of the config, whose lists per layer describe the MTP layers.
-        index: which of them this is.
+        settings: the config's `to_dict()`; its lists per layer describe the MTP layers.
+        index: the number of this MTP layer.
     """
 
     def __init__(self, settings: dict[str, Any], index: int) -> None:
@@ -88,11 +87,12 @@ class StockLayer(nn.Module):
         # Some families keep several sets of tables, one per type of layer.
         has_types = "layer_type" in inspect.signature(self.family.rotary_class.forward).parameters
         self._table = {"layer_type": self.family.config.layer_types[index]} if has_types else {}
-        # Not a registered module: its buffers are no part of a checkpoint, and come back from one as garbage.
+        # Not registered: its buffers are not in checkpoints, and from_pretrained would leave garbage in them.
         self._rotary: dict[torch.device, nn.Module] = {}
 
     def new_cache(self, batch_size: int, **sizes: int) -> DraftCache:
-        """Keys and values may differ in width (latent attention): one row through the layer tells."""
+        """An empty cache. One row through the layer shows the widths of keys and values, which may differ (latent
+        attention)."""
         past: list[tuple[Tensor, Tensor]] = []
         weight = next(self.layer.parameters())
         device, dtype = weight.device, weight.dtype
@@ -113,12 +113,12 @@ class StockLayer(nn.Module):
         return self._run(x, positions, rows.mask, rows)
 
     def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Whole sequences x [B, T, D] -> [B, T, D]; a slot sees the earlier ones of depth 0, its own of later depths.
+        """Whole sequences x [B, T, D] -> [B, T, D]. A slot sees depth 0 of earlier slots, and all depths of its own.
 
         The mask is a dense [T, depths x T]: for fine-tuning on moderate lengths.
 
         Args:
-            past: keys and values of the depths before this one, whose own are added.
+            past: keys and values of the depths before this one; this depth's are appended.
         """
         length = x.shape[1]
         own = torch.eye(length, dtype=torch.bool, device=x.device)
@@ -127,7 +127,7 @@ class StockLayer(nn.Module):
 
     def _run(self, x: Tensor, positions: Tensor, mask: Tensor, memory: Any) -> Tensor:
         rotary = self._rotary_on(x.device)
-        # Eager attention would add a boolean.
+        # Eager attention adds the mask, so it cannot be boolean.
         added = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill_(~mask, torch.finfo(x.dtype).min)
         output = self.layer(
             x,
@@ -142,7 +142,7 @@ class StockLayer(nn.Module):
 
     def _rotary_on(self, device: torch.device) -> nn.Module:
         if device not in self._rotary:
-            with torch.inference_mode(False), torch.device(device):  # its tables may enter a graph later
+            with torch.inference_mode(False), torch.device(device):  # training may use the tables later
                 self._rotary[device] = self.family.rotary_class(self.family.config)
         return self._rotary[device]
 

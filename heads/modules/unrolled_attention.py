@@ -1,15 +1,14 @@
 """The attention of the training-time test (EAGLE-3, arXiv 2503.01840, section 3.2), in memory linear in T.
 
-Query i of step k sees the keys j <= i of step 0 and, of each later step, its own slot's only, under one softmax.
+Query i of step k sees the keys j <= i of step 0, and the key of its own slot i in steps 1 to k, under one softmax.
 
 Legend: B batch, T sequence length, H query heads, G key/value heads, d head size.
 
-With S_i the log-sum-exp of everything that query i sees, the attention is that over step 0 by itself, which torch's
-flash kernel computes and tells the log-sum-exp L_i of, scaled by exp(L_i - S_i), plus exp(s - S_i) v for each own key
-of score s. The kernel's backward pass recomputes the weights of step 0 as exp(score - L_i): given S_i and the whole
-output in place of its own, it gives the gradients of the whole softmax. (torch's context parallelism, which merges
-blocks of keys, rests on the same.)
-"""
+Let S_i be the log-sum-exp of all scores of query i. torch's flash kernel computes the attention over step 0 and its
+log-sum-exp L_i. The whole attention is the kernel's output scaled by exp(L_i - S_i), plus exp(s - S_i) v for each key
+of the own slot, with score s and value v. The kernel's backward pass recomputes the weights of step 0 as exp(score -
+L_i); called with S_i and the whole output instead of its own, it returns the gradients of the whole softmax. (torch's
+context parallelism merges blocks of keys in the same way.)"""
 
 from __future__ import annotations
 
@@ -23,22 +22,22 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 QUERY_CHUNK = 256
-# The flash kernel's backward pass on CPUs takes twice as long in bfloat16 as in float32 up to about so many tokens.
+# Up to about this many tokens, the flash kernel's backward pass on CPUs takes twice as long in bfloat16 as in float32.
 SHORT = 256
 
 
 def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """The newest step's queries q [B, H, T, d] over keys and values, one [B, G, T, d] per step so far, step 0 first:
+    """The newest step's queries q [B, H, T, d] over the keys and values of all steps, [B, G, T, d] each, step 0 first:
     [B, H, T, d]."""
     if q.device.type == "cpu":
         return cast(Tensor, _MergedAttention.apply(q, *keys, *values))
-    if len(keys) == 1:  # repeated, because the kernel for float32 knows no groups: torch would make a [T, T] of it
+    if len(keys) == 1:  # repeated: for grouped float32 keys torch would build a [T, T] tensor
         return F.scaled_dot_product_attention(q, _repeat(keys[0], q), _repeat(values[0], q), is_causal=True)
     return attend_in_chunks(q, keys, values)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """q, then the keys of all steps, then their values."""
+    """Inputs: q, then the keys of all steps, then their values."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, *keys_values: Tensor) -> Tensor:
@@ -86,25 +85,25 @@ def _halves(keys_values: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[T
 
 
 def _repeat(x: Tensor, q: Tensor) -> Tensor:
-    """[B, G, T, d] -> [B, H, T, d]: of each query head, the key head that it reads."""
+    """[B, G, T, d] -> [B, H, T, d]: for each query head, the key head that it reads."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _sum_groups(x: Tensor, like: Tensor) -> Tensor:
-    """The other way, as gradients go: [B, H, T, d] -> [B, G, T, d]."""
+    """The gradient of `_repeat`: [B, H, T, d] -> [B, G, T, d]."""
     return cast(Tensor, x.unflatten(1, (like.shape[1], -1))).sum(2).to(like.dtype)
 
 
 def _score(q: Tensor, k: Tensor) -> Tensor:
-    """[B, H, T] scores of each query with its own slot's key."""
+    """[B, H, T], the score of each query with the key of its own slot."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores: Tensor = (q * _repeat(k, q)).sum(-1, dtype=dtype) * q.shape[-1] ** -0.5
     return scores
 
 
 def attend_in_chunks(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """The same for any device: step 0 as a causal matmul of some queries at a time, recomputed in the backward pass, so
-    that no [T, T] tensor is kept."""
+    """`attend_unrolled` for any device. Step 0 is a causal product of a few queries at a time, recomputed in the
+    backward pass, so that no [T, T] tensor is kept."""
     chunks = []
     for start in range(0, q.shape[2], QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, q.shape[2])
@@ -120,7 +119,7 @@ def attend_in_chunks(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, start: int, *own: Tensor) -> Tensor:
     _, num_heads, queries, size = q.shape
     own_keys, own_values = _halves(own)
-    # Query heads are grouped as [G, H / G], so that keys and values are broadcast and not repeated.
+    # Query heads are grouped as [G, H / G], so that keys and values are broadcast.
     q = q.unflatten(1, (keys.shape[1], -1)) * size**-0.5
     causal = torch.ones(queries, keys.shape[2], dtype=torch.bool, device=q.device).tril(start)
     scores = (q @ keys[:, :, None].transpose(-1, -2)).float().masked_fill(~causal, float("-inf"))

@@ -1,4 +1,4 @@
-"""The reduced draft vocabulary: a drafter scores only the tokens that matter, and a map leads back to the target's ids.
+"""The reduced draft vocabulary: a drafter scores only the frequent tokens, and a map gives their target ids.
 
 Legend: Vd draft vocabulary, V target vocabulary, D hidden size.
 
@@ -40,7 +40,7 @@ def map_tensors(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def mean_embedding(target: Target, num_tokens: int = 1024) -> Tensor:
-    """[D] float32: where the embedding of a mask starts, among those of the first `num_tokens` tokens."""
+    """[D] float32: the mean embedding of the first `num_tokens` tokens, from which mask embeddings start."""
     token_ids = torch.arange(min(target.vocab_size, num_tokens), device=target.device)
     embedded: Tensor = target.embed_tokens(token_ids)
     return embedded.float().mean(0)
@@ -48,8 +48,8 @@ def mean_embedding(target: Target, num_tokens: int = 1024) -> Tensor:
 
 @torch.no_grad()
 def principal_embeddings(target: Target, rank: int) -> Tensor:
-    """[V, min(rank, D)] float32: the target's token embeddings along the directions in which they differ most, each row
-    scaled to a root mean square of 1."""
+    """[V, min(rank, D)] float32: the target's token embeddings along their principal directions, each row scaled to a
+    root mean square of 1."""
     table: Tensor = target.embed_tokens(torch.arange(target.vocab_size, device=target.device))
     table = table.float() - table.float().mean(0)
     if rank < table.shape[1]:

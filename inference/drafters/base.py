@@ -1,9 +1,12 @@
-"""Drafter: everything the decode loop knows about whatever proposes tokens.
+"""Drafter: what the decode loop knows about a model or method that proposes tokens.
 
-Legend: B batch, S slots handed over, W frontier nodes of one tree level, C candidate columns, F feature width.
+Legend: B batch, S slots of one call, W frontier nodes of one tree level, C candidate columns, F feature width.
+
+A slot is what a drafter reads of one position; the frontier is the nodes of a tree level that get children.
 
 Draft slot t pairs the target's feature of position t with the token at position t + 1 (EAGLE, arXiv 2401.15077,
-section 3.1). A drafter that needs only one of the two ignores the other.
+section 3.1). A drafter that needs only one of the two ignores the other. The root of a tree is the last
+accepted token.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class DraftLogits:
         logits: [B, W, C], or [B, 1, C] when every frontier node shares them; unnormalised log-probabilities of any
             floating dtype. A column of -inf is no candidate.
         token_ids: the target's token id of each column: None (the column number is the id), [C], or [B, W, C]; int64.
-        confidence: [B, W or 1] float32 from 0 to 1, how far the drafter trusts its own scores; None = 1. Only
+        confidence: [B, W or 1] float32 from 0 to 1, how far the drafter trusts its own scores; None = 1.
             `MergedDrafter` reads it.
     """
 
@@ -40,21 +43,21 @@ class Drafter(ABC):
 
     A subclass implements `start`, `extend` and `expand`. Everything else has a default that suits most kinds.
 
-    A step calls `extend` with the tokens that became certain, then `expand` once for each further level of the tree.
+    A step calls `extend` with the newly accepted tokens, then `expand` once for each further level of the tree.
     """
 
     feature_layers: tuple[int, ...] = ()
-    """Indices into transformers' `hidden_states` (0 = embeddings, n = after the final norm). The target hands these
-    states over, concatenated on the last dimension in this order; () = none."""
+    """Indices into transformers' `hidden_states` (0 = embeddings, n = after the final norm). `extend` gets these states
+    of the target, concatenated on the last dimension in this order; () = none."""
 
     max_depth: int | None = None
     """The deepest tree level the drafter can propose; None = any."""
 
     drafts_chains_only: bool = False
-    """Whether it expands at most one node of a level."""
+    """Whether it can expand only one node of each level."""
 
     reads_first_token: bool = False
-    """Whether it needs a text's first token, which is in no slot. The loop then calls `read_first`."""
+    """Whether it needs a text's first token, which no slot holds. The loop then calls `read_first`."""
 
     shares_target_cache: bool = False
     """Whether it runs layers of the target itself, in the target's cache (Kangaroo). The loop then calls
@@ -75,15 +78,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any:
-        """A fresh state for rows of at most `max_length` tokens and trees of at most `num_scratch` frontier nodes (all
-        levels together)."""
+        """A fresh state for rows of at most `max_length` tokens, and trees of at most `num_scratch` frontier nodes in
+        all levels together."""
 
     def share_cache(self, state: Any, cache: TreeCache) -> None:
         """Lends the target's cache to a drafter with `shares_target_cache`. Called once, after `start`.
 
-        Whenever `extend` or `expand` is called, `cache` holds the certain tokens, root excluded, and has
-        `num_scratch` + 1 free slots after them in every row for the draft. When prompts are handed over in parts, a row
-        that ends within a part may hold its root already; nobody reads what `extend` then says of it.
+        Whenever `extend` or `expand` is called, `cache` holds the accepted tokens without the root, and every row has
+        `num_scratch` + 1 free slots after them for the draft. When prompts are read in chunks, a row that ends within a
+        chunk may hold its root already; the scores that `extend` returns for it are then ignored.
         """
 
     def read_source(self, state: Any, token_ids: Tensor, mask: Tensor) -> None:
@@ -98,16 +101,16 @@ class Drafter(ABC):
     def extend(
         self, state: Any, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        """Takes in slots that are certain, drops what was drafted, and scores the children of the root.
+        """Reads accepted slots, forgets the last draft, and scores the children of the root.
 
         Args:
             state: what `start` returned; updated in place.
             features: [B, S, F] the target's features of the S positions, or None when `feature_layers` is empty.
-            next_token_ids: [B, S] int64, the token one position after each feature; the last one is the root.
-            counts: [B] int64; only the first counts[b] slots of row b are real. 0 leaves the row as it was (its scores
-                are then unspecified).
-            max_slots: the largest number of certain slots of any row after this call. A host integer, so that sizing
-                the attention needs no synchronisation.
+            next_token_ids: [B, S] int64, the token one position after each feature; the last real one is the root.
+            counts: [B] int64; only the first counts[b] slots of row b are real. 0 leaves the row as it was; its scores
+                are then unspecified.
+            max_slots: the largest number of accepted slots of any row after this call. It is a host integer, so that
+                sizing the attention needs no synchronisation.
 
         Returns:
             [B, 1, C] scores of the root's children.
@@ -128,20 +131,19 @@ class Drafter(ABC):
         """
 
     def copy_rows(self, state: Any, source: Any, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
-        """Fills a fresh state with rows of another one, as if it had been handed their first slots itself.
+        """Fills a fresh state with rows of another one, as if it had read their first slots itself.
 
-        The row's own learned values (`MergedDrafter`'s weights) and its first token (`read_first` is not called again)
-        go with the row, however few slots are kept. The states share nothing: each may be extended, or copied again,
-        without changing the other. Drafted tokens are not copied, so the next call is an `extend`, whose counts may be
-        0.
+        A row keeps its learned values (`MergedDrafter`'s weights) and its first token (`read_first` is not called
+        again), however few slots are kept. The states share nothing: extending or copying one does not change the
+        other. The draft is not copied, so the next call is an `extend`, whose counts may be 0.
 
         Args:
             state: for B' rows, just returned by `start`, with any `max_length` and `num_scratch`. A drafter with
                 `shares_target_cache` is given its cache, filled with the same rows, before the next `extend`.
             source: any state of this drafter.
-            rows: [B'] int64, the row of `source` that becomes each row. A row may be taken more than once, or never.
-            lengths: [B'] int64, how many of its first certain slots are kept: none to all, and no more than fit.
-            max_slots: no entry of `lengths` is larger (a host integer: nothing beyond is copied).
+            rows: [B'] int64, the row of `source` that becomes each row. A row may be used more than once, or never.
+            lengths: [B'] int64, how many of its first accepted slots are kept: none to all, and no more than fit.
+            max_slots: the host's bound of `lengths`; nothing beyond it is copied.
 
         Raises:
             NotImplementedError: `can_copy_rows` is false.

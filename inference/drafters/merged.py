@@ -1,15 +1,15 @@
 """MergedDrafter: the candidates of two drafters in one tree, such as trained heads and n-grams of the text.
 
-Every node's children are scored by the mixture w1 c1 q1 + w2 c2 q2 of the two drafters' distributions q over their
-candidates; c is what a drafter says of its own confidence at the node (`DraftLogits.confidence`, 1 if nothing), w its
-weight. The decode loop normalises the sum, so that a drafter without candidates at a node leaves it to the other.
+Every node's children are scored by the mixture w1 c1 q1 + w2 c2 q2. q is a drafter's distribution over its candidates,
+c its confidence at the node (`DraftLogits.confidence`, 1 if it gives none) and w its weight. The decode loop normalises
+the sum, so a drafter without candidates at a node leaves the node to the other.
 
-The weights are those under which the text becomes most likely, followed online by expectation maximisation: when both
-drafters had candidates behind the last root, and x is the token that came, drafter i is credited with
+The weights maximise the likelihood of the text, by online expectation maximisation: when both drafters had candidates
+for the children of the last root, and the next token is x, drafter i gets the credit
 r_i = w_i c_i q_i(x) / sum_j w_j c_j q_j(x), and w_i moves to (1 - rate) w_i + rate r_i (Cappe and Moulines, "Online
-EM algorithm for latent data models", arXiv 0712.4273, for this one parameter). Each row of a batch has its own.
+EM algorithm for latent data models", arXiv 0712.4273, for this one parameter). Each row of a batch has its own weights.
 
-Legend: B batch, S slots handed over, W frontier nodes, F feature width, C, D candidate columns of the two drafters,
+Legend: B batch, S slots of one call, W frontier nodes, F feature width, C, D candidate columns of the two drafters,
 V target vocabulary.
 """
 
@@ -25,15 +25,21 @@ from inference.cache.tree_cache import TreeCache
 from inference.drafters.base import Drafter, DraftLogits
 from inference.targets.target import Target
 
-# No drafter is ever forgotten: a text may begin to repeat itself at any time.
+# No weight falls to zero: a text may begin to repeat itself at any time.
 MIN_WEIGHT = 0.02
 
 
 @dataclass
 class MergedState:
-    """states: of the two drafters. weights: [B, 2] float32. roots: what each said of the last root's children.
-    has_root: [B] bool, whether they have said it of this row. lengths: [B] long, slots so far. All but `states` are
-    None before the first `extend`."""
+    """The state of one batch. All but `states` are None before the first `extend`.
+
+    Attributes:
+        states: the two drafters'.
+        weights: [B, 2] float32.
+        roots: each drafter's scores of the last root's children.
+        has_root: [B] bool, whether the row has such scores.
+        lengths: [B] int64, slots so far.
+    """
 
     states: tuple[Any, Any]
     weights: Tensor | None = None
@@ -45,19 +51,19 @@ class MergedState:
 class MergedDrafter(Drafter, nn.Module):
     """Drafts with two drafters at once. A third is added by merging twice.
 
-    Each level asks both, so it costs what both cost: worth it where one of them costs next to nothing.
+    Every level costs what both cost, so this is worth it where one of them is nearly free.
 
     Args:
-        first, second: any drafters. Trained heads are bound to the target when the merged drafter is.
+        first, second: any drafters.
         weight: of the second in the mixture, from 0 to 1, at the beginning of each text.
-        rate: how fast weights follow what is accepted, as the share of the newest step; 0 = fixed weights.
+        rate: the share of the newest step in the weights; 0 = fixed weights.
 
     Attributes:
-        feature_layers: those of both, the first's in front.
+        feature_layers: of both, the first's in front.
         max_depth: the smaller of both.
 
     Raises:
-        ValueError: for a bad weight or rate, or two drafters that both write to the target's cache.
+        ValueError: for a bad weight or rate, or for two drafters that both write to the target's cache.
     """
 
     def __init__(self, first: Drafter, second: Drafter, *, weight: float = 0.5, rate: float = 0.05) -> None:
@@ -99,7 +105,8 @@ class MergedDrafter(Drafter, nn.Module):
     def copy_rows(
         self, state: MergedState, source: MergedState, rows: Tensor, lengths: Tensor, *, max_slots: int
     ) -> None:
-        """Rows keep their weights; those that keep all their slots also what was said of their last root."""
+        """Rows keep their weights; rows that keep all their slots also keep the scores of their last root's
+        children."""
         for drafter, own, other in zip(self.drafters, state.states, source.states, strict=True):
             drafter.copy_rows(own, other, rows, lengths, max_slots=max_slots)
         if source.weights is None or source.roots is None or source.has_root is None or source.lengths is None:
@@ -112,19 +119,19 @@ class MergedDrafter(Drafter, nn.Module):
         state.roots = (first, second)
 
     def read_source(self, state: MergedState, token_ids: Tensor, mask: Tensor) -> None:
-        """Hands the source texts [B, E] to whoever reads them."""
+        """Passes the source texts [B, E] on to both drafters."""
         for drafter, own in zip(self.drafters, state.states, strict=True):
             drafter.read_source(own, token_ids, mask)
 
     def read_first(self, state: MergedState, token_ids: Tensor) -> None:
-        """Hands the texts' first tokens [B] to whoever reads them."""
+        """Passes the texts' first tokens [B] on to both drafters."""
         for drafter, own in zip(self.drafters, state.states, strict=True):
             drafter.read_first(own, token_ids)
 
     def extend(
         self, state: MergedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        """Credits the drafters with the token behind the last root, and lets both extend (Drafter.extend)."""
+        """`Drafter.extend` of both, after each got its credit for the token that followed the last root."""
         self._credit(state, next_token_ids, counts)
         first, second = (
             drafter.extend(own, self._features_of(drafter, features), next_token_ids, counts, max_slots=max_slots)
@@ -133,13 +140,13 @@ class MergedDrafter(Drafter, nn.Module):
         is_new = counts > 0
         if state.roots is None:
             state.roots = (first, second)
-        else:  # of rows that wait, what was said before: now they were not asked
+        else:  # rows without new slots keep their scores
             old = state.roots
             state.roots = (_choose_rows(is_new, first, old[0]), _choose_rows(is_new, second, old[1]))
         return self._merge(state, first, second)
 
     def expand(self, state: MergedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """Lets both expand the frontier [B, W] (Drafter.expand)."""
+        """`Drafter.expand` of both, merged."""
         first, second = (
             drafter.expand(own, token_ids, parents, depth)
             for drafter, own in zip(self.drafters, state.states, strict=True)
@@ -156,7 +163,7 @@ class MergedDrafter(Drafter, nn.Module):
         return torch.cat([layers[layer] for layer in drafter.feature_layers], dim=-1)
 
     def _credit(self, state: MergedState, next_token_ids: Tensor, counts: Tensor) -> None:
-        """The first new token of a row is the one behind its last root."""
+        """Updates the weights: the first new token of a row is the one that followed its last root."""
         if state.weights is None or state.lengths is None:
             start = torch.tensor([1 - self.weight, self.weight], device=next_token_ids.device)
             state.weights = start.repeat(next_token_ids.shape[0], 1)
@@ -167,13 +174,13 @@ class MergedDrafter(Drafter, nn.Module):
         if state.roots is None or had_root is None or self.rate == 0:
             return
         chances = torch.stack([chance_of(root, next_token_ids[:, 0]) for root in state.roots], dim=1)  # [B, 2]
-        spoke = torch.stack([(root.logits > -torch.inf).any(-1)[:, 0] for root in state.roots], dim=1).all(1)
+        had_candidates = torch.stack([(root.logits > -torch.inf).any(-1)[:, 0] for root in state.roots], dim=1).all(1)
         shares = state.weights * chances
         total = shares.sum(1)
         moved = (1 - self.rate) * state.weights + self.rate * shares / total.clamp(min=1e-30)[:, None]
         moved = moved.clamp(MIN_WEIGHT, 1 - MIN_WEIGHT)
-        counted = spoke & had_root & has_slots & (total > 0)
-        state.weights = torch.where(counted[:, None], moved, state.weights)
+        is_credited = had_candidates & had_root & has_slots & (total > 0)
+        state.weights = torch.where(is_credited[:, None], moved, state.weights)
 
     def _merge(self, state: MergedState, first: DraftLogits, second: DraftLogits) -> DraftLogits:
         assert state.weights is not None
@@ -182,7 +189,7 @@ class MergedDrafter(Drafter, nn.Module):
 
 
 def _select_rows(draft: DraftLogits, rows: Tensor) -> DraftLogits:
-    """A draft of rows [B'] of a batch."""
+    """The draft of rows [B'] of a batch."""
     token_ids, confidence = draft.token_ids, draft.confidence
     if token_ids is not None and token_ids.dim() == 3:
         token_ids = token_ids.index_select(0, rows)
@@ -192,7 +199,7 @@ def _select_rows(draft: DraftLogits, rows: Tensor) -> DraftLogits:
 
 
 def _choose_rows(is_new: Tensor, new: DraftLogits, old: DraftLogits) -> DraftLogits:
-    """Two drafts of one form, by `is_new` [B]."""
+    """Of two drafts of one form, `new` in the rows where `is_new` [B] and `old` elsewhere."""
 
     def choose(one: Tensor, other: Tensor) -> Tensor:
         return torch.where(is_new.view(-1, *[1] * (one.dim() - 1)), one, other)
@@ -206,13 +213,13 @@ def _choose_rows(is_new: Tensor, new: DraftLogits, old: DraftLogits) -> DraftLog
 
 
 def to_chances(draft: DraftLogits) -> Tensor:
-    """[B, W, C] float32: each column's chance, c q; all 0 where a node has no candidate."""
+    """[B, W, C] float32: each column's chance c q; all 0 at a node without candidates."""
     chances = torch.softmax(draft.logits.float(), dim=-1).nan_to_num(nan=0.0)
     return chances if draft.confidence is None else chances * draft.confidence[..., None]
 
 
 def chance_of(draft: DraftLogits, token_ids: Tensor) -> Tensor:
-    """[B] float32: what a draft of one node gave to the tokens [B]."""
+    """[B] float32: the chance that a draft of one node gave to each of the tokens [B]."""
     chances = to_chances(draft)[:, 0]  # [B, C]
     if draft.token_ids is None:
         is_known = token_ids < chances.shape[-1]
@@ -224,8 +231,8 @@ def chance_of(draft: DraftLogits, token_ids: Tensor) -> Tensor:
 def merge_drafts(first: DraftLogits, first_chances: Tensor, second: DraftLogits, second_chances: Tensor) -> DraftLogits:
     """The sum of two drafts' chances; a token that both have is one column.
 
-    The columns are those of the draft whose columns mean the same at all nodes (all tokens, or a reduced vocabulary),
-    and behind them what only the other has. The other's empty and merged columns have the score -inf.
+    The columns of the draft that has the same tokens at all nodes (the whole or a reduced vocabulary) come first, then
+    those of the other. Columns of the other that are empty or merged have the score -inf.
 
     Worked example, tokens with their chances:
 
@@ -258,20 +265,20 @@ def merge_drafts(first: DraftLogits, first_chances: Tensor, second: DraftLogits,
 
 
 def _width_of(draft: DraftLogits) -> int:
-    """2 for columns that are all tokens, 1 for a reduced vocabulary, 0 for tokens of each node."""
+    """2 if the columns are the whole vocabulary, 1 for a reduced one, 0 for tokens of each node."""
     return 2 if draft.token_ids is None else int(draft.token_ids.dim() == 1)
 
 
 def find_columns(token_ids: Tensor, chances: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token of `wanted` ([D] or [B, W or 1, D]) stands among the columns `token_ids` ([C] or [B, W or 1, C])
-    that have `chances` [B, W, C].
+    """The column of each token of `wanted` ([D] or [B, W or 1, D]) among `token_ids` ([C] or [B, W or 1, C]), whose
+    chances are [B, W, C].
 
     Returns:
-        long (0 where it stands nowhere), and whether it stands anywhere, of the shape of `wanted` or [B, W, D].
+        the columns, int64 (0 for a token without one), and whether there is one; of the shape of `wanted` or [B, W, D].
     """
-    if token_ids.dim() == 1:  # of a reduced vocabulary, each once
+    if token_ids.dim() == 1:  # a reduced vocabulary has each token once
         keys = token_ids
-    else:  # columns without a chance carry any token
+    else:  # columns without a chance may hold any token
         keys = torch.where(chances > 0, token_ids, -1)
         wanted = wanted.expand(*keys.shape[:2], -1).contiguous()
     ordered, order = keys.sort(dim=-1, stable=True)

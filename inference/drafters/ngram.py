@@ -1,13 +1,13 @@
-"""NgramDrafter: prompt look-up. What followed the present n-gram earlier in the text is drafted again.
+"""NgramDrafter: prompt look-up. It drafts the tokens that followed the last n-gram earlier in the text.
 
-Not trained, and it runs no model, so it is the yardstick for text that repeats itself. The idea is prompt look-up
+It needs no training and runs no model, so it is the baseline for text that repeats itself. The idea is prompt look-up
 decoding (A. Saxena, 2023), here for trees: every node of the tree looks up its own suffix. Each level reads the whole
-text once per candidate and length of suffix, so its cost grows with the text: little beside a model's, but not nothing.
+text once per candidate and suffix length, so the cost grows with the text; it is small beside a model's.
 
 The scores are those of "stupid backoff" (Brants et al., "Large Language Models in Machine Translation", EMNLP 2007,
-section 4) over the text so far, with occurrences that count the more, the later they are.
+section 4) over the text so far, with later occurrences weighted more.
 
-Legend: B batch, S slots handed over, W frontier nodes, C candidate columns, E positions of the history in view.
+Legend: B batch, S slots of one call, W frontier nodes, C candidate columns, E positions of the history in view.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ from torch import Tensor
 from inference.drafters.base import Drafter, DraftLogits
 
 BACKOFF = 0.4  # for each token that a match is shorter (the paper's)
-RECENCY = 1.0  # an occurrence now counts by so much more than one at the beginning
+RECENCY = 1.0  # an occurrence at the end weighs 1 + RECENCY, one at the beginning 1
 
 
 @dataclass
 class NgramState:
-    """history: [B, capacity + 1] long, the text so far (its last column takes writes of padding); lengths: [B] long;
-    view: host bound of `lengths`; paths: [B, W, depth] long, drafted tokens down to each node of the last frontier."""
+    """The texts so far.
+
+    Attributes:
+        history: [B, capacity + 1] int64; padding is written to the last column.
+        lengths: [B] int64.
+        view: the host's bound of `lengths`.
+        paths: [B, W, depth] int64, the drafted tokens down to each node of the last frontier.
+    """
 
     history: Tensor
     lengths: Tensor
@@ -38,26 +44,21 @@ class NgramState:
 class NgramDrafter(Drafter):
     """Drafts the continuations of earlier occurrences of the last tokens.
 
-    For every node, the longest suffix of (text + drafted path) of at most `max_ngram` tokens that occurs earlier in
-    the text is looked up; its latest occurrences come first, then those of shorter suffixes. Continuations that were
-    already found are skipped, so a node's columns carry distinct tokens, and a tree of them is the trie of what
-    followed; columns that stay empty have the score -inf.
+    Every node looks up the longest suffix of its text and drafted path, of at most `max_ngram` tokens, that occurs
+    earlier in the text. The latest occurrences come first, then those of shorter suffixes. Each token is a candidate
+    only once; columns that stay empty have the score -inf.
 
-    A column's score is the logarithm of how often its token followed, as a share of all occurrences of the longest
-    suffix it follows, times `BACKOFF` for each token that this suffix is shorter than the node's longest. A node's
-    confidence is `BACKOFF` to the number of tokens that its longest suffix falls short of `max_ngram`.
+    A token's score is log(share * BACKOFF^k): its share of the continuations of the longest suffix it follows, which is
+    k tokens shorter than the node's longest suffix. A node whose longest suffix is m tokens shorter than `max_ngram`
+    has the confidence BACKOFF^m.
 
-    Worked example with `max_ngram=2, num_candidates=3`, where position e of 11 counts as (11 + e) / 11:
+    Worked example with `max_ngram=2, num_candidates=3`; position e of 11 has the weight (11 + e) / 11:
 
         text          a b c   a b d   x b e   a b
         suffix "a b"  followed by d (latest, at 5), then c (at 2)
         suffix "b"    followed by e (at 8), d and c again
         columns       d             c             e
         scores        log(16/29)    log(13/29)    log(0.4 * 19/48)
-
-    Attributes:
-        feature_layers: (), the target hands over no features.
-        max_depth: None, any depth can be drafted.
     """
 
     can_copy_rows = True
@@ -65,8 +66,8 @@ class NgramDrafter(Drafter):
     def __init__(self, *, max_ngram: int = 3, num_candidates: int = 4) -> None:
         """
         Args:
-            max_ngram: longest suffix that is looked up, in tokens.
-            num_candidates: columns C, continuations per node.
+            max_ngram: the longest suffix to look up, in tokens.
+            num_candidates: C, continuations per node.
         """
         if max_ngram < 1 or num_candidates < 1:
             raise ValueError(f"max_ngram and num_candidates start at 1, got {max_ngram=} and {num_candidates=}")
@@ -76,7 +77,7 @@ class NgramDrafter(Drafter):
     def start(
         self, batch_size: int, max_length: int, num_scratch: int, device: torch.device | str = "cpu"
     ) -> NgramState:
-        """Empty histories for rows of at most `max_length` tokens; the first `extend` moves them to its device."""
+        """Empty histories, which the first `extend` moves to its device (`Drafter.start`)."""
         history = torch.zeros((batch_size, max_length + 1), dtype=torch.long, device=device)
         lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         return NgramState(history, lengths, 0, history.new_zeros((batch_size, 1, 0)))
@@ -84,7 +85,7 @@ class NgramDrafter(Drafter):
     def extend(
         self, state: NgramState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        """Append certain tokens [B, S], counts [B] of them real, and look up the root's children (Drafter.extend)."""
+        """Appends accepted tokens and looks up the root's children (`Drafter.extend`)."""
         if state.history.device != next_token_ids.device:
             state.history = state.history.to(next_token_ids.device)
             state.lengths = state.lengths.to(next_token_ids.device)
@@ -101,7 +102,6 @@ class NgramDrafter(Drafter):
     def copy_rows(
         self, state: NgramState, source: NgramState, rows: Tensor, lengths: Tensor, *, max_slots: int
     ) -> None:
-        """`Drafter.copy_rows`."""
         device = source.history.device
         width = min(max_slots, state.history.shape[1] - 1, source.history.shape[1] - 1)
         state.history = state.history.to(device)
@@ -109,20 +109,20 @@ class NgramDrafter(Drafter):
         state.lengths = torch.zeros_like(state.lengths, device=device).copy_(lengths)
 
     def expand(self, state: NgramState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """Look up the children of the frontier [B, W] (Drafter.expand)."""
+        """Looks up the children of the frontier (`Drafter.expand`)."""
         index = parents[..., None].expand(*parents.shape, state.paths.shape[2])
         state.paths = torch.cat([state.paths.gather(1, index), token_ids[..., None]], dim=2)
         return self._look_up(state)
 
     def _look_up(self, state: NgramState) -> DraftLogits:
-        """Scores and tokens [B, W, C] of the children of the frontier whose paths are in `state`."""
+        """The children [B, W, C] of the frontier whose paths are in `state`."""
         history = state.history[:, : state.view]  # [B, E]
         suffix, is_token = self._read_suffixes(state)  # [B, W, max_ngram], latest token first
-        ends = torch.arange(state.view, device=history.device)  # a continuation candidate at each position
+        ends = torch.arange(state.view, device=history.device)  # each position holds a possible continuation
         weights = (1.0 + RECENCY * ends / state.lengths.clamp(min=1)[:, None])[:, None]  # [B, 1, E] of occurrences
         matched = torch.zeros((*suffix.shape[:2], state.view), dtype=torch.long, device=history.device)
         still = (ends < state.lengths[:, None])[:, None, :].expand_as(matched)
-        totals = []  # weight of all occurrences of the suffix of each length
+        totals = []  # of each suffix length, the weight of all its occurrences
         for back in range(self.max_ngram):
             earlier = history.roll(back + 1, dims=1)  # earlier[e] = history[e - back - 1]
             fits = (earlier[:, None, :] == suffix[..., back, None]) & is_token[..., back, None] & (ends > back)
@@ -138,7 +138,7 @@ class NgramDrafter(Drafter):
             length = torch.where(best >= 0, matched.gather(2, place), 0)
             tokens.append(torch.where(best >= 0, token, 0))
             lengths.append(length)
-            # Of a token's occurrences, none follows a longer suffix than the one it was found by.
+            # A token is found by the longest suffix it follows.
             own.append((is_own & (matched == length)).mul(weights).sum(-1, keepdim=True))
             rank = rank.masked_fill(is_own, -1)
         token, length = torch.cat(tokens, dim=2), torch.cat(lengths, dim=2)  # [B, W, C]
@@ -150,7 +150,7 @@ class NgramDrafter(Drafter):
         return DraftLogits(logits, token, confidence)
 
     def _read_suffixes(self, state: NgramState) -> tuple[Tensor, Tensor]:
-        """The last `max_ngram` tokens of (text + path) of every frontier node, latest first, and whether they exist."""
+        """The last `max_ngram` tokens of every frontier node's text and path, latest first, and whether they exist."""
         batch, num_nodes, depth = state.paths.shape
         num_text = max(self.max_ngram - depth, 0)
         places = state.lengths[:, None] - 1 - torch.arange(num_text, device=state.lengths.device)  # [B, num_text]

@@ -1,9 +1,9 @@
 """From a drafter's scores to candidates, picked as the target will pick its own token.
 
-Exact acceptance takes the best candidates, at temperature > 0 with the target's own noise (coupled drafting). Rules
-that compare p and q need drafts drawn from q: siblings are drawn without replacement, since the k best of log q plus
-Gumbel noise are k such draws, in their order. That noise is independent of the target's, of every other node's, and of
-every other step's.
+Exact acceptance uses the best candidates; at temperature > 0 they are ranked with the target's own noise (coupled
+drafting). Rules that compare p and q need drafts drawn from q. Siblings are drawn without replacement: the k best of
+log q plus Gumbel noise are k such draws, in their order. This noise is independent of the target's, and differs between
+nodes and between steps.
 
 Legend: B batch, W frontier nodes of one level, C candidate columns, V target vocabulary.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 from inference.drafters.base import DraftLogits
 from inference.noise import derive_seeds, gumbel_noise
 
-# Greedy targets take their most likely token, which is the drafter's more often than its chance in sampling says. This
-# much sharper, scores rank the nodes of a dynamic tree better (docs/benchmarks/changes.md).
+# A greedy target picks its most likely token, so the drafter's best token is right more often than q says. Scores at
+# this temperature rank the nodes of a dynamic tree better.
 GREEDY_TEMPERATURE = 0.7
 
 
@@ -33,7 +33,7 @@ class DraftSampling:
             every sampling setting is an adjusted distribution, applied to p and q alike); None = greedy decoding.
         noise: [B, depth + 1, V] float32 Gumbel noise: entry d is that of the token drawn at the nodes of depth d;
             None = greedy, or uncoupled drafting.
-        draws: how to draw drafts at random, for acceptance rules that compare p and q; None = the best candidates.
+        draws: draws drafts at random, for acceptance rules that compare p and q; None = the best candidates.
     """
 
     warp: Callable[[Tensor], Tensor] | None = None
@@ -41,9 +41,11 @@ class DraftSampling:
     draws: DraftDraws | None = None
 
     def score(self, draft: DraftLogits, depth: int) -> Tensor:
-        """Log-scores [B, W or 1, C] float32 of the children of nodes at `depth` (root 0): log q, plus the target's own
-        Gumbel noise when drafting is coupled (arXiv 2408.07978), or at `GREEDY_TEMPERATURE` when the target is greedy;
-        normalised over the columns."""
+        """Log-scores [B, W or 1, C] float32 of the children of nodes at `depth` (root 0), normalised over the columns.
+
+        They are log q, at `GREEDY_TEMPERATURE` when the target is greedy; coupled drafting adds the target's own Gumbel
+        noise (arXiv 2408.07978).
+        """
         logits = draft.logits.float()
         if self.warp is None and self.noise is None:
             logits = logits / GREEDY_TEMPERATURE
@@ -67,7 +69,7 @@ class DraftDraws:
     """How one step's drafts are drawn.
 
     Attributes:
-        seeds: [B] long, of this step alone.
+        seeds: [B] int64, of this step only.
         vocab_size: V.
         warp: as in `DraftSampling`.
     """
@@ -82,12 +84,12 @@ class DraftDraws:
         Args:
             depth: of the frontier (root 0).
             num_ranks: children of each node.
-            width: W; scores that all nodes share are drawn from by each of them alone.
+            width: W; each node draws by itself, also from scores that all nodes share.
 
         Returns:
             log_probs: [B, W, min(num_ranks, C)] float32, log q of the children in the order they were drawn; -inf
                 where there are no more candidates.
-            token_ids: of the same shape, long.
+            token_ids: of the same shape, int64.
             log_q: [B, W, V] float32.
         """
         batch, _, columns = draft.logits.shape
@@ -105,14 +107,14 @@ class DraftDraws:
             return log_probs, drawn, log_q
         ids = draft.token_ids.expand(batch, width, columns)
         full = log_q.new_full((batch, width, self.vocab_size), float("-inf"))
-        # Columns without a chance may repeat a token id, and must not overwrite the one that has it.
+        # Columns without a chance may repeat another column's token id.
         full = full.scatter_reduce(-1, ids, log_q, "amax")
         return log_probs, ids.gather(-1, drawn), full
 
 
 def warp_candidates(warp: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-    """Draft scores [B, W, C] float32, adjusted. Columns of -inf stay so, and nodes that have no others are kept from
-    the processors, some of which fail on them."""
+    """Draft scores [B, W, C] float32, adjusted. Columns of -inf stay so. Nodes with no other columns are shown to the
+    processors as zeros, since some processors fail on them."""
     is_absent = logits.isneginf()
     adjusted = warp(logits.masked_fill(is_absent.all(-1, keepdim=True), 0.0).flatten(0, 1)).view_as(logits)
     return adjusted.masked_fill(is_absent, float("-inf"))

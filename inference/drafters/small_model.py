@@ -1,11 +1,9 @@
 """SmallModelDrafter: a small causal LM with the target's tokenizer drafts (Leviathan et al., arXiv 2211.17192).
 
-The small model is a `Target` of its own with its own cache. Its chains and trees are grown level by level, one pass of
-the small model each; the accepted tokens are read again with the next `extend`, in one pass.
+The small model is a `Target` of its own with its own cache. Each level of a chain or tree is one pass of the small
+model; the next `extend` reads the accepted tokens again, in one pass.
 
-How deep a chain pays (gamma in the paper) is `inference.planning.gamma`'s subject.
-
-Legend: B batch, S slots handed over, W frontier nodes of one tree level, R scratch rows of the tree, V the target's
+Legend: B batch, S slots of one call, W frontier nodes of one tree level, R scratch rows of the tree, V the target's
 vocabulary, Vs the small model's.
 """
 
@@ -33,12 +31,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SmallModelState:
-    """cache: the small model's keys and values, with R scratch rows.
-    ancestors: [B, 1 + R, R] bool, which scratch rows the root (row 0) and each scratch row see; depths: [R] long, the
-    level of each scratch row, 0 = the root's children. What tells levels apart are tensors of one shape, so that one
-    compiled graph serves every level: base [1], where the last frontier begins in `ancestors`; used, depth [1], scratch
-    rows and levels so far. num_used: `used` on the host, kept where it may be checked. num_first: tokens that the cache
-    holds besides those of slots, the texts' first ones, 0 or 1."""
+    """The state of one batch. Tensors of fixed shape tell levels apart, so that one compiled graph serves every level.
+
+    Attributes:
+        cache: the small model's keys and values, with R scratch rows.
+        ancestors: [B, 1 + R, R] bool, which scratch rows the root (row 0) and each scratch row see.
+        depths: [R] int64, the level of each scratch row, 0 = the root's children.
+        base: [1], where the last frontier begins in `ancestors`.
+        used, depth: [1], scratch rows and levels so far.
+        num_used: `used` on the host, for a check.
+        num_first: first tokens of texts in the cache, which no slot holds: 0 or 1.
+    """
 
     cache: ScratchCache
     ancestors: Tensor
@@ -53,19 +56,15 @@ class SmallModelState:
 class SmallModelDrafter(Drafter, nn.Module):
     """Drafts with a causal LM whose token ids mean what the target's mean.
 
-    Its cost is the LM's: a chain of gamma tokens takes gamma passes. Positions beyond the small model's own limit are
-    drafted at the limit: nothing breaks, but less is accepted, and a warning says so once (not from compiled steps).
-    Layers with a sliding window read the whole text. The cache is kept from text to text.
+    A chain of n tokens takes n passes of the LM. Positions beyond the small model's own limit are drafted at the limit:
+    fewer drafts are accepted then, and a warning says so once (not from compiled steps). Layers with a sliding window
+    read the whole text. The cache is kept from text to text.
 
     Args:
-        model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device. For an
-            encoder-decoder target, a smaller such model: it encodes the source itself, once per text.
-        tokenizer, target_tokenizer: when given (both), they are compared, and the two vocabularies may differ in size
-            by padding; without them, they must be of one size.
-
-    Attributes:
-        feature_layers: (), the target hands over no features.
-        max_depth: None, any depth can be drafted.
+        model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device. An encoder-decoder
+            target needs a smaller encoder-decoder model, which encodes the source itself, once per text.
+        tokenizer, target_tokenizer: pass both to have them compared. The two vocabularies may then differ in size by
+            padding; otherwise they must be of one size.
 
     Raises:
         ValueError: for a model that `Target` refuses, and for tokenizers that differ.
@@ -77,20 +76,20 @@ class SmallModelDrafter(Drafter, nn.Module):
     def __init__(self, model: Target | nn.Module, *, tokenizer: Any = None, target_tokenizer: Any = None) -> None:
         super().__init__()
         self.small = model if isinstance(model, Target) else Target(model)
-        self.model = self.small.model  # a submodule, so that its weights are found
+        self.model = self.small.model  # a submodule, so that parameters() finds its weights
         if (tokenizer is None) != (target_tokenizer is None):
             raise ValueError("one tokenizer cannot be compared: pass both tokenizer and target_tokenizer, or neither")
         self.has_compared = tokenizer is not None
         if self.has_compared:
             compare_tokenizers(tokenizer, target_tokenizer)
         self.num_target_tokens = self.small.vocab_size
-        # The last text's cache, its shape, and the text's state: once nobody holds that, the cache is free.
-        # (A list, of which threads pop.)
+        # The last text's cache, its shape, and a reference to its state: the cache is free when the state is gone.
+        # These are lists because threads, and views of this drafter, share them.
         self._kept: list[tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]]] = []
         self._warned: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the cache behind."""
+        """Copies and pickles come without the cache."""
         return {**self.__dict__, "_kept": [], "_warned": []}
 
     @property
@@ -143,7 +142,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         return state
 
     def _get_cache(self, batch_size: int, max_tokens: int, num_scratch: int) -> ScratchCache:
-        """The last text's if it has the same shape and that text has ended, else a new one."""
+        """The last text's cache if it has this shape and that text has ended, else a new one."""
         try:
             cache, shape, state = self._kept.pop()
         except IndexError:
@@ -156,18 +155,18 @@ class SmallModelDrafter(Drafter, nn.Module):
         return self.small.new_scratch_cache(batch_size, max_tokens=max_tokens, num_scratch=num_scratch)
 
     def read_source(self, state: SmallModelState, token_ids: Tensor, mask: Tensor) -> None:
-        """Encode source texts [B, E], mask [B, E] true on real tokens, with the small model's own encoder."""
+        """Encodes the source texts with the small model's own encoder (`Drafter.read_source`)."""
         self.small.read_source(state.cache, self.small.encode_source(self.to_small_ids(token_ids), mask))
 
     def read_first(self, state: SmallModelState, token_ids: Tensor) -> None:
-        """Take in the texts' first tokens [B], which no slot carries. Left out, texts are read without them."""
+        """Reads the texts' first tokens [B] (`Drafter.read_first`). Without this call, texts begin with their
+        second."""
         self.read_certain(state, token_ids[:, None], torch.ones_like(token_ids), max_tokens=1)
         state.num_first = 1
 
     def copy_rows(
         self, state: SmallModelState, source: SmallModelState, rows: Tensor, lengths: Tensor, *, max_slots: int
     ) -> None:
-        """`Drafter.copy_rows`."""
         num_first = state.num_first = source.num_first
         state.cache.copy_rows(source.cache, rows, lengths + num_first, max_length=max_slots + num_first)
 
@@ -180,7 +179,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         *,
         max_slots: int,
     ) -> DraftLogits:
-        """Read certain tokens [B, S], counts [B] of them real, and score the root's children (Drafter.extend)."""
+        """Reads accepted tokens and scores the root's children (`Drafter.extend`)."""
         self.check_length(max_slots)
         last: Tensor | None = None
         for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
@@ -192,7 +191,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         return self.to_draft(last)
 
     def expand(self, state: SmallModelState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """Read the frontier [B, W] and score its children (Drafter.expand)."""
+        """Reads the frontier and scores its children (`Drafter.expand`)."""
         batch, width = token_ids.shape
         num_scratch = state.depths.shape[0]
         if not torch.compiler.is_compiling():
@@ -225,14 +224,14 @@ class SmallModelDrafter(Drafter, nn.Module):
         max_tokens: int,
         num_guesses: int = 0,
     ) -> Tensor:
-        """One pass over tokens that are certain, and guesses behind them that are not.
+        """One pass over accepted tokens and guesses that follow them.
 
         Args:
-            token_ids: [B, S] long, of which counts[b] are certain and the `num_guesses` behind them guesses.
-            max_tokens: the largest number of certain tokens of any row after this call.
+            token_ids: [B, S] int64; in row b, counts[b] accepted tokens and then `num_guesses` guesses.
+            max_tokens: the largest number of accepted tokens of any row after this call.
 
         Returns:
-            logits [B, 1 + num_guesses, Vs] behind the last certain token and each guess.
+            logits [B, 1 + num_guesses, Vs] after the last accepted token and after each guess.
         """
         cache, width = state.cache, token_ids.shape[1]
         cache.open_certain(width, max_tokens)
@@ -249,36 +248,37 @@ class SmallModelDrafter(Drafter, nn.Module):
         return logits
 
     def check_length(self, max_slots: int) -> None:
-        """Warns once about texts beyond the small model's positions."""
+        """Warns once about texts longer than the small model's positions."""
         limit = self.small.max_length
         # The loop rounds `max_slots` up to a view.
         if torch.compiler.is_compiling() or self._warned or limit is None or max_slots < limit + VIEW_MULTIPLE:
             return
         self._warned.append("length")
         logger.warning(
-            "the text is longer than the %d positions of the small model that drafts (%s): little of what it drafts "
-            "beyond them will be accepted, at full cost; take one with more positions, or tree='auto' or 'gamma', "
-            "which leave out a drafter that does not pay",
+            "the text is longer than the %d positions of the small model that drafts (%s): beyond them few drafts are "
+            "accepted, at full cost; use a small model with more positions, or tree='auto', which stops drafting where "
+            "drafting gains nothing",
             limit,
             self.small.length_limit_reason,
         )
 
     def to_small_ids(self, token_ids: Tensor) -> Tensor:
-        """Ids the small model has no row for stand for padding, and become its last one."""
+        """Ids that the small model does not have are padding of the vocabulary; its last id replaces them."""
         if self.num_target_tokens <= self.small.vocab_size:
             return token_ids
         return token_ids.clamp(max=self.small.vocab_size - 1)
 
     def to_draft(self, logits: Tensor) -> DraftLogits:
-        """Logits [B, W, Vs] as scores of the target's tokens."""
+        """The small model's logits [B, W, Vs] as scores of the target's tokens."""
         if self.small.vocab_size >= self.num_target_tokens:
             return DraftLogits(logits[..., : self.num_target_tokens])
         return DraftLogits(logits, torch.arange(self.small.vocab_size, device=logits.device))
 
 
 def compare_tokenizers(tokenizer: Any, target_tokenizer: Any) -> None:
-    """Refuses a small model's tokenizer whose ids do not mean what the target's mean. Tokens of one side alone, whose
-    ids are no tokens of the other, do no harm.
+    """Refuses a small model's tokenizer whose ids do not mean what the target's mean.
+
+    A token that only one side has does no harm if the other has no token of its id.
 
     Raises:
         ValueError: naming the first tokens that conflict.

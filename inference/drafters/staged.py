@@ -1,6 +1,6 @@
-"""StagedDrafter: the small model that drafts is drafted for by n-grams (Spector and Re, arXiv 2308.04623, section 3.2).
+"""StagedDrafter: n-grams draft for the small model that drafts (Spector and Re, arXiv 2308.04623, section 3.2).
 
-Legend: B batch, S slots handed over, G guesses, Vs the small model's vocabulary.
+Legend: B batch, S slots of one call, G guesses, Vs the small model's vocabulary.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from inference.targets.target import Target
 
 @dataclass
 class StagedState:
-    """small, ngram: of the two drafters. is_active: [B], rows that the last `extend` gave slots.
+    """The state of one batch.
 
-    logits: [B, 1 + G, Vs] of the small model's last pass: behind its first token, and behind each guess. guesses:
-    [B, G] long, -1 = none. first_depth: the depth of that pass's first token (0 = the root)."""
+    Attributes:
+        small, ngram: the two drafters' states.
+        is_active: [B] bool, rows that got slots in the last `extend`.
+        logits: [B, 1 + G, Vs] of the small model's last pass, after its first token and after each guess.
+        guesses: [B, G] int64, -1 = none.
+        first_depth: the depth of that pass's first token (0 = the root).
+    """
 
     small: SmallModelState
     ngram: NgramState
@@ -34,22 +39,22 @@ class StagedState:
 
 
 class StagedDrafter(Drafter, nn.Module):
-    """Drafts chains with a small model whose own passes n-grams save.
+    """Drafts chains with a small model, and saves passes of it by n-grams.
 
-    Each pass of the small model also reads the continuation that n-grams of the text guess. As long as the decode loop
-    picks what was guessed, the small model's scores are known already and no pass is made. So the scores are exactly
-    the small model's, whatever is guessed and however the loop picks; only the number of its passes falls.
+    Each pass of the small model also reads the continuation that n-grams of the text guess. While the decode loop picks
+    the guessed tokens, the small model's scores are known and need no pass. The scores are always exactly the small
+    model's; guesses only save passes.
 
-    Whether a pass is needed is asked on the host, once per level, so it is never compiled.
+    The host decides at each level whether a pass is needed, so this drafter is never compiled.
 
     Args:
-        small: the small model.
-        ngrams: who guesses.
+        small: the small model's drafter.
+        ngrams: guesses the continuation.
         num_guesses: G.
 
     Attributes:
-        num_passes: of the small model, those over certain tokens included, but for a text's first token; num_saved:
-            levels that needed none.
+        num_passes: passes of the small model, without those over the texts' first tokens.
+        num_saved: levels that needed no pass.
     """
 
     drafts_chains_only = True
@@ -59,7 +64,9 @@ class StagedDrafter(Drafter, nn.Module):
     def __init__(self, small: SmallModelDrafter, ngrams: NgramDrafter | None = None, *, num_guesses: int = 4) -> None:
         super().__init__()
         if num_guesses < 1:
-            raise ValueError(f"num_guesses is {num_guesses}; without guesses use the SmallModelDrafter alone")
+            raise ValueError(
+                f"num_guesses is {num_guesses}; allowed is 1 or more (a SmallModelDrafter drafts without guesses)"
+            )
         self.small = small
         self.ngrams = ngrams or NgramDrafter()
         self.num_guesses = num_guesses
@@ -90,17 +97,14 @@ class StagedDrafter(Drafter, nn.Module):
         return StagedState(small, ngram, guesses[:, 0] > 0, torch.empty(0, device=device), guesses, 0)
 
     def read_source(self, state: StagedState, token_ids: Tensor, mask: Tensor) -> None:
-        """As `SmallModelDrafter.read_source`."""
         self.small.read_source(state.small, token_ids, mask)
 
     def read_first(self, state: StagedState, token_ids: Tensor) -> None:
-        """As `SmallModelDrafter.read_first`."""
         self.small.read_first(state.small, token_ids)
 
     def copy_rows(
         self, state: StagedState, source: StagedState, rows: Tensor, lengths: Tensor, *, max_slots: int
     ) -> None:
-        """`Drafter.copy_rows`."""
         self.small.copy_rows(state.small, source.small, rows, lengths, max_slots=max_slots)
         self.ngrams.copy_rows(state.ngram, source.ngram, rows, lengths, max_slots=max_slots)
 
@@ -108,14 +112,14 @@ class StagedDrafter(Drafter, nn.Module):
     def extend(
         self, state: StagedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        """Read certain tokens [B, S] and guesses behind them in one pass (Drafter.extend)."""
+        """Reads accepted tokens and the guesses after them in one pass (`Drafter.extend`)."""
         draft = self.ngrams.extend(state.ngram, None, next_token_ids, counts, max_slots=max_slots)
         state.guesses = self._guess(state.ngram, draft, 1)
         state.is_active, state.first_depth = counts > 0, 0
         self.small.check_length(max_slots)
         num_slots, num_guesses = next_token_ids.shape[1], self.num_guesses
         self.num_passes += -(-num_slots // EXTEND_CHUNK)
-        if num_slots > EXTEND_CHUNK:  # a prompt in several passes: nothing is guessed behind it
+        if num_slots > EXTEND_CHUNK:  # a prompt in several passes gets no guesses
             state.guesses = torch.full_like(state.guesses, -1)
             known = self.small.extend(state.small, None, next_token_ids, counts, max_slots=max_slots)
             state.logits = known.logits.expand(-1, 1 + num_guesses, -1)
@@ -130,13 +134,13 @@ class StagedDrafter(Drafter, nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def expand(self, state: StagedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """Scores of the one node [B, 1]: known, if it was guessed, and else from another pass (Drafter.expand)."""
+        """Scores the children of the one node [B, 1], without a pass if the node was guessed (`Drafter.expand`)."""
         assert token_ids.shape[1] == 1, "a chain"
         own = self.ngrams.expand(state.ngram, token_ids, parents, depth)
         place = depth - state.first_depth
         if place <= self.num_guesses:
             is_guess = state.guesses[:, place - 1] == token_ids[:, 0]
-            # Without any active row, as when costs are measured, nothing is saved: a level costs a pass.
+            # Without active rows (costs are measured so) every level makes its pass.
             if bool((is_guess | ~state.is_active).all() & state.is_active.any()):
                 self.num_saved += 1
                 return self.small.to_draft(state.logits[:, place : place + 1])
@@ -146,9 +150,13 @@ class StagedDrafter(Drafter, nn.Module):
         return self.small.to_draft(state.logits[:, :1])
 
     def _guess(self, state: NgramState, draft: DraftLogits, depth: int) -> Tensor:
-        """The n-grams' own chain of G tokens [B, G], -1 from where they have none, behind a node whose children `draft`
-        scores; `depth` is the children's."""
-        state = copy.copy(state)  # guesses are no drafts: the path stays as it is
+        """The n-grams' own chain of G tokens [B, G] after a node, -1 where they have no continuation.
+
+        Args:
+            draft: the scores of the node's children.
+            depth: of the children.
+        """
+        state = copy.copy(state)  # guesses do not lengthen the drafted path
         guesses: list[Tensor] = []
         is_known: Tensor | None = None
         for place in range(self.num_guesses):
@@ -162,7 +170,7 @@ class StagedDrafter(Drafter, nn.Module):
         return torch.cat(guesses, dim=1)
 
     def _read_drafted(self, state: SmallModelState, token_ids: Tensor, depth: int) -> Tensor:
-        """One pass over a drafted token of this depth and the guesses behind it, [B, 1 + G]: logits [B, 1 + G, Vs]."""
+        """One pass over a drafted token of this depth and the guesses after it, [B, 1 + G]: logits [B, 1 + G, Vs]."""
         batch, width = token_ids.shape
         nodes = torch.arange(state.depths.shape[0], device=token_ids.device)  # node r of a chain is scratch row r
         own = nodes[depth - 1 : depth - 1 + width]

@@ -161,11 +161,6 @@ def test_unroll_equals_the_slow_reference(
 
 
 class TestDepths:
-    def test_anchor_prediction_gives_one_more(self, target: Target) -> None:
-        assert block(target, block_size=6).max_depth == 5
-        assert block(target, block_size=6, predicts_at_anchor=True).max_depth == 6
-        assert block(target, block_size=1, predicts_at_anchor=True).max_depth == 1
-
     @torch.no_grad()
     def test_each_paths_bias_is_that_of_its_own_token(self, target: Target) -> None:
         """PCTree: siblings differ by the bias of their tokens alone; without a bias one row serves all."""
@@ -183,35 +178,6 @@ class TestDepths:
         state = plain.start(1, 16, 8)
         plain.extend(state, features, random_prompt(3), torch.tensor([3]), max_slots=3)
         assert plain.expand(state, tokens, torch.zeros_like(tokens), 1).logits.shape == (1, 1, 128)
-
-    @torch.no_grad()
-    @pytest.mark.parametrize(("is_causal", "changed"), [(True, [False, True, True]), (False, [True, True, True])])
-    def test_what_rows_of_a_block_see(self, target: Target, is_causal: bool, changed: list[bool]) -> None:
-        """Row 2 gets another input: with JetSpec's mask, only rows from itself on notice."""
-        heads = block(target, block_size=4, is_causal=is_causal)
-        features, input_ids = torch.randn(1, 5, 96), random_prompt(5)
-        embed_blocks = heads.embed_blocks
-        before = heads.unroll(features, input_ids)
-
-        def embed_otherwise(anchors: Tensor) -> Tensor:
-            embedded = embed_blocks(anchors).unflatten(1, (-1, 4)).clone()
-            embedded[:, :, 2] += 1
-            return embedded.flatten(1, 2)
-
-        heads.embed_blocks = embed_otherwise  # type: ignore[method-assign]
-        after = heads.unroll(features, input_ids)
-        found = [not torch.allclose(one.hidden, other.hidden) for one, other in zip(before, after, strict=True)]
-        assert found == changed
-
-    @torch.no_grad()
-    def test_a_block_never_sees_the_features_of_its_anchor(self, target: Target) -> None:
-        heads = block(target, block_size=3)
-        features, input_ids = torch.randn(1, 6, 96), random_prompt(6)
-        other = features.clone()
-        other[:, 3] += 1
-        for one, two in zip(heads.unroll(features, input_ids), heads.unroll(other, input_ids), strict=True):
-            changed = {t for t in range(6) if not torch.allclose(one.hidden[0, t], two.hidden[0, t])}
-            assert changed == {3, 4, 5}, "slot 2's anchor is x_3, whose features are not known yet"
 
 
 class TestTheConfidenceHead:
@@ -345,18 +311,6 @@ class TestTrainingSlots:
         for name, parameter in heads.named_parameters():
             assert parameter.grad is not None, name
             assert parameter.grad.abs().max() == 0, name
-
-    @pytest.mark.parametrize("flag", [True, False])
-    def test_leave_the_targets_lm_head_alone(self, flag: bool) -> None:
-        """Frozen or not, no gradient reaches it, and it stays as frozen as it was."""
-        target = Target(tiny_target("llama"))
-        target.lm_head.weight.requires_grad_(flag)
-        heads = block(target, block_size=3)
-        steps = heads.unroll(torch.randn(1, 6, 96), random_prompt(6))
-        steps[0].head(steps[0].hidden).sum().backward()
-        assert heads.fc.weight.grad is not None
-        assert target.lm_head.weight.grad is None
-        assert target.lm_head.weight.requires_grad is flag
 
 
 class TestSettings:

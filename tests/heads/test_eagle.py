@@ -13,16 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import DraftHeads, DraftStep, create_heads
+from heads import DraftHeads, create_heads
 from heads.eagle import EagleHeads
 from heads.modules import layers as layers_module
-from inference import Decoder, DynamicTree, StaticTree, Target, chain
-from inference.targets.encoding import encode
+from inference import Target
 from tests.heads import slow_layer
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
 from training.losses.terms import parse_loss
 
 
@@ -106,14 +103,6 @@ class TestWhatIsBorrowed:
         assert step.hidden.dtype == torch.float32
         assert step.head(step.hidden).dtype == torch.bfloat16
 
-    def test_a_loss_trains_the_heads_alone(self) -> None:
-        target = Target(tiny_target("llama"))  # its parameters ask for gradients
-        heads = eagle(target)
-        step = heads.unroll(torch.randn(1, 5, 32), random_prompt(5))[0]
-        step.head(step.hidden).square().sum().backward()
-        assert heads.fc.weight.grad is not None
-        assert all(parameter.grad is None for parameter in target.model.parameters())
-
 
 class TestGradients:
     def test_stop_between_steps(self, target: Target) -> None:
@@ -164,40 +153,6 @@ class TestNoise:
 class TestLoss:
     def test_weights_are_the_papers(self, target: Target) -> None:
         assert parse_loss(eagle(target).default_loss).weights == {"smooth_l1": 1.0, "distillation": 0.1}
-
-    @pytest.mark.parametrize(
-        ("ttt_steps", "loss_type"),
-        [
-            pytest.param(1, "smooth_l1+0.1*distillation", marks=pytest.mark.slow),
-            (3, "smooth_l1+0.1*distillation+topk_distillation"),
-        ],
-    )
-    def test_learns_the_targets_text_and_its_features(self, ttt_steps: int, loss_type: str) -> None:
-        """EAGLE-1 and HASS, for a moment, on one text: it drafts some of that text, deeper than it was unrolled."""
-        model = tiny_target("llama", vocab_size=40)
-        target = Target(model)
-        prompt = random_prompt(8, vocab_size=40)
-        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=100, do_sample=False)
-        mask = torch.ones_like(text)
-        heads = create_heads("eagle", target, ttt_steps=ttt_steps)
-        encoded = encode(target, text, mask, feature_layers=heads.feature_layers)
-        teacher = compute_teacher(target, encoded.last_hidden, text, mask, None, loss_type=loss_type)
-        optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
-
-        def distance(steps: list[DraftStep]) -> float:
-            return torch.nn.functional.smooth_l1_loss(steps[0].hidden[:, :-2], encoded.last_hidden[:, 1:-1]).item()
-
-        before = distance(heads.eval().unroll(encoded.features, text))
-        for _ in range(120):
-            steps = heads.train().unroll(encoded.features, text)
-            optimizer.zero_grad()
-            draft_loss(steps, teacher, mask, loss_type=loss_type, step_decay=1.0).loss.backward()
-            optimizer.step()
-        assert distance(heads.eval().unroll(encoded.features, text)) < 0.5 * before
-        for tree in (chain(4), StaticTree([[0], [1], [0, 0], [0, 0, 0]]), DynamicTree(depth=4, top_k=3, num_nodes=9)):
-            output = Decoder(target, heads, tree=tree).generate(prompt, max_new_tokens=100, do_sample=False)
-            assert torch.equal(output.sequences, text)
-            assert output.stats.acceptance_length > 1.5
 
 
 @pytest.mark.parametrize(

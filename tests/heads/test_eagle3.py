@@ -19,7 +19,7 @@ from heads.modules import layers as layers_module
 from inference import Target, generate
 from tests.heads import slow_layer
 from tests.heads.slow_layer import norm
-from tests.heads.tiny_heads import changed_slots, target_with_gains, tiny_heads
+from tests.heads.tiny_heads import target_with_gains, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -145,32 +145,7 @@ class TestEagle31:
             torch.testing.assert_close(scale, torch.ones_like(scale), rtol=1e-3, atol=0)
 
 
-class TestAlignment:
-    """By hand, T = 6: slot 2 of step 0 pairs the feature of position 2 with the token x_3 and predicts x_4."""
-
-    def test_of_features(self, target: Target) -> None:
-        heads = eagle3(target, ttt_steps=3)
-        assert changed_slots(heads, 2, token=False) == [{2, 3, 4, 5}] * 3
-
-    def test_of_tokens(self, target: Target) -> None:
-        heads = eagle3(target, ttt_steps=3)
-        # x_3 enters at slot 2 first; step k of a slot t has read x_{t+k+1} as well.
-        assert changed_slots(heads, 3, token=True) == [{2, 3, 4, 5}, {1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}]
-        assert changed_slots(heads, 0, token=True) == [set()] * 3, "x_0 is in the features already"
-
-
 class TestGradients:
-    def test_reach_every_step_and_stop_at_the_target(self, target: Target) -> None:
-        """The last step's loss trains fc through all steps before it; the target's embedding gets nothing."""
-        heads = eagle3(target, ttt_steps=3)
-        features = torch.randn(1, 8, 96, requires_grad=True)
-        heads.unroll(features, random_prompt(8))[-1].hidden[0, 4].sum().backward()
-        assert heads.fc.weight.grad is not None
-        assert features.grad is not None
-        assert features.grad[0, 4].abs().max() > 0
-        assert features.grad[0, 5:].abs().max() == 0
-        assert all(parameter.grad is None for parameter in target.model.parameters())
-
     def test_do_not_depend_on_the_query_chunk(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         heads = eagle3(target, ttt_steps=4)
         input_ids, features = random_prompt(11, batch_size=2), torch.randn(2, 11, 96)
@@ -233,14 +208,6 @@ class TestVocabulary:
         heads = create_heads("eagle3", target, draft_vocab_size=10).eval()
         with pytest.raises(ValueError, match=r"no draft vocabulary yet: train them, or call fit_vocabulary"):
             generate(target, heads, random_prompt(4), max_new_tokens=4)
-
-    def test_maps_drafted_columns_to_the_targets_ids(self, target: Target) -> None:
-        heads = eagle3(target, draft_vocab_size=10)
-        state = heads.start(1, 16, 4)
-        draft = heads.extend(state, torch.randn(1, 3, 96), random_prompt(3), torch.tensor([3]), max_slots=3)
-        assert draft.logits.shape == (1, 1, 10)
-        assert draft.token_ids is not None
-        assert draft.token_ids.tolist() == heads.t2d.nonzero().flatten().tolist()
 
 
 class TestPositions:

@@ -21,10 +21,8 @@ from inference import Target
 from inference.targets.encoding import encode
 from tests.heads import slow_layer
 from tests.heads.slow_layer import norm
-from tests.heads.tiny_heads import changed_slots, tiny_heads
+from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
 
 PLAIN: dict[str, Any] = {"num_layers": 2}
 PLUS: dict[str, Any] = {"num_layers": 3, "use_prefix_attention": True}
@@ -155,22 +153,6 @@ def test_levels_are_traced_whole_and_take_their_own_head(target: Target, overrid
     assert len(num_graphs) == 4
 
 
-class TestAlignment:
-    """By hand, T = 7: at slot 2 head 1 reads h_2, x_3 and x_4, and predicts x_5."""
-
-    def test_of_tokens(self, target: Target) -> None:
-        for overrides in (PLAIN, PLUS):
-            heads = hydra(target, num_heads=3, **overrides)
-            assert changed_slots(heads, 4, token=True, length=7) == [{3}, {2, 3}, {1, 2, 3}]
-            assert changed_slots(heads, 0, token=True, length=7) == [set()] * 3, "x_0 is in the states already"
-
-    def test_of_states(self, target: Target) -> None:
-        heads = hydra(target, num_heads=3, **PLAIN)
-        assert changed_slots(heads, 4, token=False, length=7) == [{4}] * 3
-        plus = hydra(target, num_heads=3, **PLUS)
-        assert changed_slots(plus, 4, token=False, length=7) == [{4, 5, 6}] * 3
-
-
 @both
 def test_untrained_heads_repeat_the_lm_head(overrides: dict[str, Any]) -> None:
     model: Any = tiny_target("gemma3")
@@ -182,34 +164,6 @@ def test_untrained_heads_repeat_the_lm_head(overrides: dict[str, Any]) -> None:
     expected = model(input_ids).logits
     for step in heads.unroll(encoded.features, input_ids):
         torch.testing.assert_close(step.head(step.hidden), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_sequential_heads_learn_what_parallel_ones_cannot(target: Target) -> None:
-    """Each token is a function of the one before, and the states say nothing: head i has to read its path."""
-    step_of_token = torch.randperm(20, generator=torch.Generator().manual_seed(0))
-    rows = [torch.arange(20)]
-    for _ in range(9):
-        rows.append(step_of_token[rows[-1]])
-    text = torch.stack(rows, dim=1)  # [20, 10]
-    mask, features = torch.ones_like(text), torch.zeros(*text.shape, 32)
-    hits = {}
-    for kind, overrides in (("hydra", {"num_heads": 2}), ("medusa", {"num_heads": 2})):
-        torch.manual_seed(0)
-        heads = create_heads(kind, target, **overrides)
-        teacher = compute_teacher(target, features, text, mask, None, loss_type="cross_entropy")
-        optimizer = torch.optim.Adam(heads.parameters(), lr=1e-2)
-        for _ in range(60):
-            steps = heads.unroll(features, text)
-            loss = draft_loss(steps, teacher, mask, loss_type="cross_entropy", step_decay=1.0).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        hits[kind] = [
-            (step.head(step.hidden[:, : -step.shift]).argmax(-1) == text[:, step.shift :]).float().mean().item()
-            for step in heads.unroll(features, text)
-        ]
-    assert min(hits["hydra"]) > 0.95
-    assert max(hits["medusa"]) < 0.2
 
 
 class TestSettings:
@@ -246,9 +200,6 @@ class TestSettings:
             assert torch.equal(step.hidden, expected.hidden)
         for step, expected in zip(heads.train().unroll(features, input_ids), plain, strict=True):
             assert not torch.allclose(step.hidden, expected.hidden)
-
-    def test_another_layer_can_be_read(self, target: Target) -> None:
-        assert create_heads("hydra", target, feature_layers=[3]).feature_layers == (3,)
 
     @pytest.mark.parametrize(
         ("overrides", "message"),

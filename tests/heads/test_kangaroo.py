@@ -6,7 +6,6 @@ Legend: B batch, T sequence length, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaModel
 
-from heads import DraftHeads, create_heads
+from heads import create_heads
 from heads.kangaroo import KangarooHeads, default_exit_layer
-from inference import Decoder, DynamicTree, Target, chain, generate
+from inference import DynamicTree, Target, chain, generate
 from inference.drafters.sampling import DraftSampling
 from inference.execution.step import DecodeStep
 from inference.targets.encoding import encode
@@ -144,20 +143,6 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
     for row in range(2):
         expected = score_slowly(heads, input_ids[row].tolist())
         torch.testing.assert_close(step.head(step.hidden[row, :-1]), expected[1:], rtol=1e-3, atol=1e-3)
-
-
-class TestAlignment:
-    @torch.no_grad()
-    def test_by_hand(self, target: Target) -> None:
-        """T = 6: slot 2 predicts x_4 and reads the states of positions 0 to 3."""
-        heads = kangaroo(target)
-        features = torch.randn(1, 6, 32)
-        before = heads.unroll(features, random_prompt(6))[0].hidden
-        for position, slots in ((0, {0, 1, 2, 3, 4}), (3, {2, 3, 4}), (5, {4})):
-            other = features.clone()
-            other[0, position] += 1
-            after = heads.unroll(other, random_prompt(6))[0].hidden
-            assert {t for t in range(6) if not torch.equal(before[0, t], after[0, t])} == slots
 
 
 @torch.no_grad()
@@ -300,18 +285,6 @@ class TestTheSecondExit:
             assert torch.equal(output.sequences, expected)
             if threshold == 1.0:
                 assert not any(output.stats.accepted_histogram[2:]), "nothing stands behind the first token"
-
-    def test_is_set_when_heads_are_loaded(self, target: Target, tmp_path: Path) -> None:
-        kangaroo(target).save_pretrained(tmp_path)
-        assert DraftHeads.from_pretrained(tmp_path).config.confidence_threshold is None
-        heads = DraftHeads.from_pretrained(tmp_path, confidence_threshold=0.6)
-        assert heads.config.confidence_threshold == 0.6
-        elsewhere = DraftHeads.from_pretrained(tmp_path, exit_layer=2)
-        with pytest.raises(ValueError, match=r"feature_layers is \[1\] and exit_layer 2"):
-            Decoder(target, elsewhere).generate(random_prompt(4), max_new_tokens=2)
-        wrong = DraftHeads.from_pretrained(tmp_path, confidence_threshold=6)
-        with pytest.raises(ValueError, match="confidence_threshold is 6; allowed is 0 to 1"):
-            Decoder(target, wrong).generate(random_prompt(4), max_new_tokens=2)
 
 
 def test_costs_are_measured_and_trees_chosen(target: Target) -> None:

@@ -43,17 +43,6 @@ def test_an_untrained_head_repeats_the_lm_head() -> None:
         torch.testing.assert_close(step.head(step.hidden), expected)
 
 
-def test_no_residual_blocks_is_a_linear_probe() -> None:
-    heads = tiny_heads("medusa", Target(tiny_target("llama")), num_layers=0)
-    features = torch.randn(1, 4, 32)
-    assert torch.equal(heads.unroll(features, random_prompt(4))[0].hidden, features)
-
-
-def test_another_layer_can_be_read() -> None:
-    target = Target(tiny_target("llama"))
-    assert tiny_heads("medusa", target, feature_layers=[3]).feature_layers == (3,)
-
-
 def test_what_was_drafted_changes_nothing() -> None:
     heads = tiny_heads("medusa", Target(tiny_target("llama")))
     state = heads.start(1, 32, 8)

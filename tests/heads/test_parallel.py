@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from heads import create_heads
 from heads.parallel import ParallelHeads
-from inference import Target, generate
+from inference import Target
 from tests.heads.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
@@ -138,8 +138,3 @@ class TestSettings:
     def test_bad_ones_say_what_is_allowed(self, target: Target, overrides: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             create_heads("parallel", target, **overrides)
-
-    def test_the_draft_vocabulary_must_be_chosen_before_decoding(self, target: Target) -> None:
-        heads = create_heads("parallel", target, draft_vocab_size=10).eval()
-        with pytest.raises(ValueError, match="no draft vocabulary yet"):
-            generate(target, heads, random_prompt(4), max_new_tokens=4)

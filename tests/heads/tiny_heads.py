@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import tiny_target
 
 # Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -63,23 +63,6 @@ def tiny_heads(head_type: str, target: Target, seed: int = 0, **overrides: Any) 
             else:
                 parameter.add_(0.2 * noise)
     return heads.eval()
-
-
-@torch.no_grad()
-def changed_slots(heads: DraftHeads, position: int, *, token: bool, length: int = 6) -> list[set[int]]:
-    """Per step of `unroll`, the slots whose output changes with the token (or else the feature) at `position`."""
-    width = len(heads.feature_layers) * heads.config.target_hidden_size
-    input_ids, features = random_prompt(length, seed=1), torch.randn(1, length, width)
-    other_ids, other_features = input_ids.clone(), features.clone()
-    if token:
-        other_ids[0, position] = (input_ids[0, position] + 1) % heads.config.target_vocab_size
-    else:
-        other_features[0, position] += torch.randn(width)
-    before, after = heads.unroll(features, input_ids), heads.unroll(other_features, other_ids)
-    return [
-        {t for t in range(length) if not torch.equal(one.hidden[0, t], other.hidden[0, t])}
-        for one, other in zip(before, after, strict=True)
-    ]
 
 
 def target_with_gains(family: str) -> tuple[Any, nn.Module]:
