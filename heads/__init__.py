@@ -46,8 +46,7 @@ def create_heads(head_type: str, target: Target | PreTrainedModel, **overrides: 
     """
     if head_type not in HEAD_TYPES:
         raise ValueError(f"unknown head_type {head_type!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}")
-    if not isinstance(target, Target):
-        target = Target(target)
+    target = Target.of(target)
     kind = HEAD_TYPES[head_type]
     heads = kind(kind.config_class.from_target(target, **overrides))
     heads.bind(target)

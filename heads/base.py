@@ -209,7 +209,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         Raises:
             ValueError: the heads do not fit the target.
         """
-        target = target if isinstance(target, Target) else Target(target)
+        target = Target.of(target)
         self._check(target)
         self._bound[:] = [target]
         return cast(Self, cast(nn.Module, self).to(target.device))
@@ -293,7 +293,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
                 the target, or peft is missing.
         """
         folder = self.find_adapter()
-        target = target if isinstance(target, Target) else Target(target)
+        target = Target.of(target)
         check_fit(cast(DraftHeadsConfig, self.config), target)
         adapted = Target(load_adapter(target.model, folder, merge=merge))
         self.bind(adapted)

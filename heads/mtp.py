@@ -163,7 +163,7 @@ class MTPHeads(DraftHeads):
             ValueError: there is no MTP module, or one that cannot be used, with the reason.
         """
         path = str(path_or_hub_id)
-        target = target if isinstance(target, Target) else Target(target)
+        target = Target.of(target)
         native = read_native_modules(path, target)
         fixed = {"share_block", "stock_layer"} | (set() if native.settings["share_block"] else {"num_steps"})
         if refused := sorted(fixed & overrides.keys()):

@@ -75,7 +75,7 @@ class SmallModelDrafter(Drafter, nn.Module):
 
     def __init__(self, model: Target | nn.Module, *, tokenizer: Any = None, target_tokenizer: Any = None) -> None:
         super().__init__()
-        self.small = model if isinstance(model, Target) else Target(model)
+        self.small = Target.of(model)
         self.model = self.small.model  # a submodule, so that parameters() finds its weights
         if (tokenizer is None) != (target_tokenizer is None):
             raise ValueError("one tokenizer cannot be compared: pass both tokenizer and target_tokenizer, or neither")

@@ -160,7 +160,7 @@ class TestLoss:
     [
         ({"ttt_steps": 0}, "ttt_steps is 0; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)"),
         ({"feature_noise": -0.1}, "feature_noise is -0.1; allowed is 0 (none) or more"),
-        ({"token_loss_weight": 1.0}, "token_loss_weight is 1.0, and the loss is no longer a field of EAGLE's"),
+        ({"token_loss_weight": 1.0}, "token_loss_weight is 1.0, and the loss is no longer a key of EAGLE's"),
         ({"feature_loss_weight": 0.0}, "train with the option loss_type (the paper's: smooth_l1+0.1*distillation)"),
         (
             {"feature_layers": [5]},

@@ -76,7 +76,7 @@ class TestExitLayer:
             create_heads("kangaroo", target, exit_layer=exit_layer)
 
     def test_a_target_of_one_layer_has_none(self) -> None:
-        with pytest.raises(ValueError, match=r"a target of 1 layer has none to exit from"):
+        with pytest.raises(ValueError, match=r"this target has 1 layer; Kangaroo exits before the last layer"):
             create_heads("kangaroo", tiny_target("llama", num_hidden_layers=1))
 
     def test_is_the_only_layer_read(self, target: Target) -> None:
