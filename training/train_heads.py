@@ -3,24 +3,23 @@
     python training/train_heads.py --config configs/train/eagle3-chat-13m-quick.yaml
     accelerate launch training/train_heads.py --config FILE.yaml --learning_rate 5e-5
 
-An option may stand in the file. `none` (in YAML: null) unsets an option that may have no value.
+Every option may also stand in the file. `none` (in YAML: null) unsets an option that may have no value.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = {
-    "what learns": "config target head_type head_overrides init_heads",
-    "what from": "dataset eval_dataset max_length features on_policy_fraction",
-    "how": "num_train_epochs max_steps per_device_train_batch_size learning_rate loss_type lora_r bf16 use_cpu",
-    "what is written": "output_dir save_steps eval_steps resume_from_checkpoint report_to push_to_hub dry_run",
+    "target and heads": "config target head_type head_overrides init_heads",
+    "data": "dataset eval_dataset max_length features on_policy_fraction",
+    "steps": "num_train_epochs max_steps per_device_train_batch_size learning_rate loss_type lora_r bf16 use_cpu",
+    "files": "output_dir save_steps eval_steps resume_from_checkpoint report_to push_to_hub dry_run",
 }
 
 
@@ -32,41 +31,41 @@ def main() -> int:
 
     if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
         sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
+    import torch
+
     from training.data.conversations import BadLineError
     from training.data.streaming import NoConversationError
     from training.options.command_line import parse_arguments
-    from training.options.run_arguments import RunArguments, pick
-    from training.reporting.dry_run import dry_run
-    from training.reporting.dry_run_table import show
-    from training.run.lost_processes import naming_lost_processes
-    from training.run.run import prepare_run
+    from training.options.run_options import RunOptions
+    from training.run.outcome import describe_outcome
+    from training.run.preparation import prepare_run
+    from training.run.smoke_run import smoke_run
     from training.run.stopping import TrainingStoppedError
 
     is_main_process = os.environ.get("RANK", "0") == "0"
-    level = logging.INFO if is_main_process else logging.ERROR  # one process speaks for all
+    level = logging.INFO if is_main_process else logging.ERROR  # only the main process speaks
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     try:
-        arguments = parse_arguments(doc=__doc__ or "", groups=GROUPS)
-        if pick(arguments, RunArguments).dry_run:
-            if "RANK" in os.environ:
-                signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # from the launcher: what is temporary goes
-            found = dry_run(*arguments)
-            if is_main_process:
-                show(found)
-            elif found.problems:
-                time.sleep(5)  # the first process says the same, or it would never know
-                sys.exit("\n".join(f"train_heads.py, process {os.environ['RANK']}: {one}" for one in found.problems))
-            return 1 if found.problems else 0
-        run = prepare_run(*arguments)
+        options = RunOptions.collect(parse_arguments(doc=__doc__ or "", groups=GROUPS))
+        run = prepare_run(*options.parts())
     except (ValueError, OSError, TrainingStoppedError) as error:
         if not is_main_process:
-            time.sleep(5)  # the first process says the same, and the launcher then ends this one
+            time.sleep(5)  # the main process prints the same message first; then the launcher ends this one
         sys.exit(f"train_heads.py: {error}")
     try:
-        with naming_lost_processes(run.output_dir):
-            run.finish()  # what else goes wrong in here keeps its traceback
-    except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # the latter two in a stream
+        if options.run.dry_run:
+            words = smoke_run(run).describe()
+        else:
+            words = describe_outcome(run.output_dir, options.model.target, run.finish())
+    except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # bad lines of a stream show late
         sys.exit(f"train_heads.py: {error}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(
+            f"train_heads.py: out of memory ({str(error).splitlines()[0]}): lower per_device_train_batch_size (and "
+            "raise gradient_accumulation_steps), or max_length"
+        )
+    if is_main_process:
+        sys.stdout.write(words + "\n")
     return 0
 
 

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from training import train_heads
 from training.options.command_line import parse_arguments
-from training.run.run import prepare_run
+from training.run.preparation import prepare_run
 from training.run.stopping import TrainingStoppedError
-from training.run.trainer import HeadsTrainer
 
 # What a run does to its folder: every such event is a moment at which it can be killed.
 FILE_EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -100,25 +98,11 @@ def run_with_bad_states(arguments: list[str]) -> None:
         sys.exit(f"process {run.trainer.args.process_index} {error}")
 
 
-def try_out_with_a_failure(arguments: list[str]) -> None:
-    """A dry run, in which the last of several processes has no memory left for its steps."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    if os.environ["RANK"] != "0":
-        HeadsTrainer.training_step = fail  # type: ignore[method-assign]
-    sys.argv = ["train_heads.py", *arguments]
-    sys.exit(train_heads.main())
-
-
-# One of several processes: `bad_states` or `no_memory` OPTIONS..., or LAST COUNT_FILE OUTPUT_DIR OPTIONS...
+# One of several processes: `bad_states OPTIONS...`, or LAST COUNT_FILE OUTPUT_DIR OPTIONS...
 if __name__ == "__main__":
     words = sys.argv[1:]
     if words[0] == "bad_states":
         run_with_bad_states(words[1:])
-    elif words[0] == "no_memory":
-        try_out_with_a_failure(words[1:])
     else:
         is_killed = words[0] != "never" and os.environ["RANK"] == "1"
         last = int(words[0]) if is_killed else None

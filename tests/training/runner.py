@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_targets import tiny_target
 from training.options.command_line import parse_arguments
-from training.run.run import run_training
+from training.run.preparation import run_training
 from training.run.trainer import HeadsTrainer
 
 SPECIAL = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")

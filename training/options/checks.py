@@ -1,40 +1,40 @@
-"""What options of different parts of a run say against one another: found before anything is loaded."""
+"""Options of different rooms that contradict one another: found before anything is loaded."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
-from functools import partial
 
-from training.data.options import DataArguments
+import torch
+from transformers import TrainingArguments
+
+from heads import HEAD_TYPES
 from training.data.streaming import check_streaming
-from training.features.options import FeatureArguments
-from training.features.target_options import PlacementArguments
-from training.options.arguments import HeadsTrainingArguments
-from training.reporting.reporters import check_reporters
-from training.run.joint import JointArguments
-from training.run.launching import check_launch
-from training.run.optimizer import check_muon
+from training.distributed.launch import Launch, check_launch
+from training.options.run_options import RunOptions
+
+# Name in `report_to` -> the packages of which one is needed, and the command that installs one.
+_REPORTERS = {
+    "tensorboard": (("tensorboard", "tensorboardX"), "pip install tensorboard"),
+    "wandb": (("wandb",), 'pip install "draftsmith[wandb]"'),
+    "mlflow": (("mlflow",), 'pip install "draftsmith[mlflow]"'),
+    "trackio": (("trackio",), "pip install trackio"),
+}
 
 
-def check_options(
-    data_args: DataArguments,
-    training_args: HeadsTrainingArguments,
-    joint_args: JointArguments,
-    placement: PlacementArguments,
-    feature_args: FeatureArguments,
-) -> None:
-    """Refuses options that do not go together, that what is installed cannot do, and launches that came out otherwise.
+def check_options(options: RunOptions) -> None:
+    """Refuses options that contradict one another, need a missing package or device, or do not fit the launch.
 
     Raises:
-        ValueError: naming all that is wrong.
+        ValueError: naming every problem.
     """
-    problems = [*_contradictions(data_args, training_args, joint_args, placement, feature_args)]
-    for check in (
-        partial(check_launch, training_args),
-        partial(check_muon, training_args.muon_learning_rate, training_args),
-        partial(check_streaming, data_args, training_args),
-        partial(check_reporters, training_args.report_to),
-    ):
+    problems = [*_contradictions(options), *_missing(options)]
+    checks = (
+        lambda: check_launch(options.training),
+        lambda: check_muon(options.training.muon_learning_rate, options.training),
+        lambda: check_streaming(options.data, options.training),
+    )
+    for check in checks:
         try:
             check()
         except ValueError as error:
@@ -43,30 +43,67 @@ def check_options(
         raise ValueError("; and ".join(problems))
 
 
-def _contradictions(
-    data_args: DataArguments,
-    training_args: HeadsTrainingArguments,
-    joint_args: JointArguments,
-    placement: PlacementArguments,
-    feature_args: FeatureArguments,
-) -> Iterator[str]:
-    if training_args.n_gpu > 1 and placement.target_device_map is None:  # which has the others for the target
+def check_muon(learning_rate: float | None, args: TrainingArguments) -> None:
+    """Refuses Muon where it cannot train.
+
+    Raises:
+        ValueError: with a torch that has no Muon, and under DeepSpeed and FSDP.
+    """
+    if learning_rate is None:
+        return
+    instead = "leave it out (`--muon_learning_rate none` over a file that sets it), so that AdamW trains everything"
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"got muon_learning_rate {learning_rate}, which needs torch.optim.Muon, and torch {torch.__version__} has "
+            f"none: install torch 2.9 or newer, or {instead}"
+        )
+    if Launch.read(args).strategy != "ddp":
+        raise ValueError(
+            f"got muon_learning_rate {learning_rate} under DeepSpeed or FSDP, which split matrices that Muon needs "
+            f"whole: {instead}, or train with plain DDP (configs/accelerate/multi_gpu.yaml)"
+        )
+
+
+def _contradictions(options: RunOptions) -> Iterator[str]:
+    joint, training = options.joint, options.training
+    if training.n_gpu > 1 and options.placement.target_device_map is None:  # a device map uses the other GPUs
         yield (
-            f"one process sees {training_args.n_gpu} GPUs, and heads do not train under DataParallel: start with "
+            f"one process sees {training.n_gpu} GPUs, and heads do not train under DataParallel: start with "
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
         )
-    if joint_args.is_on and feature_args.features is not None:
+    if joint.is_on and options.features.features is not None:
         yield (
-            f"got features {feature_args.features} with lora_r {joint_args.lora_r}: a target that is trained "
-            "gives other states at every step; leave one of the two out"
+            f"got features {options.features.features} with lora_r {joint.lora_r}: stored features are stale after the "
+            "first step of a target that is trained; leave one of the two out"
         )
-    if joint_args.is_on and placement.shard_target != "none":
+    if joint.is_on and options.placement.shard_target != "none":
         yield (
-            f"got shard_target {placement.shard_target} with lora_r {joint_args.lora_r}: a target that is trained too "
+            f"got shard_target {options.placement.shard_target} with lora_r {joint.lora_r}: a target that is trained "
             "stays whole on every process; leave one of the two out"
         )
-    if data_args.packing and training_args.train_sampling_strategy == "group_by_length":
+    if options.data.packing and training.train_sampling_strategy == "group_by_length":
         yield (
-            "got packing and train_sampling_strategy group_by_length: packed rows are of one length, and their "
-            "documents are grouped within each batch; leave one of the two out"
+            "got packing and train_sampling_strategy group_by_length: packed rows all have the same length; leave one "
+            "of the two out"
         )
+
+
+def _missing(options: RunOptions) -> Iterator[str]:
+    kind = options.model.head_type
+    if kind is not None and kind not in HEAD_TYPES:
+        yield f"unknown head_type {kind!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}"
+    for name in options.training.report_to:
+        packages, hint = _REPORTERS.get(name, ((), ""))
+        if packages and not any(importlib.util.find_spec(package) for package in packages):
+            yield f"got report_to {name}, which is not installed: {hint}, or leave it out of report_to"
+    places = options.placement.parse_device_map()
+    on_gpu = [place for place in places.values() if _is_gpu(place)] if isinstance(places, dict) else []
+    if on_gpu and not torch.cuda.is_available():
+        yield (
+            f"got target_device_map with device {on_gpu[0]!r}, and torch sees no CUDA device on this machine: map to "
+            '"cpu" or "disk", or leave it out'
+        )
+
+
+def _is_gpu(place: object) -> bool:
+    return isinstance(place, int) or str(place).startswith("cuda")

@@ -1,1 +1,1 @@
-"""What a run says of itself: before it starts, while it goes on, and when it is finished."""
+"""A run's report and model card, from plain data."""

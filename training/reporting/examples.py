@@ -1,21 +1,22 @@
-"""Held-out prompts decoded with the trained heads: which tokens of the replies were drafted."""
+"""Held-out prompts decoded with the trained heads, with the tokens that were drafted."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from inference import Decoder, GenerationStats
+from heads import DraftHeads
+from inference import Decoder, GenerationStats, Target
 from inference.streaming.detokenizer import IncrementalDetokenizer
-from training.run.evaluation import AcceptanceMeter
-from training.run.whole_heads import whole_heads
+from training.distributed.whole_heads import whole_heads
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of one or more tokens that were all drafted and accepted, or all the target's own."""
+    """Text of adjacent tokens that were all drafted and accepted, or that all came from the target."""
 
     text: str
     is_drafted: bool
@@ -23,25 +24,26 @@ class Piece:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, and the reply that was decoded greedily."""
+    """A prompt and its greedy reply."""
 
     prompt: str
     pieces: list[Piece]
     acceptance_length: float
 
 
-def decode_examples(meter: AcceptanceMeter, tokenizer: Any, count: int) -> tuple[list[Example], GenerationStats]:
-    """Decodes the first so many of the meter's prompts; returns them and what was counted over all of them. Every
-    process does the same, so that targets that are split over them can be read."""
-    decoder = Decoder(meter.target, whole_heads(meter.heads))
+def decode_examples(
+    target: Target, heads: DraftHeads, prompts: Sequence[list[int]], tokenizer: Any, *, max_new_tokens: int
+) -> tuple[list[Example], GenerationStats]:
+    """Decodes prompts greedily; returns the examples and the statistics of all of them. Collective."""
+    decoder = Decoder(target, whole_heads(heads))
     examples, total = [], GenerationStats()
-    for prompt in meter.prompts[:count]:
+    for prompt in prompts:
         collector = _Collector(tokenizer)
-        input_ids = torch.tensor([prompt], device=meter.target.device)
+        input_ids = torch.tensor([prompt], device=target.device)
         stats = decoder.generate(
             input_ids,
             torch.ones_like(input_ids),
-            max_new_tokens=meter.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             do_sample=False,
             on_step=collector,
         ).stats
@@ -52,7 +54,7 @@ def decode_examples(meter: AcceptanceMeter, tokenizer: Any, count: int) -> tuple
 
 
 class _Collector:
-    """An `on_step` callback that keeps the pieces."""
+    """An `on_step` callback that keeps the pieces of a reply."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.pieces: list[Piece] = []

@@ -1,4 +1,4 @@
-"""`README.md` of trained heads: what they are, how to decode with them, what was measured."""
+"""The model card, `README.md` of trained heads: how to decode with them, metrics, training data."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def render_card(
     has_report: bool,
     has_adapter: bool = False,
 ) -> str:
-    """The card.
+    """Returns the card as Markdown.
 
     Args:
-        target: as it was given, a folder or a hub id.
-        location: where the heads will be loaded from.
-        datasets: likewise; hub ids, without the names of subsets, stand in the card's metadata.
+        target: the target as the user named it, a folder or a hub id.
+        location: the folder or hub id to load the heads from.
+        datasets: as the user named them; hub ids, without subsets, also stand in the card's metadata.
         record: `training` of the run's record.
         has_adapter: the target's adapter is stored beside the heads.
     """

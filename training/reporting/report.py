@@ -1,4 +1,4 @@
-"""`report.html`: what a run learned, on one page without a network: curves, acceptance by depth, examples, options."""
+"""`report.html`: one page that needs no network, with curves, acceptance by depth, examples, data and options."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def render_report(
     examples: Sequence[Example] = (),
     stats: GenerationStats | None = None,
 ) -> str:
-    """The page.
+    """Returns the page as HTML.
 
     Args:
         history: log lines of the trainer.
-        stats: of the examples' decoding.
+        stats: statistics of the examples' decoding.
     """
     has_plots = importlib.util.find_spec("matplotlib") is not None
     if not has_plots:
@@ -62,7 +62,7 @@ def render_report(
 
 
 def draw_plots(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Name -> data URI of an SVG, for every plot with values."""
+    """Returns name -> data URI of an SVG, for every plot that has values."""
     from matplotlib.figure import Figure
 
     lines = add_throughput(history)
@@ -86,7 +86,7 @@ def draw_plots(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def add_throughput(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The log lines with `tokens_per_second` since the line before; its clock starts anew where a run was resumed."""
+    """Adds `tokens_per_second` since the previous line to log lines; a resumed run's clock starts at 0 again."""
     lines: list[dict[str, Any]] = []
     tokens, seconds = 0, 0.0
     for entry in history:

@@ -1,9 +1,8 @@
-"""The acceptance length of heads that are being trained, measured by decoding prompts with them."""
+"""The acceptance length of heads that are being trained, measured by decoding prompts."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -19,20 +18,19 @@ from heads import DraftHeads
 from inference import Decoder, GenerationStats, Target
 from inference.targets.model_config import LengthLimit
 from training.data.options import DataArguments
-from training.options.arguments import goes_by_metric
-from training.run.whole_heads import whole_heads
-
-logger = logging.getLogger(__name__)
+from training.distributed.whole_heads import whole_heads
+from training.options.training_options import goes_by_metric
 
 
 def eval_prompts(
     data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any, limit: LengthLimit
 ) -> list[list[int]]:
-    """Token ids of the prompts that acceptance is measured on: up to the first assistant token of held-out
-    conversations, or the first turns of a prompt file, which the target's limit leaves room for.
+    """Token ids of the prompts on which the acceptance length is measured.
+
+    They are the first turns of a prompt file, or the held-out conversations up to the first assistant token.
 
     Raises:
-        ValueError: naming file and line, before training rather than at its first evaluation.
+        ValueError: a bad line or a prompt too long for the target, with file and line.
     """
     if data_args.eval_prompts is not None:
         return list(islice(_read_prompts(Path(data_args.eval_prompts), tokenizer, limit), data_args.num_eval_prompts))
@@ -44,7 +42,7 @@ def eval_prompts(
 
 def _read_prompts(path: Path, tokenizer: Any, limit: LengthLimit) -> Iterator[list[int]]:
     if not path.is_file():
-        raise ValueError(f"eval_prompts is {path}, which is no file; give JSON lines of {{'turns': ['...']}}")
+        raise ValueError(f"got eval_prompts {path}, which is not a file; give JSON lines of {{'turns': ['...']}}")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
@@ -64,7 +62,7 @@ def _read_prompts(path: Path, tokenizer: Any, limit: LengthLimit) -> Iterator[li
 
 @dataclass(frozen=True)
 class AcceptanceMeter:
-    """Decodes the prompts greedily with the heads as they are; every process does the same, so none waits."""
+    """Decodes the prompts greedily with the heads as they are. Every process decodes all of them, so none waits."""
 
     target: Target
     heads: DraftHeads
@@ -81,61 +79,29 @@ class AcceptanceMeter:
         return {"acceptance_length": stats.acceptance_length}
 
 
-def acceptance_meter(
-    target: Target, heads: DraftHeads, prompts: list[list[int]], max_new_tokens: int
-) -> AcceptanceMeter | None:
-    """None when there is nothing to decode."""
-    return AcceptanceMeter(target, heads, prompts, max_new_tokens) if prompts else None
-
-
 def check_best_metric(args: TrainingArguments, metrics: Collection[str], *, can_decode: bool) -> None:
-    """The best checkpoint is chosen by the acceptance length where that is measured; otherwise there is none.
+    """Checks `metric_for_best_model`. The acceptance length becomes None where it is neither measured nor needed.
 
     Args:
-        metrics: what evaluations of the held-out conversations give.
+        metrics: names of the metrics that evaluations of the held-out conversations return.
+        can_decode: whether there are prompts to decode.
 
     Raises:
-        ValueError: when a metric is asked for that is unknown or cannot be measured.
+        ValueError: a metric that is unknown or cannot be measured.
     """
-    asked: str | None = args.metric_for_best_model
-    if asked is None:
+    given: str | None = args.metric_for_best_model
+    if given is None:
         return
-    metric = asked.removeprefix("eval_")
+    metric = given.removeprefix("eval_")
     if metric != "acceptance_length" and metric not in metrics:
         known = ", ".join(["acceptance_length", *metrics])
-        raise ValueError(f"got metric_for_best_model {asked}, which these heads do not have; they have {known}")
+        raise ValueError(f"got metric_for_best_model {given}, which these heads do not have; they have {known}")
     if can_decode or metric != "acceptance_length":
         return
     is_read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST or goes_by_metric(args)
     if is_read or getattr(args, "early_stopping_patience", None):
         raise ValueError(
-            f"metric_for_best_model is {asked}, but there is no prompt to measure it on: give num_eval_prompts above "
+            f"metric_for_best_model is {given}, but there is no prompt to measure it on: give num_eval_prompts above "
             "0 with eval_prompts or held-out conversations, or metric_for_best_model loss"
         )
     args.metric_for_best_model = None
-
-
-def warn_of_lost_best(args: TrainingArguments) -> None:
-    """Warns when the best evaluation may be one of a step that has no checkpoint."""
-    kinds = [getattr(kind, "value", kind) for kind in (args.eval_strategy, args.save_strategy)]
-    if args.metric_for_best_model is None or "no" in kinds or kinds[1] == "best":
-        return
-    steps = (args.eval_steps or args.logging_steps, args.save_steps)
-    if kinds[0] == kinds[1] and (kinds[0] != "steps" or (steps[1] and _is_multiple(*steps))):
-        return
-    evaluated, saved = (
-        kind if kind != "steps" else f"{every:g} {'steps' if every >= 1 or not every else 'of all steps'}"
-        for kind, every in zip(kinds, steps, strict=True)
-    )  # 0 steps: at the end alone
-    logger.warning(
-        "evaluations come every %s and checkpoints every %s, so the best evaluation may be that of a step without a "
-        "checkpoint: give save_strategy and save_steps as for the evaluations, or --save_strategy best",
-        evaluated,
-        saved,
-    )
-
-
-def _is_multiple(evaluated: float, saved: float) -> bool:
-    """Whether checkpoints come at every evaluation; true where nobody knows, of a share and a number of steps."""
-    ratio = evaluated / saved
-    return abs(ratio - round(ratio)) < 1e-6 * ratio or (evaluated < 1) != (saved < 1)

@@ -1,4 +1,4 @@
-"""JointTrainer: HeadsTrainer for heads and adapters of their target together (see `training.run.joint`)."""
+"""`JointTrainer`: `HeadsTrainer` for heads and adapters of their target together (`training.run.joint_model`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from transformers import SchedulerType
 from heads import DraftHeads
 from heads.adapter import FOLDER
 from training.losses.draft_loss import LossOutput
-from training.options.arguments import goes_by_metric
-from training.run.joint import JointModel, JointOutput, load_adapter_weights
+from training.options.training_options import goes_by_metric
+from training.run.adapters import load_adapter_weights
+from training.run.joint_model import JointModel, JointOutput
 from training.run.optimizer import MuonWithAdamW
 from training.run.trainer import HeadsTrainer
 
 
 class JointTrainer(HeadsTrainer):
-    """Trains a `JointModel`. `loss` in the logs is what is minimised, `heads_loss` and `target_loss` are its parts;
-    `eval_loss` is the heads' own, as it is of heads that are trained alone."""
+    """Trains a `JointModel`.
+
+    In the logs `loss` is the minimised sum, and `heads_loss` and `target_loss` are its parts. `eval_loss` is the heads'
+    loss, as without adapters.
+    """
 
     more_metrics = ("target_loss",)
     logged_metrics = (*HeadsTrainer.logged_metrics, "heads_loss", "target_loss", "adapter_learning_rate")
@@ -32,14 +36,14 @@ class JointTrainer(HeadsTrainer):
         super().__init__(**kwargs)
         if self.num_groups is not None:  # processes share weights
             raise ValueError(
-                "lora_r trains heads and target as one module, which FSDP and ZeRO-3 would cut up with the frozen "
-                "target outside of it: train under DDP, ZeRO-1 or ZeRO-2"
+                "lora_r trains heads and target as one module, which FSDP and ZeRO-3 cannot split: train under DDP, "
+                "ZeRO-1 or ZeRO-2"
             )
         if self.joint.args.heads_warmup_steps and goes_by_metric(self.args):
             name = SchedulerType(self.args.lr_scheduler_type).value
             raise ValueError(
-                f"got lr_scheduler_type {name} with heads_warmup_steps: its learning rates are no function of the "
-                "step, so that the adapters' cannot wait; take another, or heads_warmup_steps 0"
+                f"got lr_scheduler_type {name} with heads_warmup_steps: its learning rates follow a metric, so the "
+                "adapters' rate cannot wait for the warm-up; give another schedule, or heads_warmup_steps 0"
             )
         self.num_warmup_steps = 0
 
@@ -72,9 +76,9 @@ class JointTrainer(HeadsTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
-        if not self.is_joint and not self.is_deepspeed_enabled:  # whose learning rate of 0 must do
+        if not self.is_joint and not self.is_deepspeed_enabled:  # DeepSpeed relies on the learning rate of 0
             for parameter in self.joint.adapters:
-                parameter.grad = None  # zeros, which would count as steps of Adam's
+                parameter.grad = None  # Adam would count zeros as a step
         return loss
 
     def _take_metrics(self, *, is_training: bool) -> dict[str, float]:
@@ -124,8 +128,10 @@ class JointTrainer(HeadsTrainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule asked for; the adapters' learning rate is 0 while the heads are trained alone, and rises to the
-        schedule's in as many steps as the schedule's own warm-up has."""
+        """The requested schedule; the adapters' learning rate is 0 during the heads' warm-up.
+
+        Then the adapters' rate rises to the schedule's, in as many steps as the schedule's own warm-up has.
+        """
         self.num_warmup_steps = alone = self.joint.args.num_warmup_steps(num_training_steps)
         if self.lr_scheduler is not None or not alone:
             return super().create_scheduler(num_training_steps, optimizer)

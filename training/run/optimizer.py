@@ -7,30 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainingArguments
-
-from training.run.launching import Launch
-
-
-def check_muon(learning_rate: float | None, args: TrainingArguments) -> None:
-    """Refuses Muon where it cannot train.
-
-    Raises:
-        ValueError: with a torch that has no Muon, and under DeepSpeed and FSDP.
-    """
-    if learning_rate is None:
-        return
-    instead = "leave it out (`--muon_learning_rate none` over a file that sets it), so that AdamW trains all"
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(
-            f"got muon_learning_rate {learning_rate}, which needs torch.optim.Muon, and torch {torch.__version__} has "
-            f"none: install torch 2.9 or newer, or {instead}"
-        )
-    if Launch.read(args).strategy != "ddp":
-        raise ValueError(
-            f"got muon_learning_rate {learning_rate} under DeepSpeed or FSDP: Muon needs whole matrices, which these "
-            f"cut up; {instead}, or train with plain DDP (configs/accelerate/multi_gpu.yaml)"
-        )
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from, and whether what follows will be the run that was interrupted.
+"""Which checkpoint a run is resumed from, and whether the resumed run is the interrupted one.
 
-A resumed run equals the uninterrupted one, weight for weight and metric for metric, only where data, options and number
-of processes are the same: `describe_run` says what they are, every checkpoint carries that, `check_same_run` compares.
+A resumed run equals the uninterrupted one, weight for weight and metric for metric, only if data, options and number of
+processes are the same. `describe_run` collects them, every checkpoint stores them, `check_same_run` compares.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
 from heads.adapter import CONFIG_FILE, WEIGHTS_FILE
 from training.data.streaming import ConversationStream
-from training.options.arguments import BY_METRIC
 from training.options.command_line import default_of
+from training.options.training_options import BY_METRIC
 from training.run.checkpoints import RUN_FILE, read_run_file
 
 logger = logging.getLogger(__name__)
 
-# The files Trainer cannot go on without, in the order in which it writes them.
+# Trainer cannot resume without these files; in the order in which it writes them.
 _NEEDED = ("config.json", "model.safetensors", "trainer_state.json")
-# Options that change neither what is learned nor its order: what is measured, saved, shown and uploaded, how fast the
-# data is loaded, where the target stays and how its features are stored.
+# Options that change neither the weights nor the order of the data: measuring, saving, logging, uploading, loading
+# speed, placement of the target, storage of features.
 _FREE = re.compile(
     r"(logging_|save_|eval_|num_eval_|max_eval_|per_device_eval_|hub_|push_to_hub|report|project|trackio|log_level"
     r"|disable_tqdm|output_dir|run_name|dry_run|early_stopping|load_best_model|resume_"
     r"|restore_callback|include_num_input|num_proc|dataloader_(?!drop_last)|ddp_timeout|torch_empty_cache|skip_memory_"
-    r"|trust_remote_code|feature_|max_disk_gb|target_device_map|target_offload|shard_target).*"
+    r"|trust_remote_code|feature_|target_device_map|shard_target).*"
 )
-# Where the conversations lie; not compared where the data itself is.
+# Names of the data; not compared where the data itself is compared.
 _OF_DATA = re.compile(r"dataset.*|max_samples|skip_bad_lines")
 
 
 def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = True) -> Path | None:
-    """The checkpoint that `--resume_from_checkpoint WANTED` asks for; None = start from the beginning.
+    """The checkpoint for `--resume_from_checkpoint WANTED`; None = start from the beginning.
 
     Args:
         wanted: None or false; true = the newest complete checkpoint in `output_dir`; else a folder.
-        is_main_process: whether to warn about checkpoints that are passed over.
+        is_main_process: whether to warn about skipped checkpoints.
 
     Raises:
-        ValueError: when the folder asked for is missing or incomplete.
+        ValueError: the given folder is missing or incomplete.
     """
     folders = sorted(Path(output_dir).glob("checkpoint-*"), key=_step, reverse=True)
     if wanted is None or str(wanted).lower() in ("false", ""):
         if folders and is_main_process:
             logger.warning(
-                "%s has checkpoints of an earlier run, up to %s: a later --resume_from_checkpoint true would take them "
-                "for this run's; train in another output_dir, or remove them",
+                "%s has checkpoints of an earlier run, up to %s: a later --resume_from_checkpoint true would resume "
+                "them; train in another output_dir, or remove them",
                 output_dir,
                 folders[0].name,
             )
@@ -75,20 +75,20 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
 
 
 def find_newest(output_dir: Path, *, warns: bool = False) -> Path | None:
-    """The newest complete checkpoint; with `warns` the damaged ones that are passed over are logged."""
+    """The newest complete checkpoint; with `warns`, damaged checkpoints that are newer are logged."""
     for folder in sorted(output_dir.glob("checkpoint-*"), key=_step, reverse=True):
         damage = find_damage(folder)
         if damage is None:
             return folder
         if warns:
-            logger.warning("%s is passed over: %s", folder, damage)
+            logger.warning("%s is skipped: %s", folder, damage)
     return None
 
 
 def find_damage(folder: Path) -> str | None:
     """What a checkpoint lacks, or None when it is complete.
 
-    Those that a run writes have their names when they are complete (`training.run.checkpoints`); but one may have been
+    A run's own checkpoints are complete when they have their names (`training.run.checkpoints`); but one may have been
     copied or deleted halfway, or be transformers' own, which writes `trainer_state.json` last.
     """
     for name in _NEEDED:
@@ -104,17 +104,16 @@ def find_damage(folder: Path) -> str | None:
             return f"{file.relative_to(folder)} is missing"
         if _is_cut_off(file):
             return f"{file.relative_to(folder)} is cut off"
-    for pattern in ("rng_state*.pth", "metrics_*.safetensors") if (folder / RUN_FILE).is_file() else ():
-        if not any(folder.glob(pattern)):
-            return f"{pattern} is missing"
-    # FSDP writes optimizer.bin; or it keeps the optimizer in a folder, as DeepSpeed does.
+    if (folder / RUN_FILE).is_file() and not any(folder.glob("rng_state*.pth")):
+        return "rng_state*.pth is missing"
+    # FSDP writes optimizer.bin or a folder; DeepSpeed writes a folder.
     if not folders and not any(file.name in ("optimizer.pt", "optimizer.bin") for file in files):
         return "optimizer.pt is missing (with save_only_model there is nothing to resume from)"
     return None
 
 
 def _adapter_of(folder: Path) -> Path | None:
-    """Where the adapter of heads that were trained with one is."""
+    """The folder of the target's adapter, for heads that were trained with one."""
     try:
         name = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("target_adapter")
     except ValueError:
@@ -138,7 +137,7 @@ def _is_cut_off(file: Path) -> bool:
 
 
 def check_same_heads(folder: Path, stored: PreTrainedConfig, wanted: PreTrainedConfig) -> None:
-    """Refuses to resume with other heads than were being trained.
+    """Refuses to resume with heads of another configuration.
 
     Raises:
         ValueError: naming the keys that differ, and both values.
@@ -161,12 +160,13 @@ def describe_run(
     eval_set: datasets.Dataset | None,
     prompts: Sequence[list[int]],
 ) -> dict[str, Any]:
-    """What two runs must share to be the same run, as JSON has it.
+    """The properties that two runs must share to be the same run, as JSON values.
 
     Args:
-        settings: every option, from `training.options.command_line.resolve_arguments`.
-        train_set: the tokenized conversations, or a stream of them, of which its files can tell.
-        eval_set, prompts: what evaluations look at.
+        settings: every option, from `training.options.resolved.resolve_arguments`.
+        train_set: the tokenized conversations, or a stream, which is described by its files.
+        eval_set: the rows of evaluations.
+        prompts: the prompts of evaluations.
     """
     is_stream = isinstance(train_set, ConversationStream)
     data = train_set.describe() if is_stream else fingerprint(train_set)
@@ -175,11 +175,11 @@ def describe_run(
         for key, value in settings.items()
         if not (_FREE.fullmatch(key) or (not is_stream and _OF_DATA.fullmatch(key)))
     }
-    if is_stream:  # what it reads, and in which order, depends on these as well
+    if is_stream:  # its rows and their order depend on these as well
         options["dataloader_num_workers"] = settings.get("dataloader_num_workers")
         options["eval_dataset"] = bool(settings.get("eval_dataset"))
     described = {"num_processes": num_processes, "training data": data, "options": options}
-    if settings.get("lr_scheduler_type") in BY_METRIC:  # what evaluations find is then part of what is learned
+    if settings.get("lr_scheduler_type") in BY_METRIC:  # the weights then depend on the evaluations
         by_decoding = str(settings.get("metric_for_best_model")).endswith("acceptance_length")
         names = ("eval_strategy", "eval_steps", *(("eval_max_new_tokens",) if by_decoding else ()))
         options |= {name: settings.get(name) for name in names}
@@ -193,7 +193,7 @@ def _hash_prompts(prompts: Sequence[list[int]]) -> str:
 
 
 def fingerprint(rows: datasets.Dataset | None) -> str:
-    """Number of rows and a hash of all their columns, in order: other data gives another text."""
+    """Number of rows, and a hash of all columns in order."""
     if rows is None:
         return "none"
     digest = hashlib.blake2b(digest_size=16)
@@ -208,7 +208,7 @@ def fingerprint(rows: datasets.Dataset | None) -> str:
 
 
 def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> None:
-    """Refuses to go on from a checkpoint as another run.
+    """Refuses to resume a checkpoint with other data, options or processes.
 
     Args:
         now: from `describe_run`.
@@ -219,7 +219,7 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
     """
     stored = read_run_file(folder)
     if stored is None:
-        logger.warning("%s does not say what it was trained with: see that data and options are the same", folder)
+        logger.warning("%s has no %s: make sure that data and options are the same", folder, RUN_FILE)
         return
     one, other = ({**run, **run["options"]} for run in (stored, now))
     different = []
@@ -234,15 +234,15 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
         return
     if not may_differ:
         raise ValueError(
-            f"{folder} was trained with {', '.join(different)}: to go on would not be the run that was interrupted. "
-            "Resume with the same data and options; or say --resume_with_changes true; or start a new run from its "
+            f"{folder} was trained with {', '.join(different)}: the resumed run would not equal the interrupted one. "
+            "Resume with the same data and options; or give --resume_with_changes true; or start a new run from its "
             f"weights with --init_heads {folder}"
         )
-    logger.warning("%s was trained with %s: what follows is not the interrupted run", folder, ", ".join(different))
+    logger.warning("%s was trained with %s: this is no exact resume", folder, ", ".join(different))
 
 
 def is_finished(state: TrainerState, args: TrainingArguments) -> bool:
-    """Whether a run has made its last step at this checkpoint."""
+    """Whether the run's last step was made before this checkpoint."""
     callbacks: Any = state.stateful_callbacks or {}
     stopped = callbacks.get("EarlyStoppingCallback", {}).get("attributes", {})
     patience = getattr(args, "early_stopping_patience", None)

@@ -1,4 +1,4 @@
-"""A run that cannot go on stops at once, and says where, why and what to try: losses that are not finite, full disks.
+"""A run that cannot continue stops at once, with place, reason and cure: losses that are not finite, full disks.
 
 Legend: B batch, T sequence length, K depths.
 """
@@ -31,70 +31,64 @@ _FULL_TEXT = re.compile(
 
 
 class TrainingStoppedError(RuntimeError):
-    """What broke a run off, with the cure: for a user, without a traceback."""
+    """A run cannot continue. The message names the cure and is for users, without a traceback."""
 
 
 @dataclass
 class FiniteWatch:
-    """Sees that losses and gradients are finite, before the optimizer spoils the heads with them.
+    """Checks that losses and gradients are finite, before the optimizer changes the heads with them.
 
-    Each process looks at its own losses and at the norm of the gradients, which all processes share: so all of them
-    stop. The host waits for the device once for each optimizer step.
+    Each process checks its own losses and the gradients' norm, which all processes share, so all of them stop. The host
+    waits for the device once per optimizer step.
     """
 
     _states_are_finite: list[Tensor] = field(default_factory=list)  # one bool [] for each batch of the step
     _losses: list[Tensor] = field(default_factory=list)  # [K] sums by depth
 
     def see(self, states: TargetStates, attention_mask: Tensor, output: LossOutput) -> None:
-        """Takes note of a batch that is trained on; attention_mask: [B, T]."""
+        """Notes a training batch; attention_mask: [B, T]."""
         is_finite_BT = states.features.isfinite().all(-1) & states.last_hidden.isfinite().all(-1)
         self._states_are_finite.append((is_finite_BT | (attention_mask == 0)).all())
         self._losses.append(torch.stack(output.loss_sums).detach())
 
     def check(self, grad_norm: Any, trainer: Any) -> None:
-        """Before an optimizer step.
+        """Checks everything noted since the last optimizer step.
 
         Args:
-            grad_norm: of all processes together; None where it is not known, or where a scaler of float16 gradients
-                deals with those that overflow.
+            grad_norm: of all processes together; None where it is unknown, or where a scaler of float16 gradients
+                skips steps that overflow.
 
         Raises:
-            TrainingStoppedError: naming the step, the depths, the learning rate, and what was finite all the same.
+            TrainingStoppedError: naming the step, the depths, the learning rate, and the parts that are finite.
         """
         losses = torch.stack(self._losses).isfinite()
-        are_states_finite = torch.stack(self._states_are_finite).all()
+        are_states_finite = bool(torch.stack(self._states_are_finite).all())
         self._losses, self._states_are_finite = [], []
         norm = 0.0 if grad_norm is None else float(grad_norm)
-        if bool(losses.all() & are_states_finite) and math.isfinite(norm):
+        if bool(losses.all()) and are_states_finite and math.isfinite(norm):
             return
         depths = [str(k + 1) for k, is_finite in enumerate(losses.all(0).tolist()) if not is_finite]
         if depths:
             where = f"the loss at depth {', '.join(depths)} is"
         else:
             where = "the target's states are" if math.isfinite(norm) else f"the gradient (its norm is {norm}) is"
-        weights = [
-            name
-            for name, weight in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-            if not bool(weight.isfinite().all())
-        ]
+        named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+        weights = [name for name, weight in named if not bool(weight.isfinite().all())]
+        rates = dict.fromkeys(group["lr"] for group in trainer.optimizer.param_groups)
         raise TrainingStoppedError(
             f"stopped at step {trainer.state.global_step + 1}: {where} NaN or infinite ({trainer.loss_type}). "
-            f"Learning rate {_learning_rates(trainer.optimizer)}; the target's states of the batch are "
-            f"{'finite' if bool(are_states_finite) else 'NaN or infinite'}; the heads' weights before this step are "
+            f"Learning rate {', '.join(f'{rate:.3g}' for rate in rates)}; the target's states of the batch are "
+            f"{'finite' if are_states_finite else 'NaN or infinite'}; the heads' weights before this step are "
             f"{'finite' if not weights else 'NaN or infinite in ' + ', '.join(weights[:5])}. "
-            f"Try {_advice(trainer, bool(are_states_finite), weights)}. {_last_checkpoint(trainer)}"
+            f"Try {_advice(trainer, are_states_finite, weights)}. {_last_checkpoint(trainer)}"
         )
-
-
-def _learning_rates(optimizer: Any) -> str:
-    return ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(group["lr"] for group in optimizer.param_groups))
 
 
 def _advice(trainer: Any, are_states_finite: bool, weights: list[str]) -> str:
     if not are_states_finite:
         return (
             f"another target_dtype (it computes in {str(trainer.target.dtype).removeprefix('torch.')}; bfloat16 and "
-            "float32 reach further than float16), or look for damaged weights in the target"
+            "float32 have a larger range than float16), or look for damaged weights in the target"
         )
     if weights and trainer.state.global_step == 0:
         return "other --init_heads: these are damaged"
@@ -107,20 +101,20 @@ def _last_checkpoint(trainer: Any) -> str:
     if newest is None:
         return "There is no complete checkpoint."
     return (
-        f"The last complete checkpoint is {newest}; --resume_from_checkpoint true goes on from it (under other options "
-        "with --resume_with_changes true)."
+        f"The last complete checkpoint is {newest}; --resume_from_checkpoint true continues from it (with other "
+        "options: --resume_with_changes true)."
     )
 
 
 @contextmanager
 def explain_full_disk(trainer: Any, name: str, size: int | None = None) -> Iterator[None]:
-    """Turns what a full disk, a quota or a limit on file sizes raises while `name` is written into a clear error.
+    """Turns the errors of a full disk, a quota or a limit on file sizes, while `name` is written, into a clear one.
 
     Args:
-        size: its bytes; None = those of a checkpoint.
+        size: bytes of the file; None = bytes of a checkpoint.
 
     Raises:
-        TrainingStoppedError: with the space that is left and needed, and the last complete checkpoint.
+        TrainingStoppedError: with the free and the needed space, and the last complete checkpoint.
     """
     try:
         yield
@@ -130,16 +124,16 @@ def explain_full_disk(trainer: Any, name: str, size: int | None = None) -> Itera
         folder = Path(trainer.args.output_dir)
         free = shutil.disk_usage(folder).free / 2**20
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        needed = checkpoint_size(trainer.model) if size is None else size
+        needed = _checkpoint_size(trainer.model) if size is None else size
         raise TrainingStoppedError(
-            f"{name} could not be written into {folder}: {reason}. There {'is' if free < 1 else 'are'} {free:,.0f} MiB "
-            f"free, and it takes about {math.ceil(needed / 2**20):,} MiB. {_last_checkpoint(trainer)} "
-            "Make room first (save_total_limit says how many checkpoints are kept)."
+            f"{name} could not be written into {folder}: {reason}. {free:,.0f} MiB are free, and it needs about "
+            f"{math.ceil(needed / 2**20):,} MiB. {_last_checkpoint(trainer)} Make room first (save_total_limit is the "
+            "number of checkpoints that stay)."
         ) from error
 
 
-def checkpoint_size(heads: nn.Module, *, moments: int = 2) -> int:
-    """Bytes of a checkpoint, about: the heads, and the optimizer's float32 moments of what is trained."""
+def _checkpoint_size(heads: nn.Module) -> int:
+    """Bytes of a checkpoint, about: the heads, and two float32 moments of each trained weight."""
     weights = sum(int(tensor.nbytes) for tensor in heads.state_dict().values())
     trained = sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
-    return weights + moments * 4 * trained
+    return weights + 2 * 4 * trained

@@ -1,4 +1,4 @@
-"""HeadsTrainer: transformers' Trainer for draft heads on features of a frozen target."""
+"""`HeadsTrainer`: transformers' `Trainer` for draft heads on features of a frozen target."""
 
 from __future__ import annotations
 
@@ -19,51 +19,43 @@ from heads import DraftHeads
 from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.data.streaming import ConversationStream
+from training.distributed.launch import autocast, autocast_in_deepspeed, shard_with_fsdp
+from training.distributed.whole_heads import gather_state, is_split
 from training.features.sharded_target import is_sharded
 from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatures, TargetStates
 from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from training.losses.teacher import compute_teacher
-from training.options.arguments import goes_by_metric
-from training.reporting.progress import RunProgress
-from training.run.checkpoints import (
-    ExactEpochs,
-    RunClock,
-    load_metrics,
-    remove_old,
-    save_metrics,
-    write_run_file,
-    write_whole,
-)
-from training.run.evaluation import check_best_metric, warn_of_lost_best
-from training.run.launching import autocast, autocast_in_deepspeed, shard_with_fsdp
-from training.run.optimizer import MuonWithAdamW, check_muon
+from training.options.training_options import goes_by_metric
+from training.run.checkpoints import ExactEpochs, RunClock, remove_old, write_run_file, write_whole
+from training.run.evaluation import check_best_metric
+from training.run.optimizer import MuonWithAdamW
+from training.run.progress import RunProgress
 from training.run.stopping import FiniteWatch, explain_full_disk
-from training.run.whole_heads import gather_state, is_split
 from training.synthesis.on_policy import OnPolicyRows
 
-GROUPS_WHEN_SHARDED = 4  # of a packed batch's documents: about what it is cut into otherwise
+# Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
+GROUPS_WHEN_SHARDED = 4
 
 
 class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """Trains heads; the target only computes features, without gradients.
 
     Args:
-        target: the frozen target the heads are bound to.
-        features: where the target's states come from; None = the target runs on every batch.
+        target: the frozen target that the heads are bound to.
+        features: the source of the target's states; None = the target runs on every batch.
         loss_type: see `training.losses.draft_loss`, also for the next two.
-        step_decay: weight of depth k is step_decay^k ...
-        depth_weights: ... unless this says otherwise.
+        step_decay: the weight of depth k is step_decay^k.
+        depth_weights: weights of the depths instead of `step_decay`.
         measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
-            decoding held-out prompts with the heads as they are.
+            decoding prompts with the heads as they are.
         muon_learning_rate: trains hidden matrices with Muon (`training.run.optimizer`); None = AdamW for all.
-        run_description: what a resumed run must have in common with this one; stored with every checkpoint (see
-            `training.run.resume.describe_run`).
-        **kwargs: those of `transformers.Trainer`.
+        run_description: from `training.run.resume.describe_run`; stored with every checkpoint.
+        **kwargs: arguments of `transformers.Trainer`.
     """
 
-    logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # beginnings of their names; evaluations report all
-    more_metrics: ClassVar[tuple[str, ...]] = ()  # of evaluations, besides the losses and the accuracies of each depth
+    logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # prefixes of metrics in training logs
+    more_metrics: ClassVar[tuple[str, ...]] = ()  # metrics of evaluations besides the losses and accuracies by depth
 
     def __init__(
         self,
@@ -90,20 +82,17 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         check_loss(loss_type, self.heads)
         self.measure_acceptance = measure_acceptance
         num_steps = self.heads.num_unrolled_steps
-        fixed_weights(num_steps, step_decay=step_decay, depth_weights=depth_weights)  # one for each step, or an error
+        fixed_weights(num_steps, step_decay=step_decay, depth_weights=depth_weights)  # raises on a wrong number
         ranks = [f"top{n}_depth{k + 1}" for k in range(num_steps) for n in (1, 5)]
         metrics = ["loss", *ranks, *self.more_metrics]
         check_best_metric(self.args, metrics, can_decode=measure_acceptance is not None)
-        if self.args.process_index == 0:
-            warn_of_lost_best(self.args)
-        check_muon(muon_learning_rate, self.args)
-        # Says that `compute_loss` has already divided by what `get_batch_samples` counted.
+        # Tells Trainer that `compute_loss` has already divided by the count of `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
-        self.accelerator.gradient_accumulation_steps = 1  # older releases have accelerate divide once more
-        self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # of training and of evaluation batches
+        self.accelerator.gradient_accumulation_steps = 1  # in older releases accelerate divides once more
+        self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # by "is training"
         self.clock = RunClock()
         self.watch = FiniteWatch()
-        self._checkpoint_parent: Path | None = None  # while a checkpoint is written: the folder it is written into
+        self._checkpoint_parent: Path | None = None  # set while a checkpoint is written aside
         self.add_callback(ExactEpochs())
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RunProgress())
@@ -123,13 +112,15 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return self.args.learning_rate
 
     def make_more_groups(self) -> list[dict[str, Any]]:
-        """Groups of parameters besides the heads', for AdamW."""
+        """Parameter groups for AdamW besides the heads'."""
         return []
 
     @property
     def num_groups(self) -> int | None:
-        """Of documents that a packed batch is run in: one number for all batches where processes share weights, since
-        each pass waits for all of them."""
+        """Groups in which a packed batch's documents run; None = as many as fit the batch.
+
+        Where processes share weights, every pass waits for all processes, so the number must be fixed.
+        """
         are_heads_split = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
         return GROUPS_WHEN_SHARDED if are_heads_split or self._is_target_split else None
 
@@ -149,15 +140,15 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As Trainer's; rates that go by a metric know whether it is to rise."""
-        if goes_by_metric(self.args) and self.args.greater_is_better:  # torch expects one that falls
+        """As Trainer's, but a schedule that follows a metric knows whether the metric should rise."""
+        if goes_by_metric(self.args) and self.args.greater_is_better:  # torch expects a metric that falls
             self.args.lr_scheduler_kwargs = {"mode": "max", **cast(dict[str, Any], self.args.lr_scheduler_kwargs or {})}
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         if not isinstance(self.train_dataset, ConversationStream):
             return super().get_train_dataloader()
-        # As it is: accelerate would deal the stream out once more, though each process reads its own part already.
+        # Not through accelerate, which would split the stream again: each process already reads its own part.
         return DataLoader(
             self.train_dataset,
             batch_size=self._train_batch_size,
@@ -171,7 +162,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
-        """The batches of one optimizer step, and how many tokens they predict, those of all processes together."""
+        """The batches of one optimizer step, and the number of tokens they predict in all processes together."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         count = torch.zeros((), dtype=torch.long, device=device)
         for batch in batches:
@@ -181,22 +172,21 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The batch's mean loss; in training, weighed by its share of the tokens that the optimizer step predicts.
+        """The batch's mean loss; in training, weighted by its share of the tokens that the optimizer step predicts.
 
-        Accumulated and distributed batches so add up to the mean over all of them: to the very mean where every step
-        has a loss on each predicted token. Tokens outside a reduced draft vocabulary, and those too near the start for
-        the deeper steps, count in the shares all the same.
+        Accumulated and distributed batches so add up to the mean over all tokens. The shares also count tokens without
+        a loss: tokens outside a reduced draft vocabulary, and tokens too near the start for the deeper steps.
         """
         output = self.draft_batch(model, inputs)
         self._add_metrics(output, is_training=model.training)
         loss = output.loss
         if num_items_in_batch is not None:
             share = inputs["loss_mask"].sum() / num_items_in_batch.clamp(min=1)
-            loss = loss * share * self.accelerator.num_processes  # whose gradients are averaged
+            loss = loss * share * self.accelerator.num_processes  # DDP averages gradients
         return (loss, {}) if return_outputs else loss
 
     def draft_batch(self, model: Any, inputs: dict[str, Tensor]) -> LossOutput:
-        """The heads' loss on one batch; `model` as Trainer wrapped it."""
+        """The heads' loss on one batch; `model` is the heads as Trainer wrapped them."""
         heads: DraftHeads = self.accelerator.unwrap_model(model)
         source = self.features or OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
         return self.draft_from(source(inputs), inputs, heads, model)
@@ -223,7 +213,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             depth_weights=self.depth_weights,
             keeps_graph=self.num_groups is not None,
         )
-        # A dict, because FSDP and ZeRO-3 look for tensors in dicts; under autocast, because FSDP has none of its own.
+        # A dict, because FSDP and ZeRO-3 look for tensors in dicts. Autocast, because FSDP has none of its own.
         with autocast(self.accelerator, self.args):
             output = LossOutput(
                 **forward(
@@ -240,7 +230,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return output
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """As Trainer's, which asks for it before every optimizer step: what is not finite ends the run here."""
+        """As Trainer's, before every optimizer step; a loss or gradient that is not finite ends the run."""
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.watch.check(None if self.args.fp16 else grad_norm, self)
         return grad_norm
@@ -248,11 +238,11 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def prediction_step(
         self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        """Evaluation needs the loss and our own metrics; nothing of size [B, T, V] is gathered."""
+        """Computes the loss and our own metrics; nothing of size [B, T, V] is gathered."""
         inputs = self._prepare_inputs(inputs)
         dataloader = self.accelerator.gradient_state
         if dataloader.end_of_dataloader and dataloader.remainder > 0:
-            # To give each process as many rows, accelerate has filled the last batches up with rows of the first.
+            # accelerate fills the last batches with rows of the first, so that all processes get equally many.
             rows_B = torch.arange(len(inputs["loss_mask"]), device=inputs["loss_mask"].device)
             is_own_B = rows_B + self.args.process_index * len(rows_B) < dataloader.remainder
             inputs["loss_mask"] = inputs["loss_mask"] * is_own_B[:, None]
@@ -261,34 +251,34 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return loss.detach(), None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """Adds our metrics before anyone reads them: the logs, early stopping, the choice of the best checkpoint.
+        """Adds our metrics before the logs, early stopping and the choice of the best checkpoint read them.
 
-        Those are the per-depth accuracies, the loss as one mean over all positions (Trainer's own is the mean of batch
-        means, and so depends on the batch size), and the acceptance length measured by decoding.
+        They are the accuracies by depth, the acceptance length measured by decoding, and the loss as one mean over all
+        positions (Trainer's own loss is the mean of batch means, which depends on the batch size).
         """
         kwargs["metric_key_prefix"] = metric_key_prefix
         devices = [self.args.device] if self.args.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # what is trained does not depend on how often it is evaluated
+        with torch.random.fork_rng(devices):  # the weights do not depend on the number of evaluations
             output = super().evaluation_loop(*args, **kwargs)
             metrics = self._take_metrics(is_training=False)
             if self.measure_acceptance is not None:
                 measured = [self.measure_acceptance()]
-                broadcast_object_list(measured)  # one number for all, who go by it: texts may differ in a near-tie
+                broadcast_object_list(measured)  # processes may differ in a near-tie, and all must decide alike
                 metrics.update(measured[0])
         assert output.metrics is not None
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "train_loss" in logs:  # of the whole run, not since it was resumed
-            logs = {**logs, "train_loss": self._total_loss_scalar / max(self.state.global_step, 1)}
+        # train_loss is Trainer's mean over the run, which is wrong after a resume.
+        logs = {name: value for name, value in logs.items() if name != "train_loss"}
         if "loss" in logs:
             metrics = self._take_metrics(is_training=True)
             logs = {**logs, **{k: v for k, v in metrics.items() if k.startswith(self.logged_metrics)}}
         super().log({k: round(v, 4) if "top" in k else v for k, v in logs.items()}, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As transformers', which under FSDP and ZeRO-3 saves whole weights with some of their settings only."""
+        """As transformers', but whole weights under every setting of FSDP and ZeRO-3."""
         heads = self.accelerator.unwrap_model(self.model)
         if is_split(heads):
             self._save(output_dir, state_dict=gather_state(heads))
@@ -296,14 +286,14 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As transformers', but under its name only when it is complete (see `training.run.checkpoints`)."""
+        """As transformers', but the checkpoint gets its name when it is complete (`training.run.checkpoints`)."""
         folder = Path(super()._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         callbacks: Any = self.state.stateful_callbacks
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):  # perhaps one that the checkpoint did not know that was resumed
+            if isinstance(callback, ExportableState):  # may be new since the checkpoint that was resumed
                 callbacks.setdefault(type(callback).__name__, {})
         if isinstance(self.features, HybridFeatures):
-            self.features.flush()  # a resumed run reads what was computed before, as the interrupted one would have
+            self.features.flush()  # a resumed run reads the states that were computed so far
         with explain_full_disk(self, folder.name), write_whole(self, folder) as written:
             self._checkpoint_parent = written.parent
             try:
@@ -325,24 +315,18 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return str(self._checkpoint_parent or super()._get_output_dir(trial))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Not transformers' card, which knows nothing of heads: `training.reporting.run_report` writes ours."""
+        """Does nothing: `training.run.outcome` writes a card that knows of heads."""
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not while the checkpoint is being written: `_save_checkpoint` uploads it under its own name."""
+        """Does nothing while the checkpoint is written: `_save_checkpoint` uploads it under its own name."""
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        save_metrics(self, self._sums[True], Path(output_dir))
         if isinstance(self.train_dataset, OnPolicyRows) and self.args.should_save:
             self.train_dataset.save(Path(output_dir))
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            load_metrics(self, self._sums[True], Path(checkpoint))
-
     def _load_callback_state(self) -> None:
-        """As Trainer's, which takes over what early stopping has counted, but with the patience of the options."""
+        """As Trainer's, which restores the count of early stopping, but with the patience of the options."""
         super()._load_callback_state()
         patience = getattr(self.args, "early_stopping_patience", None)
         for callback in self.callback_handler.callbacks:
@@ -356,7 +340,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             sums[name] = sums[name] + values if name in sums else values
 
     def _take_metrics(self, *, is_training: bool) -> dict[str, float]:
-        """Averages since the last call, over all processes; depth 1 = the first drafted token."""
+        """Means since the last call, over all processes; depth 1 = the first drafted token."""
         sums = self._sums[is_training]
         if not sums:
             return {}

@@ -292,15 +292,6 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.rows.replace(epoch, sorted(rewritten, key=lambda one: one.index))
         self.trainer.log(_describe(rewritten, writer.stats, time.perf_counter() - start))
 
-    def time_epoch(self) -> float:
-        """Writes one batch of the first epoch's replies; returns the seconds that all of an epoch would take."""
-        share = self._share_of(0)
-        some = share[: self.args.on_policy_batch_size]
-        writer = self._make_writer(self.trainer.heads if self.drafts_at_once else None)
-        start = time.perf_counter()
-        self._write(some, 0, writer)
-        return (time.perf_counter() - start) * len(share) / max(len(some), 1)
-
     @property
     def _seed(self) -> int:
         return seed_of_data(self.trainer.args)

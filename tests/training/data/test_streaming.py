@@ -25,8 +25,8 @@ from training.data.options import DataArguments
 from training.data.streaming import ConversationStream
 from training.data.training_sets import load_datasets
 from training.options.command_line import parse_arguments
-from training.run import run as run_module
-from training.run.run import prepare_run
+from training.run import preparation
+from training.run.preparation import prepare_run
 
 NUM_ROWS = 30
 
@@ -220,9 +220,9 @@ class TestRuns:
 
     def test_the_draft_vocabulary_counts_the_first_rows(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         counted: list[int] = []
-        count = run_module.count_tokens
+        count = preparation.count_tokens
         monkeypatch.setattr(
-            run_module, "count_tokens", lambda rows, size: counted.append(len(rows)) or count(rows, size)
+            preparation, "count_tokens", lambda rows, size: counted.append(len(rows)) or count(rows, size)
         )
         train(**self.STREAMED, max_steps=1)
         assert counted == [10]

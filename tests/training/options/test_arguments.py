@@ -12,9 +12,9 @@ import yaml
 from transformers import TrainingArguments
 
 from training.data.options import DataArguments
-from training.features.target_options import PlacementArguments
-from training.options.command_line import ARGUMENT_CLASSES, parse_arguments, resolve_arguments
-from training.options.run_arguments import pick
+from training.options.command_line import parse_arguments
+from training.options.resolved import resolve_arguments
+from training.options.run_options import ARGUMENT_CLASSES, RunOptions
 
 REQUIRED = ["--target", "t", "--head_type", "kind", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
 
@@ -138,7 +138,7 @@ def test_bad_command_lines_say_what_to_do(arguments: list[str], message: str) ->
         ("- target", "holds list: write one `key: value` per line"),
         ("target: [", "is not valid YAML"),
         ("", "holds NoneType"),
-        ("max_length: null", "got max_length: null"),
+        ("max_length: null", "got max_length: null, but it always has a value"),
         ("target: null", "got target: null"),
         ("head_overrides: [num_heads=4]", "in YAML it is a mapping"),
         ("max_length: [1, 2]", "unexpected value '2'"),
@@ -184,9 +184,11 @@ def test_none_unsets_an_option(tmp_path: Path, word: str) -> None:
 
 
 def test_a_text_may_be_the_word_none() -> None:
-    _, _, training, *more = parse_arguments([*REQUIRED, "--report_to", "none", "--shard_target", "none"])
-    assert training.report_to == []
-    assert pick(more, PlacementArguments).shard_target == "none"
+    parts = parse_arguments([*REQUIRED, "--report_to", "none", "--shard_target", "none"])
+    options = RunOptions.collect(parts)
+    assert options.training.report_to == []
+    assert options.placement.shard_target == "none"
+    assert options.parts() == parts
 
 
 def test_every_option_is_documented_once() -> None:
@@ -205,7 +207,9 @@ def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert "--config FILE.yaml" in text
-    assert "--head_overrides" in text
+    options = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert {"--head_overrides", "--lora_r", "--dry_run", "--max_steps"} < {*options}
+    assert not [option for option in options if "-" in option.removeprefix("--")], "one spelling: snake_case"
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from heads import DraftHeads
 from inference import GenerationStats
 from tests.training.runner import Runner, assert_same, write_conversations
-from training.reporting import run_report
 from training.reporting.examples import Example, Piece
 from training.reporting.model_card import render_card
-from training.reporting.progress import RunProgress
 from training.reporting.report import add_throughput, render_report
+from training.run import outcome
+from training.run.progress import RunProgress
 
 
 class Page(html.parser.HTMLParser):
@@ -67,7 +67,7 @@ class TestReport:
         assert not re.search(r"<(script|link)\b", text)
         record = json.loads((finished.output_dir / "training_record.json").read_text())
         assert f"{record['metrics']['eval_acceptance_length']:.4g}" in page.texts
-        assert {"learning_rate", "0.003", "tokens that are learned"} < set(page.texts)
+        assert {"learning_rate", "0.003", "tokens in the loss"} < set(page.texts)
         assert text.count("<h3>") == 2
         assert len(page.drafted) > 1, "something is drafted and accepted, besides the legend"
 
@@ -148,7 +148,7 @@ class TestReport:
         def fail(*args: Any, **kwargs: Any) -> str:
             raise TypeError("a plot of nothing")
 
-        monkeypatch.setattr(run_report, "render_report", fail)
+        monkeypatch.setattr(outcome, "render_report", fail)
         train(max_steps=1, report=True)
         assert train.weights()
         assert "the heads are saved, but their report or model card could not be written" in caplog.text
@@ -159,7 +159,7 @@ class TestReport:
         (train.output_dir / "README.md").write_text("mine")
         train(max_steps=1)
         assert (train.output_dir / "README.md").read_text() == "mine"
-        assert "is somebody's own" in caplog.text
+        assert "was written by someone else" in caplog.text
 
     def test_uploads_all_of_it(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without a hub: what would be uploaded lies there when it is asked for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import EarlyStoppingCallback
 
 from tests.training.runner import InterruptedRunError, Runner, interrupt_at_step
 from training.options.command_line import parse_arguments
-from training.run.run import prepare_run
+from training.run.preparation import prepare_run
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
@@ -33,28 +32,6 @@ def test_known_metrics_choose(train: Runner, metric: str) -> None:
     train(**EVALUATED, max_steps=2, metric_for_best_model=metric)
     state = json.loads((train.output_dir / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["best_global_step"] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "frequencies"),
-    [
-        ({"save_steps": 4}, "every 2 steps and checkpoints every 4 steps"),
-        ({"eval_steps": 0.1, "save_steps": 0.25}, "every 0.1 of all steps and checkpoints every 0.25 of all steps"),
-        ({"save_steps": 0}, "every 2 steps and checkpoints every 0 steps"),
-        ({"save_strategy": "epoch"}, "every 2 steps and checkpoints every epoch"),
-        ({"eval_steps": 4}, None),
-        ({"eval_steps": 0.3, "save_steps": 0.1}, None),
-        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, None),
-        ({"save_strategy": "no"}, None),
-    ],
-)
-def test_a_best_step_without_a_checkpoint_is_warned_of(
-    train: Runner, options: dict[str, Any], frequencies: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="training.run.evaluation"):
-        prepare(train, **options)
-    assert ("without a checkpoint" in caplog.text) == (frequencies is not None)
-    assert frequencies is None or frequencies in caplog.text
 
 
 class TestLearningRatesByMetric:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import training.run.joint as joint_module
+import training.run.joint_model as joint_module
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, generate
 from inference.targets.encoding import recomputing_layers
@@ -28,9 +28,11 @@ from training.features.sources import TargetStates
 from training.losses.draft_loss import LossOutput, draft_loss
 from training.losses.teacher import compute_teacher
 from training.options.command_line import parse_arguments
-from training.run.joint import JointArguments, JointModel, add_adapter
+from training.options.joint_options import JointArguments
+from training.run.adapters import add_adapter
+from training.run.joint_model import JointModel
 from training.run.joint_trainer import JointTrainer
-from training.run.run import prepare_run
+from training.run.preparation import prepare_run
 
 pytest.importorskip("peft", reason="peft is an optional extra")
 

@@ -21,10 +21,10 @@ from tests.conftest import REPOSITORY, needs_muon
 from tests.training.killed_run import run_and_die
 from tests.training.runner import Runner, assert_same
 
-# Checkpoints lie between log lines, in the middle of epochs (5 batches), and after evaluations.
+# Checkpoints lie in the middle of epochs (5 batches), and before and after evaluations.
 OFTEN: dict[str, Any] = {
     "max_steps": 9,
-    "logging_steps": 4,
+    "logging_steps": 2,
     "save_strategy": "steps",
     "save_steps": 2,
     "eval_strategy": "steps",

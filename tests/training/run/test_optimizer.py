@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tests.conftest import needs_muon
-from training.options.arguments import HeadsTrainingArguments
-from training.run.optimizer import MuonWithAdamW, check_muon
+from training.options.checks import check_muon
+from training.options.training_options import HeadsTrainingArguments
+from training.run.optimizer import MuonWithAdamW
 
 pytestmark = needs_muon
 

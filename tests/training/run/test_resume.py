@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint(str(output_dir), True) == output_dir / "checkpoint-10"
     (message,) = caplog.messages
-    assert "checkpoint-100 is passed over" in message
+    assert "checkpoint-100 is skipped" in message
     assert found in message
 
 

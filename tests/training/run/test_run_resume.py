@@ -22,7 +22,7 @@ from tests.training.runner import (
     interrupt_at_step,
     write_conversations,
 )
-from training.run import run as run_module
+from training.run import preparation
 from training.run.stopping import TrainingStoppedError
 from training.run.trainer import HeadsTrainer
 
@@ -98,8 +98,8 @@ class TestResume:
         (train.output_dir / "checkpoint-4" / "trainer_state.json").unlink()
         with caplog.at_level(logging.WARNING):
             train(**self.SAVED, resume_from_checkpoint=True)
-        assert "checkpoint-6 is passed over: model.safetensors is cut off" in caplog.text
-        assert "checkpoint-4 is passed over: trainer_state.json is missing" in caplog.text
+        assert "checkpoint-6 is skipped: model.safetensors is cut off" in caplog.text
+        assert "checkpoint-4 is skipped: trainer_state.json is missing" in caplog.text
         assert_same(train.weights(), uninterrupted)
 
     def test_a_full_disk_leaves_the_checkpoint_before(
@@ -142,7 +142,7 @@ class TestResume:
         def fail(*args: Any) -> Tensor:
             raise AssertionError("the vocabulary is stored with the heads")
 
-        monkeypatch.setattr(run_module, "count_tokens", fail)
+        monkeypatch.setattr(preparation, "count_tokens", fail)
         train(**self.SAVED, resume_from_checkpoint=True)
 
     def test_a_finished_run_trains_and_evaluates_nothing(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ class TestResume:
         self.interrupt(train, 5)
         moved = conversations.rename(conversations.with_name("moved.jsonl"))
         write_conversations(conversations, seed=5)
-        with pytest.raises(ValueError, match=r"with training data '18 rows, \w{32}' \(now '18 rows, \w{32}'\): to"):
+        with pytest.raises(ValueError, match=r"with training data '18 rows, \w{32}' \(now '18 rows, \w{32}'\): the"):
             train(**self.SAVED, resume_from_checkpoint=True)
         measured = {"num_eval_prompts": 1, "logging_steps": 3}  # changes nothing that is learned
         train(**self.SAVED, **measured, resume_from_checkpoint=True, dataset=moved)
@@ -195,7 +195,7 @@ class TestResume:
         with pytest.raises(ValueError, match=r"checkpoint-8 was trained with num_processes 2 \(now 1\)"):
             train(**self.SAVED, resume_from_checkpoint=True, dataset=moved)
         train(**self.SAVED, resume_from_checkpoint=True, resume_with_changes=True, dataset=moved)
-        assert "num_processes 2 (now 1): what follows is not the interrupted run" in caplog.text
+        assert "num_processes 2 (now 1): this is no exact resume" in caplog.text
 
     def test_nothing_to_resume_starts_from_the_beginning(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
@@ -230,7 +230,7 @@ class TestBestCheckpoint:
         self, train: Runner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lengths = iter([1.5, 2.5, 2.0, 1.0])
-        monkeypatch.setattr(run_module, "acceptance_meter", lambda *_: lambda: {"acceptance_length": next(lengths)})
+        monkeypatch.setattr(preparation, "AcceptanceMeter", lambda *_: lambda: {"acceptance_length": next(lengths)})
         metrics = train(**self.WORSE, max_steps=4, save_total_limit=2, load_best_model_at_end=True)
         assert metrics["eval_acceptance_length"] == 2.5
         kept = {folder.name for folder in train.output_dir.glob("checkpoint-*")}

@@ -20,8 +20,9 @@ from tests.training.killed_run import run_with_full_disk
 from tests.training.runner import Runner, assert_same
 from training import train_heads
 from training.options.command_line import parse_arguments
-from training.run import run as run_module
-from training.run.run import PreparedRun, prepare_run
+from training.run import outcome
+from training.run.preparation import prepare_run
+from training.run.prepared_run import PreparedRun
 from training.run.stopping import TrainingStoppedError, explain_full_disk
 
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_eval_prompts": 0}
@@ -65,7 +66,7 @@ class TestNotFinite:
         assert "the heads' weights before this step are finite. " in message
         assert "Try a lower learning_rate, more warmup_steps, a smaller max_grad_norm." in message
         newest = train.output_dir / "checkpoint-4"
-        assert f"The last complete checkpoint is {newest}; --resume_from_checkpoint true goes on" in message
+        assert f"The last complete checkpoint is {newest}; --resume_from_checkpoint true continues" in message
 
     def test_states_of_the_target(self, train: Runner) -> None:
         run = prepare(train)
@@ -105,15 +106,15 @@ class TestNotFinite:
 class TestFullDisk:
     @pytest.mark.parametrize("name", ["training_config.yaml", "training_record.json"])
     def test_while_texts_are_written(self, train: Runner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        write = run_module.write_file
+        write = outcome.write_file
 
         def write_or_fail(file: Path, text: str) -> None:
             if file.name == name:
                 raise OSError(errno.ENOSPC, "No space left on device")
             write(file, text)
 
-        monkeypatch.setattr(run_module, "write_file", write_or_fail)
-        with pytest.raises(TrainingStoppedError, match=rf"{name} could not be written into .* it takes about 1 MiB"):
+        monkeypatch.setattr(outcome, "write_file", write_or_fail)
+        with pytest.raises(TrainingStoppedError, match=rf"{name} could not be written into .* it needs about 1 MiB"):
             train(max_steps=1)
 
     @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
@@ -130,9 +131,9 @@ class TestFullDisk:
         process.start()
         process.join()
         found = re.fullmatch(
-            r"checkpoint-6 could not be written into \S+/heads: (.+)\. There are [\d,]+ MiB free, and it takes about 1 "
-            r"MiB\. The last complete checkpoint is \S+/heads/checkpoint-4; --resume_from_checkpoint true goes on from "
-            r"it .* Make room first .*",
+            r"checkpoint-6 could not be written into \S+/heads: (.+)\. [\d,]+ MiB are free, and it needs about 1 "
+            r"MiB\. The last complete checkpoint is \S+/heads/checkpoint-4; --resume_from_checkpoint true continues "
+            r"from it .* Make room first .*",
             message.read_text(),
         )
         assert found, message.read_text()

@@ -20,7 +20,7 @@ from tests.tiny_targets import random_prompt, tiny_target
 from training.data.collation import ConversationCollator
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
-from training.options.arguments import HeadsTrainingArguments
+from training.options.training_options import HeadsTrainingArguments
 from training.run.optimizer import MuonWithAdamW
 from training.run.trainer import HeadsTrainer
 

@@ -16,8 +16,7 @@ from heads import create_heads
 from inference import Decoder, Target, generate
 from tests.training.runner import InterruptedRunError, Runner, assert_same, interrupt_at_step
 from training.options.command_line import parse_arguments
-from training.reporting.dry_run import dry_run
-from training.run.run import prepare_run
+from training.run.preparation import prepare_run
 from training.synthesis.on_policy import (
     FILE,
     TREE,
@@ -231,16 +230,6 @@ class TestRuns:
             assert all(ids in given or ids in fresh[epoch] for ids in read)
             assert not any(ids in given for ids in fresh[epoch])
         assert not any(ids in fresh[1] for ids in fresh[0])
-
-    def test_a_dry_run_counts_their_time_and_tries_the_steps_without(self, train: Runner) -> None:
-        pytest.importorskip("peft", reason="peft is an optional extra")
-        options = {**ON_POLICY, "lora_r": 4, "max_steps": 12}
-        found = dry_run(*parse_arguments(train.arguments(**options, output_dir=train.output_dir / "dry")))
-        assert not found.problems
-        time = found.figures["time"]
-        assert time["on-policy replies"] > 0
-        parts = [value for name, value in time.items() if name.startswith(("all steps", "on-policy", "evaluations"))]
-        assert time["sum"] == pytest.approx(sum(parts))
 
     @pytest.mark.parametrize("is_joint", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_resuming_changes_nothing(self, train: Runner, is_joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:

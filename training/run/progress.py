@@ -10,8 +10,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class RunProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """In the place of transformers' bar, on the main process. Tokens per second are those of training since the last
-    log line, evaluations and checkpoints left out; the acceptance length is that of the last evaluation."""
+    """Replaces transformers' bar, on the main process.
+
+    Tokens per second cover the training since the last log line, without evaluations and checkpoints. The acceptance
+    length comes from the last evaluation.
+    """
 
     def __init__(self) -> None:
         self.bar: Any = None

@@ -9,10 +9,10 @@ import torch
 from transformers.integrations import deepspeed as integration
 
 from tests.tiny_targets import tiny_target
+from training.distributed.launch import Launch, check_launch
 from training.features.sharded_target import shard_target
 from training.features.target_loading import loading_whole
-from training.options.arguments import HeadsTrainingArguments
-from training.run.launching import Launch, check_launch, settle_devices
+from training.options.training_options import HeadsTrainingArguments
 
 
 @pytest.fixture
@@ -22,18 +22,17 @@ def args(tmp_path: Path) -> HeadsTrainingArguments:
 
 def test_one_process_is_what_it_says(args: HeadsTrainingArguments) -> None:
     check_launch(args)
-    assert Launch.read(args, {}) == Launch(num_processes=1, strategy="ddp", is_alone=False)
+    assert Launch.read(args, {}) == Launch(num_processes=1, strategy="ddp")
 
 
 def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments) -> None:
     accelerate = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
     for environ, expected in (
-        ({"WORLD_SIZE": "8"}, Launch(8, "ddp", False)),
-        ({"PMI_SIZE": "4", **accelerate}, Launch(4, "ddp", False)),
-        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", **accelerate}, Launch(2, "fsdp", False)),
-        ({"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true", **accelerate}, Launch(2, "deepspeed", False)),
-        (accelerate, Launch(1, "ddp", True)),
-        ({"MASTER_ADDR": "127.0.0.1"}, Launch(1, "ddp", False)),
+        ({"WORLD_SIZE": "8"}, Launch(8, "ddp")),
+        ({"PMI_SIZE": "4", **accelerate}, Launch(4, "ddp")),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", **accelerate}, Launch(2, "fsdp")),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true", **accelerate}, Launch(2, "deepspeed")),
+        (accelerate, Launch(1, "ddp")),
     ):
         assert Launch.read(args, environ) == expected
 
@@ -41,9 +40,8 @@ def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments) -
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "10.0.0.1"}, "several processes .* and started one"),
-        ({"WORLD_SIZE": "2"}, "started 2 processes, and this one sees 1 .* would train alone on all of the data"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed was asked for, and accelerate set up .*NO with 1 processes"),
+        ({"WORLD_SIZE": "2"}, "started 2 processes, and this one sees 1 .* would train on all of the data by itself"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed was requested, and accelerate set up .*NO with 1 processes"),
     ],
 )
 def test_a_silent_fallback_is_refused(
@@ -62,13 +60,6 @@ def test_a_deepspeed_file_for_cpus_needs_accelerate(
     monkeypatch.setattr(args, "deepspeed", "zero.json")
     with pytest.raises(ValueError, match=r"start with `accelerate launch .* instead of --deepspeed zero\.json"):
         check_launch(args)
-
-
-def test_use_cpu_beside_deepspeed_is_refused(args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ValueError, match="got use_cpu with deepspeed, which accelerate silently turns into plain data"):
-        settle_devices(args)
 
 
 def test_zero_3_and_fsdp_split_nothing_while_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""Heads whose weights FSDP or ZeRO-3 has split over the processes, put together: to decode with, and to save.
+"""Whole heads where FSDP or ZeRO-3 has split them over the processes: to decode with, and to save.
 
-Both put them together only while `forward` runs; decoding calls `extend` and `expand`. Every function here is a
+Both strategies gather weights only while `forward` runs; decoding calls `extend` and `expand`. Every function here is
 collective: all processes must call it, at the same step.
 """
 
@@ -17,7 +17,7 @@ from heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether a process keeps only a part of the weights (of FSDP's, all of them may lie together for a moment)."""
+    """Whether each process keeps only a part of the weights."""
     return isinstance(module, FSDPModule) or any(hasattr(weight, "ds_id") for weight in module.parameters())
 
 
@@ -37,11 +37,11 @@ def gather_state(heads: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def whole_heads(heads: DraftHeads) -> DraftHeads:
-    """`heads` themselves, or where they are split a whole copy, bound to the same target and in eval mode."""
+    """`heads` themselves, or if they are split a whole copy, bound to the same target and in eval mode."""
     if not is_split(heads):
         return heads
     state = gather_state(heads)
-    with torch.random.fork_rng(devices=[]):  # on the CPU first weights are drawn, and overwritten
+    with torch.random.fork_rng(devices=[]):  # the constructor draws weights on the CPU, which are then overwritten
         copy: Any = HEAD_TYPES[heads.config.head_type](cast(DraftHeadsConfig, heads.config))
     copy.to(device=heads.target.device, dtype=next(t.dtype for t in state.values() if t.is_floating_point()))
     copy.load_state_dict(state)

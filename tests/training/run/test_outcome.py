@@ -1,0 +1,95 @@
+"""The last words of a run, and how the program ends when the user's input is wrong."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY
+from tests.training.runner import Runner, interrupt_at_step
+from training import train_heads
+from training.run.outcome import describe_outcome, hide_secrets
+
+
+def run_program(train: Runner, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
+    monkeypatch.setattr(sys, "argv", ["train_heads.py", *train.arguments(**options)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return train_heads.main()
+
+
+class TestLastWords:
+    def test_a_run_names_its_files_its_acceptance_length_and_the_next_command(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run_program(train, monkeypatch, max_steps=1) == 0
+        wrote, length, command, other = capsys.readouterr().out.splitlines()[-4:]
+        assert wrote == f"wrote {train.output_dir}: model.safetensors, training_record.json, README.md"
+        measured = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
+        assert length == f"acceptance length: {measured['eval_acceptance_length']:.2f} tokens per verify step"
+        assert "python scripts/benchmark.py" in other
+        words = shlex.split(command.removeprefix("next: "))
+        assert words[:2] == ["python", "scripts/generate.py"]
+        result = subprocess.run(
+            [sys.executable, *words[1:-1], "word1", "--max_new_tokens", "3"],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+
+    def test_without_prompts_nothing_was_measured(self, tmp_path: Path) -> None:
+        assert "acceptance length: not measured" in describe_outcome(tmp_path, "t", {"eval_loss": 1.0})
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"dataset": "nowhere.jsonl"}, "dataset nowhere.jsonl does not exist"),
+            ({"dataset": "wrong.jsonl"}, "line 1: expected an object, got int. Correct it"),
+            ({"config": "nowhere.yaml"}, "got --config nowhere.yaml: cannot read it (No such file or directory)"),
+            ({"head_type": "eagle9"}, "unknown head_type 'eagle9'; known kinds: "),
+            ({"head_overrides": ["ttt_stepz=2"]}, "ttt_stepz"),
+            ({"target": "./nowhere"}, "./nowhere"),
+            ({"resume_from_checkpoint": "nowhere"}, "cannot resume from nowhere: config.json is missing"),
+            ({"output_dir": "wrong.jsonl/heads"}, "Not a directory"),
+            pytest.param(
+                {"target_device_map": '{"": 0}'},
+                "with device 0, and torch sees no CUDA device on this machine: map to",
+                marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA"),
+            ),
+        ],
+    )
+    def test_the_program_ends_in_one_line(
+        self, train: Runner, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        interrupt_at_step(0, monkeypatch)
+        (tmp_path / "wrong.jsonl").write_text("3\n")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as exit_:
+            run_program(train, monkeypatch, **options)
+        assert str(exit_.value.code).startswith("train_heads.py: ")
+        assert message in str(exit_.value.code)
+
+    def test_an_error_of_the_training_itself_keeps_its_traceback(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("from somewhere deep inside")
+
+        monkeypatch.setattr("training.run.trainer.HeadsTrainer.training_step", fail)
+        with pytest.raises(ValueError, match="from somewhere deep inside"):
+            run_program(train, monkeypatch)
+
+
+def test_records_hold_no_secrets() -> None:
+    words = ["--hub_token", "hf_1", "--hub_token=hf_2", "--max_steps", "3"]
+    assert hide_secrets(words) == ["--hub_token", "...", "--hub_token=...", "--max_steps", "3"]

@@ -1,0 +1,71 @@
+"""The options of joint training: LoRA adapters of the target, trained with the heads (Medusa-2, arXiv 2401.10774)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+# Weight of the heads' loss beside each target loss: section 2.2.2 of the paper, and its appendix.
+_HEADS_LOSS_WEIGHTS = {"lm": 0.2, "self_distillation": 0.01}
+
+
+@dataclass
+class JointArguments:
+    """Joint training of heads and target (on with --lora_r)."""
+
+    lora_r: int | None = field(
+        default=None, metadata={"help": "Rank of the target's LoRA adapters (Medusa-2 uses 32); none = frozen target."}
+    )
+    lora_alpha: float = field(default=16, metadata={"help": "The adapters are scaled by lora_alpha / lora_r."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapters' inputs: a share below 1."})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Ends of the names of adapted layers; all-linear = every linear layer but the LM head."},
+    )
+    target_loss: Literal["self_distillation", "lm"] = field(
+        default="self_distillation",
+        metadata={"help": "Loss that keeps the target as it is: KL to itself without adapters, or lm = next token."},
+    )
+    heads_loss_weight: float | None = field(
+        default=None, metadata={"help": "Weight of the heads' loss; none = the paper's, 0.01, or 0.2 with lm."}
+    )
+    heads_lr_multiplier: float = field(
+        default=4.0,
+        metadata={"help": "The heads' multiple of --learning_rate, which is the adapters' rate (paper: 4)."},
+    )
+    heads_warmup_steps: float = field(
+        default=0.1, metadata={"help": "Steps that train only the heads first: a share below 1, a number from 1 on."}
+    )
+
+    def __post_init__(self) -> None:
+        changed = [key.name for key in dataclasses.fields(self) if getattr(self, key.name) != _default(key)]
+        if self.lora_r is None and changed:
+            raise ValueError(f"got {', '.join(changed)} without lora_r: give lora_r (the paper: 32), or leave them out")
+        if self.lora_r is not None and self.lora_r < 1:
+            raise ValueError(f"got lora_r {self.lora_r}: it must be at least 1; leave it out to train only the heads")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"got lora_dropout {self.lora_dropout}: it is a share, from 0 to below 1")
+        if self.heads_warmup_steps < 0 or (self.heads_warmup_steps > 1 and self.heads_warmup_steps % 1):
+            raise ValueError(f"got heads_warmup_steps {self.heads_warmup_steps}: give a share below 1, or whole steps")
+        for name in ("lora_alpha", "heads_loss_weight", "heads_lr_multiplier"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"got {name} {value}: it must be above 0")
+
+    @property
+    def is_on(self) -> bool:
+        return self.lora_r is not None
+
+    @property
+    def loss_weight(self) -> float:
+        """Weight of the heads' loss."""
+        return _HEADS_LOSS_WEIGHTS[self.target_loss] if self.heads_loss_weight is None else self.heads_loss_weight
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Optimizer steps, of `num_steps`, that train only the heads."""
+        share = self.heads_warmup_steps
+        return round(share * num_steps) if share < 1 else int(share)
+
+
+def _default(key: dataclasses.Field[Any]) -> Any:
+    return key.default if key.default is not dataclasses.MISSING else cast(Any, key.default_factory)()

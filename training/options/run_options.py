@@ -1,0 +1,55 @@
+"""All options of a run in one object, and those of the run as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
+
+from training.data.options import DataArguments
+from training.features.options import FeatureArguments
+from training.features.target_options import ModelArguments, PlacementArguments
+from training.options.joint_options import JointArguments
+from training.options.training_options import HeadsTrainingArguments
+from training.synthesis.on_policy import OnPolicyArguments
+
+
+@dataclass
+class RunArguments:
+    """The run as a whole."""
+
+    dry_run: bool = field(
+        default=False,
+        metadata={"help": "Try a few steps on the longest rows, print time and memory, and write nothing."},
+    )
+    report: bool = field(
+        default=True, metadata={"help": "Write report.html at the end: curves, acceptance by depth, examples."}
+    )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Every option of a run; one field is one room's options."""
+
+    model: ModelArguments
+    data: DataArguments
+    training: HeadsTrainingArguments
+    joint: JointArguments = field(default_factory=JointArguments)
+    run: RunArguments = field(default_factory=RunArguments)
+    placement: PlacementArguments = field(default_factory=PlacementArguments)
+    features: FeatureArguments = field(default_factory=FeatureArguments)
+    on_policy: OnPolicyArguments = field(default_factory=OnPolicyArguments)
+
+    @classmethod
+    def collect(cls, parts: Iterable[Any]) -> RunOptions:
+        """Puts objects of `ARGUMENT_CLASSES`, in any order, into their fields; a part that is missing has defaults."""
+        found = {name: part for part in parts for name, kind in _KINDS.items() if isinstance(part, kind)}
+        return cls(**found)
+
+    def parts(self) -> tuple[Any, ...]:
+        """The objects that `collect` takes."""
+        return tuple(getattr(self, key.name) for key in fields(self))
+
+
+_KINDS: dict[str, Any] = get_type_hints(RunOptions)
+ARGUMENT_CLASSES: tuple[Any, ...] = tuple(_KINDS.values())

@@ -1,0 +1,178 @@
+"""Joint training of heads and target, for any kind of heads; with Medusa heads it is Medusa-2 (arXiv 2401.10774).
+
+The target gets LoRA adapters and two losses. Its own loss keeps the target as it is: the KL divergence to itself
+without adapters (section 2.3.2), or the language modelling loss on the data (section 2.2.2). The gradient of the heads'
+loss flows through the states that the heads read.
+
+Legend: B batch, T sequence length, P positions whose next token is predicted, D hidden size, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from heads import DraftHeads
+from inference.targets.encoding import recomputing_layers
+from inference.targets.target import Target
+from training.data.collation import find_documents
+from training.features.sources import OnlineFeatures, TargetStates
+from training.losses.draft_loss import LossOutput
+from training.losses.teacher import rows_per_chunk
+from training.options.joint_options import JointArguments
+
+
+@dataclass
+class JointOutput:
+    """The losses of a batch.
+
+    Attributes:
+        loss: the minimised sum.
+        heads: the heads' loss by depth.
+        target_sum: the target's loss summed over the P predicted positions, detached; None while only heads train.
+        target_count: P.
+    """
+
+    loss: Tensor
+    heads: LossOutput
+    target_sum: Tensor | None = None
+    target_count: Tensor | None = None
+
+
+class JointModel(nn.Module):
+    """Heads and the adapters of their target as one module, whose `forward` computes both losses.
+
+    The hooks of DDP and ZeRO so see every trained parameter, and no frozen one.
+
+    Args:
+        heads: bound to `target`.
+        target: a PEFT model with the adapter "default".
+    """
+
+    def __init__(self, heads: DraftHeads, target: Target, args: JointArguments) -> None:
+        super().__init__()
+        self.heads = heads
+        self.adapters = nn.ParameterList(
+            parameter for parameter in target.model.parameters() if parameter.requires_grad
+        )
+        self.args = args
+        self._target = [target]  # in a list, hidden from nn.Module, which would save and move the target
+        self._features = OnlineFeatures(target, heads.feature_layers, with_autograd=True)
+        self._is_checkpointing = False
+        heads.belong_to_adapter(target.model)
+
+    @property
+    def target(self) -> Target:
+        return self._target[0]
+
+    @property
+    def config(self) -> Any:
+        """The heads' configuration, which Trainer's integrations report."""
+        return self.heads.config
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Keeps only the inputs of the target's layers and runs the layers again in the backward pass. For Trainer.
+
+        Raises:
+            ValueError: any setting is given.
+        """
+        kwargs = activation_checkpointing_kwargs or {}
+        if kwargs not in ({}, {"use_reentrant": False}) or every_n_layers != 1 or offload:
+            settings = {**kwargs, "every_n_layers": every_n_layers, "offload": offload}
+            raise ValueError(
+                f"got activation_checkpointing_kwargs {settings}: with lora_r all layers of the target run again, "
+                "without reentrance; leave them out"
+            )
+        self._is_checkpointing = True
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """The name in older releases of transformers."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
+
+    def train(self, mode: bool = True) -> JointModel:
+        """Switches the heads and the adapters' dropout; the target stays in evaluation mode, as in decoding."""
+        super().train(mode)
+        for name, module in self.target.model.named_modules():
+            if "lora_dropout" in name:
+                module.training = mode
+        return self
+
+    def forward(
+        self, batch: Mapping[str, Tensor], draft: Callable[[TargetStates], LossOutput], *, trains_target: bool
+    ) -> JointOutput:
+        """The losses of one batch.
+
+        Args:
+            draft: the heads' loss on the target's states; it runs `self.heads`.
+            trains_target: False = only the heads train.
+        """
+        if not trains_target:
+            with torch.no_grad():
+                states = self._features(batch)
+            output = draft(states)
+            # Zero, but a function of the adapters: DDP waits for every parameter's gradient.
+            zero = torch.stack([0.0 * parameter.float().sum() for parameter in self.adapters]).sum()
+            return JointOutput(self.args.loss_weight * output.loss + zero, output)
+        reference = self._encode_without_adapters(batch) if self.args.target_loss == "self_distillation" else None
+        with recomputing_layers(self.target) if self._is_checkpointing else nullcontext():
+            states = self._features(batch)
+        output = draft(states)
+        total, count = target_loss(self.target, states.last_hidden, reference, batch)
+        loss = total / count.clamp(min=1) + self.args.loss_weight * output.loss
+        return JointOutput(loss, output, total.detach(), count)
+
+    @torch.no_grad()
+    def _encode_without_adapters(self, batch: Mapping[str, Tensor]) -> Tensor:
+        with self.target.model.disable_adapter():
+            return self._features(batch).last_hidden
+
+
+def target_loss(
+    target: Target, last_hidden: Tensor, reference: Tensor | None, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The target's own loss, summed over the P positions whose next token is predicted, and P.
+
+    Args:
+        last_hidden: [B, T, D] post-norm, with gradients.
+        reference: [B, T, D] states without adapters: the loss is KL(without adapters || with adapters). None = the loss
+            is the cross-entropy to the data's next token.
+    """
+    is_predicted_BT = F.pad(batch["loss_mask"][:, 1:], (0, 1)).bool()
+    if (documents_BT := find_documents(batch)) is not None:
+        is_predicted_BT &= F.pad(documents_BT[:, 1:], (0, 1), value=-1) == documents_BT
+    hidden_PD = last_hidden[is_predicted_BT]
+    if reference is not None:
+        wanted = reference[is_predicted_BT]
+    else:
+        wanted = F.pad(batch["input_ids"][:, 1:], (0, 1))[is_predicted_BT]
+    chunk = rows_per_chunk(target.vocab_size)
+    total = 0.0 * hidden_PD.float().sum()  # a graph even without any position
+    for start in range(0, len(hidden_PD), chunk):
+        args = (target, hidden_PD[start : start + chunk], wanted[start : start + chunk])
+        if len(hidden_PD) > chunk and torch.is_grad_enabled():
+            total = total + cast(Tensor, checkpoint(_chunk_loss, *args, use_reentrant=False))
+        else:
+            total = total + _chunk_loss(*args)
+    return total, is_predicted_BT.sum()
+
+
+def _chunk_loss(target: Target, hidden: Tensor, wanted: Tensor) -> Tensor:
+    """The loss summed over some rows; `wanted` are reference states or token ids."""
+    log_q = target.compute_logits(hidden).float().log_softmax(-1)
+    if not wanted.is_floating_point():
+        return F.nll_loss(log_q, wanted, reduction="sum")
+    with torch.no_grad():
+        log_p = target.compute_logits(wanted).float().log_softmax(-1)
+    return F.kl_div(log_q, log_p, reduction="sum", log_target=True)

@@ -1,0 +1,242 @@
+"""From options to a run that is ready to train: target, heads, rows, features, trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoTokenizer, EarlyStoppingCallback, set_seed
+
+from heads import HEAD_TYPES, DraftHeads, create_heads
+from heads.adapter import FOLDER
+from inference import Target
+from inference.targets.model_config import find_length_limit
+from training.data.collation import ConversationCollator, count_tokens
+from training.data.options import seed_of_data
+from training.data.packing import pack_rows
+from training.data.streaming import ConversationStream
+from training.data.training_sets import cut_to_limit, load_datasets
+from training.features.preparation import PreparedFeatures, prepare_features
+from training.features.self_check import check_first_row
+from training.features.store_checks import RowsOfRun
+from training.features.target_identity import hash_tokenizer, identify_target
+from training.features.target_loading import check_placement, load_model, loading_whole
+from training.losses.depth_weights import parse_depth_weights
+from training.options.checks import check_options
+from training.options.resolved import resolve_arguments
+from training.options.run_options import RunOptions
+from training.run.adapters import adapt_target
+from training.run.evaluation import AcceptanceMeter, eval_prompts
+from training.run.joint_model import JointModel
+from training.run.joint_trainer import JointTrainer
+from training.run.outcome import write_text
+from training.run.prepared_run import PreparedRun
+from training.run.resume import check_same_heads, check_same_run, describe_run, find_checkpoint
+from training.run.trainer import HeadsTrainer
+from training.synthesis.on_policy import OnPolicyRows, WriteReplies, check_on_policy
+
+
+def run_training(*parts: Any) -> dict[str, float]:
+    """Trains heads as the options say, saves them in `output_dir` and returns the final metrics.
+
+    With `--resume_from_checkpoint true` (or a folder) an interrupted run goes on from its newest complete checkpoint.
+
+    Args:
+        parts: as `parse_arguments` returns them.
+    """
+    return prepare_run(*parts).finish()
+
+
+@dataclass
+class _Models:
+    """The frozen target (with adapters, if any), its tokenizer, and the heads bound to it."""
+
+    target: Target
+    tokenizer: Any
+    heads: DraftHeads
+    are_heads_trained: bool
+
+
+@dataclass
+class _Rows:
+    train_set: Any
+    eval_set: Any | None
+
+
+def prepare_run(*parts: Any) -> PreparedRun:
+    """Loads and checks everything that a run needs, and writes its configuration.
+
+    Args:
+        parts: objects of `training.options.run_options.ARGUMENT_CLASSES`; a part that is missing has its defaults.
+
+    Raises:
+        ValueError, OSError: for options, files and folders that are wrong.
+    """
+    options = RunOptions.collect(parts)
+    args = options.training
+    if options.placement.target_device_map is not None and args.n_gpu > 1:
+        args._n_gpu = 1  # the other GPUs hold parts of the target
+    check_options(options)
+    set_seed(args.seed)  # Trainer does so too, but after the heads have drawn their first weights
+    is_main_process = args.process_index == 0
+    checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint, is_main_process=is_main_process)
+    models = _load_models(options, checkpoint)
+    limit = find_length_limit(models.target.text_config)
+    options = replace(options, data=cut_to_limit(options.data, limit, has_warning=is_main_process))
+    rows = _load_rows(options, models)
+    settings = resolve_arguments(*options.parts())
+    prompts = eval_prompts(options.data, rows.eval_set, models.tokenizer, limit)
+    description = describe_run(settings, rows.train_set, args.world_size, eval_set=rows.eval_set, prompts=prompts)
+    if checkpoint is not None:
+        check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
+    meter = AcceptanceMeter(models.target, models.heads, prompts, options.data.eval_max_new_tokens) if prompts else None
+    features = _prepare_features(options, models, rows)
+    _arrange_rows(options, rows)  # after everything that reads single conversations
+    trainer = _make_trainer(options, models, rows, features, meter, description)
+    check_first_row(models.target, features, rows.train_set, models.heads.feature_layers)
+    _add_callbacks(trainer, options, models, rows, checkpoint)
+    output_dir = Path(args.output_dir)
+    if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_text(trainer, "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
+    return PreparedRun(trainer, output_dir, checkpoint, models.tokenizer, settings, options.run.report)
+
+
+def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
+    stored = _load_stored_heads(options, checkpoint)
+    args, device = options.model, options.training.device
+    model = load_model(args, options.placement, device, num_processes=options.training.world_size)
+    target = Target(adapt_target(model, stored, options.joint))
+    check_placement(target, device)
+    tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+    return _Models(target, tokenizer, _make_heads(options, target, stored, checkpoint), stored is not None)
+
+
+def _load_stored_heads(options: RunOptions, checkpoint: Path | None) -> DraftHeads | None:
+    """The heads to continue from, with the draft vocabulary that they were trained for."""
+    stored = checkpoint or options.model.init_heads
+    if stored is None:
+        return None
+    with loading_whole():
+        heads: DraftHeads = DraftHeads.from_pretrained(stored, dtype=torch.float32)
+    return heads
+
+
+def _make_heads(options: RunOptions, target: Target, stored: DraftHeads | None, checkpoint: Path | None) -> DraftHeads:
+    """The stored heads, or untrained ones, bound to the target."""
+    args = options.model
+    overrides = args.parse_head_overrides()
+    if stored is None:
+        assert args.head_type is not None
+        return create_heads(args.head_type, target, **overrides)
+    if checkpoint is not None and args.head_type is not None:
+        wanted = HEAD_TYPES[args.head_type].config_class.from_target(target, **overrides)
+        wanted.target_adapter = FOLDER if options.joint.is_on else None
+        check_same_heads(checkpoint, stored.config, wanted)
+    return stored.bind(target)
+
+
+def _load_rows(options: RunOptions, models: _Models) -> _Rows:
+    """Tokenized conversations; heads with a reduced draft vocabulary choose it from them."""
+    args = options.training
+    with args.main_process_first(desc="tokenizing conversations"):
+        train_set, eval_set = load_datasets(
+            options.data,
+            models.tokenizer,
+            seed=seed_of_data(args),
+            rank=args.process_index,
+            num_processes=args.world_size,
+        )
+    if models.heads.wants_token_counts:
+        is_stream = isinstance(train_set, ConversationStream)
+        counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
+        models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
+    return _Rows(train_set, eval_set)
+
+
+def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> PreparedFeatures:
+    tokenizer = models.tokenizer
+    return prepare_features(
+        options.features,
+        target=models.target,
+        heads=models.heads,
+        rows=RowsOfRun(
+            rows.train_set, rows.eval_set, options.data.dataset, options.data.max_length, hash_tokenizer(tokenizer)
+        ),
+        loss_type=options.training.loss_type or models.heads.default_loss,
+        collate=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
+        identify=partial(identify_target, models.target, options.model.target),
+        rank=options.training.process_index,
+        writes=not options.run.dry_run,
+    )
+
+
+def _arrange_rows(options: RunOptions, rows: _Rows) -> None:
+    """Packs conversations into rows, and makes rows replaceable by on-policy replies."""
+    args, data = options.training, options.data
+    if data.packing:
+        pack = partial(pack_rows, max_length=data.max_length, seed=seed_of_data(args))
+        with args.main_process_first(desc="packing conversations"):
+            if not isinstance(rows.train_set, ConversationStream):  # a stream packs its rows itself
+                rows.train_set = pack(rows.train_set)
+            rows.eval_set = None if rows.eval_set is None else pack(rows.eval_set)
+    if options.on_policy.is_on:
+        check_on_policy(
+            rows.train_set,
+            has_packing=data.packing,
+            has_stored_features=options.features.features is not None,
+            has_persistent_workers=args.dataloader_persistent_workers,
+        )
+        rows.train_set = OnPolicyRows(rows.train_set)
+
+
+def _make_trainer(
+    options: RunOptions,
+    models: _Models,
+    rows: _Rows,
+    features: PreparedFeatures,
+    meter: Callable[[], dict[str, float]] | None,
+    description: dict[str, Any],
+) -> HeadsTrainer:
+    args, heads, joint = options.training, models.heads, options.joint
+    return (JointTrainer if joint.is_on else HeadsTrainer)(
+        target=models.target,
+        features=features.source,
+        loss_type=args.loss_type or heads.default_loss,
+        step_decay=args.step_decay or heads.default_step_decay,
+        depth_weights=parse_depth_weights(args.depth_weights),
+        measure_acceptance=meter,
+        muon_learning_rate=args.muon_learning_rate,
+        run_description=description,
+        model=JointModel(heads, models.target, joint) if joint.is_on else heads,
+        args=args,
+        train_dataset=rows.train_set,
+        eval_dataset=rows.eval_set,
+        data_collator=features.collate,
+        callbacks=features.callbacks,
+    )
+
+
+def _add_callbacks(
+    trainer: HeadsTrainer, options: RunOptions, models: _Models, rows: _Rows, checkpoint: Path | None
+) -> None:
+    if isinstance(rows.train_set, OnPolicyRows):
+        trainer.add_callback(
+            WriteReplies(
+                trainer,
+                rows.train_set,
+                models.tokenizer,
+                options.on_policy,
+                max_length=options.data.max_length,
+                drafts_at_once=models.are_heads_trained,
+            )
+        )
+        if checkpoint is not None:
+            rows.train_set.load(checkpoint)
+    if options.training.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(options.training.early_stopping_patience))
