@@ -1,1 +1,1 @@
-"""What drafts are scored with: the losses by name, the weights of the steps, and what the target says of a batch."""
+"""How drafts are scored: the losses by name, the weights of the steps, and the teacher of a batch."""

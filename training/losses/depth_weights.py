@@ -1,4 +1,4 @@
-"""How much each drafting step weighs in the loss: a fixed decay, a list, or D-PACE.
+"""The weight of each drafting step in the loss: a fixed decay, a list, or D-PACE.
 
 Legend: B batch, T sequence length, K steps.
 """
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 D_PACE = "d_pace"
-SMOOTHING = 0.5  # alpha of D-PACE (arXiv 2605.18810): how much of a step's weight stays where the draft is still wrong
+SMOOTHING = 0.5  # alpha of D-PACE (arXiv 2605.18810): the part of a step's weight that a wrong draft keeps
 
 
 def parse_depth_weights(text: str | None) -> str | tuple[float, ...] | None:
-    """`d_pace`, or one number for each step.
+    """Reads `d_pace`, or one number for each step.
 
     >>> parse_depth_weights("1, 0.8, 0.5")
     (1.0, 0.8, 0.5)
 
     Raises:
-        ValueError: for anything else, negative numbers, or zeros alone.
+        ValueError: anything else, negative numbers, or only zeros.
     """
     if text is None or text == D_PACE:
         return text
@@ -40,8 +40,8 @@ def parse_depth_weights(text: str | None) -> str | tuple[float, ...] | None:
 def fixed_weights(
     num_steps: int, *, step_decay: float, depth_weights: str | Sequence[float] | None
 ) -> tuple[float, ...]:
-    """Of each step: step_decay^k (Medusa, section 2.2.1: lambda 0.8; EAGLE-3: 0.8^k), the list's, or 1 under D-PACE,
-    whose weights are each position's own.
+    """Returns the fixed weight of each step: step_decay^k (Medusa, section 2.2.1: lambda 0.8; EAGLE-3: 0.8^k), or the
+    list's. Under D-PACE it is 1, because D-PACE weighs each position.
 
     Raises:
         ValueError: the list has another length.
@@ -60,17 +60,17 @@ def fixed_weights(
 
 @torch.no_grad()
 def weigh_by_d_pace(chances: Tensor, is_predicted: Tensor) -> Tensor:
-    """D-PACE (arXiv 2605.18810): what the log-probability of step k is worth to the expected number of accepted tokens.
+    """D-PACE (arXiv 2605.18810): the derivative of the expected accepted tokens by the log-probability of step k.
 
-    With c_k = (1 - alpha) q_k(x) + alpha and P_k = c_1 ... c_k, the smoothed chance that a draft lives through step k,
-    the weight of step k is P_k + ... + P_K over the steps that predict anything. It is a constant of the loss.
+    With c_k = (1 - alpha) q_k(x) + alpha and P_k = c_1 ... c_k, the smoothed chance that a draft survives step k, the
+    weight of step k is P_k + ... + P_K over the steps that predict a token. The loss treats it as a constant.
 
     Args:
         chances: [K, B, T], q_k(x), the draft's probability of the token x that step k should predict.
-        is_predicted: [K, B, T] bool; what is not predicted neither ends a draft nor lengthens it.
+        is_predicted: [K, B, T] bool; other positions neither end a draft nor lengthen it.
 
     Returns:
-        [K, B, T]; 0 where nothing is predicted.
+        [K, B, T]; 0 at other positions.
 
     Worked example: chances 0.5, 0 give c = 0.75, 0.5, so P = 0.75, 0.375 and the weights 1.125, 0.375.
     """

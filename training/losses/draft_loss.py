@@ -1,7 +1,7 @@
-"""The draft losses: every step of an unroll against the target's distribution or the data's tokens.
+"""The draft loss: compares every step of an unroll with the target's distribution or the data's tokens.
 
 Legend: B batch, T sequence length, P positions whose next token is predicted, S slots that a step drafts from (T, or
-those drawn), M of them that it scores, K steps, C draft vocabulary, V target vocabulary, D hidden size.
+a drawn subset), M scored slots, K steps, C draft vocabulary, V target vocabulary, D hidden size.
 
 A step of shift s predicts, at slot t, the token x_{t+s}. Its label is x_{t+s}; its teacher is the target's distribution
 at position t + s - 1 (the one x_{t+s} was drawn from).
@@ -26,16 +26,16 @@ from training.losses.early_gradients import EarlyGradients, find_leaves
 from training.losses.teacher import Teacher, rows_per_chunk
 from training.losses.terms import LossMixture, ScoredTokens, parse_loss
 
-BLOCK_ELEMENTS = 2**20  # logits that losses are computed of at a time on a CPU: 4 MiB in float32
+BLOCK_ELEMENTS = 2**20  # on a CPU, compute the losses of so many logits at a time: 4 MiB in float32
 
 
 @dataclass
 class LossOutput:
     """loss: scalar with gradients. The lists hold one detached scalar per step:
 
-    loss_sums, loss_counts: the loss summed over the positions that have one, and their number.
-    top1, top5, positions: hits of the target's argmax among the best 1 and 5 draft tokens, and the number of positions
-        that are predicted at all (an argmax outside the draft vocabulary is a miss).
+    loss_sums, loss_counts: the sum over the positions with a loss, and their number.
+    top1, top5, positions: hits of the target's argmax among the best 1 and 5 draft tokens, and the number of predicted
+        positions (an argmax outside the draft vocabulary is a miss).
     """
 
     loss: Tensor
@@ -56,23 +56,22 @@ def draft_loss(
     depth_weights: str | Sequence[float] | None = None,
     keeps_graph: bool = False,
 ) -> LossOutput:
-    """sum over steps of the step's weight x the mean loss of the step.
+    """Returns the sum over steps of the step's weight x the mean loss of the step.
 
     Args:
         teacher: of the same batch, loss mask and loss type.
         loss_mask: [B, T], 1 where x_t is to be predicted.
-        loss_type: a loss or a mixture of them, as `training.losses.terms.parse_loss` reads it. Positions whose argmax
-            (for losses on the data's tokens alone: whose label) is outside the draft vocabulary get no loss; the mean
-            runs over the positions that have one.
-        step_decay: step k weighs step_decay^k ...
-        depth_weights: ... unless one weight for each step is given, or `d_pace`: each position's own, by how likely
-            the draft is to live that long (`training.losses.depth_weights`).
-        keeps_graph: leave all gradients to the backward pass, and run the LM head again in it where its logits are too
-            many to be kept: for heads whose parameters are whole in passes alone (FSDP, ZeRO-3). `d_pace` does so, too,
-            and float16, whose gradients are too small for it until the loss is scaled.
+        loss_type: a loss or a mixture (`training.losses.terms.parse_loss`). A position has no loss if its argmax (for
+            losses of only the data's tokens: its label) is outside the draft vocabulary. The mean is over the
+            positions with a loss.
+        step_decay: the weight of step k is step_decay^k, unless `depth_weights` is given.
+        depth_weights: one weight per step, or `d_pace` (`training.losses.depth_weights`).
+        keeps_graph: compute all gradients in the backward pass, which runs the LM head again where its logits do not
+            fit: for heads whose parameters are whole only inside passes (FSDP, ZeRO-3). `d_pace` needs this too, and
+            float16, whose gradients underflow before the loss is scaled.
 
-    A step's `confidence` adds its binary cross-entropy to the chance 1 - TV(p, q) that the drafted token is accepted
-    (DSpark, eq. 8); without a distribution, to whether the best drafted token is the target's own.
+    A step's `confidence` adds the binary cross-entropy with the chance 1 - TV(p, q) that the drafted token is accepted
+    (DSpark, eq. 8); without a distribution, with whether the best drafted token is the target's own.
     """
     mixture = parse_loss(loss_type)
     is_d_pace = depth_weights == D_PACE
@@ -86,7 +85,7 @@ def draft_loss(
     own = _d_pace(steps, scores, loss_mask) if is_d_pace else [None] * len(steps)
     output = LossOutput(loss=steps[0].hidden.new_zeros((), dtype=torch.float32))
     for step, score, weight, own_M in zip(steps, scores, weights, own, strict=True):
-        # No position at all: the graph still runs through the head, because DDP waits for every parameter's gradient.
+        # Without a position the graph still runs through the head: DDP waits for the gradient of every parameter.
         losses_M = score.losses if own_M is None else score.losses * own_M
         total = losses_M.sum() if len(losses_M) else _touch(step)
         if early is None or not len(losses_M):
@@ -108,9 +107,7 @@ def _computes_in_float16(hidden: Tensor) -> bool:
 
 
 def check_loss(loss_type: str, heads: DraftHeads) -> None:
-    """Raises:
-    ValueError: a loss of states, for heads whose steps do not estimate the target's.
-    """
+    """Raises ValueError for a loss of states with heads whose steps do not estimate the target's states."""
     if "states" in parse_loss(loss_type).reads and not heads.estimates_states:
         raise ValueError(
             f"got loss_type {loss_type!r}, but steps of {heads.config.head_type} heads do not estimate the target's "
@@ -120,8 +117,8 @@ def check_loss(loss_type: str, heads: DraftHeads) -> None:
 
 @dataclass(frozen=True)
 class _StepScore:
-    """is_predicted, is_scored [B, S]; losses [M] of the scored, with gradients; chances [M] of their labels, detached,
-    empty unless wanted; count of positions with a loss; hits of the target's argmax."""
+    """is_predicted, is_scored: [B, S]. losses: [M], with gradients. chances: [M] of the labels, detached; empty unless
+    wanted. count: positions with a loss. top1, top5: hits of the target's argmax."""
 
     is_predicted: Tensor
     is_scored: Tensor
@@ -182,9 +179,11 @@ def _score(
 
 
 def _d_pace(steps: Sequence[DraftStep], scores: Sequence[_StepScore], loss_mask: Tensor) -> list[Tensor]:
-    """Weights [M] of every step's scored positions, each by the steps that draft from the same slot. Tokens outside the
-    draft vocabulary have no chance."""
-    # The steps of a packed batch count the slots of all rows through.
+    """Returns the D-PACE weights [M] of every step's scored positions, from the steps that draft from the same slot.
+
+    Tokens outside the draft vocabulary have chance 0.
+    """
+    # The steps of a packed batch number the slots of all rows consecutively.
     length = loss_mask.shape[1] if steps[0].document_ids is None else loss_mask.numel()
     chances, is_predicted = [], []
     for step, score in zip(steps, scores, strict=True):
@@ -200,17 +199,19 @@ def _d_pace(steps: Sequence[DraftStep], scores: Sequence[_StepScore], loss_mask:
 
 
 def _by_slot(step: DraftStep, values: Tensor, length: int) -> Tensor:
-    """Values [B, S] of a step's columns at their slots [B, T]; 0 where the step drafts from no slot."""
+    """Moves values [B, S] of a step's columns to their slots [B, T]; 0 where the step drafts from no slot."""
     if step.slots is None:
         return values
-    table = values.new_zeros(values.shape[0], length + 1)  # padding goes to the last column
+    table = values.new_zeros(values.shape[0], length + 1)  # the last column takes the padding
     return table.scatter(1, step.slots.where(step.slots >= 0, length), values)[:, :length]
 
 
 @dataclass(frozen=True)
 class _ScoredRows:
-    """The M columns of a step that are scored: hidden [M, D]; teacher [M], rows of its logits; label and argmax [M],
-    draft indices or -1; confidence [M], or None."""
+    """The M scored columns of a step.
+
+    hidden: [M, D]. teacher: [M], rows of its logits. label, argmax: [M], draft indices or -1. confidence: [M] or None.
+    """
 
     hidden: Tensor
     teacher: Tensor
@@ -228,17 +229,17 @@ class _ScoredRows:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that gradients go to."""
+        """The tensors that receive gradients."""
         return [self.hidden] if self.confidence is None else [self.hidden, self.confidence]
 
     def detach(self) -> _ScoredRows:
-        """The same rows, as leaves of a graph of their own."""
+        """The same rows as leaves of a new graph."""
         confidence = None if self.confidence is None else self.confidence.detach().requires_grad_()
         return replace(self, hidden=self.hidden.detach().requires_grad_(), confidence=confidence)
 
 
 def _touch(step: DraftStep) -> Tensor:
-    """Zero, through everything that a loss of the step would go through."""
+    """Returns a zero whose graph goes through everything that a loss of the step would."""
     zero = 0.0 * step.head(step.hidden[:1, :1]).float().sum()
     return zero if step.confidence is None else zero + 0.0 * step.confidence[:1, :1].float().sum()
 
@@ -246,17 +247,17 @@ def _touch(step: DraftStep) -> Tensor:
 def _chunk_loss(
     step: DraftStep, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, wants_chances: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses of some rows [m], 0 for those that have none; the draft's chances of their labels if wanted; and hits of
-    the target's argmax among the best 1 and 5."""
+    """Returns losses [m] (0 for rows without one), the draft's chances of the labels if wanted, and hits of the
+    target's argmax among the best 1 and 5."""
     return _loss_of_logits(step.head(rows.hidden).float(), rows, teacher, mixture, wants_chances)
 
 
 def _early_chunk_loss(
     step: DraftStep, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, weight: Tensor, early: EarlyGradients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_chunk_loss`, whose weighed sum goes to `early` with its gradients, and is without them here.
+    """`_chunk_loss` without gradients: its weighted sum and its gradients go to `early`.
 
-    On CPUs a few rows of logits at a time: what is computed of them stays in the cache.
+    On a CPU it works on a few rows at a time, so that the logits stay in the CPU's cache.
     """
     leaf = rows.detach()
     logits = step.head(leaf.hidden)
@@ -267,11 +268,11 @@ def _early_chunk_loss(
         part = leaf.part(start, start + size)
         wide = logits[start : start + size].detach().float().requires_grad_()
         found.append(_loss_of_logits(wide, part, teacher, mixture, wants_chances=False))
-        # The states' own losses, and the confidence's, reach `leaf` past the logits.
+        # Losses of the states and of the confidence reach `leaf` without the logits.
         (found[-1][0].sum() * weight).backward(inputs=[wide, *leaf.tensors])
-        slopes[start : start + size] = 0 if wide.grad is None else wide.grad  # none: a loss of the states alone
+        slopes[start : start + size] = 0 if wide.grad is None else wide.grad  # None: only a loss of the states
     losses, chances, hits1, hits5 = zip(*found, strict=True)
-    leaves = find_leaves(logits) or [leaf.hidden] * logits.requires_grad  # a head may hand its input on
+    leaves = find_leaves(logits) or [leaf.hidden] * logits.requires_grad  # a head may return its input
     gradients = dict(zip(leaves, torch.autograd.grad(logits, leaves, slopes), strict=True)) if leaves else {}
     for tensor, source in zip(leaf.tensors, rows.tensors, strict=True):
         reached = [x for x in (tensor.grad, gradients.pop(tensor, None)) if x is not None]

@@ -1,8 +1,7 @@
-"""Losses whose gradients are taken while the logits are there: neither are logits kept for the backward pass, nor is
-the LM head run again in it.
+"""Computes gradients of a loss while its logits exist, so that the backward pass neither keeps nor recomputes logits.
 
-A loss that is a sum of chunks, each a function of its own rows and of shared parameters, has its gradients added up
-chunk by chunk; the backward pass then only multiplies them by what it comes with.
+The loss is a sum of chunks, each a function of its own rows and of shared parameters. Their gradients are added up
+chunk by chunk; the backward pass only multiplies them by the incoming gradient.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class EarlyGradients:
         self._total: Tensor | None = None
         self._inputs: list[Tensor] = []
         self._gradients: list[Tensor] = []
-        self._places: dict[int, int] = {}  # of inputs that several chunks share
+        self._places: dict[int, int] = {}  # id of an input -> its index, for inputs that chunks share
 
     def add(self, loss: Tensor, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """A chunk's loss (a scalar), and its gradient with respect to each input it depends on."""
+        """Adds a chunk's loss (a scalar) and its gradient with respect to each of its inputs."""
         self._total = loss.detach() if self._total is None else self._total + loss.detach()
         for leaf, gradient in gradients:
             if (place := self._places.setdefault(id(leaf), len(self._inputs))) == len(self._inputs):
@@ -35,7 +34,7 @@ class EarlyGradients:
                 self._gradients[place] += gradient
 
     def loss(self) -> Tensor | None:
-        """What was added up, in the graph of the inputs; None when nothing was."""
+        """Returns the sum in the graph of the inputs; None if nothing was added."""
         if self._total is None:
             return None
         return cast(Tensor, _KnownGradients.apply(self._total, len(self._inputs), *self._inputs, *self._gradients))
@@ -55,7 +54,7 @@ class _KnownGradients(torch.autograd.Function):
 
 
 def find_leaves(output: Tensor) -> list[Tensor]:
-    """The tensors at the ends of an output's graph: parameters, and what was detached to be one."""
+    """Returns the leaves of an output's graph: parameters and detached tensors."""
     leaves: list[Tensor] = []
     seen, waiting = set(), [output.grad_fn]
     while waiting:
@@ -65,5 +64,5 @@ def find_leaves(output: Tensor) -> list[Tensor]:
         seen.add(node)
         if hasattr(node, "variable"):
             leaves.append(node.variable)
-        waiting += [behind for behind, _ in node.next_functions]
+        waiting += [following for following, _ in node.next_functions]
     return leaves

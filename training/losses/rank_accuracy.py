@@ -1,4 +1,4 @@
-"""How often each candidate of a drafter is right: what a measured static tree is built from.
+"""Measures how often each candidate of a drafter is right, from which a measured static tree is built.
 
 Legend: B batch, T sequence length, C draft vocabulary, K depths, R ranks.
 """
@@ -17,15 +17,18 @@ from training.losses.teacher import compute_teacher, rows_per_chunk
 
 @torch.inference_mode()
 def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]], *, num_ranks: int) -> Tensor:
-    """How often the target's own token is the heads' candidate of rank r at depth d + 1: a share, [K, R] float64.
+    """Returns the share of positions where the heads' candidate of rank r at depth d + 1 is the target's own token.
 
-    The tokens before it on the path are the data's: for heads that read them, a depth's accuracy is the one given that
-    its parent was right; for independent heads (Medusa) it is the marginal, as in the paper.
+    The path before it consists of the data's tokens. For heads that read the path, the accuracy of a depth is
+    conditional on a right parent; for independent heads (Medusa) it is the marginal, as in the paper.
 
     Args:
         heads: bound to their target.
         batches: of `training.data.collation.ConversationCollator`; only positions of the loss mask count.
-        num_ranks: R, those beyond the draft vocabulary are never right.
+        num_ranks: R; ranks beyond the draft vocabulary are never right.
+
+    Returns:
+        [K, R] float64.
     """
     target, hits, positions = heads.target, None, None
     for batch in batches:
@@ -45,7 +48,7 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
             is_counted = step.read_ahead(loss_mask, step.shift).bool()
             wanted = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)[is_counted]
             hidden = step.hidden[is_counted]
-            for start in range(0, len(hidden), chunk):  # the logits of all positions at once can be gigabytes
+            for start in range(0, len(hidden), chunk):  # the logits of all positions can be gigabytes
                 part = slice(start, start + chunk)
                 best = step.head(hidden[part]).topk(min(num_ranks, teacher.num_columns), dim=-1).indices
                 hits[depth, : best.shape[-1]] += (best == wanted[part, None]).sum(0).double().cpu()

@@ -1,4 +1,4 @@
-"""What the target says of a training batch: its distribution where a token is to be predicted.
+"""The teacher of a training batch: the target's distribution at the positions whose next token is predicted.
 
 Legend: B batch, T sequence length, P positions whose next token is predicted, C draft vocabulary, V target vocabulary,
 D hidden size.
@@ -16,11 +16,11 @@ from inference.targets.target import Target
 from training.losses.terms import parse_loss
 from training.losses.top_logits import TopLogits, restore_logits
 
-CHUNK_ELEMENTS = 2**25  # largest float32 logits tensor kept alive: 128 MiB
+CHUNK_ELEMENTS = 2**25  # size of the largest float32 logits tensor: 128 MiB
 
 
 def rows_per_chunk(num_columns: int) -> int:
-    """How many rows of so many logits are computed at a time."""
+    """Returns how many rows of so many logits fit into `CHUNK_ELEMENTS`."""
     return max(1, CHUNK_ELEMENTS // num_columns)
 
 
@@ -29,9 +29,9 @@ class Teacher:
     """The target's view of a batch, at the P positions whose next token is predicted.
 
     Attributes:
-        logits: [P, C] over the draft vocabulary, in the target's dtype; None when nothing is distilled.
-        hidden: [P, D] the states that the target's LM head reads, in the target's dtype.
-        rows: [B, T] int64, a position's row of `logits` and `hidden`; meaningless where no next token is predicted.
+        logits: [P, C] over the draft vocabulary, in the target's dtype; None if no loss needs it.
+        hidden: [P, D] the input of the target's LM head, in the target's dtype.
+        rows: [B, T] int64, a position's row of `logits` and `hidden`; undefined elsewhere.
         argmax: [B, T] int64, draft index of the target's most likely token over its WHOLE vocabulary; -1 when that
             token is outside the draft vocabulary, or no next token is predicted.
         labels: [B, T] int64, draft index of x_t; -1 when outside.
@@ -57,14 +57,14 @@ def compute_teacher(
     loss_type: str,
     top_logits: TopLogits | None = None,
 ) -> Teacher:
-    """Runs the target's LM head where it is needed and in chunks, so that no [B, T, V] float32 tensor is ever alive.
+    """Runs the target's LM head only where needed and in chunks, so that no [B, T, V] float32 tensor is ever alive.
 
     Args:
         last_hidden: [B, T, D] the target's post-norm states.
         loss_mask: [B, T], 1 where x_t is to be predicted.
         draft_token_ids: [C] target ids of the draft vocabulary; None = all.
-        loss_type: as in `draft_loss`; losses that read no distribution need no logits.
-        top_logits: [B, T, K] the teacher instead, when it was stored (see `restore_logits`): the LM head does not run.
+        loss_type: as in `draft_loss`; some losses need no logits.
+        top_logits: [B, T, K], a stored teacher (`restore_logits`), which replaces the LM head.
     """
     num_columns = target.vocab_size if draft_token_ids is None else draft_token_ids.numel()
     is_used_BT = F.pad(loss_mask[:, 1:], (0, 1)).bool()
@@ -89,7 +89,7 @@ def compute_teacher(
 def _score(
     target: Target, hidden_PD: Tensor, draft_token_ids: Tensor | None, *, needs_logits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The best of all tokens [P], and the logits [P, C] over the draft vocabulary if they are needed."""
+    """Returns the best of all tokens [P], and the logits [P, C] over the draft vocabulary if needed."""
     num_columns = target.vocab_size if draft_token_ids is None else draft_token_ids.numel()
     argmax_P = torch.empty(hidden_PD.shape[0], dtype=torch.long, device=hidden_PD.device)
     logits_PC = hidden_PD.new_empty(hidden_PD.shape[0], num_columns) if needs_logits else None

@@ -1,10 +1,10 @@
-"""Losses by name, and their mixtures: `distillation`, or `1.8*total_variation+0.1*cross_entropy`.
+"""Losses by name, and mixtures of them: `distillation`, or `1.8*total_variation+0.1*cross_entropy`.
 
 Legend: M scored positions, C draft vocabulary, D hidden size. At a position q is the draft's distribution and p the
 target's, both over the C columns of the draft vocabulary; x is the data's token.
 
-Each function maps `ScoredTokens` to losses [M]. Those of one mixture share the softmaxes. Every KL here equals the
-cross-entropy up to the entropy of p, a constant: `kl` and `distillation` have the same gradient.
+Each function maps `ScoredTokens` to losses [M]; a mixture shares the softmaxes. KL(p || q) is the cross-entropy minus
+the entropy of p, a constant: `kl` and `distillation` have the same gradient.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LK_DECAY = 3.0  # eta of LK (arXiv 2602.23881): how fast the KL fades as accepta
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """What a loss may read of M positions.
+    """The inputs of a loss at M positions.
 
     Attributes:
         logits: [M, C] of the draft, float32 (tests: float64), with gradients.
-        teacher_logits: [M, C] of the target, any floating dtype, -inf allowed; None when nothing reads them.
+        teacher_logits: [M, C] of the target, any floating dtype, -inf allowed; None if no loss reads them.
         label: [M] int64, draft index of x; -1 outside the draft vocabulary.
         argmax: [M] int64, draft index of the target's most likely token; -1 outside.
-        hidden: [M, D] what the draft's head read. target_hidden: [M, D] what the target's LM head reads there.
+        hidden, target_hidden: [M, D], the input of the draft's head and of the target's LM head.
     """
 
     logits: Tensor
@@ -63,8 +63,7 @@ class ScoredTokens:
 
     @cached_property
     def overlap(self) -> Tensor:
-        """[M], sum of min(p, q) = 1 - TV(p, q): how often a token drawn from q is accepted (arXiv 2211.17192, theorem
-        3.5)."""
+        """[M], sum of min(p, q) = 1 - TV(p, q): the acceptance of a token drawn from q (arXiv 2211.17192, thm. 3.5)."""
         return torch.minimum(self.p, self.q).sum(-1)
 
 
@@ -74,7 +73,7 @@ def cross_entropy(tokens: ScoredTokens) -> Tensor:
 
 
 def argmax_cross_entropy(tokens: ScoredTokens) -> Tensor:
-    """-log q(argmax p): the token that a greedy target accepts, as a hard label."""
+    """-log q(argmax p): a hard label, the token that a greedy target accepts."""
     return F.nll_loss(tokens.log_q, tokens.argmax, ignore_index=-1, reduction="none")
 
 
@@ -84,20 +83,20 @@ def distillation(tokens: ScoredTokens) -> Tensor:
 
 
 def topk_distillation(tokens: ScoredTokens) -> Tensor:
-    """-sum of p log q over the target's `TOP_K` best tokens, not scaled up to 1: a term to add to another (HASS, arXiv
-    2408.15766, section 3.1)."""
+    """-sum of p log q over the target's `TOP_K` best tokens, not renormalised: a term to add to another loss (HASS,
+    arXiv 2408.15766, section 3.1)."""
     best = tokens.p.topk(min(TOP_K, tokens.p.shape[-1]), dim=-1)
     return -(best.values * tokens.log_q.gather(-1, best.indices)).sum(-1)
 
 
 def kl(tokens: ScoredTokens) -> Tensor:
-    """KL(p || q) = sum p (log p - log q), of the same gradient as `distillation`."""
+    """KL(p || q) = sum p (log p - log q), with the gradient of `distillation`."""
     return distillation(tokens) + torch.xlogy(tokens.p, tokens.p).sum(-1)
 
 
 def reverse_kl(tokens: ScoredTokens) -> Tensor:
-    """KL(q || p) = sum q (log q - log p): seeks the target's best tokens (MiniLLM, arXiv 2306.08543). Finite: log p is
-    at least that of the smallest normal number, -87.3 in float32."""
+    """KL(q || p) = sum q (log q - log p): favours the target's best tokens (MiniLLM, arXiv 2306.08543). Finite: log p
+    is clamped to that of the smallest normal number, -87.3 in float32."""
     least = math.log(torch.finfo(tokens.logits.dtype).tiny)
     return (tokens.q * (tokens.log_q - tokens.log_p.clamp(min=least))).sum(-1)
 
@@ -109,14 +108,14 @@ def total_variation(tokens: ScoredTokens) -> Tensor:
 
 
 def lk_alpha(tokens: ScoredTokens) -> Tensor:
-    """-log of the acceptance sum min(p, q) (LK, arXiv 2602.23881): TV's gradient over the acceptance, so that it does
-    not fade where nothing is accepted yet. In logs, so that an acceptance too small for a float is finite."""
+    """-log of the acceptance sum min(p, q) (LK, arXiv 2602.23881): TV's gradient divided by the acceptance, which
+    does not vanish where little is accepted. Computed in logs, so that a tiny acceptance gives a finite loss."""
     return -torch.minimum(tokens.log_p, tokens.log_q).logsumexp(-1)
 
 
 def lk_lambda(tokens: ScoredTokens) -> Tensor:
     """lambda KL(p || q) + (1 - lambda) TV(p, q), lambda = exp(-3 acceptance) of the position, without gradient (LK,
-    arXiv 2602.23881): KL first, TV once much is accepted."""
+    arXiv 2602.23881): KL where little is accepted, TV where much is."""
     share = torch.exp(-LK_DECAY * tokens.overlap.detach())
     return share * kl(tokens) + (1 - share) * total_variation(tokens)
 
@@ -169,8 +168,10 @@ class LossMixture:
         return "distribution" in self.reads
 
     def has_loss(self, label: Tensor, argmax: Tensor) -> Tensor:
-        """Which positions have a loss, bool of the shape of both: where the data's token is in the draft vocabulary if
-        that is all that is learned; otherwise where the target's best token is."""
+        """Returns, as bool, which positions have a loss.
+
+        The data's token must be in the draft vocabulary if the loss reads only that; otherwise the target's best token.
+        """
         return (label if "label" in self.reads <= {"label", "states"} else argmax) >= 0
 
 
@@ -182,7 +183,7 @@ def parse_loss(loss_type: str) -> LossMixture:
     {'smooth_l1': 1.0, 'distillation': 0.1}
 
     Raises:
-        ValueError: an unknown name (naming the nearest), a weight that is no positive number, a name given twice.
+        ValueError: an unknown name (naming the nearest), a weight that is not a positive number, or a name given twice.
     """
     weights: dict[str, float] = {}
     for term in loss_type.split("+"):
@@ -197,7 +198,7 @@ def parse_loss(loss_type: str) -> LossMixture:
         weight = _positive_number(factor) if star else 1.0
         if weight is None:
             raise ValueError(
-                f"loss_type is {loss_type!r}, and the weight {factor.strip()!r} of {name} is no number above 0; write "
+                f"loss_type is {loss_type!r}, and the weight {factor.strip()!r} of {name} is not above 0; write "
                 "WEIGHT*NAME+WEIGHT*NAME, for example 'smooth_l1+0.1*distillation'"
             )
         if name in weights:

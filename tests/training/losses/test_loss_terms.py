@@ -192,7 +192,7 @@ class TestMixtures:
             ("0.9*distilation+kl", "there is no loss 'distilation'; did you mean 'distillation'"),
             ("kl+", "there is no loss ''"),
             ("", "there is no loss ''"),
-            ("0*kl", "the weight '0' of kl is no number above 0"),
+            ("0*kl", "the weight '0' of kl is not above 0"),
             ("-1*kl", "the weight '-1' of kl"),
             ("nan*kl", "the weight 'nan' of kl"),
             ("inf*kl", "the weight 'inf' of kl"),
