@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Findings:
         vocab_size: of the logits.
         state_size: width of the last hidden state; None where no hidden states are handed over.
         takes_inference_mode: whether it runs under torch.inference_mode, as some quantised weights do not.
+        first_layers: the model's first layers as models of their own, by their number; filled when they are needed.
     """
 
     layer_specs: tuple[LayerSpec, ...]
@@ -44,6 +45,7 @@ class Findings:
     vocab_size: int
     state_size: int | None
     takes_inference_mode: bool
+    first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
 
 
 def takes_inference_mode(run: Callable[[], Any]) -> bool:

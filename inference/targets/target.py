@@ -148,7 +148,7 @@ class Target:
         self.backbone = Backbone(model, self._causal_lm, num_layers=self.num_layers, device=self.device)
         self.vocab_size: int = findings.vocab_size
         self.state_size = findings.state_size
-        self._first_layers: dict[int, nn.Module] = {}  # by their number
+        self._first_layers = findings.first_layers
 
     @classmethod
     def of(cls, model: Target | nn.Module) -> Target:

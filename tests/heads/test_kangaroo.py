@@ -5,7 +5,9 @@ Legend: B batch, T sequence length, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -108,6 +110,18 @@ class TestRefusedTargets:
         monkeypatch.setattr(target, "_scale_logits", None)
         with pytest.raises(ValueError, match="logits cannot be computed from hidden states alone"):
             create_heads("kangaroo", target)
+
+
+def test_the_first_layers_are_prepared_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets of one model share them, and they do not keep the model alive."""
+    model = tiny_target("llama")
+    heads = kangaroo(Target.of(model))
+    monkeypatch.setattr("inference.targets.target.take_first_layers", lambda *_: pytest.fail("prepared again"))
+    heads.for_target(Target.of(model))
+    freed = weakref.ref(model)
+    del model, heads
+    gc.collect()
+    assert freed() is None
 
 
 class TestParameters:
