@@ -1,6 +1,9 @@
-"""Rows carried from one state of a drafter to another, for every kind of heads and every other drafter.
+"""What every drafter promises the decode loop: every kind of heads, and the drafters without training.
 
-Legend: B batch, S slots handed over, W frontier nodes.
+`tests/heads/test_contract.py` compares what heads draft with a full unroll; the files beside this one compare the other
+drafters with slow references.
+
+Legend: B batch, S slots of one call, W frontier nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Target
+from inference import Target, generate
 from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
@@ -23,7 +26,7 @@ from inference.drafters.staged import StagedDrafter
 from inference.targets.encoding import encode
 from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.tiny_targets import VOCAB_SIZE, tiny_target
+from tests.tiny_targets import tiny_target
 
 
 @cache
@@ -69,6 +72,8 @@ DRAFTERS: dict[str, Maker] = {
     "merged-in-the-targets-cache": lambda _: make_other(lambda target: merge_with_ngrams("kangaroo", target)),
 }
 every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+OTHERS = {name: make for name, make in DRAFTERS.items() if name not in VARIANT_IDS and "native" not in name}
+OTHERS.pop("latent-attention")
 
 
 class Batch:
@@ -92,8 +97,8 @@ class Batch:
             drafter.share_cache(self.state, self.cache)
 
     def read_first(self) -> Self:
-        if self.has_first and (read_first := getattr(self.drafter, "read_first", None)) is not None:
-            read_first(self.state, self.texts[:, 0])
+        if self.has_first and self.drafter.reads_first_token:
+            self.drafter.read_first(self.state, self.texts[:, 0])
         return self
 
     def extend(self, ends: Sequence[int]) -> DraftLogits:
@@ -121,13 +126,9 @@ class Batch:
     def draft(self, ends: Sequence[int], seed: int) -> list[DraftLogits]:
         """Extends, and expands two levels."""
         drafts = [self.extend(ends)]
-        generator = torch.Generator().manual_seed(seed)
-        widths = [1, 1, 1] if getattr(self.drafter, "drafts_chains_only", False) else [1, 2, 3]
-        for depth in range(1, min(self.drafter.max_depth or 3, 3)):
-            shape = (8, widths[depth])  # of more rows than there are, so that all batches draw the same
-            tokens = torch.randint(2, VOCAB_SIZE, shape, generator=generator)[: len(self.texts)]
-            parents = torch.randint(0, widths[depth - 1], shape, generator=generator)[: len(self.texts)]
-            drafts.append(self.drafter.expand(self.state, tokens, parents, depth))
+        for depth, (tokens, parents) in enumerate(draw_levels(self.drafter, seed), start=1):
+            rows = len(self.texts)
+            drafts.append(self.drafter.expand(self.state, tokens[:rows], parents[:rows], depth))
         return drafts
 
     def copy(
@@ -145,6 +146,18 @@ class Batch:
         index.zero_()  # nobody holds on to what was passed
         counts.zero_()
         return copied, fresh.read_first()
+
+
+def draw_levels(drafter: Drafter, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and parents of two levels, for more rows than any batch has: all batches draw the same."""
+    generator = torch.Generator().manual_seed(seed)
+    widths = [1, 1, 1] if drafter.drafts_chains_only else [1, 2, 3]
+    levels = []
+    for depth in range(1, min(drafter.max_depth or 3, 3)):
+        shape = (8, widths[depth])
+        tokens = torch.randint(2, 9, shape, generator=generator)
+        levels.append((tokens, torch.randint(0, widths[depth - 1], shape, generator=generator)))
+    return levels
 
 
 def assert_same_drafts(found: list[DraftLogits], expected: list[DraftLogits], rows: list[int]) -> None:
@@ -225,3 +238,53 @@ def test_a_row_may_end_within_a_part_of_a_prompt(num_scratch: int) -> None:
     features = batch.features.gather(1, last[..., None].expand(-1, -1, batch.features.shape[-1]))
     found = drafter.extend(batch.state, features, texts.gather(1, last + 1), torch.tensor([1, 1]), max_slots=16)
     torch.testing.assert_close(found.logits, at_once.extend(ends).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_a_node_is_scored_as_if_only_its_path_were_drafted(make: Maker, tmp_path: Path) -> None:
+    target, drafter = make(tmp_path)
+    texts, ends = draw_texts(2, 24, seed=4), [17, 22]
+    sizes: dict[str, Any] = {"max_length": 24, "num_scratch": 6, "has_first": True}
+    drafts = Batch(target, drafter, texts, **sizes).read_first().draft(ends, seed=5)
+    rows = torch.arange(2)
+    (tokens, _), (leaves, parents) = (tuple(x[:2] for x in level) for level in draw_levels(drafter, seed=5))
+    for node in range(leaves.shape[1]):
+        alone = Batch(target, drafter, texts, **sizes).read_first()
+        alone.extend(ends)
+        above, root = parents[:, node], torch.zeros(2, 1, dtype=torch.long)
+        found = drafter.expand(alone.state, tokens[rows, above][:, None], root, 1)
+        assert_same_drafts([found], [pick_nodes(drafts[1], above)], [0, 1])
+        found = drafter.expand(alone.state, leaves[:, node, None], root, 2)
+        assert_same_drafts([found], [pick_nodes(drafts[2], torch.full((2,), node))], [0, 1])
+
+
+def pick_nodes(draft: DraftLogits, nodes: Tensor) -> DraftLogits:
+    """A draft of one node [B] of each row."""
+    rows = torch.arange(len(nodes))
+    own = draft.token_ids
+    if own is not None and own.dim() == 3:
+        own = own[rows, nodes.clamp(max=own.shape[1] - 1)][:, None]
+    return DraftLogits(draft.logits[rows, nodes.clamp(max=draft.logits.shape[1] - 1)][:, None], own)
+
+
+SERVING = {**{name: DRAFTERS[name] for name in VARIANT_IDS if name.endswith("-0")}, **OTHERS}
+
+
+@pytest.mark.parametrize("make", SERVING.values(), ids=SERVING)
+def test_one_drafter_serves_several_targets_and_stays_as_it_was(make: Maker, tmp_path: Path) -> None:
+    """Greedy text is plain decoding's, whichever of the targets it drafts for."""
+    target, drafter = make(tmp_path)
+    other = Target(tiny_target(target.text_config.model_type.removesuffix("_text"), seed=1, initializer_range=0.5))
+    before, bound = held(drafter), list(getattr(drafter, "_bound", []))
+    prompt, tree = draw_texts(1, 12, seed=6), "chain" if drafter.drafts_chains_only else "dynamic"
+    for each in (target, other, target):
+        expected = generate(each, None, prompt, max_new_tokens=16, do_sample=False).sequences
+        output = generate(each, drafter, prompt, tree=tree, max_new_tokens=16, do_sample=False)
+        assert torch.equal(output.sequences, expected)
+    assert held(drafter) == before
+    assert list(getattr(drafter, "_bound", [])) == bound
+
+
+def held(drafter: Drafter) -> dict[str, int]:
+    """What a drafter is made of, but for counters."""
+    return {name: id(value) for name, value in vars(drafter).items() if not isinstance(value, int)}
