@@ -37,7 +37,7 @@ check: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 docs: $(STAMP) ## build the pages of docs/ and the API reference into outputs/site; warnings are errors
-	DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build --quiet
 
 format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
