@@ -85,12 +85,6 @@ def test_what_the_assistant_opens_with_is_kept_but_not_learned(tokenizer: Any, n
         tokenize_conversations(to_dataset(TWO_TURNS[1:2]), tokenizer, max_length=64)
 
 
-def test_markers_and_search_agree(tokenizer: Any) -> None:
-    searched = tokenize_conversation(TWO_TURNS, tokenizer)
-    tokenizer.chat_template = MARKED_TEMPLATE
-    assert tokenize_conversation(TWO_TURNS, tokenizer) == searched
-
-
 def test_markers_decide_where_a_template_has_them(tokenizer: Any) -> None:
     tokenizer.chat_template = MARKED_TEMPLATE.replace("{% generation %}", "Well,\n{% generation %}")
     assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "Hi<|im_end|>"]
@@ -109,11 +103,6 @@ def test_replies_are_learned_as_they_are_rendered(tokenizer: Any, reply: str) ->
     assert learned[0].strip() == f"{reply}<|im_end|>".strip()
     assert learned[1:] == ["Yo<|im_end|>", "Hi<|im_end|>"]
     assert tokenizer.decode(tokenize_conversation(messages, tokenizer)[0]) == text
-
-
-def test_thinking_template(tokenizer: Any) -> None:
-    tokenizer.chat_template = THINKING_TEMPLATE
-    assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "<think>\n\n</think>\n\nHi<|im_end|>"]
 
 
 @pytest.mark.parametrize(("name", "num_lost"), [("forgetting", 3), ("thinking", 0), ("opening", 0)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.conversation_cases import MARKED_TEMPLATE, STRICT_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, to_dataset
+from tests.training.conversation_cases import STRICT_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, to_dataset
 from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
 from training.data.collation import ConversationCollator, count_tokens
 
@@ -22,20 +22,6 @@ def test_truncation_cuts_rows_and_never_shifts_the_mask(tokenizer: Any) -> None:
         assert row == {"input_ids": input_ids[:max_length], "loss_mask": loss_mask[:max_length]}
     with pytest.raises(ValueError, match=f'max_length={first}": 1'):
         tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=first)
-
-
-@pytest.mark.parametrize("is_marked", [False, True])
-def test_long_conversations_are_no_news(tokenizer: Any, caplog: pytest.LogCaptureFixture, is_marked: bool) -> None:
-    """Cutting is asked for: no warning about rows longer than the tokenizer's limit."""
-    if is_marked:
-        tokenizer.chat_template = MARKED_TEMPLATE
-    messages = [TWO_TURNS[0], {"role": "assistant", "content": "Yo " * 2000}]
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)  # it does not propagate
-    (row,) = tokenize_conversations(to_dataset(messages), tokenizer, max_length=99)
-    logger.removeHandler(caplog.handler)
-    assert len(row["input_ids"]) == 99
-    assert not caplog.records
 
 
 def test_unusable_conversations_are_dropped_and_counted(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,9 +34,6 @@ class TestFitting:
     def test_the_worked_example(self) -> None:
         assert fit_best([40, 100, 60, 30], 100) == [[0, 2], [1], [3]]
 
-    def test_a_row_goes_where_the_least_room_is_left(self) -> None:
-        assert fit_best([70, 60, 30, 40], 100) == [[0, 2], [1, 3]]
-
     def test_one_that_is_too_long_stands_alone(self) -> None:
         assert fit_best([130, 10], 100) == [[0], [1]]
 

@@ -25,7 +25,6 @@ from training.data.options import DataArguments
 from training.data.streaming import ConversationStream
 from training.data.training_sets import load_datasets
 from training.options.command_line import parse_arguments
-from training.run import preparation
 from training.run.preparation import prepare_run
 
 NUM_ROWS = 30
@@ -152,8 +151,6 @@ def test_reading_is_lazy_and_bad_lines_are_named(
         stream = make_stream([empty], word_tokenizer, validation_fraction=0, skip_bad_lines=True)
         with pytest.raises(ValueError, match=r"no conversation of .* is left for this reader, one of 1 processes;"):
             next(iter(stream))
-        with pytest.raises(ValueError, match=r"one of 1 processes x 2 dataloader_num_workers;"):
-            next(iter(DataLoader(stream, num_workers=2)))
 
 
 class TestRuns:
@@ -217,15 +214,6 @@ class TestRuns:
         assert len({str(first) for first in firsts}) == 3
         weights = [dict(trainer.model.state_dict()) for trainer in trainers]
         assert_same(weights[1], weights[2])
-
-    def test_the_draft_vocabulary_counts_the_first_rows(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        counted: list[int] = []
-        count = preparation.count_tokens
-        monkeypatch.setattr(
-            preparation, "count_tokens", lambda rows, size: counted.append(len(rows)) or count(rows, size)
-        )
-        train(**self.STREAMED, max_steps=1)
-        assert counted == [10]
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import HEAD_TYPES, DraftHeads
 from inference import Target
-from inference.targets.backbone import Backbone
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import (
     COLLATE,
@@ -212,18 +209,3 @@ def test_extraction_never_holds_all_logits(target: Target, tmp_path: Path, monke
     with LargestLogits(target.vocab_size) as largest:
         extraction.run()
     assert target.hidden_size < largest.rows <= 40 < sum(len(row["input_ids"]) for row in ROWS)
-
-
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="older releases keep all hidden states")
-def test_no_states_are_kept_but_those_that_are_tapped(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[int] = []
-    run = Backbone.run
-
-    def counted(self: Backbone, *args: Any, **kwargs: Any) -> Any:
-        output = run(self, *args, **kwargs)
-        kept.append(sum(state is not None for state in output.hidden_states))
-        return output
-
-    monkeypatch.setattr(Backbone, "run", counted)
-    OnlineFeatures(target, (1, 3))(COLLATE(ROWS))
-    assert set(kept) == {2}

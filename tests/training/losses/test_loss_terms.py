@@ -134,14 +134,6 @@ class TestEveryLoss:
 
 
 class TestRelations:
-    def test_kl_is_cross_entropy_without_the_targets_entropy(self) -> None:
-        tokens = random_tokens()
-        entropy = torch.distributions.Categorical(logits=tokens.teacher_logits).entropy()
-        kl, distillation = LOSSES["kl"].function(tokens), LOSSES["distillation"].function(tokens)
-        torch.testing.assert_close(distillation - kl, entropy)
-        (difference,) = torch.autograd.grad((distillation - kl).sum(), tokens.logits)
-        assert difference.abs().max() < 1e-15
-
     @pytest.mark.parametrize("name", ["kl", "reverse_kl", "total_variation", "lk_alpha", "lk_lambda"])
     def test_a_perfect_draft_loses_nothing_and_any_other_something(self, name: str) -> None:
         tokens = random_tokens()
@@ -149,17 +141,6 @@ class TestRelations:
         perfect = replace(tokens, logits=tokens.teacher_logits + 3.0)
         assert parse_loss(name)(perfect).abs().max() < 1e-14
         assert parse_loss(name)(tokens).min() > 0.01
-
-    def test_lk_alphas_gradient_is_that_of_total_variation_over_the_acceptance(self) -> None:
-        """LK, arXiv 2602.23881: it does not fade where little is accepted."""
-        tokens = random_tokens()
-        (mine,) = torch.autograd.grad(LOSSES["lk_alpha"].function(tokens).sum(), tokens.logits, retain_graph=True)
-        (theirs,) = torch.autograd.grad(LOSSES["total_variation"].function(tokens).sum(), tokens.logits)
-        torch.testing.assert_close(mine, theirs / tokens.overlap.detach()[:, None])
-
-    def test_total_variation_is_what_is_not_accepted(self) -> None:
-        tokens = random_tokens()
-        torch.testing.assert_close(LOSSES["total_variation"].function(tokens), 1 - tokens.overlap)
 
 
 class TestMixtures:
@@ -189,14 +170,10 @@ class TestMixtures:
         ("loss_type", "message"),
         [
             ("total_variaton", "there is no loss 'total_variaton'; did you mean 'total_variation'"),
-            ("0.9*distilation+kl", "there is no loss 'distilation'; did you mean 'distillation'"),
-            ("kl+", "there is no loss ''"),
             ("", "there is no loss ''"),
             ("0*kl", "the weight '0' of kl is not above 0"),
             ("-1*kl", "the weight '-1' of kl"),
-            ("nan*kl", "the weight 'nan' of kl"),
             ("inf*kl", "the weight 'inf' of kl"),
-            ("much*kl", "the weight 'much' of kl"),
             ("2*3*kl", r"the weight '2\*3' of kl"),
             ("kl+0.5*kl", "names kl twice"),
         ],

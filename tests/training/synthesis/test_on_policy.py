@@ -116,17 +116,6 @@ class TestRewriting:
         assert {"", "truncated", "no prompt"} <= problems, "else this test shows less than it should"
         assert any(one.row and len(split_turns(rows[index])[0]) > 1 for index, one in found.items())
 
-    def test_marks_of_its_own_are_kept(
-        self, rows: dict[int, dict[str, list[int]]], target: Target, template: TurnTemplate
-    ) -> None:
-        """Rows are tokens, which no chat template writes again."""
-        inside = "special token inside"
-        before, found = self.rewrite(rows, target, template), self.rewrite(rows, target, template, marks=[[1], [2]])
-        marked = [index for index, one in before.items() if one.problem == inside]
-        assert marked, "else this test shows nothing"
-        assert inside not in {one.problem for one in found.values()}
-        assert any(found[index].row is not None for index in marked)
-
     def test_whoever_drafts_and_whatever_the_batch(
         self, rows: dict[int, dict[str, list[int]]], target: Target, template: TurnTemplate
     ) -> None:

@@ -8,11 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
-from training.data.layouts import RecordFormat, parse_conversation
+from training.data.layouts import parse_conversation
 from training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
 
 
@@ -52,16 +50,6 @@ def test_prompts_are_read_in_every_form(tmp_path: Path, row: dict[str, Any]) -> 
         read_prompts(tmp_path / "nowhere.jsonl")
 
 
-def test_columns_may_be_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"problem": "Hi", "solution": "Yo"})
-    with pytest.raises(ValueError, match="name them with --columns"):
-        read_prompts(path)
-    (conversation,) = read_prompts(
-        path, record_format=RecordFormat.parse("auto", ["prompt=problem", "response=solution"])
-    )
-    assert outline(conversation) == ["user:Hi", "assistant"]
-
-
 def test_system_prompts_and_tool_results_are_kept(tmp_path: Path) -> None:
     row = chat(
         "system:Be brief.", "user:Weather?", "assistant:call", "tool:sunny", "tool:20 C", "assistant:Sunny.", "user:Ok",
@@ -74,18 +62,6 @@ def test_system_prompts_and_tool_results_are_kept(tmp_path: Path) -> None:
     ]  # fmt: skip
     (first_turn,) = read_prompts(tmp_path / "prompts.jsonl", max_turns=1)
     assert outline(first_turn) == outline(conversation)[:6]
-
-
-def test_parquet_layouts_and_tools_are_read(tmp_path: Path) -> None:
-    """What training reads, and folders of it; tools go to the template and into the output."""
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-    write(tmp_path / "a.jsonl", {**chat("user:Weather?", "assistant:call", "tool:sunny"), "tools": tools})
-    rows = {"instruction": ["Add.", "Add."], "input": ["1 + 1", None], "output": ["2", "3"]}
-    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "b.parquet")
-    first, *others = read_prompts(tmp_path)
-    assert first.tools == first.to_row("messages")["tools"] == tools
-    assert [outline(other) for other in others] == [["user:Add.\n\n1 + 1", "assistant"], ["user:Add.", "assistant"]]
-    assert "tools" not in others[0].to_row("messages")
 
 
 def test_scripts_are_played_turn_by_turn() -> None:
