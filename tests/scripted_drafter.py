@@ -30,7 +30,7 @@ class _Script:
 
 @dataclass
 class ScriptedState:
-    """rows: [B] which text each row has; lengths: [B] certain slots; is_true: [B, W] whether each frontier node's path
+    """rows: [B] which text each row has; lengths: [B] accepted slots; is_true: [B, W] whether each frontier node's path
     is the true continuation; is_prefix: one row that is read for all texts, which begin alike."""
 
     script: _Script
@@ -104,7 +104,7 @@ class ScriptedDrafter(Drafter):
     ) -> DraftLogits:
         assert (features is not None) == bool(self.feature_layers)
         assert features is None or features.shape[:2] == next_token_ids.shape
-        # The slots handed over must be the true text, one token ahead of their features.
+        # The slots must be the true text, one token ahead of their features.
         steps = torch.arange(next_token_ids.shape[1])
         places = state.lengths[:, None] + 1 + steps
         is_known = (steps < counts[:, None]) & (places < state.script.known[state.rows, None])

@@ -14,10 +14,10 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import heads as heads_package
-from heads import DraftHeads, DraftStep, create_heads
+from heads import DraftHeads, create_heads
 from heads.config import FORMAT_VERSION
 from heads.eagle3 import Eagle3Config, Eagle3Heads
 from heads.medusa import MedusaConfig, MedusaHeads
@@ -363,18 +363,3 @@ class TestHub:
         assert uploads[1]["revision"] == "next"
         self.assert_uploaded(heads, uploads[0], tmp_path / "uploaded")
         assert DraftHeads.from_pretrained(tmp_path / "my-heads").config.head_type == "medusa"
-
-
-class TestReadAhead:
-    def test_the_worked_example(self) -> None:
-        values, slots = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 3, -1]])
-        step = DraftStep(2, torch.zeros(1, 3, 4), nn.Identity(), slots=slots)
-        assert step.read_ahead(values, 2, fill=-7).tolist() == [[7, -7, -7]]
-
-    @pytest.mark.parametrize("distance", [0, 2, 5, 8])
-    def test_of_all_slots(self, distance: int) -> None:
-        values, hidden = torch.tensor([[5, 6, 7, 8, 9]]), torch.zeros(1, 5, 4)
-        named = DraftStep(2, hidden, nn.Identity(), slots=torch.arange(5)[None])
-        expected = [*[5, 6, 7, 8, 9][distance:], *[-1] * min(distance, 5)]
-        for step in (DraftStep(2, hidden, nn.Identity()), named):
-            assert step.read_ahead(values, distance, fill=-1).tolist() == [expected]

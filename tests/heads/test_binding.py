@@ -73,7 +73,7 @@ class TestBinding:
         assert heads.bind(fake).device == fake.device
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda heads: pickle.loads(pickle.dumps(heads))])
-    def test_copies_leave_the_target_behind(self, target: Target, duplicate: Any) -> None:
+    def test_copies_are_unbound(self, target: Target, duplicate: Any) -> None:
         heads = tiny_heads("eagle3", target, draft_vocab_size=40)
         copied = duplicate(heads)
         with pytest.raises(RuntimeError, match="not bound"):

@@ -96,7 +96,7 @@ class TestTransformers:
 
 
 def draft_slowly(heads: BlockHeads, features: Tensor, token_ids: list[int], slot: int) -> tuple[list[Tensor], Tensor]:
-    """[K][V] logits and [K] confidences behind one slot: one row of the block at a time, as in the papers' equations.
+    """[K][V] logits and [K] confidences after one slot: one row of the block at a time, as in the papers' equations.
     The Markov bias reads the tokens of `token_ids`."""
     config, weights = heads.config, heads.state_dict()
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
@@ -163,7 +163,7 @@ def test_unroll_equals_the_slow_reference(
 class TestDepths:
     @torch.no_grad()
     def test_each_paths_bias_is_that_of_its_own_token(self, target: Target) -> None:
-        """PCTree: siblings differ by the bias of their tokens alone; without a bias one row serves all."""
+        """PCTree: siblings differ only by the bias of their tokens; without a bias one row serves all."""
         heads = block(target, block_size=4, markov_rank=5)
         assert heads.markov is not None
         state = heads.start(1, 16, 8)
@@ -186,7 +186,7 @@ class TestTheConfidenceHead:
     SWITCHES = pytest.mark.parametrize("overrides", [{"markov_rank": 5}, {}, {"predicts_at_anchor": True}], ids=str)
 
     def draft(self, heads: BlockHeads, prompt: Tensor, features: Tensor, depth: int) -> TokenTree:
-        """A chain behind the prompt."""
+        """A chain after the prompt."""
         state = heads.start(1, 32, 8)
         count = prompt.shape[1] - 1
         with torch.no_grad():

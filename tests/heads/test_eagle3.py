@@ -177,7 +177,7 @@ class TestVocabulary:
 
     @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
     def test_scores_of_the_targets_last_state_are_the_targets_own(self, family: str) -> None:
-        """LM head and norm start together: rows alone, below a norm of another scale, would score something else."""
+        """LM head and norm start together: the rows under a norm of another scale would give other scores."""
         model, final_norm = target_with_gains(family)
         heads = create_heads("eagle3", Target(model))
         hidden = torch.randn(2, 3, 32)

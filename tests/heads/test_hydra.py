@@ -51,7 +51,7 @@ def attend_slowly(heads: HydraHeads, features: Tensor) -> list[Tensor]:
 
 
 def score_slowly(heads: HydraHeads, hidden: Tensor, token_ids: list[int]) -> Tensor:
-    """Head len(token_ids) - 1's scores behind these tokens, by the definition."""
+    """Head len(token_ids) - 1's scores after these tokens, by the definition."""
     config, weights = heads.config, heads.state_dict()
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
     i = len(token_ids) - 1

@@ -41,7 +41,7 @@ def target() -> Target:
 
 @torch.no_grad()
 def score_slowly(heads: KangarooHeads, token_ids: list[int]) -> Tensor:
-    """[T, V] scores of the token behind each position: the target's own hidden states of these very tokens, then the
+    """[T, V] scores of the token after each position: the target's own hidden states of these very tokens, then the
     adapter one position at a time (section 3.1)."""
     config, weights = heads.config, heads.state_dict()
     model = heads.target.model
@@ -253,7 +253,7 @@ class TestTheSharedCache:
 
 class TestTheSecondExit:
     def draft(self, heads: KangarooHeads, depth: int = 4) -> tuple[TokenTree, list[float]]:
-        """A chain's tree, and the chances of the best child behind each of its nodes, by the slow reference."""
+        """A chain's tree, and the chances of the best child of each of its nodes, by the slow reference."""
         target, prompt = heads.target, random_prompt(7)
         cache = target.new_cache(1, 32)
         state = heads.start(1, 32, 8)
@@ -273,7 +273,7 @@ class TestTheSecondExit:
             path.append(int(scores.argmax()))
         return tree, chances
 
-    def test_keeps_the_doubtful_token_and_drafts_nothing_behind_it(self, target: Target) -> None:
+    def test_keeps_the_doubtful_token_and_drafts_nothing_after_it(self, target: Target) -> None:
         heads = kangaroo(target)
         tree, chances = self.draft(heads)
         assert (tree.parents >= 0).sum() == 4
@@ -281,7 +281,7 @@ class TestTheSecondExit:
         for threshold in (0.0, *(chance + 1e-4 for chance in chances), 1.0):
             heads.config.confidence_threshold = threshold
             cut, _ = self.draft(heads)
-            # The token at depth d + 1 was drawn from the distribution behind the node of depth d.
+            # The token at depth d + 1 was drawn from the distribution after the node of depth d.
             num_drafted = next((d + 1 for d, chance in enumerate(chances) if chance < threshold), 4)
             assert int((cut.parents >= 0).sum()) == num_drafted
             assert torch.equal(cut.token_ids[0, : num_drafted + 1], tree.token_ids[0, : num_drafted + 1])
@@ -298,7 +298,7 @@ class TestTheSecondExit:
             output = generate(target, heads, random_prompt(9), tree=tree, max_new_tokens=40, **options)
             assert torch.equal(output.sequences, expected)
             if threshold == 1.0:
-                assert not any(output.stats.accepted_histogram[2:]), "nothing stands behind the first token"
+                assert not any(output.stats.accepted_histogram[2:]), "nothing follows the first token"
 
 
 def test_costs_are_measured_and_trees_chosen(target: Target) -> None:

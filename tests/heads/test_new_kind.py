@@ -29,7 +29,7 @@ class BigramConfig(DraftHeadsConfig):
 
 
 class BigramHeads(DraftHeads):
-    """Scores the next token by the last one alone; reads no feature of the target."""
+    """Scores the next token from the last one only; reads no feature of the target."""
 
     config_class = BigramConfig
 
@@ -64,7 +64,7 @@ class BigramHeads(DraftHeads):
 
 
 def test_is_created_trained_saved_loaded_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trained on the target's own text for a moment, it drafts some of it."""
+    """After a few steps on the target's own text it drafts some of it."""
     kind = BigramHeads.registered(monkeypatch)
     model = tiny_target("llama", vocab_size=40)
     target = Target(model)

@@ -58,7 +58,7 @@ def learn(heads: DraftHeads, text: Tensor, *, num_steps: int, loss_type: str) ->
 
 @torch.no_grad()
 def predict_histogram(heads: DraftHeads, text: Tensor, depth: int) -> list[int]:
-    """`GenerationStats.accepted_histogram` of chains behind the prompt, by one unroll over the whole text alone."""
+    """`GenerationStats.accepted_histogram` of chains after the prompt, from a single unroll over the whole text."""
     features = encode(heads.target, text, torch.ones_like(text), feature_layers=heads.feature_layers).features
     guesses = []
     for step in heads.unroll(features, text):
@@ -69,7 +69,7 @@ def predict_histogram(heads: DraftHeads, text: Tensor, depth: int) -> list[int]:
     while root + 1 < PROMPT_LENGTH + NUM_NEW:
         accepted = 0
         while accepted < depth:
-            # One step for all depths: it predicts behind drafted tokens as behind certain ones.
+            # One step for all depths: it predicts after drafted tokens as after accepted ones.
             slot, step = (root - 1 + accepted, 0) if heads.runs_target_layers else (root - 1, accepted)
             if guesses[step][slot] != text[0, root + 1 + accepted]:
                 break

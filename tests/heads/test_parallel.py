@@ -33,7 +33,7 @@ def target() -> Target:
 
 
 def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], slot: int) -> list[Tensor]:
-    """[K] outputs behind one slot: over the slots 0 to `slot` and K - 1 masks after them, the layers are an ordinary
+    """[K] outputs after one slot: over the slots 0 to `slot` and K - 1 masks after them, the layers are an ordinary
     causal decoder."""
     config, weights = heads.config, heads.state_dict()
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]

@@ -66,7 +66,7 @@ def tiny_heads(head_type: str, target: Target, seed: int = 0, **overrides: Any) 
 
 
 def target_with_gains(family: str) -> tuple[Any, nn.Module]:
-    """A small model whose final norm has random gains, and that norm. "gpt2" has a LayerNorm: its gain alone can be
+    """A small model whose final norm has random gains, and that norm. "gpt2" has a LayerNorm: only its gain can be
     taken over."""
     if family == "gpt2":
         model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=6, n_head=4, n_positions=64)).eval()

@@ -165,7 +165,7 @@ class TestDraftCache:
             cache.append_scratch(rows, rows, torch.ones(1, 2, 4, dtype=torch.bool))
 
     def test_masks(self) -> None:
-        """Two rows with 2 and 0 certain slots take 3 more, of which 1 and 3 are real; then a level of two nodes."""
+        """Two rows with 2 and 0 accepted slots get 3 more, of which 1 and 3 are real; then a level of two nodes."""
         cache = DraftCache((2, 1, 1), num_slots=5, num_scratch=2, device=torch.device("cpu"), dtype=torch.float32)
         one = torch.ones(2, 1, 2, 1)
         cache.append(one, one, torch.tensor([2, 0]), max_slots=2)

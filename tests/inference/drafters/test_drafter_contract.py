@@ -51,7 +51,7 @@ def make_other(make: Callable[[Target], Drafter]) -> tuple[Target, Drafter]:
 
 
 def merge_with_ngrams(kind: str, target: Target) -> MergedDrafter:
-    # Weights follow how a text was handed over, and are tested where merged drafters are.
+    # Fixed weights: learned ones depend on how the text is split into calls (test_merged.py tests them).
     return MergedDrafter(tiny_heads(kind, target), NgramDrafter(max_ngram=2), rate=0)
 
 
@@ -77,7 +77,7 @@ OTHERS.pop("latent-attention")
 
 
 class Batch:
-    """Rows of known texts that a drafter takes in as a decode loop hands them over, with a cache of the target.
+    """Rows of known texts that a drafter reads as in a decode loop, with a cache of the target.
 
     Args:
         texts: [B, length] tokens; few different ones, so that n-grams repeat.
@@ -143,7 +143,7 @@ class Batch:
         if self.drafter.shares_target_cache:
             copied.cache.copy_rows(self.cache, index, counts, max_length=max(lengths))
         copied.ends = list(lengths)
-        index.zero_()  # nobody holds on to what was passed
+        index.zero_()  # the drafter keeps no reference to its arguments
         counts.zero_()
         return copied, fresh.read_first()
 
@@ -179,7 +179,7 @@ def draw_texts(batch_size: int, length: int, seed: int) -> Tensor:
 
 
 @every_drafter
-def test_copied_rows_are_rows_handed_over_from_the_start(make: Maker, tmp_path: Path) -> None:
+def test_copied_rows_are_rows_read_from_the_start(make: Maker, tmp_path: Path) -> None:
     """Rows taken twice, left out, cut short, cut to nothing, in another order, into a larger state; then into a smaller
     one. The source goes on as one that was never copied."""
     target, drafter = make(tmp_path)
@@ -203,7 +203,7 @@ def test_copied_rows_are_rows_handed_over_from_the_start(make: Maker, tmp_path: 
     ends = [21, 5, 19, 4, 17]
     found = copied.draft(ends, seed=3)
     assert_same_drafts(found, fresh.draft(ends, seed=3), [0, 2, 3, 4])
-    ends = [26, 9, 20, 5, 18]  # what the row that waited was handed over
+    ends = [26, 9, 20, 5, 18]  # the row that waited reads again
     assert_same_drafts(copied.draft(ends, seed=4), fresh.draft(ends, seed=4), [0, 1, 2, 3, 4])
     assert_same_drafts(smaller.draft([13], seed=5), small_fresh.draft([13], seed=5), [0])
 

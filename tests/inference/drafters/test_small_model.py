@@ -165,7 +165,7 @@ def test_a_batch_is_its_rows(tree: str) -> None:
 
 
 def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
-    """Steps without drafting hand over several slots at once: not one of them may be lost."""
+    """After steps without drafting the drafter reads several slots at once, and none may be lost."""
     model = tiny_target("llama", initializer_range=0.3)
     prompt = random_prompt(12)
     decoder, planner = restless(model, SmallModelDrafter(model))
@@ -269,7 +269,7 @@ def test_the_cache_is_kept_but_never_shared(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(made) == 5, "of another shape"
 
 
-def test_copies_leave_the_cache_behind() -> None:
+def test_copies_come_without_the_cache() -> None:
     drafter = SmallModelDrafter(tiny_target("llama"))
     cache = drafter.start(1, 16, 2).cache
     assert copy.deepcopy(drafter).start(1, 16, 2).cache is not cache
@@ -335,7 +335,7 @@ def test_vocabularies_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"differ in 2 tokens \('b' is 2 in the target's and 1 in the small .*; 'c'"):
         compare_tokenizers(one, other)
     for vocab in ({"a": 0, "b": 1}, {"a": 0, "b": 1, "c": 2, "d": 3}, {"a": 0, "b": 1, "d": 3}):
-        compare_tokenizers(one, FakeTokenizer(vocab))  # tokens of one side alone
+        compare_tokenizers(one, FakeTokenizer(vocab))  # tokens that only one side has
         compare_tokenizers(FakeTokenizer(vocab), one)
     with pytest.raises(ValueError, match="'d' is 2 in the target's and missing in the small model's"):
         compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 1, "d": 2}))

@@ -1,4 +1,4 @@
-"""A staged drafter drafts what its small model alone drafts, in fewer passes of it."""
+"""A staged drafter drafts the same as its small model, in fewer passes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_passes_are_saved_in_text_that_repeats_itself() -> None:
 
 
 def test_a_batch_of_rows_and_chosen_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in several passes, behind which nothing is guessed; a decoder that is used twice; tree='gamma'."""
+    """Prompts in several passes, which get no guesses; a decoder that is used twice; tree='gamma'."""
     monkeypatch.setattr(staged, "EXTEND_CHUNK", 8)
     model = tiny_target("mistral", initializer_range=0.3)
     prompts = torch.cat([repeating_prompt(seed=seed) for seed in range(3)])
@@ -108,7 +108,7 @@ def test_a_batch_of_rows_and_chosen_lengths(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_levels_of_no_row_are_passes() -> None:
-    """Costs are measured with nothing that becomes certain: levels must not look free."""
+    """Costs are measured without accepted tokens: levels must not look free."""
     drafter = StagedDrafter(SmallModelDrafter(tiny_target("llama")))
     state = drafter.start(1, 64, 3)
     zeros = torch.zeros(1, 4, dtype=torch.long)
