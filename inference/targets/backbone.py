@@ -20,21 +20,28 @@ from inference.targets.model_config import refuse_training
 
 
 @dataclass(frozen=True)
-class HiddenStates:
-    """last: [B, T, D], after the final norm. features: [B, T, F], or None when no layers were asked for."""
+class PassOutput:
+    """What one forward pass gave.
+
+    Attributes:
+        last: [B, T, D], the hidden states after the final norm; [B, T, 0] of an encoder-decoder model.
+        features: [B, T, F], or None when no layers were asked for.
+        logits: [B, T, V], or None where they are computed from `last` (`Target.compute_logits`).
+    """
 
     last: Tensor
     features: Tensor | None
+    logits: Tensor | None = None
 
 
 class Backbone:
-    """Runs the layers of a model; what comes out is on `device`.
+    """Runs the layers of a model and hands the outputs over on `device`.
 
     Args:
         model: the model as the user gave it.
         causal_lm: the transformers model inside it.
         num_layers: n, of its decoder.
-        device: of its token embedding.
+        device: the token embedding's.
     """
 
     def __init__(self, model: nn.Module, causal_lm: Any, *, num_layers: int, device: torch.device) -> None:
@@ -43,8 +50,8 @@ class Backbone:
         self.num_layers = num_layers
         self.device = device
         self._text_config = causal_lm.config.get_text_config()
-        # Models without transformers' attention interface compare the implementation's name with "sdpa" themselves
-        # (Falcon), and would take ours for eager attention.
+        # Models without this interface (Falcon) compare the implementation with "sdpa" and would take the name of
+        # grouped attention for eager attention.
         self._has_attention_interface: bool = getattr(causal_lm, "_supports_attention_backend", False)
 
     def read(
@@ -55,7 +62,7 @@ class Backbone:
         cache: Cache | None = None,
         *,
         feature_layers: Sequence[int] = (),
-    ) -> HiddenStates:
+    ) -> PassOutput:
         """Hidden states of [B, T] tokens, without logits.
 
         Args:
@@ -67,16 +74,16 @@ class Backbone:
         layers = [layer for layer in feature_layers if layer != self.num_layers]
         output = self.run(self.causal_lm.base_model, token_ids, positions, masks, cache, layers)
         last: Tensor = output.last_hidden_state.to(self.device)
-        return HiddenStates(last, self._join_features(output, last, feature_layers))
+        return PassOutput(last, self._join_features(output, last, feature_layers))
 
     def read_with_logits(
         self, token_ids: Tensor, positions: Tensor, masks: Any, cache: Cache, *, feature_layers: Sequence[int] = ()
-    ) -> tuple[HiddenStates, Tensor]:
-        """`read`, and the model's own logits [B, T, V] of all tokens."""
+    ) -> PassOutput:
+        """`read`, with the model's own logits of all tokens."""
         layers = [*feature_layers, self.num_layers]
         output = self.run(self.causal_lm, token_ids, positions, masks, cache, layers)
         last: Tensor = output.hidden_states[self.num_layers].to(self.device)
-        return HiddenStates(last, self._join_features(output, last, feature_layers)), output.logits.to(self.device)
+        return PassOutput(last, self._join_features(output, last, feature_layers), output.logits.to(self.device))
 
     def run(
         self,

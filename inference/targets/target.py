@@ -1,8 +1,6 @@
-"""Target: a frozen transformers causal LM as the decode loop and the training code see it.
+"""Target: a frozen transformers model as the decode loop and the training code see it.
 
-This file and those that it is made of (`target_config.py`, `target_probe.py`, `probe_tree.py`, `tree_masks.py`,
-`lm_head.py`, `first_layers.py`, `encoder_decoder.py`) are the only ones that depend on how transformers
-models work inside.
+Only this room depends on how transformers models work inside.
 
 Legend: B batch, L prompt length, T tokens of one pass, N tree nodes, D hidden, F = len(feature_layers) * D, V target
 vocabulary, S cache slots in view, W of them that a layer sees (S without a window). Hidden states are numbered as
@@ -25,7 +23,7 @@ from inference.cache.draft_rows import DraftRows
 from inference.cache.scratch_cache import ScratchCache
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
-from inference.targets.backbone import Backbone
+from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.encoder_decoder_probe import examine_encoder_decoder
 from inference.targets.first_layers import find_final_norm, find_final_norm_gain, take_first_layers
@@ -68,19 +66,8 @@ class TargetOutput:
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One cached forward: last_hidden [B, T, D], features [B, T, F] | None, logits [B, T, V] only in fallback mode.
-
-    Encoder-decoder models give logits alone; their last_hidden is empty."""
-
-    last_hidden: Tensor
-    features: Tensor | None
-    logits: Tensor | None
-
-
-@dataclass(frozen=True)
 class _Known:
-    """What is kept of a model's target: nothing that keeps the model alive."""
+    """What `Target.of` remembers of a model. Nothing in it keeps the model alive."""
 
     description: Any  # of the model when it was examined
     findings: Findings
@@ -92,32 +79,36 @@ _known_lock = threading.Lock()
 
 
 class Target:
-    """A frozen causal LM, or a frozen encoder-decoder model: features, tree attention masks, positions, cache shapes.
+    """A frozen causal LM or encoder-decoder model: its features, tree attention masks, positions and cache shapes.
 
-    The model is used as it is and never changed. Construction runs some forwards of a few tokens to learn the cache's
-    shapes and to prove that the model honours 4-D masks and position ids and does not keep a recurrent state.
+    The model is never changed. Construction runs a few forward passes of four tokens. They show what the layers write
+    into a cache, and whether the model follows 4-D masks and position ids and keeps no recurrent state.
 
     Attributes:
         model: the model as it was given (a PEFT model keeps its adapters).
         text_config: the config of the language model.
         hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
-        state_size: width of the last hidden state: D, but for OPT-350m and its like; None for encoder-decoder models.
-        device: where everything goes in and comes out: that of the token embedding. Layers may be on others.
+        state_size: width of the last hidden state. It is D except in OPT-350m and similar models; None for
+            encoder-decoder models.
+        device: the token embedding's. Inputs and outputs are there; layers may be on other devices.
         dtype: of hidden states and logits; weights may be quantised.
-        num_embeddings: token ids the model knows.
+        num_embeddings: number of token ids the model knows.
         embed_tokens, lm_head: the model's own modules.
-        masks: what its attention masks are made with.
-        is_encoder_decoder: its caches need a source (`read_source`) before the first token; it hands over no features.
-        max_length: positions the target is exact for, or None; `length_limit_reason` says where the limit comes from.
+        masks: makes the model's attention masks.
+        is_encoder_decoder: the target's caches need a source (`read_source`) before the first token, and it has no
+            features.
+        max_length: number of positions for which the target is exact, or None. `length_limit_reason` says where the
+            limit comes from.
+        findings: what the passes of construction showed.
 
     Raises:
-        ValueError: for a model whose steps cannot be rolled back or verified as a tree, with the reason:
-            recurrent or linear attention layers, positions that cannot be told, attention other than sdpa and eager,
-            training mode, autocast to another dtype, adapters that PEFT steers by hooks of its own.
+        ValueError: the model's steps cannot be rolled back or verified as a tree. The message gives the reason:
+            recurrent or linear attention layers, positions that cannot be given, attention other than sdpa and eager,
+            training mode, autocast to another dtype, adapters that PEFT steers with its own hooks.
     """
 
     def __init__(self, model: nn.Module, *, findings: Findings | None = None) -> None:
-        """Examines the model, but for `findings` that an earlier construction has left (`Target.of`)."""
+        """Examines the model, unless `findings` of an earlier construction are given (`Target.of`)."""
         self.model: Any = model
         self._causal_lm = unwrap_model(model)
         self.text_config: Any = self._causal_lm.config.get_text_config()
@@ -152,13 +143,13 @@ class Target:
 
     @classmethod
     def of(cls, model: Target | nn.Module) -> Target:
-        """The target of a model: the one that an earlier call gave, if that is still in use, else a new one.
+        """The target of a model: that of an earlier call if somebody still holds it, else a new one.
 
-        A model is examined at the first call, and again after a change of its modules, its config, its attention
-        implementation, or the shapes, dtypes or devices of its weights. The model is not kept alive.
+        The first call examines the model. A later call examines it again if its modules, its config, its attention
+        implementation, or the shapes, dtypes or devices of its weights have changed. No model is kept alive.
 
         Raises:
-            ValueError: as construction does; also for what `check_again` refuses.
+            ValueError: construction or `check_again` refuses the model.
         """
         if isinstance(model, Target):
             return model
@@ -184,31 +175,31 @@ class Target:
 
     @property
     def placement(self) -> tuple[tuple[str, int], ...]:
-        """Where the weights are: (device, number of tensors in a row), in the order of the model's modules."""
+        """Where the weights are: (device, number of consecutive tensors), in the order of the model's modules."""
         return find_placement(self._causal_lm)
 
     def check_again(self) -> None:
-        """Refuses (ValueError), as construction does, what may have come since: adapters, autocast."""
+        """Refuses (ValueError) adapters and autocast that construction would refuse and that came later."""
         check_adapters(self.model)
         refuse_autocast(self.device, self.dtype)
 
     @torch.no_grad()
     def encode_source(self, token_ids: Tensor, mask: Tensor) -> Source:
-        """Source texts [B, E] long, mask [B, E] 1 on real tokens, through an encoder-decoder model's encoder."""
+        """Runs an encoder-decoder model's encoder on source texts [B, E] long; mask [B, E] is 1 on real tokens."""
         encoder = self._causal_lm.get_encoder()
         states = encoder(input_ids=token_ids, attention_mask=mask, return_dict=True).last_hidden_state
         return Source(token_ids, mask.bool(), states.to(self.device))
 
     def read_source(self, cache: TreeCache, source: Source) -> None:
-        """What the rows of an encoder-decoder target's cache are about, until the cache is reset."""
+        """Gives the rows of an encoder-decoder target's cache their source, until the cache is reset."""
         cache.source = SourceMemory(source)
 
     def without_autograd(self) -> AbstractContextManager[None]:
-        """What decoding runs in: inference mode, or where the model's weights do not run in it, without gradients."""
+        """The context that decoding runs in: inference mode, or no_grad for weights that refuse inference mode."""
         return torch.inference_mode() if self._takes_inference_mode else torch.no_grad()
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
-        """A zeroed cache of `capacity` slots per row: the longest sequence plus the largest tree."""
+        """A zeroed cache with `capacity` slots per row: room for the longest sequence and the largest tree."""
         return TreeCache(self._layer_specs, batch_size, capacity, device=self.device)
 
     def new_scratch_cache(self, batch_size: int, *, max_tokens: int, num_scratch: int) -> ScratchCache:
@@ -227,24 +218,24 @@ class Target:
         feature_layers: Sequence[int] = (),
         chunk_size: int = 512,
     ) -> TargetOutput:
-        """Read prompts, or their continuation when the cache already holds tokens, and commit them.
+        """Reads prompts, or their continuation when the cache already holds tokens, and commits them.
 
         Args:
             token_ids: [B, L] long, right-padded with any valid id.
-            counts: [B] long, real tokens per row; 0 leaves a row unchanged (its logits mean nothing).
+            counts: [B] long, real tokens per row. A row with 0 is left unchanged, and its logits mean nothing.
             feature_layers: hidden states to hand over, in this order.
-            chunk_size: tokens per forward, so that no [L, L] mask is built.
+            chunk_size: tokens per forward pass, so that no [L, L] mask is built.
 
         Returns:
-            logits [B, 1, V] of each row's last real token and features [B, L, F] of all of them (padding: unspecified).
+            logits [B, 1, V] of each row's last real token, and features [B, L, F] of all tokens (of padding: any).
 
         Raises:
-            ValueError: if the prompt exceeds the cache or the target's `max_length`.
+            ValueError: the prompt exceeds the cache or the target's `max_length`.
         """
         length = token_ids.shape[1]
         if self.max_length is not None and cache.length_bound + length > self.max_length:
             raise ValueError(
-                f"{length} tokens behind {cache.length_bound} exceed the target's {self.max_length} positions "
+                f"{length} tokens after {cache.length_bound} exceed the target's {self.max_length} positions "
                 f"({self.length_limit_reason}): shorten the prompt"
             )
         features, last = [], None
@@ -255,11 +246,11 @@ class Target:
             steps = torch.arange(size, device=counts.device)
             depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
             causal = (steps[:, None] >= steps).expand(chunk.shape[0], size, size)
-            cache.open_slots(size, num_ahead=start)  # rows that still have tokens took every chunk before whole
+            cache.open_slots(size, num_ahead=start)  # rows that still have tokens had `start` of them before
             output = self._forward_cached(cache, chunk, depths, causal, feature_layers)
             has_tokens = counts > start
-            source = output.last_hidden if output.logits is None else output.logits
-            row_last = source[torch.arange(len(counts), device=source.device), (real - 1).clamp(min=0)]
+            scores = output.last if output.logits is None else output.logits
+            row_last = scores[torch.arange(len(counts), device=scores.device), (real - 1).clamp(min=0)]
             last = row_last if last is None else torch.where(has_tokens[:, None], row_last, last)
             if output.features is not None:
                 features.append(output.features)
@@ -272,30 +263,30 @@ class Target:
 
     @torch.no_grad()
     def verify(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
-        """Score every node of a tree in one forward; nothing is committed.
+        """Scores every node of a tree in one forward pass; commits nothing.
 
-        Node i sees the row's committed tokens and its own ancestors, at position lengths + depth. Positions are cut at
-        the target's `max_length`: no token behind that limit may be emitted, so such nodes only must not do harm.
+        Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. Positions
+        are cut at the target's `max_length`: tokens after it are never emitted, so only their RoPE matters.
 
         Returns:
-            logits [B, N, V] (of the token that follows each node) and features [B, N, F].
+            logits [B, N, V] of the token that follows each node, and features [B, N, F].
         """
         cache.open_slots(tree.token_ids.shape[1])
         return self.verify_opened(cache, tree, feature_layers=feature_layers)
 
     @torch.no_grad()
     def verify_opened(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
-        """`verify` behind `cache.open_slots(N)`; it reads no number of the host but the size of the cache's view."""
+        """`verify` after `cache.open_slots(N)`. The only host number it reads is the size of the cache's view."""
         depths = tree.depths.clamp(min=0).where(tree.parents >= 0, torch.zeros_like(tree.depths))
         output = self._forward_cached(cache, tree.token_ids, depths, tree.ancestors, feature_layers)
-        logits = output.logits if output.logits is not None else self.compute_logits(output.last_hidden)
+        logits = output.logits if output.logits is not None else self.compute_logits(output.last)
         return TargetOutput(logits, output.features)
 
     def prepare_first_layers(self, num_layers: int) -> None:
-        """Makes `run_first_layers` ready for so many layers; they share all weights with the model.
+        """Makes `run_first_layers` ready for the first `num_layers` layers, which share all weights with the model.
 
         Raises:
-            ValueError: if the model has no such layers, or does not run as its first layers alone.
+            ValueError: the model has no such layers, or its first layers do not run by themselves.
         """
         if num_layers not in self._first_layers:
             self._first_layers[num_layers] = take_first_layers(self._causal_lm, num_layers)
@@ -305,10 +296,10 @@ class Target:
         """hidden_states[num_layers] of one drafted level: [B, W, D].
 
         Args:
-            rows: with the level's rows open.
+            rows: the level's rows are open.
             token_ids: [B, W] long.
-            ancestors: [B, W, R] bool, which of the draft's rows each token sees, itself included; all see the committed
-                tokens.
+            ancestors: [B, W, R] bool, which of the draft's rows each token sees, itself included. Every token also sees
+                the committed tokens.
             num_layers: as given to `prepare_first_layers`.
         """
         node_positions = self._cut_positions(rows.lengths[:, None] + rows.depths)
@@ -329,47 +320,48 @@ class Target:
         tree_depths: Tensor | None = None,
         read: Tensor | None = None,
     ) -> Tensor:
-        """Logits for drafting: [B, W] tokens whose slots are open, at positions lengths + depths; nothing is committed.
+        """Logits for a model that drafts. The tokens' slots are open; nothing is committed.
 
         Args:
-            depths: [B, W] long.
-            ancestors: [B, W, T] bool, which of the T slots of the tree (`ScratchCache.tree_slots`) each token sees
-                besides the certain ones; itself included.
-            tree_depths: [1 or B, T] long, positions of the tree's slots, less lengths; None = `depths`.
+            token_ids: [B, W] long.
+            depths: [B, W] long; a token stands at position lengths + depth.
+            ancestors: [B, W, T] bool, which of the T slots of the tree (`ScratchCache.tree_slots`) each token sees,
+                itself included. Every token also sees the certain tokens.
+            tree_depths: [1 or B, T] long, the depths of the tree's slots; None = `depths`.
             read: [B, R] long, the tokens whose logits are wanted; None = all.
 
         Returns:
-            [B, R or W, V] of the tokens that follow.
+            [B, R or W, V], of the token that follows each.
         """
         output = self._forward_cached(cache, token_ids, depths, ancestors, (), tree_depths)
-        source = output.last_hidden if output.logits is None else output.logits
+        scores = output.last if output.logits is None else output.logits
         if read is not None:
-            source = source.gather(1, read[..., None].expand(-1, -1, source.shape[-1]))
-        return self.compute_logits(source) if output.logits is None else source
+            scores = scores.gather(1, read[..., None].expand(-1, -1, scores.shape[-1]))
+        return self.compute_logits(scores) if output.logits is None else scores
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The model's own logits [..., V] of post-norm states [..., D], soft-capping and scales included.
+        """The model's own logits [..., V] of post-norm states [..., D], with its soft-capping and scales.
 
-        Differentiable with respect to `hidden` alone: the LM head is frozen, whatever its parameters ask for.
+        Gradients reach `hidden` only: the LM head is frozen, whatever its parameters' `requires_grad` says.
         """
         if self._scale_logits is None:
             raise ValueError(
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
-                f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states alone"
+                f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states"
             )
         return self._scale_logits(run_frozen(self.lm_head, hidden))
 
     def lm_head_weight(self) -> Tensor:
-        """[V, D] in the target's dtype, whatever the LM head stores (see `read_weight`). Not to be changed."""
+        """[V, D] in the target's dtype, however the LM head stores it (see `read_weight`). Do not change it."""
         return read_weight(self.lm_head, (self.vocab_size, self.hidden_size), self.dtype, self.device)
 
     def final_norm_gain(self) -> Tensor | None:
-        """What the model's final norm multiplies each channel by ([D], its dtype), or None when it has no such norm."""
+        """The factor of each channel in the model's final norm ([D], its dtype), or None when there is no such norm."""
         return find_final_norm_gain(self._causal_lm)
 
     @property
     def final_norm(self) -> nn.Module | None:
-        """The model's own norm behind its last layer, or None when it has no such norm."""
+        """The model's own norm after its last layer, or None when it has no such norm."""
         return find_final_norm(self._causal_lm)
 
     def _cut_positions(self, positions: Tensor) -> Tensor:
@@ -383,9 +375,12 @@ class Target:
         ancestors: Tensor,
         feature_layers: Sequence[int],
         tree_depths: Tensor | None = None,
-    ) -> _Pass:
-        """Run [B, N] tokens, whose slots are open, at lengths + depths; each sees the committed tokens and its
-        ancestors [B, N, T] among the slots of the tree: the open ones, or those at `tree_depths` [1 or B, T]."""
+    ) -> PassOutput:
+        """Runs [B, N] tokens, whose slots are open, at positions lengths + depths.
+
+        Each sees the committed tokens and its ancestors [B, N, T] among the tree's slots. These are the open slots, or,
+        with `tree_depths` [1 or B, T], the slots at these depths.
+        """
         positions = self._cut_positions(cache.lengths[:, None] + depths)
         tree_positions = positions if tree_depths is None else cache.lengths[:, None] + tree_depths
         masks = self.masks.in_view(cache, positions, tree_positions, ancestors)
@@ -394,19 +389,14 @@ class Target:
                 self.refuse_features()
             refuse_training(self.model)
             logits = self._placed.run_opened(cache, token_ids, positions, tree_positions, masks)
-            return _Pass(logits[..., :0], None, logits)
-        if self._scale_logits is not None:
-            states = self.backbone.read(token_ids, positions, masks, cache, feature_layers=feature_layers)
-            return _Pass(states.last, states.features, None)
-        states, logits = self.backbone.read_with_logits(
-            token_ids, positions, masks, cache, feature_layers=feature_layers
-        )
-        return _Pass(states.last, states.features, logits)
+            return PassOutput(logits[..., :0], None, logits)
+        read = self.backbone.read_with_logits if self._scale_logits is None else self.backbone.read
+        return read(token_ids, positions, masks, cache, feature_layers=feature_layers)
 
     def refuse_features(self) -> None:
         """Refuses (ValueError) an encoder-decoder target, which hands over no hidden states."""
         if self._placed is not None:
             raise ValueError(
-                f"{type(self._causal_lm).__name__} is an encoder-decoder model, of which no hidden states are handed "
+                f"{type(self._causal_lm).__name__} is an encoder-decoder model, whose hidden states are not handed "
                 f"over: draft with a SmallModelDrafter or an NgramDrafter; trained heads need a decoder-only target"
             )

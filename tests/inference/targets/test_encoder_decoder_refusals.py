@@ -58,11 +58,11 @@ def test_features() -> None:
     """Trained heads, hidden states for them to train on, and any drafter that asks for some."""
     with pytest.raises(ValueError, match="encoder-decoder model, and trained heads draft for decoder-only"):
         create_heads("medusa", target_of("t5")).bind(target_of("t5"))
-    with pytest.raises(ValueError, match=r"no hidden states are handed over.*SmallModelDrafter"):
+    with pytest.raises(ValueError, match=r"hidden states are not handed over.*SmallModelDrafter"):
         encode(target_of("t5"), torch.tensor([[3, 4]]), torch.ones(1, 2))
     ids, mask = source_batch(1)
     drafter = ScriptedDrafter([torch.tensor([START])], VOCAB_SIZE)
-    with pytest.raises(ValueError, match="no hidden states are handed over"):
+    with pytest.raises(ValueError, match="hidden states are not handed over"):
         generate(target_of("t5"), drafter, ids, mask, **GREEDY)
 
 

@@ -202,7 +202,7 @@ class TestLengthLimit:
         assert target.max_length == 16
         cache = target.new_cache(1, 64)
         target.prefill(cache, random_prompt(15), torch.tensor([15]))
-        with pytest.raises(ValueError, match=r"2 tokens behind 15 exceed .* 16 positions \(max_position_emb"):
+        with pytest.raises(ValueError, match=r"2 tokens after 15 exceed .* 16 positions \(max_position_emb"):
             target.prefill(cache, random_prompt(2), torch.tensor([2]))
 
     @pytest.mark.parametrize(
