@@ -1,11 +1,11 @@
 """Gumbel noise that is a pure function of (row seed, absolute position, token id).
 
-Sampling a token is argmax(log p + noise) (the Gumbel-max trick). Because the noise of a position does not depend on
-how the text got there, drafter and target can share it (drafter-invariant speculative decoding, arXiv 2408.07978), and
-the sampled text is the same with any drafter, any tree and any batch-mates.
+A token is sampled as argmax(log p + noise) (the Gumbel-max trick). The noise of a position does not depend on how the
+text was decoded. So drafter and target can share it (drafter-invariant speculative decoding, arXiv 2408.07978), and the
+sampled text is the same with any drafter, any tree and any other rows in the batch.
 
-The generator is counter-based: integer hashing in int64 tensors kept to 32 bits. The integers are the same on CPU, GPU
-and in compiled code; only the two logarithms may round differently in the last place.
+The generator is counter-based: it hashes 32-bit integers in int64 tensors. The integers are the same on CPU, GPU and in
+compiled code; only the two logarithms may round differently in the last place.
 
 Legend: B batch, P positions, V target vocabulary, C selected tokens.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive integers over the 32 bits
-# Multipliers of the 32-bit mixer `lowbias32` (C. Wellons, "Prospecting for hash functions"). One above 2**31 is written
-# minus 2**32: the low 32 bits of the product are the same, and |x * m| < 2**63 never overflows int64.
+# Multipliers of the 32-bit mixer `lowbias32` (C. Wellons, "Prospecting for hash functions"). The one above 2**31 has
+# 2**32 subtracted: the low 32 bits of the product are the same, and |x * m| < 2**63 never overflows int64.
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - (1 << 32)
 
@@ -32,7 +32,7 @@ def gumbel_noise(row_seeds: Tensor, positions: Tensor, token_ids: int | Tensor) 
     Args:
         row_seeds: [B] long.
         positions: [B, P] long, absolute position of the token being DRAWN (the first prompt token's is 0).
-        token_ids: V for all tokens 0..V-1, or [C] long for these tokens only (the same values as those columns).
+        token_ids: V for all tokens 0..V-1, or [C] long for these columns only.
 
     Returns:
         [B, P, V or C] float32, finite.
@@ -40,7 +40,7 @@ def gumbel_noise(row_seeds: Tensor, positions: Tensor, token_ids: int | Tensor) 
     if isinstance(token_ids, int):
         token_ids = torch.arange(token_ids, device=positions.device)
     low, high = row_seeds & _MASK, (row_seeds >> 32) & _MASK
-    # Two 32-bit keys per position: with one, two positions of a long text would now and then share all their noise.
+    # Two 32-bit keys per position: with one key, two positions of a long text could share all their noise.
     keys = []
     for stream in (1, 2):
         key = _mix(_mix((low + stream * _GOLDEN) & _MASK) ^ high)  # [B]
@@ -49,7 +49,7 @@ def gumbel_noise(row_seeds: Tensor, positions: Tensor, token_ids: int | Tensor) 
     bits = _mix(columns ^ keys[0])  # [B, P, C]
     bits *= (keys[1] >> 1) | 1  # an odd factor below 2**31
     bits &= _MASK  # uniform on 0 .. 2**32 - 1
-    # The large noise that decides a draw comes from small uniforms, where float32 is precise: -log(-log(1 - u)).
+    # -log(-log(1 - u)): the large noise that decides a draw comes from small u, where float32 is precise.
     minus_uniform = bits.float().add_(0.5).mul_(-(2.0**-32)).clamp_(min=2.0**-24 - 1.0)
     return minus_uniform.log1p_().neg_().log_().neg_()
 
@@ -58,11 +58,11 @@ def row_seeds(seed: int | Sequence[int] | None, batch_size: int, device: torch.d
     """One noise seed per row: [B] long.
 
     Args:
-        seed: an int gives row b the seed hash(seed, b); a sequence, array or tensor gives every row its own; None draws
-            them from torch's global (CPU) generator, so that `torch.manual_seed` covers sampling.
+        seed: an int gives row b the seed hash(seed, b). A sequence, array or tensor gives each row its own seed. None
+            draws the seeds from torch's global CPU generator, so that `torch.manual_seed` covers sampling.
 
     Raises:
-        ValueError: for seeds that are no integers, and if a sequence has another length than the batch.
+        ValueError: a seed is not an integer, or a sequence has another length than the batch.
     """
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (batch_size,), dtype=torch.long).to(device)
@@ -86,9 +86,9 @@ def row_seeds(seed: int | Sequence[int] | None, batch_size: int, device: torch.d
 
 
 def derive_seeds(seeds: Tensor, *numbers: int | Tensor) -> Tensor:
-    """Seeds of their own for what `numbers` name (a stream, a position, a node): [...] long, all broadcast together.
+    """Derives one seed for each stream, position or node that `numbers` name: [...] long, all broadcast together.
 
-    Noise of derived seeds is independent of that of the seeds themselves.
+    The noise of derived seeds is independent of the noise of the seeds themselves.
     """
     low, high = seeds & _MASK, (seeds >> 32) & _MASK
     words = []
@@ -107,13 +107,13 @@ def uniform_noise(seeds: Tensor, count: int) -> Tensor:
 
 
 def _to_int64(value: int) -> int:
-    """Wrap a Python int of any size into int64's range."""
+    """Wraps a Python int of any size into int64's range."""
     return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit integers (held in int64) in which every input bit moves every output bit."""
-    high = x >> 16  # a new tensor: what follows may write into it
+    high = x >> 16  # a new tensor, which the next lines may overwrite
     high ^= x
     x = high
     x *= _MIX_1

@@ -19,10 +19,9 @@ from inference.trees.policy import TreePolicy
 
 
 class DraftingPipeline(TextGenerationPipeline):
-    """What transformers' own pipeline returns, in fewer passes of the target.
+    """Returns what transformers' own pipeline returns, in fewer passes of the target.
 
-    An empty prompt begins with BOS, and the target reads it also where it is the padding token too; transformers' own
-    pipeline masks it then.
+    For an empty prompt the target reads BOS, even if BOS is the padding token, which transformers' pipeline masks.
 
     >>> pipe = pipeline(                                                                     # doctest: +SKIP
     ...     "text-generation", model=target, tokenizer=tokenizer, pipeline_class=DraftingPipeline, drafter=heads
@@ -33,8 +32,8 @@ class DraftingPipeline(TextGenerationPipeline):
         drafter, tree, acceptance, is_coupled, compile: as `Decoder` takes them.
 
     Attributes:
-        decoder: what decodes.
-        stats: of all calls so far, added up.
+        decoder: the `Decoder` in use.
+        stats: the sum over all calls.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class DraftingPipeline(TextGenerationPipeline):
 
 
 class _DraftingModel:
-    """The model as the pipeline sees it, whose `generate` is the decoder's."""
+    """The model with the decoder's `generate`, for transformers' pipeline."""
 
     def __init__(self, model: Any, pipeline: DraftingPipeline) -> None:
         self._model = model
@@ -80,7 +79,7 @@ class _DraftingModel:
             if bos is None:
                 raise ValueError("the prompt is empty, and the model has no bos_token_id to begin with: give some text")
             input_ids = torch.tensor([[bos]], device=self._model.device)
-            attention_mask = torch.ones_like(input_ids)  # it may also be the padding token
+            attention_mask = torch.ones_like(input_ids)  # BOS may also be the padding token
         kwargs = {"tokenizer": self._pipeline.tokenizer, **kwargs}  # for stop strings
         output = self._pipeline.decoder.generate(input_ids, attention_mask, **kwargs)
         self._pipeline.stats += output.stats

@@ -1,4 +1,4 @@
-"""DraftRows: the target's cache as a drafter sees it that runs the target's own first layers on drafted tokens.
+"""DraftRows: the target's cache for a drafter that runs the target's own first layers on drafted tokens.
 
 Legend: B batch, W tokens of one level, R rows of a draft (the root and all frontier nodes), S slots in view, H
 key-value heads.
@@ -16,12 +16,12 @@ from inference.cache.tree_cache import TreeCache
 
 
 class DraftRows(Cache):
-    """The slots of a `TreeCache` behind each row's committed tokens, lent until the next verification writes over them.
+    """The slots of a `TreeCache` after each row's committed tokens, lent until the next verification overwrites them.
 
-    The first layers' keys and values of committed tokens are read where the target left them (Kangaroo, arXiv
-    2404.18911, section 3.2: the draft shares the target's cache), those of drafted tokens are written behind them and
-    are never committed. Row r stands in slot length + r; which rows a level has is a tensor, so that one compiled graph
-    serves every level.
+    The draft shares the target's cache (Kangaroo, arXiv 2404.18911, section 3.2). The drafter reads the committed
+    tokens' keys and values of the first layers there. It writes those of drafted tokens after them; these are never
+    committed. Row r is in slot length + r. The rows of a level are a tensor, so that one compiled graph serves all
+    levels.
 
     Worked example, 5 committed tokens and `num_rows=4`:
 
@@ -30,8 +30,9 @@ class DraftRows(Cache):
         open_level(1)                     depth 2: row 3, slot 8
 
     Attributes:
-        slots: [B, W] long, those of the open level; depth: [1] long, its depth.
-        depths: [R] long, each used row's depth.
+        slots: [B, W] long, the slots of the open level.
+        depth: [1] long, the depth of the open level.
+        depths: [R] long, the depth of each used row.
     """
 
     def __init__(self, cache: TreeCache, num_rows: int) -> None:
@@ -50,10 +51,10 @@ class DraftRows(Cache):
         return self.cache.lengths
 
     def forget_levels(self, max_slots: int) -> None:
-        """A new draft begins.
+        """Begins a new draft.
 
         Args:
-            max_slots: no row has more committed tokens.
+            max_slots: no row has more committed tokens than this.
         """
         self.max_slots = max_slots
         self.used = torch.zeros(1, dtype=torch.long, device=self.rows.device)
@@ -61,7 +62,7 @@ class DraftRows(Cache):
         self._num_used = 0
 
     def open_level(self, width: int) -> Tensor:
-        """Opens the next `width` rows, one level deeper than those before; returns which ones they are, [W] long."""
+        """Opens the next `width` rows as the next deeper level; returns their numbers, [W] long."""
         if not torch.compiler.is_compiling():
             self._num_used += width
             if self._num_used > self.num_rows:
@@ -76,10 +77,10 @@ class DraftRows(Cache):
         return own
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """As `TreeCache.slots_seen`: [S] long, and [B, R] long, where all rows stand. Windows are left to the masks.
+        """The slots [S] in view, and the slots [B, R] of the draft's rows, all long. The masks apply the windows.
 
-        A row that holds more than `max_slots` tokens, its root among them, stands partly behind the view: nobody reads
-        its draft (`Drafter.share_cache`)."""
+        A row with more than `max_slots` tokens, its root included, lies partly outside the view. Nobody reads its draft
+        (`Drafter.share_cache`)."""
         slots = self.cache.first_slots(self._view)
         return slots, (self.lengths[:, None] + self.rows).clamp(max=slots.shape[0] - 1)
 

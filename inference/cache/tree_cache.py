@@ -16,12 +16,12 @@ from transformers import Cache
 
 from inference.cache.source import SourceMemory
 
-VIEW_MULTIPLE = 64  # the view grows in steps of so many slots
+VIEW_MULTIPLE = 64  # the view grows in steps of this many slots
 
 
 @dataclass(frozen=True)
 class PlaneSpec:
-    """One tensor a layer stores per token: keys or values (their widths differ in MLA layers)."""
+    """The keys or the values of one layer (their widths differ in MLA layers)."""
 
     num_heads: int
     width: int
@@ -31,10 +31,10 @@ class PlaneSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one attention layer of the target writes into the cache, and how far back it looks.
+    """The keys and values that one attention layer writes into the cache, and its window.
 
     Attributes:
-        window: a query at position p sees keys at positions > p - window only; None = all before it.
+        window: a query at position p sees only keys at positions > p - window; None = all keys before it.
     """
 
     keys: PlaneSpec
@@ -45,8 +45,8 @@ class LayerSpec:
 class TreeCache(Cache):
     """A preallocated cache in which slot = position for every committed token of every row.
 
-    One step is: `open_slots(N)`, the model's forward (each layer's `update` writes its N rows behind the row's own
-    length), `commit(path, counts)`. Nodes that are not committed are simply overwritten by the next step.
+    A step calls `open_slots(N)`, runs the model (each layer's `update` writes N rows after the row's own length), and
+    calls `commit(path, counts)`. The next step overwrites nodes that were not committed.
 
     Worked example, one row with 5 committed tokens and a tree of 4 nodes (node 0 the root, 1 and 2 its children,
     3 the child of 2):
@@ -55,20 +55,18 @@ class TreeCache(Cache):
         commit([[0, 2, 3]], [3])          slots 7, 8 are copied to 6, 7; the row's length becomes 8
 
     Attributes:
-        lengths: [B] long on the target's device, committed tokens per row. Never read on the host here.
-        length_bound: what the host knows about `lengths`: an upper bound of their maximum. It sets how many slots
-            the attention sees. A commit raises it by the path's width; a decode loop that learns the true lengths in
-            its one synchronisation per step assigns the exact maximum, which keeps the view tight. It must never be
-            below the true maximum.
-        length_floor: what the host knows from below: no row whose result matters holds fewer tokens; 0 is always right.
-            Layers with a window see the slots its queries may need, so a floor that is too high loses keys: whoever
-            shrinks lengths lowers it first.
-        slots: [B, N] long, the slots opened for the present forward.
-        slots_in_view: [S] long, 0 .. S - 1: the slots the attention of the present forward sees. A tensor, so that a
-            compiled graph can take their number from its shape and serve every number.
-        window_sizes: for each distinct window, [W] long, of which only the shape counts: layers with this window see
+        lengths: [B] long on the target's device, committed tokens per row. The cache never reads them on the host.
+        length_bound: a host number, at least the maximum of `lengths`. It sets how many slots the attention sees. A
+            commit raises it by the path's width. The decode loop, which reads the true lengths once per step, assigns
+            the exact maximum to keep the view small.
+        length_floor: a host number; no row whose result matters holds fewer tokens. 0 is always right. It sets which
+            slots the layers with a window see, so a floor that is too high loses keys: lower it before lengths shrink.
+        slots: [B, N] long, the slots opened for the present forward pass.
+        slots_in_view: [S] long, 0 .. S - 1, the slots that the attention of the present pass sees. It is a tensor so
+            that a compiled graph reads S from its shape and serves every S.
+        window_sizes: for each distinct window a [W] long, of which only the shape matters: layers with this window see
             the last W of the S slots in view.
-        source: what an encoder-decoder target reads besides (`Target.read_source`); None for any other.
+        source: the source of an encoder-decoder target (`Target.read_source`); None for other targets.
     """
 
     def __init__(
@@ -80,13 +78,13 @@ class TreeCache(Cache):
         device: torch.device | str | None = None,
         view_multiple: int = VIEW_MULTIPLE,
     ) -> None:
-        """Allocate zeroed buffers (a NaN in a masked slot would poison attention: 0 * NaN).
+        """Allocates zeroed buffers (a NaN in a masked slot would poison attention: 0 * NaN).
 
         Args:
-            layers: one spec per layer, as found by Target.
+            layers: one spec per layer.
             batch_size: number of rows B.
-            capacity: slots per row: the longest sequence plus the largest tree.
-            device: where `lengths` lives; default the first layer's device.
+            capacity: slots per row, for the longest sequence and the largest tree.
+            device: of `lengths`; default the first layer's device.
             view_multiple: the view grows in steps of this many slots, so that few shapes occur.
         """
         if batch_size < 1 or capacity < 1:
@@ -105,7 +103,7 @@ class TreeCache(Cache):
             for plane in (spec.keys, spec.values):
                 places.append((plane, groups.setdefault(plane, 0)))
                 groups[plane] += 1
-        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode later
+        with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
             buffers = {
                 plane: torch.zeros(
                     (count, batch_size, plane.num_heads, capacity, plane.width), dtype=plane.dtype, device=plane.device
@@ -123,7 +121,7 @@ class TreeCache(Cache):
         self._set_view(0, 0)
 
     def _show_rows(self, num_rows: int) -> None:
-        """Everything works on the first `num_rows` rows from now on."""
+        """From now on all methods work on the first `num_rows` rows."""
         shown = {plane: buffer[:, :num_rows] for plane, buffer in self._all_buffers.items()}
         self._buffers = list(shown.values())
         planes = [shown[plane][index] for plane, index in self._places]
@@ -136,16 +134,16 @@ class TreeCache(Cache):
 
     @property
     def max_batch_size(self) -> int:
-        """Rows there is room for."""
+        """The number of rows that were allocated."""
         return self._all_lengths.shape[0]
 
     @property
     def view(self) -> int:
-        """Slots the attention of the present forward sees."""
+        """The number of slots that the attention of the present pass sees."""
         return self.slots_in_view.shape[0]
 
     def view_slots(self, num_slots: int) -> Tensor:
-        """[S] long, 0 .. S - 1, where S is `num_slots` rounded up to a view, within the capacity."""
+        """[S] long, 0 .. S - 1, where S is `num_slots` rounded up to a size of the view, within the capacity."""
         return self.first_slots(-(-num_slots // self.view_multiple) * self.view_multiple)
 
     def first_slots(self, num_slots: int) -> Tensor:
@@ -155,7 +153,7 @@ class TreeCache(Cache):
     def _set_view(self, num_slots: int, length_floor: int) -> None:
         """Each window's view starts at a multiple of `view_multiple`, at or before the first slot it may need.
 
-        Worked example, a window of 8 with views in steps of 4: a query behind 21 tokens sees positions 14 to 21, so
+        Worked example, a window of 8 with views in steps of 4: a query after 21 tokens sees positions 14 to 21, so
         the view is slots 12 .. S - 1.
         """
         self.slots_in_view = self.view_slots(num_slots)
@@ -164,28 +162,28 @@ class TreeCache(Cache):
         for window in self._windows:
             if window is not None and window not in self.window_sizes:
                 start = max(0, length_floor - window + 1) // self.view_multiple * self.view_multiple
-                # From slot 0 on: graphs are guarded by where in its storage a tensor begins.
+                # The slice begins at slot 0, because compiled graphs guard a tensor's storage offset.
                 self.window_sizes[window] = self._every_slot[: self.view - start]
 
     def _note_use(self, num_slots: int) -> None:
         self._num_used = max(self._num_used, num_slots)
 
     def open_slots(self, num_nodes: int, *, num_ahead: int = 0) -> int:
-        """Open the next `num_nodes` slots behind every row's length for the coming forward; returns the view.
+        """Opens the next `num_nodes` slots after every row's length for the coming forward pass; returns the view.
 
         Args:
-            num_ahead: tokens by which the rows whose result matters in this forward exceed `length_floor`.
+            num_ahead: number of tokens by which the rows whose result matters exceed `length_floor`.
         """
         needed = self.length_bound + num_nodes
         if needed > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} slots per row, but {num_nodes} new tokens behind up to "
+                f"the cache holds {self.capacity} slots per row, but {num_nodes} new tokens after up to "
                 f"{self.length_bound} committed ones need {needed}: create it with a larger capacity"
             )
         floor = self.length_floor + num_ahead
         assert floor <= self.length_bound, "no row can hold more than the bound"
         self._set_view(needed, floor)
-        # Rows below the floor write at it, where every window reaches: a query that saw no key at all could become NaN.
+        # Rows below the floor write at the floor, which every window reaches: a query without keys could become NaN.
         first = self.lengths.clamp(min=floor) if self.window_sizes and floor else self.lengths
         self.slots = first[:, None] + torch.arange(num_nodes, device=self.lengths.device)
         return self.view
@@ -193,7 +191,7 @@ class TreeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by the model's layers: write [B, H, N, width] rows into the open slots, return the layer's view."""
+        """Called by the model's layers: writes [B, H, N, width] rows into the open slots, returns the layer's view."""
         start = self._view_start(self._windows[layer_idx])
         keys, values = self.write(layer_idx, self.slots, key_states, value_states)
         return keys[:, :, start : self.view], values[:, :, start : self.view]
@@ -205,34 +203,34 @@ class TreeCache(Cache):
             here = slots.to(plane.device)
             if plane.shape[0] == 1:
                 plane.index_copy_(2, here[0], rows)
-            else:  # torch's scatter_ takes twice as long on a CPU, and in 16 bits up to a hundred times
+            else:  # on a CPU, torch's scatter_ takes twice as long, in 16 bits up to a hundred times
                 plane.transpose(1, 2).index_put_((_every_row(here), here), rows.transpose(1, 2))
         return planes
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """What layers with this window see: [W] long, their slots, and [B, N] long, the open ones' places in them."""
+        """The slots [W] that layers with this window see, and the places [B, N] of the open slots among them, long."""
         if window is None:
             return self.slots_in_view, self.slots
         start = self._view_start(window)
         return self.slots_in_view[start:], self.slots - start
 
     def _view_start(self, window: int | None) -> int:
-        """The first slot in view; from shapes alone, since compiled graphs contain it."""
+        """The first slot in view. It comes from shapes only, because compiled graphs contain it."""
         return 0 if window is None else self.view - self.window_sizes[window].shape[0]
 
     def commit(self, path: Tensor, counts: Tensor, *, is_chain: bool = False) -> None:
-        """Keep the accepted nodes of the last forward and forget the others.
+        """Keeps the accepted nodes of the last pass and forgets the others.
 
         Args:
-            path: [B, P] long, node indices root first (`path[:, 0]` is 0); entries from `counts[b]` on are padding.
-            counts: [B] long, nodes of the path that are kept (root included); 0 leaves a row as it was.
-            is_chain: the path is 0, 1, 2, ... in every row, so every row is already in its place.
+            path: [B, P] long, node indices, root first (`path[:, 0]` is 0); entries from `counts[b]` on are padding.
+            counts: [B] long, number of nodes that are kept, root included; 0 leaves a row unchanged.
+            is_chain: the path is 0, 1, 2, ... in every row, so that nothing has to move.
         """
         self.keep(path, counts, is_chain=is_chain)
         self.raise_bound(path.shape[1])
 
     def keep(self, path: Tensor, counts: Tensor, *, is_chain: bool) -> None:
-        """The part of `commit` that works on tensors alone: `raise_bound(P)` is still to be called."""
+        """The part of `commit` that works on tensors only. The caller still calls `raise_bound(P)`."""
         assert path.shape[1] <= self.slots.shape[1], "a path cannot be longer than the tree"
         if not is_chain and path.shape[1] > 1:
             start = self.lengths[:, None]
@@ -243,21 +241,21 @@ class TreeCache(Cache):
         self.lengths += counts
 
     def advance(self, counts: Tensor, max_count: int) -> None:
-        """Commit the first `counts[b]` (at most `max_count`) open slots of every row as they lie."""
+        """Commits the first `counts[b]` (at most `max_count`) open slots of every row, in place."""
         self.lengths += counts
         self.raise_bound(max_count)
 
     def raise_bound(self, max_count: int) -> None:
-        """No row has grown by more than `max_count` tokens."""
+        """Raises `length_bound` after a pass in which no row grew by more than `max_count` tokens."""
         self.length_bound = min(self.length_bound + max_count, self.capacity)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Row i becomes row rows[i] >= i of the present ones; the others are forgotten, until `reset`.
+        """Keeps these rows: row i becomes the present row rows[i] >= i. The others are forgotten until `reset`.
 
         Worked example, rows 1 and 2 of 4 have ended: keep_rows([0, 3]) copies row 3 to row 1.
         """
         for place, row in enumerate(rows):
-            assert row >= place, "an earlier row would have been written over"
+            assert row >= place, "an earlier row would have been overwritten"
             if row > place:
                 self._copy_row(row, slice(place, place + 1))
         self._show_rows(len(rows))
@@ -265,7 +263,7 @@ class TreeCache(Cache):
             self.source.select_rows(torch.tensor(rows, device=self.lengths.device))
 
     def spread_row(self, num_rows: int) -> None:
-        """What row 0 holds becomes the beginning of `num_rows` rows."""
+        """Copies row 0 to `num_rows` rows."""
         self._show_rows(num_rows)
         self._copy_row(0, slice(1, num_rows))
 
@@ -275,17 +273,16 @@ class TreeCache(Cache):
         self.lengths[places] = self.lengths[row : row + 1]
 
     def clear_behind(self, num_slots: int) -> None:
-        """Zeros in all slots from this one on."""
+        """Zeroes all slots from `num_slots` on."""
         for buffer in self._all_buffers.values():
             buffer[..., num_slots : self._num_used, :].zero_()
         self._num_used = min(self._num_used, num_slots)
 
     def reset(self, num_rows: int | None = None) -> None:
-        """Forget every token. What was written becomes zero: a NaN that was left in a masked slot would spoil the next
-        text.
+        """Forgets every token and zeroes what was written: a NaN in a masked slot would spoil the next text.
 
         Args:
-            num_rows: work on so many rows; None = on all.
+            num_rows: the number of rows to work on; None = all.
         """
         self.clear_behind(0)
         self._show_rows(self._all_lengths.shape[0] if num_rows is None else num_rows)
@@ -296,22 +293,23 @@ class TreeCache(Cache):
         self._set_view(0, 0)
 
     def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
-        """Fills this cache, of the same layers but of any number of rows and capacity, with rows of another: what it
-        held is forgotten, `source` is only read.
+        """Replaces this cache's rows with rows of another cache of the same layers. The numbers of rows and the
+        capacities may differ.
 
         Worked example, rows of 5, 3 and 7 tokens in `source`, two rows here:
 
             copy_rows(source, [2, 0], [7, 4], max_length=7)     row 2, and the first 4 tokens of row 0
 
         Args:
-            rows: [B] long, the row of `source` that becomes each row; a row may be taken more than once, or not at all.
-            lengths: [B] long, how many of its first tokens are kept; no more than it has, or than fit in here.
+            source: is only read.
+            rows: [B] long, the row of `source` that becomes each row; it may come several times.
+            lengths: [B] long, how many of its first tokens are kept: at most those that it has and that fit here.
             max_length: no entry of `lengths` is larger.
         """
         width = min(max_length, self.capacity, source.capacity)
         self._note_use(width)
         pairs = zip((*self._keys, *self._values), (*source._keys, *source._values), strict=True)
-        for plane, other in pairs:  # one by one: what is gathered in between is as large as one of them
+        for plane, other in pairs:  # one by one, so that the gathered copy is only as large as one plane
             plane[:, :, :width] = other[:, :, :width].index_select(0, rows.to(other.device))
         self.lengths.copy_(lengths)
         self.length_bound = width
@@ -333,9 +331,9 @@ class TreeCache(Cache):
 
 
 def _move_slots(buffer: Tensor, source: Tensor, destination: Tensor) -> None:
-    """Copy slots `source` [B, P] to slots `destination` [B, P] in every plane of `buffer` [planes, B, H, C, width].
+    """Copies slots `source` [B, P] to slots `destination` [B, P] in every plane of `buffer` [planes, B, H, C, width].
 
-    The rows are gathered before any is written, so overlapping ranges are safe.
+    All slots are gathered before one is written, so the ranges may overlap.
     """
     if buffer.shape[1] == 1:
         buffer.index_copy_(3, destination[0], buffer.index_select(3, source[0]))
@@ -345,5 +343,5 @@ def _move_slots(buffer: Tensor, source: Tensor, destination: Tensor) -> None:
 
 
 def _every_row(slots: Tensor) -> Tensor:
-    """[B, 1] long: beside slots [B, P], each row's own number."""
+    """[B, 1] long, each row's number, to index together with slots [B, P]."""
     return torch.arange(slots.shape[0], device=slots.device)[:, None]

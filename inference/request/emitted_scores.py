@@ -14,7 +14,7 @@ from inference.request.request import Request
 
 
 class EmittedScores:
-    """Keeps what the request asks for: logits as the target gives them, scores as processors leave them, in float32."""
+    """Keeps the logits (the target's) and the scores (after logits processors) that a request asks for, in float32."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -22,13 +22,13 @@ class EmittedScores:
         self._scores: list[list[Tensor]] = [[] for _ in range(request.batch_size)]
 
     def gather(self, logits: Tensor, path: Tensor) -> Tensor | None:
-        """Logits [B, N, V] at the nodes of a path [B, P]: [B, P, V] float32, if they are asked for."""
+        """Picks from logits [B, N, V] the nodes of a path [B, P]: [B, P, V] float32, or None if nobody asked."""
         if not self.request.keeps_logits:
             return None
         return logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1])).float()
 
     def add(self, rows: Sequence[int], counts: Sequence[int], logits: Tensor | None, scores: Tensor | None) -> None:
-        """Of each row of the batch, `rows` of the call, its first counts[b] entries."""
+        """Adds the first counts[b] entries of each row of the batch; `rows` are the rows' numbers in the call."""
         for kept, values in ((self._logits, logits), (self._scores, scores)):
             if values is not None:
                 for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -36,7 +36,7 @@ class EmittedScores:
                         kept[row].append(values[place, :count].clone())  # a view would keep all of `values`
 
     def logits(self) -> tuple[Tensor, ...] | None:
-        """[B, V] for every emitted token; zeros where a row has ended. None if they are not asked for."""
+        """[B, V] for every emitted token, zero where a row has ended; None if nobody asked for them."""
         return self._stack(self._logits) if self.request.keeps_logits else None
 
     def scores(self) -> tuple[Tensor, ...] | None:

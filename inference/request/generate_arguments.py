@@ -1,17 +1,16 @@
 """One call of transformers' `generate`, as the decode loop sees it.
 
-`make_request` goes through the model's own `generate(custom_generate=...)`, which merges generation configs, builds
-logits processors and stopping criteria and expands `num_return_sequences`; what that hook drops is handled here. The
-request is handed out before anything is decoded, so that the loop may run step by step.
+`make_request` goes through the model's own `generate(custom_generate=...)`. This hook merges generation configs, builds
+logits processors and stopping criteria, and expands `num_return_sequences`. This file handles the arguments that the
+hook drops. The request is returned before decoding begins, so that the loop can run step by step.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
@@ -20,7 +19,7 @@ from inference.request.prompt_checks import are_tokens, check_prompt, check_sour
 from inference.request.request import Request
 from inference.targets.target import Target
 
-# Options transformers would accept silently and this loop cannot honour: name -> (values that are fine, what to do).
+# Options that transformers accepts silently and this loop cannot honour: name -> (allowed values, cure).
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((None, 1), "beam search keeps several texts a row; use num_beams=1, with do_sample=True for variety"),
     "num_beam_groups": ((None, 1), "use num_beams=1"),
@@ -40,7 +39,7 @@ _ONE_ADAPTER = (
     "every row has the model's active adapters; leave it out, call model.set_adapter(...), and decode the rows of each "
     "adapter in a call of their own"
 )
-# What transformers makes of these arguments of generate is read here; whatever else the model takes would be dropped.
+# Arguments of generate that arrive here; any other argument of the model's forward would be dropped.
 _READ = {"use_cache", "attention_mask", "decoder_attention_mask", "decoder_input_ids", "encoder_outputs", "tokenizer"}
 _REFUSED_ARGUMENTS = {
     "assistant_model": "pass an inference.drafters.small_model.SmallModelDrafter of it as the drafter instead",
@@ -49,7 +48,7 @@ _REFUSED_ARGUMENTS = {
     "position_ids": _LEAVE_OUT,
     "custom_generate": _LEAVE_OUT,
     "synced_gpus": _LEAVE_OUT,
-    # PEFT reads these itself, and hooks them into its own generate alone.
+    # PEFT reads these only in its own generate.
     "adapter_names": _ONE_ADAPTER,
     "alora_offsets": _ONE_ADAPTER,
 }
@@ -65,33 +64,25 @@ def make_request(
     stop_strings: str | list[str] | None = None,
     generate_kwargs: dict[str, Any],
 ) -> Request:
-    """Calls `model.generate`, whose decoding method is here one that decodes nothing.
+    """Calls `model.generate` with a decoding method that decodes nothing and returns the request.
 
     Raises:
-        ValueError: for options that transformers or PEFT would take and this loop cannot honour; for what a target does
-            not decode with (`Target.check_again`).
+        ValueError: for options that transformers or PEFT would accept and this loop cannot honour, and for everything
+            that `Target.check_again` refuses.
     """
     target.check_again()
-    # Arguments that another release of PEFT reads itself would not arrive either.
-    read_by_peft = dict.fromkeys(getattr(target.model, "special_peft_forward_args", ()), _ONE_ADAPTER)
-    for name, cure in (read_by_peft | _REFUSED_ARGUMENTS).items():
-        if generate_kwargs.get(name) is not None:
-            raise ValueError(f"{name} is not supported by this decode loop: {cure}")
-    if generate_kwargs.get("cache_implementation") == "paged":
-        raise ValueError("cache_implementation='paged' is not supported by this decode loop: leave it out")
+    _refuse_arguments(target.model, generate_kwargs)
     check_prompt(input_ids, attention_mask)
-    model, given_ids, is_moved = cast(Any, target.model), input_ids, False
+    model, given_ids = cast(Any, target.model), input_ids.to(target.device)
     if target.is_encoder_decoder:
         check_source(model, input_ids, attention_mask)
     elif attention_mask is not None:
-        # On the left, where transformers' processors tell it from tokens. They look it up, so it may not be anything.
-        input_ids, attention_mask = pad_left(input_ids.to(target.device), attention_mask.to(target.device))
+        # transformers' processors know padding only on the left. They look padding up, so it needs valid ids.
+        input_ids, attention_mask = pad_left(given_ids, attention_mask.to(target.device))
         input_ids = input_ids.where((attention_mask != 0) | are_tokens(input_ids, target.num_embeddings), 0)
-        is_moved = not torch.equal(input_ids, given_ids.to(target.device))
     kwargs = dict(generate_kwargs)
     criteria = list(kwargs.pop("stopping_criteria", None) or [])
-    # transformers drops the tokenizer on its way to a custom_generate: what needs it is done here, and switched off
-    # there.
+    # A custom_generate gets no tokenizer, so options that need it are taken out here.
     stop_strings = _take_option("stop_strings", stop_strings, kwargs, model)
     if stop_strings is not None:
         if tokenizer is None:
@@ -111,29 +102,21 @@ def make_request(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Request:
-        for name, (fine, cure) in _REFUSED.items():
-            if (value := getattr(generation_config, name, None)) not in fine:
-                raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
+        _refuse_config(generation_config)
+        _refuse_dropped(model_kwargs.keys() & generate_kwargs.keys())
         if streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
-        dropped = sorted((model_kwargs.keys() & generate_kwargs.keys()) - _READ)
-        if dropped:
-            raise ValueError(f"{', '.join(dropped)}: this decode loop hands the model token ids alone; leave it out")
-        mask, source = model_kwargs.get("attention_mask"), None
-        if target.is_encoder_decoder:  # the mask is the source's, and the ids are the decoder's
-            states = model_kwargs["encoder_outputs"].last_hidden_state.to(target.device)
-            source = Source.of_call(given_ids, mask, states)
-            mask = model_kwargs.get("decoder_attention_mask")
+        source, mask = _split_source(target, given_ids, model_kwargs)
         if is_healed:
             input_ids = _heal_tokens(model, input_ids, mask, tokenizer)
         request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
         request.source = source
-        if is_moved and not is_healed:
-            request.given_ids = given_ids.repeat_interleave(len(input_ids) // len(given_ids), dim=0).to(target.device)
+        if not is_healed and not target.is_encoder_decoder:  # padding where the caller had it
+            request.given_ids = given_ids.repeat_interleave(len(input_ids) // len(given_ids), dim=0)
         return request
 
     request = model.generate(
-        inputs=input_ids,  # by name: PEFT's generate for encoder-decoder models takes nothing else
+        inputs=input_ids,  # by name: PEFT's generate for encoder-decoder models takes no positional argument
         attention_mask=attention_mask,
         stopping_criteria=StoppingCriteriaList(criteria),
         custom_generate=custom_generate,
@@ -142,9 +125,45 @@ def make_request(
     return cast(Request, request)
 
 
+def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
+    """Refuses arguments of generate that would be ignored."""
+    # Other releases of PEFT may read other arguments themselves.
+    read_by_peft = dict.fromkeys(getattr(model, "special_peft_forward_args", ()), _ONE_ADAPTER)
+    for name, cure in (read_by_peft | _REFUSED_ARGUMENTS).items():
+        if generate_kwargs.get(name) is not None:
+            raise ValueError(f"{name} is not supported by this decode loop: {cure}")
+    if generate_kwargs.get("cache_implementation") == "paged":
+        raise ValueError("cache_implementation='paged' is not supported by this decode loop: leave it out")
+
+
+def _refuse_config(config: GenerationConfig) -> None:
+    for name, (fine, cure) in _REFUSED.items():
+        if (value := getattr(config, name, None)) not in fine:
+            raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
+
+
+def _refuse_dropped(names: Set[str]) -> None:
+    """Refuses arguments of the call that transformers hands on to the model's forward."""
+    if dropped := sorted(names - _READ):
+        raise ValueError(f"{', '.join(dropped)}: this decode loop gives the model only token ids; leave it out")
+
+
+def _split_source(
+    target: Target, given_ids: Tensor, model_kwargs: dict[str, Any]
+) -> tuple[Source | None, Tensor | None]:
+    """The source of an encoder-decoder target, and the mask of the ids that its decoder begins with."""
+    mask = model_kwargs.get("attention_mask")
+    if not target.is_encoder_decoder:
+        return None, mask
+    states = model_kwargs["encoder_outputs"].last_hidden_state.to(target.device)
+    return Source.of_call(given_ids, mask, states), model_kwargs.get("decoder_attention_mask")
+
+
 def _take_option(name: str, value: Any, kwargs: dict[str, Any], model: Any) -> Any:
-    """The value of an option of generation: the argument, or the call's config's, or the model's. Switches it off in
-    `kwargs`: in a copy of the call's config, and as an argument where transformers would fill it in again."""
+    """The value of a generation option: the argument's, or else that of the call's config, or else of the model's.
+
+    Switches the option off in `kwargs`: in a copy of the call's config, and as an argument where transformers would
+    otherwise fill in the model's value."""
     given = kwargs.get("generation_config")
     for config in (given, model.generation_config):
         value = getattr(config, name, None) if value is None else value
@@ -162,7 +181,7 @@ def _heal_tokens(model: Any, input_ids: Tensor, mask: Tensor | None, tokenizer: 
     healed = cast(Tensor, model.heal_tokens(input_ids, tokenizer))
     if healed.shape != input_ids.shape:
         raise ValueError(
-            f"token_healing tokenizes prompts anew, and made shape {tuple(healed.shape)} of {tuple(input_ids.shape)}: "
-            "pass ids as the tokenizer gives them, of texts without spaces around them"
+            f"token_healing tokenizes prompts again, and changed their shape from {tuple(input_ids.shape)} to "
+            f"{tuple(healed.shape)}: pass the tokenizer's own ids of texts without spaces around them"
         )
     return healed

@@ -1,4 +1,4 @@
-"""Prompts and sources as they are given: what is none is refused, padding on either side is brought to the left.
+"""Rejects invalid prompts and sources, and moves padding to the left.
 
 Legend: B batch, L length with padding.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def pad_left(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's tokens in their order behind all of its padding, and the mask [B, L] of 0 and 1 of that."""
+    """Moves each row's padding before its tokens; returns ids and mask [B, L] of 0 and 1."""
     mask = (attention_mask != 0).long()
     order = mask.argsort(dim=1, stable=True)
     return input_ids.gather(1, order), mask.gather(1, order)
 
 
 def check_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Refuses what is no prompt at all (ValueError)."""
+    """Refuses (ValueError) ids and masks of a wrong shape or dtype."""
     shape = tuple(input_ids.shape)
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids is empty (shape {shape}): give each row at least one token")
@@ -36,6 +36,7 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> None:
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], num_embeddings: int) -> None:
+    """Refuses (ValueError) ids that the target does not have."""
     for row, prompt in enumerate(prompts):
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < num_embeddings:
@@ -46,11 +47,13 @@ def check_token_ids(prompts: Sequence[Sequence[int]], num_embeddings: int) -> No
 
 
 def are_tokens(ids: Tensor, num_embeddings: int) -> Tensor:
+    """Whether each id is one of the target's."""
     return (ids >= 0) & (ids < num_embeddings)
 
 
 def check_source(model: Any, source_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """What the encoder reads: it looks padding up as well."""
+    """Refuses (ValueError) sources with invalid ids or without tokens. Padding needs valid ids too: the encoder looks
+    it up."""
     embeddings = model.get_encoder().get_input_embeddings()
     num_embeddings = embeddings.weight.shape[0]
     wrong = (~are_tokens(source_ids, num_embeddings)).nonzero().tolist()

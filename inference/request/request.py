@@ -1,4 +1,4 @@
-"""The rows of one call: their prompts, what was emitted so far, and when each of them ends.
+"""The rows of one call: their prompts, the tokens emitted so far, and when each row ends.
 
 Legend: B batch, L padded prompt length as given, T longest prompt without padding.
 """
@@ -23,17 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 class Request:
-    """The rows of one call and what was emitted so far. All of its state lives on the host.
+    """The rows of one call and the tokens emitted so far. Its state is on the host.
 
     Attributes:
-        prompt_ids: [B, T] int64, right-padded; prompt_counts: [B] int64 real tokens.
-        last_prompt_ids: [B] the last real token of each prompt.
+        prompt_ids: [B, T] int64, right-padded.
+        prompt_counts: [B] int64, number of real tokens.
+        last_prompt_ids: [B], the last real token of each prompt.
         prompts: the real tokens of each row.
         processors: transformers' logits processors, in order.
-        max_length: tokens a row may reach at most, prompt without padding included.
+        max_length: the most tokens of any row, prompt without padding included.
         unfinished: rows still decoding.
-        source: what an encoder-decoder target decodes about; then prompts are what its decoder begins with.
-        given_ids: [B, L] the prompts as `sequences` begins with them, padded on whichever side.
+        source: of an encoder-decoder target; the prompts are then the first tokens of its decoder.
+        given_ids: [B, L], the prompts with the caller's padding, as `sequences` returns them.
         keeps_scores, keeps_logits: whether the caller asked for them (and for a dictionary to hold them).
     """
 
@@ -58,7 +59,7 @@ class Request:
                 f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token"
             )
         self.prompt_counts = torch.tensor(counts, device=target.device)
-        # A stable sort moves the real tokens to the front in their order, whichever side the padding is on.
+        # A stable sort moves the real tokens to the front and keeps their order, on whichever side the padding is.
         order = mask.argsort(dim=1, descending=True, stable=True)
         self.prompt_ids = (self.input_ids * mask).gather(1, order)[:, : max(counts)]
         self._left_padded = pad_left(self.input_ids, mask)[0]
@@ -78,7 +79,7 @@ class Request:
         self.streamer = streamer
         self.eos_token_ids: set[int] = set()
         self.criteria: list[Any] = []
-        self._row_criteria: dict[int, list[Any]] = {}  # copies: they may keep a state
+        self._row_criteria: dict[int, list[Any]] = {}  # copies, because they may keep a state
         limit: int | None = None  # on input_ids, padding included, as transformers counts
         for criterion in criteria:
             if isinstance(criterion, EosTokenCriteria):
@@ -97,14 +98,14 @@ class Request:
         self._is_cut = [False] * len(counts)
         if target.max_length is not None:
             self._cut_budgets(target.max_length, target.length_limit_reason)
-        # A limit that the prompt has passed still gives one token, as transformers does.
+        # A prompt beyond the limit still gets one token, as in transformers.
         self.max_length = max(count + max(budget, 1) for count, budget in zip(counts, self.budgets, strict=True))
 
     def _cut_budgets(self, max_length: int, reason: str) -> None:
         longest = max(self._prompt_lengths)
         if longest >= max_length:
             raise ValueError(
-                f"the prompt has {longest} tokens; this target takes fewer than {max_length} ({reason}): shorten it"
+                f"the prompt has {longest} tokens; this target reads fewer than {max_length} ({reason}): shorten it"
             )
         cut = [min(b, max_length - n) for b, n in zip(self.budgets, self._prompt_lengths, strict=True)]
         if cut != self.budgets:
@@ -130,23 +131,22 @@ class Request:
 
     @property
     def stopped_at_position_limit(self) -> list[bool]:
-        """Of each row, whether it took all positions the target has, before its length limit and without an EOS."""
+        """Whether each row stopped because the target has no more positions, without an EOS and before its limit."""
         return [
             is_cut and budget <= 0 and new[-1] not in self.eos_token_ids
             for is_cut, budget, new in zip(self._is_cut, self.budgets, self._new, strict=True)
         ]
 
     def num_committed(self, row: int) -> int:
-        """A row's tokens in the cache: all but the newest, which is the next tree's root."""
+        """The number of a row's tokens in the cache: all but the newest, which is the next tree's root."""
         return self._prompt_lengths[row] + len(self._new[row]) - 1
 
     def text(self, row: int) -> list[int]:
-        """The row so far, prompt without padding included."""
+        """The row's tokens so far, prompt without padding included."""
         return self.prompts[row] + self._new[row]
 
     def prefixes(self, rows: Sequence[int]) -> list[Tensor]:
-        """These rows as transformers shows them to a processor: the prompt with its padding, in front on whichever side
-        it was given, then the new tokens; each [1, L + new]."""
+        """These rows as transformers shows them to a processor: padding, prompt, new tokens; each [1, L + new]."""
         return [self._shown(row) for row in rows]
 
     def _shown(self, row: int) -> Tensor:
@@ -154,15 +154,14 @@ class Request:
         return torch.cat([self._left_padded[row], new])[None]
 
     def open_budgets(self, rows: Sequence[int]) -> list[int]:
-        """How many tokens each of these rows may still emit."""
+        """The number of tokens that each of these rows may still emit."""
         return [self.budgets[row] if row in self.unfinished else 0 for row in rows]
 
     def emit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Takes what each of these rows emitted, cuts it where the row ends, and returns what was kept. Finished rows
-        emit nothing.
+        """Adds the tokens that each of these rows emitted, up to the row's end; returns the tokens that were kept.
 
         Raises:
-            ValueError: when a row cannot go on, and has not ended before.
+            ValueError: a row that has not ended has no next token.
         """
         kept: list[list[int]] = [[] for _ in rows]
         for place, row in enumerate(rows):
@@ -183,10 +182,10 @@ class Request:
 
     def _raise_no_token(self, row: int) -> None:
         raise ValueError(
-            f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are NaN there "
-            "(hidden states of a token drafted in the same pass can be why), or logits processors forbid every token. "
-            "Look at target(**inputs).logits (half-precision weights that overflow give NaN), and at the processors, "
-            "with their bad words, prefixes or grammar"
+            f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are NaN (a token "
+            "drafted in the same pass can cause this), or logits processors forbid every token. Look at "
+            "target(**inputs).logits (half-precision weights that overflow give NaN), and at the processors (bad "
+            "words, prefixes, a grammar)"
         )
 
     def _meets_criteria(self, row: int) -> bool:
@@ -196,7 +195,7 @@ class Request:
             self._row_criteria[row] = criteria_of_row(self.criteria) if self.batch_size > 1 else self.criteria
         text = self._shown(row)
         answers = [ask_criterion(criterion, text, row, self.batch_size) for criterion in self._row_criteria[row]]
-        return any(answers)  # all are asked: they may count
+        return any(answers)  # every criterion is called, because it may count calls
 
     def sequences(self) -> Tensor:
         """[B, L + longest continuation], padded on the right."""

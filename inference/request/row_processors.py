@@ -1,8 +1,9 @@
-"""Logits processors and stopping criteria that were made for a batch, asked about one of its rows at a time.
+"""Logits processors and stopping criteria that were made for a batch, called for one row at a time.
 
-Rows of a step emit different numbers of tokens, so what reads or remembers a text is called for each row alone, with a
-copy of its own. transformers' own are cut to the row. Anybody else's may count rows (a grammar for each, a length for
-each): it is shown the batch it was made for, of which every row is this row's, and its answer for this row is taken.
+The rows of a step emit different numbers of tokens. So a processor that reads or remembers the text gets one copy per
+row and is called for each row by itself. Copies of transformers' own processors are cut to the row. Any other may
+count rows (a grammar per row, a length per row): it gets a batch of the original size in which every row is this row,
+and its answer for this row is used.
 
 Legend: B rows of the batch as it was given, L length of the row's text, V vocabulary.
 """
@@ -25,11 +26,11 @@ _SHARED = (nn.Module, PreTrainedTokenizerBase)
 
 
 def processors_of_row(processors: Sequence[_Processor], row: int, num_rows: int) -> list[_Processor]:
-    """The processors for row `row` of `num_rows`: called with [1, L] and [1, V], with a memory of their own, which they
-    share with one another as they did.
+    """Copies of the processors for row `row` of `num_rows`, to be called with [1, L] and [1, V]. State that the
+    processors share is shared by their copies too.
 
     Raises:
-        ValueError: when they cannot be copied.
+        ValueError: they cannot be copied.
     """
     found: list[_Processor] = []
     for own in _copy_together(processors):
@@ -48,21 +49,23 @@ def processors_of_row(processors: Sequence[_Processor], row: int, num_rows: int)
 
 
 def criteria_of_row(criteria: Sequence[Any]) -> list[Any]:
-    """Criteria with a memory of their own; transformers' own have none.
+    """Copies of the criteria for one row; transformers' own keep no state and are not copied.
 
     Raises:
-        ValueError: when they cannot be copied.
+        ValueError: they cannot be copied.
     """
     own = iter(_copy_together([one for one in criteria if not _is_transformers_own(one)]))
     return [one if _is_transformers_own(one) else next(own) for one in criteria]
 
 
 def ask_criterion(criterion: Callable[[Tensor, Any], Any], text: Tensor, row: int, num_rows: int) -> bool:
-    """Whether the row's own copy of a stopping criterion ends row `row` of `num_rows`, whose text is [1, L]. It gets no
-    scores.
+    """Whether the row's copy of a stopping criterion ends row `row` of `num_rows`. It gets no scores.
+
+    Args:
+        text: [1, L], of the row.
 
     Raises:
-        ValueError: when it answers neither for the batch nor with one word.
+        ValueError: it answers with neither one value nor one per row.
     """
     if num_rows == 1 or _is_transformers_own(criterion):
         return bool(torch.as_tensor(criterion(text, None)).all())
@@ -70,13 +73,15 @@ def ask_criterion(criterion: Callable[[Tensor, Any], Any], text: Tensor, row: in
     if answer.numel() not in (1, num_rows):
         name = type(criterion).__name__
         raise ValueError(
-            f"the stopping criterion {name} was asked about {num_rows} rows and answered with {answer.numel()} values: "
-            "return a bool, or a tensor with one for each row"
+            f"the stopping criterion {name} got {num_rows} rows and returned {answer.numel()} values: return a bool, "
+            "or a tensor with one value per row"
         )
     return bool(answer.flatten()[row if answer.numel() > 1 else 0])
 
 
 class _RowProcessor:
+    """Shows a processor a batch in which every row is one row, and returns its answer for this row."""
+
     def __init__(self, processor: _Processor, row: int, num_rows: int) -> None:
         self.processor = processor
         self.row = row
@@ -99,21 +104,21 @@ def _is_transformers_own(thing: Any) -> bool:
 
 
 def _copy_together(things: Sequence[Any]) -> list[Any]:
-    """Deep copies of processors or criteria, but for models and tokenizers that they hold, which are shared."""
+    """Deep copies of processors or criteria. Models and tokenizers that they hold are shared, not copied."""
     try:
-        seen = set(map(id, things))  # themselves are copied, models or not
+        seen = set(map(id, things))  # the things themselves are copied, even if they are models
         shared = {id(held): held for one in things for part in _parts_of(one) for held in _find_shared(part, seen)}
         return copy.deepcopy(list(things), shared)
     except Exception as error:
         names = ", ".join(type(one).__name__ for one in things)
         raise ValueError(
-            f"{names} may keep a state, so each row of a batch needs a copy, and copying failed: {error!r}. Decode one "
-            "row at a time, or give the class a __deepcopy__"
+            f"{names} may keep a state, so each row of a batch needs a copy, and copying failed: {error!r}. Decode "
+            "one row at a time, or give the class a __deepcopy__"
         ) from error
 
 
 def _find_shared(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Models and tokenizers among what an object holds, however deep."""
+    """Yields the models and tokenizers that an object holds, at any depth."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -139,8 +144,7 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 def _cut_source(processor: Any, row: int, batch_size: int) -> None:
-    """Leaves a copied processor that knows other texts of all rows with its row's (`num_return_sequences` rows share
-    one)."""
+    """Cuts the other texts that a copied processor holds down to this row's; `num_return_sequences` rows share one."""
     context = getattr(processor, "unconditional_context", None)  # of UnbatchedClassifierFreeGuidanceLogitsProcessor
     if isinstance(context, dict):
         for name in ("input_ids", "attention_mask"):

@@ -1,4 +1,4 @@
-"""Text from tokens that come one after the other."""
+"""Text from tokens that arrive one at a time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class IncrementalDetokenizer:
-    """Text of a growing token sequence, piece by piece; the pieces joined are the text decoded at once.
+    """The text of a growing token sequence in pieces, which together are the text decoded at once.
 
-    A character whose bytes are spread over tokens appears with the last of them. Only the tokens since the last piece
-    but one are decoded again: one piece of context, because what a token looks like may depend on the one before it.
+    A character whose bytes are spread over several tokens appears with the last of these tokens. Each call decodes the
+    last piece's tokens again as context, because a token's text may depend on the token before it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -19,18 +19,18 @@ class IncrementalDetokenizer:
         self._pending = 0  # the tokens without a piece begin here
 
     def add(self, token_id: int) -> str:
-        """The text that becomes certain with this token; may be empty."""
+        """Returns the text that this token completes; it may be empty."""
         self._ids.append(token_id)
         return self._take(is_last=False)
 
     def flush(self) -> str:
-        """What is left at the end: a character that was never completed."""
+        """Returns the text that is left at the end: an incomplete character."""
         return self._take(is_last=True)
 
     def _take(self, *, is_last: bool) -> str:
         known = self._decode(self._ids[self._context : self._pending])
         text = self._decode(self._ids[self._context :])
-        if text.endswith("\ufffd") and not is_last:  # bytes of a character that is not complete yet
+        if text.endswith("\ufffd") and not is_last:  # an incomplete character
             return ""
         if len(text) > len(known):
             self._context, self._pending = self._pending, len(self._ids)

@@ -1,4 +1,4 @@
-"""TokenStream: a text that is read while it is written."""
+"""TokenStream: a text that is read while it is decoded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class TokenStream:
-    """Yields the tokens of each step, a list of one or more, as soon as they are certain.
+    """Yields the tokens of each step, a list of one or more.
 
-    It is read with `for` or, from a coroutine, with `async for` (a step then runs in a thread, and the event loop goes
-    on). Nothing is computed ahead of the reader. To stop early, `close()` it, leave its `with` or `async with` block,
-    or drop it; a coroutine that is cancelled while it waits for a step closes it behind that step.
+    Read it with `for` or, in a coroutine, with `async for`, which runs each step in a thread. Nothing is computed ahead
+    of the reader. To stop early, call `close()`, leave the `with` or `async with` block, or drop the stream. If a
+    coroutine is cancelled while it waits for a step, the stream closes after this step.
     """
 
     def __init__(
@@ -25,16 +25,16 @@ class TokenStream:
     ) -> None:
         """
         Args:
-            steps: a generator of the tokens.
-            gather: the output so far.
-            release: called when it is over; may be called more than once.
+            steps: a generator of the steps' tokens.
+            gather: returns the output so far.
+            release: called at the end, possibly several times.
         """
         self._steps = _Steps(steps, release)
         self._gather = gather
 
     @property
     def output(self) -> GenerationOutput:
-        """What `generate` would return: of the whole text once it has ended, until then of what there is."""
+        """What `generate` would return, for the tokens so far."""
         return self._gather()
 
     def __iter__(self) -> Self:
@@ -62,8 +62,8 @@ class TokenStream:
         return tokens
 
     def close(self) -> None:
-        """Ends the text here. The decoder is free again, and may go on from what there is (`reuse_cache`). Called from
-        within a step (by a logits processor, or a signal's handler), it ends behind that step."""
+        """Ends the text here and frees the decoder, which can continue it later (`reuse_cache`). A call from within a
+        step (a logits processor, a signal handler) takes effect after the step."""
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -75,7 +75,7 @@ class TokenStream:
         self.close()
 
     async def aclose(self) -> None:
-        """`close`, for `contextlib.aclosing`; waits for a step that has begun."""
+        """`close` for `contextlib.aclosing`; waits for the running step."""
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> Self:
@@ -91,8 +91,10 @@ class TokenStream:
 
 
 class _Steps:
-    """The steps of one text, one at a time, in any thread. A thread that has run one may hold on to this for a while,
-    so it is not the stream itself, which would not be dropped until then."""
+    """Runs the steps of one text, one at a time, in any thread.
+
+    It is an object of its own because a thread may hold it for a while after a step; the stream can be dropped before.
+    """
 
     def __init__(self, steps: Iterator[list[int]], release: Callable[[], None]) -> None:
         self._steps: Iterator[list[int]] | None = steps
@@ -102,7 +104,7 @@ class _Steps:
         self._is_to_close = False
 
     def advance(self) -> list[int] | None:
-        """The next step's tokens; None when there are no more."""
+        """Returns the next step's tokens; None at the end."""
         try:
             with self._one_at_a_time:
                 self._running_thread = threading.get_ident()
@@ -115,7 +117,7 @@ class _Steps:
                 self.close()
 
     def close(self) -> None:
-        """Waits for a step of another thread."""
+        """Ends the text; waits for another thread's step."""
         if self._running_thread == threading.get_ident():
             self._is_to_close = True
             return
@@ -124,8 +126,8 @@ class _Steps:
         self._release()
 
     def close_soon(self) -> None:
-        """`close` that does not wait: a step that is running closes behind itself."""
-        self._is_to_close = True  # before the lock is tried: a step looks at it after it has let go of the lock
+        """`close` that does not wait: a running step closes when it ends."""
+        self._is_to_close = True  # set before the lock is tried: a step reads it after it has released the lock
         if self._one_at_a_time.acquire(blocking=False):
             try:
                 self._end()
@@ -141,4 +143,4 @@ class _Steps:
 
 def _retrieve(step: asyncio.Future[list[int] | None]) -> None:
     if not step.cancelled():
-        step.exception()  # nobody is left to be told
+        step.exception()  # read, or asyncio would log it as never retrieved

@@ -1,8 +1,8 @@
-"""Grouped attention under a 4-D mask: the cache's keys and values are read once, not repeated per query head.
+"""Grouped attention under a 4-D mask that reads the cache's keys and values once.
 
-transformers repeats keys and values for every query head of a group when several tokens come with a mask: a copy of
-the whole view of the cache in each layer. Here the query heads of a group become further query rows of their key-value
-head instead, which is the same arithmetic per row.
+For several tokens with a mask, transformers repeats keys and values for every query head of a group, which copies the
+whole view of the cache in each layer. Here the query heads of a group become more query rows of their key-value head.
+The arithmetic of a row is the same.
 
 Legend: B batch, H query heads, G key-value heads, N tokens of the pass, S cache slots in view, d head size.
 """
@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
-LONG_PASS = 128  # tokens of a pass from which on a mask for each query head would be the larger cost
+LONG_PASS = 128  # in passes of this many tokens, repeating the mask costs more than repeating the keys
 
 
 def attend_grouped(
@@ -34,7 +34,7 @@ def attend_grouped(
     """An attention function of transformers: query [B, H, N, d], key, value [B, G, S, d], additive mask [B, 1, N, S].
 
     Returns:
-        [B, N, H, d]. Anything that is not grouped attention under such a mask goes to transformers' own function.
+        [B, N, H, d]. transformers' own function computes everything but grouped attention under such a mask.
     """
     num_heads, num_groups = query.shape[1], key.shape[1]
     is_plain = all(value is None for name, value in kwargs.items() if name in ("position_bias", "s_aux", "softcap"))
@@ -48,11 +48,16 @@ def attend_grouped(
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
-    """Attention of query [B, H, N, d] over key and value [B, G, S, d] where mask [B, 1, N, S] (bool, or additive)
-    allows: [B, H, N, d of the values]. Each key-value head is read once, but for prompts.
+    """Attention that reads each key-value head once, except in passes of `LONG_PASS` tokens and more.
 
     Args:
-        scale: of the scores; None = d ** -0.5.
+        query: [B, H, N, d].
+        key, value: [B, G, S, d]; the values may have another width.
+        mask: [B, 1, N, S], bool or additive.
+        scale: factor of the scores; None = d ** -0.5.
+
+    Returns:
+        [B, H, N, d of the values].
     """
     batch, num_heads, num_tokens, size = query.shape
     num_groups = key.shape[1]
@@ -67,8 +72,9 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, sc
 
 
 def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """`attend_masked` for prompts: the first query heads of all groups, then the second ones. So many queries pay for
-    reading the keys again, and the mask, the largest tensor of the pass, is not repeated."""
+    """`attend_masked` for prompts: first the first query head of every group, then the second, and so on.
+
+    The keys are read once for each; the mask, the largest tensor of such a pass, is not repeated."""
     members = query.unflatten(1, (key.shape[1], -1))  # [B, G, H / G, N, d]
     attended = query.new_empty(*members.shape[:-1], value.shape[-1])
     for place in range(members.shape[2]):
@@ -83,8 +89,9 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 class grouped_attention:
-    """While active, layers of `config` that would call transformers' sdpa call `attend_grouped`; the config is then as
-    it was. A model that another thread runs meanwhile gets the same results, whichever of the two it calls."""
+    """A context in which layers of `config` call `attend_grouped` instead of transformers' sdpa.
+
+    Another thread that runs the model at the same time gets the same results from either function."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -95,5 +102,5 @@ class grouped_attention:
             self.config._attn_implementation_internal = GROUPED
 
     def __exit__(self, *_: object) -> None:
-        if self.before in (STOCK, GROUPED):  # GROUPED: another thread was here first
+        if self.before in (STOCK, GROUPED):  # GROUPED: another thread had entered before
             self.config._attn_implementation_internal = STOCK

@@ -1,7 +1,7 @@
-"""Batches whose rows hold several documents each: how they are run so that no document sees another.
+"""Batches whose rows hold several documents each, run so that no document sees another.
 
-The documents of a batch become rows of their own, right-padded, in a few groups of like lengths. That is exact for
-every model and every kind of heads, needs no [T, T] mask, and spends no attention on pairs of different documents.
+Each document becomes a right-padded row, in one of a few groups of similar lengths. This is exact for every model and
+every kind of heads, needs no [T, T] mask, and computes no attention between documents.
 
 Legend: B rows of the batch, T tokens of a row, R documents of a group, L length of a group's rows.
 """
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# What one more group costs, in tokens of padding: a pass has work of its own, however few tokens it reads.
+# Cost of one more group, in tokens of padding: a pass has a fixed cost, however few tokens it reads.
 TOKENS_PER_GROUP = 128
-MULTIPLE_OF = 8  # rows of a group are rounded up to this: matrix kernels like it
+MULTIPLE_OF = 8  # row lengths are rounded up to a multiple of this, which matrix kernels prefer
 
 
 @dataclass(frozen=True)
 class DocumentGroup:
-    """Documents of like lengths as right-padded rows.
+    """Documents of similar lengths as right-padded rows.
 
     Attributes:
-        places: [R, L] int64, where in the batch's B * T tokens each stands; padding repeats the last one.
+        places: [R, L] int64, each token's index among the batch's B * T; padding repeats the last one.
         mask: [R, L] int64, 1 on real tokens.
     """
 
@@ -37,7 +37,7 @@ class DocumentGroup:
 
 
 def gather_documents(groups: Sequence[DocumentGroup], states: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    """What was computed of each group, [R, L, ...], as [B, T, ...] of a batch of `shape` [B, T]; zero at padding."""
+    """Puts the groups' states, each [R, L, ...], into [B, T, ...] for a batch of `shape` [B, T]; zero at padding."""
     batch = states[0].new_zeros(shape.numel(), *states[0].shape[2:])
     for group, values in zip(groups, states, strict=True):
         is_real = group.mask.bool()
@@ -49,12 +49,12 @@ def split_documents(document_ids: Tensor, *, num_groups: int | None = None) -> l
     """Cuts a batch into groups of documents, so that groups and padding together cost least.
 
     Args:
-        document_ids: [B, T] int64, equal on neighbours of a row that belong to one document; -1 for padding.
-        num_groups: how many groups, whatever the documents (a group without any has one row that is all padding):
-            processes that share a sharded model must all run it equally often. None = as many as pay.
+        document_ids: [B, T] int64, equal on neighbouring tokens of one document; -1 on padding.
+        num_groups: the exact number of groups; an empty group gets one row of padding. Processes that share a sharded
+            model need it, because they must all run the model equally often. None = the cheapest number.
 
     Worked example: rows [0, 0, 0, 1, 1] and [0, 0, 2, -1, -1] hold documents of 3, 2, 2 and 1 tokens, at the places
-    (0, 1, 2), (3, 4), (5, 6) and (7). They all fit into one group, whose rows are rounded up to 8 tokens.
+    (0, 1, 2), (3, 4), (5, 6) and (7). All fit into one group, whose rows are rounded up to 8 tokens.
     """
     ids = document_ids.cpu()
     edge = torch.full_like(ids[:, :1], -1)
@@ -77,23 +77,24 @@ def split_documents(document_ids: Tensor, *, num_groups: int | None = None) -> l
 
 
 def cut_lengths(lengths: Sequence[int], num_groups: int | None = None) -> list[int]:
-    """Where to cut ascending lengths into groups (with `num_groups`: at most so many): the index behind the last of
-    each. A document costs what the longest of its group does, and a group `TOKENS_PER_GROUP` besides.
+    """Cuts ascending lengths into groups (at most `num_groups`); returns the index after the last of each group.
+
+    A document costs as much as the longest of its group, and each group costs `TOKENS_PER_GROUP` more.
 
     >>> cut_lengths([100, 110, 120, 500, 520]), cut_lengths([100, 110, 120, 500, 520], 1)
     ([3, 5], [5])
     """
     price = TOKENS_PER_GROUP
     while len(cuts := _find_cheapest_cuts(lengths, price)) > (num_groups or len(lengths)):
-        price *= 2  # of all that costs, the number of groups alone depends on it
+        price *= 2  # a higher price of groups gives fewer of them
     return cuts
 
 
 def _find_cheapest_cuts(lengths: Sequence[int], price: int) -> list[int]:
-    """Shortest path over the places between two lengths that differ when rounded."""
+    """The cheapest cuts, by the shortest path; only lengths that differ when rounded are cut apart."""
     rounded = [-(-length // MULTIPLE_OF) for length in lengths]
     ends = [i for i in range(1, len(lengths) + 1) if i == len(lengths) or rounded[i] != rounded[i - 1]]
-    best = {0: (0, 0)}  # end -> (cost of all documents before it, where the last group begins)
+    best = {0: (0, 0)}  # end -> (cost of all documents before it, begin of the last group)
     for end in ends:
         costs = ((cost + (end - begin) * lengths[end - 1] + price, begin) for begin, (cost, _) in best.items())
         best[end] = min(costs)

@@ -1,11 +1,11 @@
-"""Encoder-decoder targets (T5, BART and their kind): what the decoder reads of its source, and where its tokens stand.
+"""Encoder-decoder targets (T5, BART): their decoder, run with the true positions of its tokens.
 
-The speculative decoding of Leviathan et al. (arXiv 2211.17192) was measured on T5. A source is encoded once; the
-decoder's own tokens then go through the same cache, trees and acceptance as those of a decoder-only model.
+Leviathan et al. (arXiv 2211.17192) measured speculative decoding on T5. A source is encoded once. The decoder's tokens
+then go through the same cache, trees and acceptance as those of a decoder-only model.
 
-Such models take no position ids. They count slots of the cache, to number learned positions or to measure the distances
-that T5's position bias depends on. Slots are positions only while rows of equal length decode one token at a time, so
-the decoder is run as a copy that shares every weight and submodule but the few that count: those read true positions.
+These models take no position ids. They count cache slots, either to number learned positions or to measure distances
+for T5's position bias. Slots are positions only while rows of equal length decode one token at a time. So the decoder
+runs as a copy that shares all weights and all submodules except the few that count slots; these read true positions.
 
 Legend: B batch, N tokens of one pass, S cache slots in view, E source tokens, D hidden, H heads, V target vocabulary.
 """
@@ -29,28 +29,28 @@ from inference.cache.tree_cache import TreeCache
 
 
 class _Places(threading.local):
-    """Where the tokens of the pass that this thread runs stand: queries [B, N] and keys [B, S], both positions."""
+    """Positions in this thread's pass: of the queries [B, N] and of the keys [B, S]."""
 
     queries: Tensor | None = None
     keys: Tensor | None = None
 
 
 class _PlacedCache(EncoderDecoderCache):
-    """What the placed decoder is given for a pass. Nothing counts from its length any more, and the true one, which
-    changes at every step, would make a compiled graph of every step."""
+    """The cache that the placed decoder gets. It hides its length, from which no module counts any more: a length that
+    changes at every step would make torch.compile build a graph for every step."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
 
 class PlacedDecoder:
-    """An encoder-decoder model whose decoder is told the positions of its tokens.
+    """An encoder-decoder model whose decoder is given the positions of its tokens.
 
-    Nothing of `model` is changed, and both may run at once, in several threads. Modules of it that are replaced later,
-    outside of its attention layers, are not seen.
+    `model` is not changed, and both may run at once, in several threads. Replacing a module of `model` later may have
+    no effect here.
 
     Args:
-        model: of transformers, for conditional generation.
+        model: a transformers model for conditional generation.
     """
 
     def __init__(self, model: Any) -> None:
@@ -63,18 +63,20 @@ class PlacedDecoder:
         self._takes_positions = "decoder_position_ids" in accepted
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are made anew, from the copied model."""
+        """Copying and unpickling construct a new object from the copied model."""
         return type(self), (self.model,)
 
     def run(
         self, source: SourceMemory, cache: Cache, token_ids: Tensor, positions: Tensor, keys: Tensor, masks: Any
     ) -> Tensor:
-        """The model's logits [B, N, V] of tokens at `positions` [B, N]; slots in view stand at `keys` [B, S].
+        """The model's logits [B, N, V].
 
         Args:
-            cache: for the self-attention.
+            cache: of the self-attention.
             token_ids: [B, N] long.
-            masks: additive, [B, 1, N, S].
+            positions: [B, N], of the tokens.
+            keys: [B, S], positions of the slots in view.
+            masks: [B, 1, N, S], additive.
         """
         self._places.queries, self._places.keys = positions, keys
         extra = {"decoder_position_ids": positions} if self._takes_positions else {}
@@ -98,10 +100,10 @@ class PlacedDecoder:
     def run_opened(
         self, cache: TreeCache, token_ids: Tensor, positions: Tensor, tree_positions: Tensor, masks: Any
     ) -> Tensor:
-        """`run` for a cache that has a source, and whose slots are open.
+        """`run` for a cache with open slots.
 
         Args:
-            tree_positions: [B, M], of the M slots of the tree.
+            tree_positions: [B, M], positions of the M slots of the tree.
 
         Raises:
             ValueError: the cache has no source.
@@ -113,7 +115,7 @@ class PlacedDecoder:
         return self.run(cache.source, cache, token_ids, positions, keys, masks)
 
     def _place(self, module: nn.Module) -> nn.Module | None:
-        """A copy that reads true positions, if the module is of a kind that counts slots."""
+        """A copy of a module that counts slots, which reads true positions; None for other modules."""
         if getattr(module, "has_relative_attention_bias", False) and hasattr(module, "compute_bias"):
             return _copy_module(module, compute_bias=functools.partial(_bias_by_distance, module, self._places))
         if isinstance(module, nn.Embedding) and "position_ids" in inspect.signature(module.forward).parameters:
@@ -124,31 +126,31 @@ class PlacedDecoder:
 def _bias_by_distance(
     attention: Any, places: _Places, query_length: int, key_length: int, device: Any = None, **_: Any
 ) -> Tensor:
-    """In the place of T5's `compute_bias`: the bias [B, H, N, S] by the distances between positions.
+    """Replaces T5's `compute_bias`: the bias [B, H, N, S] by the distances between positions.
 
-    Worked example, a tree of a root at position 5 and two children at 6, behind 5 committed tokens:
+    Worked example, a root at position 5 and two children at 6, after 5 committed tokens:
 
         slots      0 1 2 3 4 5 6 7
-        positions  0 1 2 3 4 5 6 6      the second child, in slot 7, is 1 from the root and 0 from itself
+        positions  0 1 2 3 4 5 6 6      the second child, in slot 7, has distance 1 to the root and 0 to itself
     """
     assert places.queries is not None
     assert places.keys is not None
-    # What the module itself gives for one query behind everything in view, nearest key first: [S, H].
+    # The module's own bias for one query after everything in view, nearest key first: [S, H].
     table = attention.compute_bias(1, key_length, device=device, past_seen_tokens=key_length - 1)[0, :, 0].flip(-1).T
     distances = (places.queries[:, :, None] - places.keys[:, None, :]).to(table.device)
-    # Negative ones are to keys that no query may see.
+    # A negative distance is to a key that the query may not see.
     return nn.functional.embedding(distances.clamp(0, key_length - 1), table).permute(0, 3, 1, 2)
 
 
 def _embed_positions(forward: Callable[..., Tensor], places: _Places, *args: Any, **kwargs: Any) -> Tensor:
-    """In the place of the forward of a table of positions (BART, Marian): the rows [B, N, D] of the true ones."""
+    """Replaces the forward of a table of positions (BART, Marian): the rows [B, N, D] of the true positions."""
     assert places.queries is not None
-    # Some put a dimension of 1 in front.
+    # Some tables return one more dimension of size 1.
     return forward(*args, **kwargs | {"position_ids": places.queries}).reshape(*places.queries.shape, -1)
 
 
 def _replace(module: nn.Module, find: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """The module, if `find` replaces nothing within it; else a copy that differs in nothing but what is replaced."""
+    """The module itself if `find` replaces nothing within it, else a copy with the replaced parts."""
     found = find(module)
     if found is not None:
         return found
@@ -158,7 +160,7 @@ def _replace(module: nn.Module, find: Callable[[nn.Module], nn.Module | None]) -
 
 
 def _copy_module(module: nn.Module, **attributes: Any) -> nn.Module:
-    """A copy that shares weights and submodules, with some attributes of its own."""
+    """A copy that shares weights and submodules and has these attributes of its own."""
     copied: Any = copy.copy(module)
     inner = module.__dict__.get("_old_forward")
     if inner is not None:  # accelerate's hooks wrap a forward that is bound to the module itself

@@ -1,4 +1,4 @@
-"""Examine an encoder-decoder model once, as `target_probe.py` examines others."""
+"""Examines an encoder-decoder model, as `probe.py` examines decoder-only models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from inference.targets.probe_tree import (
 
 @torch.no_grad()
 def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeMasks, device: torch.device) -> Findings:
-    """`examine_model` for an encoder-decoder model: the same tree, behind a source of three tokens, by its logits."""
+    """`examine_model` for an encoder-decoder model. It reads the same tree for a source of three tokens, and compares
+    logits instead of hidden states."""
     name = type(model).__name__
     token_ids = draw_ids(model, 1, device)
     tree = ProbeTree.of_tokens(token_ids, make_masks)

@@ -1,4 +1,4 @@
-"""From a target's last hidden states to its logits, as the model itself goes, and the LM head's weight as numbers.
+"""From a target's last hidden states to its logits, and the LM head's weight as a tensor.
 
 Legend: D width of the states that the LM head reads, V target vocabulary.
 """
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 ScaleLogits = Callable[[Tensor], Tensor]
-_ROWS = 256  # of the identity matrix at a time
+_ROWS = 256  # rows of the identity matrix that go through the LM head at a time
 
 
 def run_frozen(lm_head: Any, hidden: Tensor) -> Tensor:
-    """The LM head's output [..., V] for [..., D], differentiable with respect to `hidden` alone: the head is frozen,
-    whatever its parameters ask for."""
+    """The LM head's output [..., V] for [..., D]. Gradients reach `hidden` only: the head is frozen, whatever its
+    parameters' `requires_grad` says."""
     weights = list(lm_head.parameters())
-    is_offloaded = any(weight.is_meta for weight in weights)  # accelerate then lends the head copies of them
+    is_offloaded = any(weight.is_meta for weight in weights)  # accelerate then gives the head copies of them
     if torch.is_grad_enabled() and not is_offloaded and any(weight.requires_grad for weight in weights):
         frozen = {name: weight.detach() for name, weight in lm_head.named_parameters()}
         computed: Tensor = torch.func.functional_call(lm_head, frozen, hidden)
@@ -31,11 +31,13 @@ def run_frozen(lm_head: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()  # not inference mode, in which some quantised weights do not run
 def read_weight(lm_head: Any, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The LM head's weight, of `shape` [V, D]: its own where it is stored as such, else what the head makes of an
-    identity matrix. So are read weights that are quantised, offloaded, adapted or split over processes.
+    """The LM head's weight, of `shape` [V, D].
+
+    A weight that is quantised, offloaded, adapted or split over processes is read by running the head on an identity
+    matrix; any other is the stored tensor.
 
     Raises:
-        ValueError: the head does not go from D to V.
+        ValueError: the head does not map D to V.
     """
     weight: Tensor = lm_head.weight
     is_stored = type(lm_head) is nn.Linear and type(weight) is nn.Parameter and not weight.is_meta
@@ -53,13 +55,13 @@ def read_weight(lm_head: Any, shape: tuple[int, int], dtype: torch.dtype, device
 
 
 def find_logit_scaling(config: Any, lm_head: Any, hidden: Tensor, logits: Tensor) -> ScaleLogits | None:
-    """What turns the LM head's output for `hidden` [1, 2, D] into the model's `logits` [1, 2, V]; None if nothing does.
+    """The scaling that turns the LM head's output for `hidden` [1, 2, D] into the model's `logits` [1, 2, V], or None.
 
-    The config's names are not enough: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X.
+    The names in the config do not suffice: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X.
     """
     try:
         raw: Tensor = lm_head(hidden).to(logits.device)
-    except RuntimeError:  # another width: the model does more before its head
+    except RuntimeError:  # another width: the model has more layers before its head
         return None
     cap = getattr(config, "final_logit_softcapping", None)
     factors = [1.0]
@@ -76,7 +78,7 @@ def find_logit_scaling(config: Any, lm_head: Any, hidden: Tensor, logits: Tensor
 
 @dataclass(frozen=True)
 class _LogitScaling:
-    """logits = cap * tanh(raw * factor / cap), in the steps and the dtype in which the models do it."""
+    """logits = cap * tanh(raw * factor / cap), in the models' own order of operations and dtype."""
 
     factor: float
     cap: float | None

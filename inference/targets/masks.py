@@ -1,4 +1,4 @@
-"""Additive attention masks of a tree's tokens over the cache, with each layer type's sliding window.
+"""Additive attention masks for a tree's tokens over the cache, with each layer type's sliding window.
 
 Legend: B batch, N tokens of one pass, M slots of the tree, S cache slots, W of them that a layer sees.
 """
@@ -17,22 +17,26 @@ from inference.cache.tree_cache import TreeCache
 
 @dataclass(frozen=True)
 class TreeMasks:
-    """Args:
-    windows: sliding window in positions, or None for full attention, per layer type.
-    dtype: of the masks, the model's.
+    """Makes the masks of one model.
+
+    Attributes:
+        windows: sliding window in positions, or None for full attention, per layer type.
+        dtype: the model's, which its masks must have.
     """
 
     windows: dict[str, int | None]
     dtype: torch.dtype
 
     def from_allowed(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor) -> Any:
-        """Additive masks from who may see whom: [B, N, S] bool, positions [B, N] and [B, S].
+        """Additive masks; sliding windows are applied here.
 
-        Sliding windows are added here, measured in positions: a key is seen if key > query - window.
+        Args:
+            allowed: [B, N, S] bool, which keys each query may see apart from windows.
+            query_positions, key_positions: [B, N] and [B, S]. A key is in the window if key > query - window.
 
         Returns:
-            One [B, 1, N, S] tensor in the dtype (0 or its minimum; eager attention would ADD a boolean), or
-            a dict of them per layer type for models with several.
+            One [B, 1, N, S] tensor of 0 or the dtype's minimum (eager attention would ADD a boolean), or a dict of
+            such tensors per layer type for models with several types.
         """
         masks = {
             layer_type: self._make_mask(allowed, query_positions, key_positions, window)
@@ -43,8 +47,15 @@ class TreeMasks:
     def in_view(
         self, cache: TreeCache | DraftRows, positions: Tensor, node_positions: Tensor, ancestors: Tensor
     ) -> Any:
-        """`from_allowed` for queries at [B, N] positions, each [B, 1, N, W] over what its layers see: committed
-        tokens, and their ancestors [B, N, M] among the M slots of the tree, whose positions are [B, M]."""
+        """Masks [B, 1, N, W] over the W slots that each type of layer sees.
+
+        A query sees the committed tokens and its ancestors.
+
+        Args:
+            positions: [B, N], of the queries.
+            node_positions: [B, M], of the M slots of the tree.
+            ancestors: [B, N, M] bool.
+        """
         batch, num_queries = positions.shape
         masks = {}
         for layer_type, window in self.windows.items():

@@ -1,4 +1,4 @@
-"""What a model and its config say before anything is run: attention, windows, length limits, devices."""
+"""Facts about a model that need no forward pass: attention, windows, length limits, devices, quantisation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from transformers import PreTrainedModel
 
 from inference.targets.attention import GROUPED, STOCK
 
-# Layer types whose whole past stays readable in the cache, so that a step can be forgotten.
+# Layer types whose whole past stays in the cache, so that a step can be rolled back.
 _ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-# Where layers and tensors of quantised weights are defined, also when the model was not loaded as a quantised one.
+# Packages whose layers and tensors hold quantised weights, also in models that transformers did not load as quantised.
 _QUANTISERS = ("bitsandbytes.", "torchao.", "torch.ao.", "optimum.quanto.")
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """max_length: number of positions, or None; reason: where the number comes from, for error messages."""
+    """max_length: number of positions, or None. reason: the origin of the number, for error messages."""
 
     max_length: int | None
     reason: str
@@ -48,8 +48,8 @@ def unwrap_model(model: nn.Module) -> Any:
     other = ", ".join(sorted(layer_types - set(_ATTENTION_LAYER_TYPES)))
     if other or getattr(causal_lm, "_is_stateful", False):
         raise ValueError(
-            f"{name} has layers of a kind that cannot be rolled back after a rejected draft, or that masks by rules of "
-            f"its own ({other or 'a recurrent state'}): a target has {' and '.join(_ATTENTION_LAYER_TYPES)} layers only"
+            f"{name} has layers that cannot be rolled back after a rejected draft, or that mask by rules of their own "
+            f"({other or 'a recurrent state'}): a target has {' and '.join(_ATTENTION_LAYER_TYPES)} layers only"
         )
     implementation = text_config._attn_implementation
     if implementation == GROUPED:  # another thread is in the middle of a pass
@@ -63,11 +63,11 @@ def unwrap_model(model: nn.Module) -> Any:
         "alibi" in attribute and getattr(causal_lm.base_model, attribute) for attribute in dir(causal_lm.base_model)
     ):
         raise ValueError(
-            f"{name} has ALiBi, which measures distances in slots of the cache instead of positions, so a node of a "
-            f"tree would be scored by where its siblings lie: use a model with RoPE or learned positions"
+            f"{name} has ALiBi, which measures distances in cache slots instead of positions, so the siblings of a "
+            f"node would change its scores: use a model with RoPE or learned positions"
         )
     if getattr(text_config, "use_bidirectional_attention", None) not in (None, False):
-        raise ValueError(f"{name} attends in both directions (use_bidirectional_attention): it is no causal LM")
+        raise ValueError(f"{name} attends in both directions (use_bidirectional_attention): it is not a causal LM")
     refuse_training(model)
     return causal_lm
 
@@ -81,31 +81,31 @@ def refuse_training(model: nn.Module) -> None:
 
 
 def check_adapters(model: Any) -> None:
-    """Refuses adapters that are more than layers beside the model's own, in use or not (ValueError)."""
+    """Refuses (ValueError) adapters, active or not, that are more than layers added to the model."""
     for name, config in getattr(model, "peft_config", {}).items():
         if getattr(config, "is_prompt_learning", False):
             raise ValueError("a PEFT model with virtual prompt tokens shifts every position: merge it or use LoRA")
         if (tokens := getattr(config, "alora_invocation_tokens", None)) is not None:
             raise ValueError(
-                f"the adapter {name!r} is an aLoRA (alora_invocation_tokens={tokens}): from which token on it applies "
-                f"is told by PEFT's own forward and generate, which do not run here, so it would never apply: use LoRA "
-                f"without alora_invocation_tokens, or take it out with delete_adapter({name!r})"
+                f"the adapter {name!r} is an aLoRA (alora_invocation_tokens={tokens}): PEFT's own forward and generate "
+                f"choose the token from which it applies; they do not run here, so it would never apply. Use LoRA "
+                f"without alora_invocation_tokens, or remove the adapter with delete_adapter({name!r})"
             )
 
 
 def refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
-    """A model of `dtype` is refused (ValueError) where autocast would compute in another."""
+    """Refuses (ValueError) a model of `dtype` where autocast would compute in another dtype."""
     if not torch.is_autocast_enabled(device.type) or (used := torch.get_autocast_dtype(device.type)) == dtype:
         return
     raise ValueError(
-        f"torch.autocast to {used} is on for {device.type}, and the target is in {dtype}: a tree and single tokens "
-        f"would be rounded too differently to be compared. Construct the target and decode outside of autocast; for "
-        f"half precision load the model with dtype={used}"
+        f"torch.autocast to {used} is on for {device.type}, and the target is in {dtype}: its rounding would make the "
+        f"scores of a tree differ too much from those of single tokens. Construct the target and decode outside of "
+        f"autocast; for half precision load the model with dtype={used}"
     )
 
 
 def find_device(module: Any) -> torch.device:
-    """Where a module's inputs belong: at its weight, or where accelerate brings a weight that it has put elsewhere."""
+    """The device of a module's inputs: its weight's, or the one to which accelerate brings an offloaded weight."""
     weight: Tensor = module.weight
     if weight.device.type != "meta":
         return weight.device
@@ -116,17 +116,17 @@ def find_device(module: Any) -> torch.device:
 
 
 def find_placement(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Where the model's weights are: (device, number of tensors in a row), in the order of its modules.
+    """Where the model's weights are: (device, number of consecutive tensors), in the order of its modules.
 
-    Worked example, six layers of nine tensors on two devices: (("cuda:0", 28), ("cuda:1", 29)). A weight that
-    accelerate has put elsewhere counts for the device that it runs on: ("offloaded from cuda:0", 9).
+    Worked example, an embedding, six layers of nine tensors, a norm and an LM head: (("cuda:0", 28), ("cuda:1", 29)).
+    A weight that accelerate has offloaded is named by the device that it runs on: ("offloaded from cuda:0", 9).
     """
     places = [place for module in model.modules() for place in _find_places(module)]
     return tuple((place, len(list(group))) for place, group in itertools.groupby(places))
 
 
 def _find_places(module: nn.Module) -> list[str]:
-    """Of the weights that the module itself holds."""
+    """The places of the module's own weights."""
     weights = [weight for weight in module._parameters.values() if weight is not None]
     if not any(weight.is_meta for weight in weights):
         return [str(weight.device) for weight in weights]
@@ -135,8 +135,11 @@ def _find_places(module: nn.Module) -> list[str]:
 
 
 def describe_model(model: nn.Module) -> tuple[Any, ...]:
-    """Equal for a model as long as nothing has changed that `Target` examines, but for the values of its weights:
-    modules (adapters are modules), shapes, dtypes and devices of weights, config, attention, training mode."""
+    """Everything about a model that `Target` examines, except the values of its weights; equal while nothing changes.
+
+    These are the modules (adapters are modules), the shapes, dtypes and devices of weights, the config, the attention
+    implementation and the training mode.
+    """
     config = _find_causal_lm(model).config
     implementation = config.get_text_config()._attn_implementation
     return (
@@ -148,7 +151,7 @@ def describe_model(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _describe_module(module: nn.Module) -> tuple[Any, ...]:
-    """Its type, its own weights, and where accelerate runs it."""
+    """The module's type, its own weights, and the device on which accelerate runs it."""
     weights = [
         (weight.shape, weight.dtype, weight.device) for weight in module._parameters.values() if weight is not None
     ]
@@ -156,7 +159,7 @@ def _describe_module(module: nn.Module) -> tuple[Any, ...]:
 
 
 def is_quantised(model: Any) -> bool:
-    """Whether the model says so, or holds layers or weights of a package that quantises."""
+    """Whether the model is marked as quantised, or holds layers or weights of a package that quantises."""
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         return True
     if getattr(model.config, "quantization_config", None) is not None:
@@ -165,7 +168,7 @@ def is_quantised(model: Any) -> bool:
 
 
 def chooses_experts(model: nn.Module) -> bool:
-    """Whether routers choose who computes a token, by what transformers calls such layers."""
+    """Whether the model routes tokens to experts, by the names that transformers gives to such layers."""
     words = ("expert", "router", "moe")
     return any(word in name for name, _ in model.named_modules() for word in words)
 
@@ -176,7 +179,7 @@ def find_layer_windows(text_config: Any) -> dict[str, int | None]:
     if getattr(text_config, "use_sliding_window", True) is False:
         window = None
     layer_types = getattr(text_config, "layer_types", None)
-    if not layer_types:  # every layer the same (llama; mistral, phi3 with a window)
+    if not layer_types:  # all layers alike (llama; mistral, phi3 with a window)
         return {"full_attention": None} if window is None else {"sliding_attention": int(window)}
     windows: dict[str, int | None] = {}
     for layer_type in sorted(set(layer_types)):
@@ -194,7 +197,8 @@ def list_windows(text_config: Any) -> list[int | None]:
 
 
 def find_length_limit(text_config: Any) -> LengthLimit:
-    """Positions the model is exact for: its position limit, or where its RoPE starts to depend on the whole pass."""
+    """The number of positions for which the model is exact: its position limit, or the length from which its RoPE
+    depends on the whole pass."""
     limit = getattr(text_config, "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else None
     found = LengthLimit(limit, f"max_position_embeddings={limit}")
@@ -210,7 +214,7 @@ def find_length_limit(text_config: Any) -> LengthLimit:
         if switch is not None and (found.max_length is None or switch <= found.max_length):
             found = LengthLimit(
                 switch,
-                f"RoPE of type {rope_type!r} rescales every position once a pass goes beyond {switch}, so tokens "
+                f"RoPE of type {rope_type!r} rescales all positions of a pass that goes beyond {switch}, so tokens "
                 f"verified together would differ from tokens decoded one by one",
             )
     return found

@@ -1,7 +1,7 @@
-"""Examine a transformers model once: can it verify a tree, and what does it write into a cache?
+"""Examines a transformers model once: can it verify a tree, and what does it write into a cache?
 
-Used by `Target` alone. Every refusal is a ValueError that says what the model does and why that cannot be rolled back
-or verified as a tree.
+Only `Target` uses this file. Every refusal is a ValueError that says what the model does, and why this cannot be rolled
+back or verified as a tree.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ logger = logging.getLogger(__name__)
 
 
 def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device) -> Findings:
-    """`_examine_with` a few tokens; with others if that fails and a router of experts may have been at a near-tie."""
+    """Examines the model with four tokens. In models with experts a router can be at a near-tie, so wrong numbers are
+    confirmed with other tokens before such a model is refused."""
     for first in (1, 4) if chooses_experts(model) else ():
         try:
             return _examine_with(draw_ids(model, first, device), model, text_config, make_masks)
         except WrongNumbersError as error:
-            logger.info("%s: asking once more, with other tokens", error)
+            logger.info("%s: trying other tokens", error)
     return _examine_with(draw_ids(model, 7, device), model, text_config, make_masks)
 
 
 @torch.no_grad()
 def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: MakeMasks) -> Findings:
-    """A few forwards of four tokens: cache shapes, proof that masks and positions are honoured, the way to logits."""
+    """Learns cache shapes and the way to logits; checks that the model follows masks and position ids."""
     name = type(model).__name__
     num_layers, tree = text_config.num_hidden_layers, ProbeTree.of_tokens(token_ids, make_masks)
     cache = RecordingCache(name)
@@ -80,7 +81,7 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
     noise = _measure_noise(model, plain_hidden[0], longer[:2], other[:2])
     check_branches(cache, output.last_hidden_state[0], plain_hidden[0], noise)
     logits = model(**plain).logits
-    check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # -inf is how ids are forbidden
+    check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # some models forbid ids with -inf
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
     windows = list_windows(text_config)
     specs = tuple(replace(cache.specs[layer], window=windows[layer]) for layer in range(num_layers))
@@ -89,9 +90,9 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
 
 
 def _check_window(model: Any, text_config: Any, token_ids: Tensor, make_masks: MakeMasks) -> None:
-    """Does the model apply the window that its config names? It is asked with a window of two tokens, in a copy.
+    """Checks that the model applies the sliding window of its config, with a copy whose window is two tokens.
 
-    The masks of that window come from positions that lie half the true one apart.
+    The copy must agree with the model under masks whose positions are half a window apart.
     """
     window = max((size for size in find_layer_windows(text_config).values() if size is not None), default=0)
     if window < 2:
@@ -111,16 +112,16 @@ def _check_window(model: Any, text_config: Any, token_ids: Tensor, make_masks: M
     error, effect = (float((found - wanted).norm()) for found in (masked, unbounded))
     if not error <= effect / 2:
         raise WrongNumbersError(
-            f"{type(model).__name__} does not mask by its config's sliding_window={window} as other models do, so its "
-            f"trees cannot be masked: a target without a window has sliding_window=None"
+            f"{type(model).__name__} does not mask by its config's sliding_window={window} as other models do, so a "
+            f"tree cannot be masked: for a model without a window set sliding_window=None"
         )
 
 
 def _measure_noise(model: Any, hidden: Tensor, longer: Tensor, other: Tensor) -> float:
-    """By how much the states [2, D] of two tokens change, relatively, when a pass holds two more behind them.
+    """The relative change of the states [2, D] of two tokens when a pass holds two more tokens after them.
 
-    Two such passes alike in shape but for those tokens are rounded alike, so they must agree more closely. Experts,
-    which take as many tokens at once as chose them, are rounded otherwise even then.
+    Two passes of one shape that differ only in the later tokens are rounded alike, so they must agree more closely.
+    Experts are the exception: the number of tokens they compute at once depends on the later tokens.
     """
     name, size = type(model).__name__, float(hidden.float().norm())
     noise, leak = (float((longer - states).float().norm()) / size for states in (hidden, other))
@@ -130,15 +131,15 @@ def _measure_noise(model: Any, hidden: Tensor, longer: Tensor, other: Tensor) ->
     allowed_leak = allowed if has_quantised or chooses_experts(model) else rounding / 30
     if not (noise <= allowed and leak <= allowed_leak):
         raise WrongNumbersError(
-            f"the hidden states of {name} change by {noise:.2g} when tokens are added behind them, and by {leak:.2g} "
-            f"with which ones: it is no causal LM. Only the activations of quantised models may depend on the whole "
-            f"pass (`model.is_quantized`)"
+            f"the hidden states of {name} change by {noise:.2g} when tokens are added after them, and by {leak:.2g} "
+            f"when these later tokens change: it is not a causal LM. Only the activations of quantised models may "
+            f"depend on the whole pass (`model.is_quantized`)"
         )
     if noise > rounding:
         logger.warning(
-            "the hidden states of %s change by %.2g with the number of tokens in a pass, as they do when activations "
-            "are quantised (LLM.int8): its texts can differ from plain decoding's more often than by rounding; where "
-            "that matters, quantise the weights alone",
+            "the hidden states of %s change by %.2g with the number of tokens in a pass, as with quantised activations "
+            "(LLM.int8): its texts can differ from plain decoding's more often than rounding explains. Where this "
+            "matters, quantise only the weights",
             name,
             noise,
         )

@@ -1,4 +1,4 @@
-"""The tree of four tokens that is asked of every target, and what a right answer is.
+"""The tree of four tokens that every target must compute, and the check of the answer.
 
 Legend: D hidden, or the vocabulary where logits are compared; Hkv key/value heads, Dk channels of a key.
 """
@@ -17,9 +17,9 @@ from transformers import Cache
 from inference.cache.tree_cache import LayerSpec, PlaneSpec
 from inference.targets.lm_head import ScaleLogits
 
-# Empty slots between the tree's first token and the others: more than any window that a model applies on its own.
+# Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
 _GAP = 4200
-# As models fail when they are called in a way they do not know.
+# The errors of models that are called in a way they do not support.
 _MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -29,15 +29,15 @@ MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
 
 @dataclass(frozen=True)
 class Findings:
-    """What `Target` learns of a model by running it.
+    """What `Target` learns about a model by running it.
 
     Attributes:
-        layer_specs: what each layer caches.
-        scale_logits: from the LM head's output to logits, None if not reproducible.
-        vocab_size: of the logits.
-        state_size: width of the last hidden state; None where no hidden states are handed over.
-        takes_inference_mode: whether it runs under torch.inference_mode, as some quantised weights do not.
-        first_layers: the model's first layers as models of their own, by their number; filled when they are needed.
+        layer_specs: shapes of each layer's keys and values.
+        scale_logits: from the LM head's output to logits; None if the model does something else.
+        vocab_size: width of the logits.
+        state_size: width of the last hidden state; None for encoder-decoder models.
+        takes_inference_mode: whether it runs under torch.inference_mode. Some quantised weights do not.
+        first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
     """
 
     layer_specs: tuple[LayerSpec, ...]
@@ -61,27 +61,27 @@ def takes_inference_mode(run: Callable[[], Any]) -> bool:
 
 
 class CannotRollBackError(ValueError):
-    """Raised from inside a model's forward, when it asks the cache for another state than keys and values."""
+    """A model's forward asked the cache for a state that is not keys and values."""
 
 
 class WrongNumbersError(ValueError):
-    """The model runs, but what it computes is not what a target must compute."""
+    """The model runs, but computes other numbers than a target must."""
 
 
 @dataclass(frozen=True)
 class ProbeTree:
-    """A root, a child, another child and the first child's twin.
+    """A root, a child, another child, and the first child's twin.
 
-    The twins must come out alike, which fails if the model ignores the mask (one would see its siblings) or the
-    position ids (it would stand two further right), and like the same two tokens in a plain pass, which fails if it
-    reads the mask in another way. So must their keys, which positions change even where weak weights let them hardly
-    change the last states. The root lies thousands of empty slots before the others, so a model that applies
-    windows or distances of its own to the slots fails too.
+    The twins must get equal states. They do not if the model ignores the mask (the second would see its siblings) or
+    the position ids (it would stand two positions later). The states must also equal those of the same two tokens in a
+    plain pass; they do not if the model reads the mask in another way. The twins' keys must be equal too: positions
+    change keys even where weak weights hardly change the last states. Thousands of empty slots follow the root, so a
+    model that applies its own windows or distances to slots fails as well.
 
     Attributes:
         token_ids, positions: [1, 4].
-        key_positions: [1, S], of the slots, empty ones included.
-        masks: of S slots, as the model takes them.
+        key_positions: [1, S], of all slots, empty slots included.
+        masks: over S slots, as the model takes them.
     """
 
     token_ids: Tensor
@@ -91,7 +91,7 @@ class ProbeTree:
 
     @classmethod
     def of_tokens(cls, token_ids: Tensor, make_masks: MakeMasks) -> ProbeTree:
-        """Of those that `draw_ids` gives."""
+        """The tree of tokens from `draw_ids`."""
         positions = torch.tensor([[0, 1, 1, 1]], device=token_ids.device)
         allowed = torch.eye(4, dtype=torch.bool, device=token_ids.device)[None].clone()
         allowed[..., 0] = True
@@ -101,8 +101,8 @@ class ProbeTree:
 
 @contextmanager
 def refusing(complaint: str) -> Iterator[None]:
-    """Turns what a model raises when it cannot be called in this way into a ValueError that begins with `complaint`.
-    Running out of memory is another matter."""
+    """Turns the errors of a model that cannot be called in this way into a ValueError that begins with `complaint`.
+    Running out of memory stays its own error."""
     try:
         yield
     except (CannotRollBackError, torch.OutOfMemoryError):
@@ -112,8 +112,8 @@ def refusing(complaint: str) -> Iterator[None]:
 
 
 class RecordingCache(Cache):
-    """Hands keys and values back, with empty slots behind the first token's, and remembers their shapes and the twins'
-    keys; refuses any other kind of state."""
+    """Hands keys and values back with empty slots after the first token's; remembers their shapes and the twins' keys.
+    Refuses any other kind of state."""
 
     def __init__(self, name: str) -> None:
         super().__init__(layers=[])
@@ -148,7 +148,7 @@ class RecordingCache(Cache):
 
 
 def _insert_gap(rows: Tensor, dim: int) -> Tensor:
-    """Zeros (False) behind the first of the four tokens on this dimension."""
+    """Inserts zeros (False) after the first of the four tokens on this dimension."""
     first, others = rows.split([1, 3], dim)
     shape = [*rows.shape[:dim], _GAP, *rows.shape[dim + 1 :]]
     return torch.cat([first, rows.new_zeros(shape), others], dim)
@@ -162,13 +162,13 @@ def draw_ids(model: Any, first: int, device: torch.device) -> Tensor:
 
 
 def check_finite(model: Any, what: str, plain: Sequence[Tensor], tree: Tensor | None = None) -> None:
-    """Refuses (ValueError) a model that computes no numbers, before anybody asks whether they are the right ones.
+    """Refuses (ValueError) a model whose values are NaN or infinite, before the values are compared.
 
     Args:
         what: the values' name.
-        plain: of passes over plain texts.
-        tree: of the pass over the tree. Broken keys may show here alone: attention kernels can lose a NaN. Where no
-            weight is broken, the model's masks are to blame, which `check_branches` says.
+        plain: values of passes over plain texts.
+        tree: values of the pass over the tree. Broken keys may show only here: attention kernels can lose a NaN. If no
+            weight is broken, the model's masks are the cause, and `check_branches` says so.
     """
     is_plain_finite = all(map(_is_finite, plain))
     if is_plain_finite and (tree is None or _is_finite(tree)):
@@ -179,7 +179,7 @@ def check_finite(model: Any, what: str, plain: Sequence[Tensor], tree: Tensor | 
     cause = (
         f"so do its weights ({broken}), broken or too large for float16: load them again, or in bfloat16"
         if broken is not None
-        else "none of the weights that could be read does, so a number overflows (float16: load the model in bfloat16)"
+        else "no readable weight does, so a number overflows (float16: load the model in bfloat16)"
     )
     raise ValueError(
         f"the {what} of {type(model).__name__} in {plain[0].dtype} hold NaN or infinite numbers for a text of a few "
@@ -192,15 +192,18 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _is_broken(weight: Tensor) -> bool:
-    is_readable = type(weight) is nn.Parameter and not weight.is_meta  # packed and offloaded ones are not
+    is_readable = type(weight) is nn.Parameter and not weight.is_meta  # packed and offloaded weights are not
     return is_readable and weight.dtype in _FLOATS and not _is_finite(weight)
 
 
 def check_branches(cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float) -> None:
-    """Rows 0, 1 and 3 of the tree pass [4, D] are rows 0, 1 and 1 of the plain pass [2, D], which another pass may
-    change by `noise`; see `ProbeTree`. They are hidden states, or logits."""
+    """Checks the tree pass [4, D] against a plain pass [2, D] (see `ProbeTree`).
+
+    Rows 0, 1 and 3 of the tree must be rows 0, 1 and 1 of the plain pass, up to rounding and the `noise` between
+    passes. Both hold hidden states, or both hold logits.
+    """
     has_single = is_single(plain_hidden)
-    within, between = (1e-4, 1e-3) if has_single else (1e-2, 0.1)  # rows of one pass are all but equal
+    within, between = (1e-4, 1e-3) if has_single else (1e-2, 0.1)  # rows of one pass differ by little
     compared = [
         ("twins", tree_hidden[3], tree_hidden[1], within),
         *(("keys of twins", keys[1], keys[0], 3 * within) for keys in cache.twin_keys.values()),
@@ -212,7 +215,7 @@ def check_branches(cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Ten
         if not difference <= tolerance * size:
             raise WrongNumbersError(
                 f"{cache.name} does not compute a tree as separate continuations ({rows} differ by {difference:.2g} of "
-                f"{size:.2g}); it reads 4-D masks or counts positions in a way of its own"
+                f"{size:.2g}): it reads 4-D masks or counts positions in its own way"
             )
 
 

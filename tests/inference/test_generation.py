@@ -154,7 +154,7 @@ def test_token_healing(chat_target: Any, chat_tokenizer: Any, is_option: bool) -
     with pytest.raises(ValueError, match="padding_side = 'left'"):
         generate(chat_target, None, **rows, tokenizer=SimpleNamespace(padding_side="right"), **options)
     spaces = chat_tokenizer("Once upon a ti ", return_tensors="pt", return_token_type_ids=False)
-    with pytest.raises(ValueError, match="token_healing tokenizes prompts anew"):
+    with pytest.raises(ValueError, match="token_healing tokenizes prompts again"):
         generate(chat_target, None, **spaces, tokenizer=chat_tokenizer, **options)
 
 

@@ -206,5 +206,5 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="at least one row and one slot, got batch_size=0 and capacity=4"):
         TreeCache(LAYERS, 0, capacity=4)
     cache = TreeCache(LAYERS, 1, capacity=4)
-    with pytest.raises(ValueError, match="holds 4 slots per row, but 5 new tokens behind up to 0 committed"):
+    with pytest.raises(ValueError, match="holds 4 slots per row, but 5 new tokens after up to 0 committed"):
         cache.open_slots(5)

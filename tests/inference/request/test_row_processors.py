@@ -91,7 +91,7 @@ def test_criteria_may_count_rows() -> None:
     options["stopping_criteria"] = [lambda ids, scores, **_: ids.shape[1] >= 22]  # one word for all
     assert generate(target(), NgramDrafter(), **inputs, **options).sequences.shape[1] == 22
     options["stopping_criteria"] = [lambda ids, scores, **_: torch.ones(3, dtype=torch.bool)]
-    with pytest.raises(ValueError, match="was asked about 4 rows and answered with 3 values"):
+    with pytest.raises(ValueError, match="got 4 rows and returned 3 values"):
         generate(target(), None, **inputs, **options)
 
 

@@ -93,7 +93,7 @@ def test_positions_that_cannot_be_told() -> None:
     model.model.decoder.embed_positions = CountedPositions(model.config.d_model)
     models = [model, *(tiny_encoder_decoder(kind) for kind in ("m2m_100",) if kind not in LEFT_OUT)]
     for one in models:
-        with pytest.raises(ValueError, match="counts positions in a way of its own"):
+        with pytest.raises(ValueError, match="counts positions in its own way"):
             Target(one)
 
 

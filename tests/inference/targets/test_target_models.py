@@ -125,7 +125,7 @@ def test_adapters_that_wait_for_a_token() -> None:
     if "alora_invocation_tokens" not in peft.LoraConfig.__dataclass_fields__:
         pytest.skip("this release of peft has no aLoRA")
     waiting = peft.LoraConfig(alora_invocation_tokens=[5, 6], **settings)
-    with pytest.raises(ValueError, match=r"'first' is an aLoRA \(alora_invocation_tokens=\[5, 6\]\).*use LoRA"):
+    with pytest.raises(ValueError, match=r"'first' is an aLoRA \(alora_invocation_tokens=\[5, 6\]\).*Use LoRA"):
         Target(peft.get_peft_model(calm_target("llama"), waiting, "first").eval())
 
     model = peft.get_peft_model(calm_target("llama"), peft.LoraConfig(**settings), "first").eval()

@@ -55,7 +55,7 @@ class TestRefusals:
 
     def test_state_space_model(self) -> None:
         model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
-        with pytest.raises(ValueError, match="MambaForCausalLM has layers of a kind that cannot be rolled back"):
+        with pytest.raises(ValueError, match="MambaForCausalLM has layers that cannot be rolled back"):
             Target(model.eval())
 
     def test_linear_attention(self) -> None:
@@ -214,7 +214,7 @@ class TestRefusals:
             model.model.norm.register_forward_hook(
                 lambda module, args, states: states + leak * states.mean(1, keepdim=True)
             )
-            with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is no causal LM"):
+            with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is not a causal LM"):
                 Target(model)
 
     def test_only_experts_are_asked_again(self) -> None:
@@ -230,7 +230,7 @@ class TestRefusals:
         first = 1
         Target(models[0])
         first = 7
-        with pytest.raises(ValueError, match="it is no causal LM"):
+        with pytest.raises(ValueError, match="it is not a causal LM"):
             Target(models[1])
 
     def test_windows_of_no_number(self) -> None:
@@ -339,7 +339,7 @@ class TestRefusals:
         target = Target(calm_target("llama"))
         cache = target.new_cache(1, 8)
         target.prefill(cache, random_prompt(6), torch.tensor([6]))
-        with pytest.raises(ValueError, match="holds 8 slots per row, but 3 new tokens behind up to 6"):
+        with pytest.raises(ValueError, match="holds 8 slots per row, but 3 new tokens after up to 6"):
             target.verify(cache, random_tree(1, 3, torch.Generator().manual_seed(0)))
 
     @pytest.mark.parametrize("error", [KeyError("layer 5"), RuntimeError("shapes"), IndexError("5"), TypeError("none")])
@@ -351,5 +351,5 @@ class TestRefusals:
                 raise error
 
         target.model.model.register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="LlamaForCausalLM does not run with its first 2 layers alone"):
+        with pytest.raises(ValueError, match="LlamaForCausalLM does not run with its first 2 layers only"):
             target.prepare_first_layers(2)
