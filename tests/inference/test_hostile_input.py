@@ -164,7 +164,7 @@ def test_a_small_model_that_overflowed_once_drafts_again() -> None:
     ("option", "match"),
     [
         ({"dola_layers": "high"}, "dola_layers"),
-        ({"token_type_ids": torch.zeros(1, 6, dtype=torch.long)}, "token_type_ids.*token ids alone"),
+        ({"token_type_ids": torch.zeros(1, 6, dtype=torch.long)}, "token_type_ids.*only token ids"),
     ],
     ids=["another method", "another input"],
 )
