@@ -1,1 +1,1 @@
-"""Several processes: what the launcher asked for, and heads whose weights are split over the processes."""
+"""Several processes: the launcher's request, and heads whose weights are split over the processes."""

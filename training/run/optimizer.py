@@ -10,17 +10,17 @@ from torch import nn
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` (Jordan et al. 2024; arXiv 2502.16982) on 2-D weights, `torch.optim.AdamW` on LM heads,
-    embeddings, norms and biases, which Muon is not meant for.
+    """`torch.optim.Muon` (Jordan et al. 2024; arXiv 2502.16982) on 2-D weights, `torch.optim.AdamW` on all others.
 
-    Heads learn more from the same few tokens than with AdamW alone (measured in docs/training.md).
+    AdamW trains LM heads, embeddings, norms and biases, for which Muon is not made. Heads learn more from the same
+    tokens than with AdamW for all weights.
 
     Args:
-        named_parameters: of the heads; those without gradients are left out.
-        muon_learning_rate: of the orthogonalised updates, scaled by sqrt(max(1, rows / columns)); 0.02 to 0.05 fits.
+        named_parameters: the heads' parameters; parameters without gradients are left out.
+        muon_learning_rate: scale of the orthogonalised updates, times sqrt(max(1, rows / columns)); 0.02 to 0.05 fits.
         learning_rate, betas, eps: AdamW's.
-        more_groups: groups for AdamW besides, as optimizers of torch take them.
-        weight_decay: of both, on matrices alone.
+        more_groups: further groups for AdamW, as torch's optimizers take them.
+        weight_decay: for both optimizers, on matrices only.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The members work on this optimizer's own groups and state, so that schedules and checkpoints reach them."""
+        """Makes the members use this optimizer's groups and state, so that schedules and checkpoints reach them."""
         start = 0
         for member in self._members:
             end = start + len(member.param_groups)
