@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -251,45 +250,29 @@ class TestEvaluation:
         assert modes == [True, False, True, False]
 
 
-class TestAcceptanceLength:
-    def run(self, target: Target, tmp_path: Path, lengths: list[float], **options: Any) -> HeadsTrainer:
-        scripted = iter(lengths)
-        trainer = make_trainer(
-            target,
-            make_heads(target, "medusa"),
-            tmp_path,
-            make_rows(UNEVEN[:4]),
-            eval_rows=make_rows(UNEVEN),
-            per_device_train_batch_size=1,
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-            load_best_model_at_end=True,
-            metric_for_best_model="acceptance_length",
-            measure_acceptance=lambda: {"acceptance_length": next(scripted)},
-            learning_rate=0.01,
-            **options,
-        )
-        trainer.train()
-        return trainer
-
-    def test_chooses_the_best_checkpoint(self, target: Target, tmp_path: Path) -> None:
-        trainer = self.run(target, tmp_path, [1.5, 2.5, 2.0, 1.0])
-        assert trainer.state.best_metric == 2.5
-        assert trainer.state.best_global_step == 2
-        best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
-        last = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
-        weights = trainer.model.state_dict()
-        assert all(torch.equal(weights[name], tensor) for name, tensor in best.items())
-        assert not all(torch.equal(weights[name], tensor) for name, tensor in last.items())
-
-    def test_reaches_the_logs_and_early_stopping(self, target: Target, tmp_path: Path) -> None:
-        trainer = self.run(target, tmp_path, [2.0, 1.5, 9.0, 9.0], callbacks=[EarlyStoppingCallback(1)])
-        assert trainer.state.global_step == 2, "the second length is worse than the first"
-        logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-        assert [entry["eval_acceptance_length"] for entry in logged] == [2.0, 1.5]
-        assert {"eval_top1_depth1", "eval_top5_depth5", "step"} <= logged[0].keys()
+def test_the_acceptance_length_reaches_the_logs_and_early_stopping(target: Target, tmp_path: Path) -> None:
+    scripted = iter([2.0, 1.5, 9.0, 9.0])
+    trainer = make_trainer(
+        target,
+        make_heads(target, "medusa"),
+        tmp_path,
+        make_rows(UNEVEN[:4]),
+        eval_rows=make_rows(UNEVEN),
+        per_device_train_batch_size=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="acceptance_length",
+        measure_acceptance=lambda: {"acceptance_length": next(scripted)},
+        callbacks=[EarlyStoppingCallback(1)],
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2, "the second length is worse than the first"
+    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert [entry["eval_acceptance_length"] for entry in logged] == [2.0, 1.5]
+    assert {"eval_top1_depth1", "eval_top5_depth5", "step"} <= logged[0].keys()
 
 
 class TestMuon:
