@@ -180,11 +180,6 @@ class TestSettings:
             for lm_head in heads.lm_head:
                 assert torch.equal(lm_head.weight, target.lm_head.weight)
 
-    def test_layers_share_no_weights(self, target: Target) -> None:
-        heads = create_heads("hydra", target, num_layers=4)
-        assert len({id(parameter) for parameter in heads.parameters()}) == len(heads.state_dict())
-        assert len(heads.state_dict()) == 1 + 4 * (3 + 3 * 2 + 1)
-
     def test_the_prefix_layer_has_the_targets_shape(self, target: Target) -> None:
         heads: Any = create_heads("hydra", target, **PLUS)
         assert heads.prefix.mlp.up_proj.weight.shape == (target.text_config.intermediate_size, 32)
