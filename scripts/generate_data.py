@@ -65,7 +65,7 @@ def generate_data(args: SynthesisArguments) -> None:
     plan = make_plan(args)  # before what takes long
     names = [conversation.id for conversation in plan]
     index, count = args.shard()
-    output = SynthesisOutput(Path(args.output), args.settings_of_the_data(), shard=(index, count), resume=args.resume)
+    output = SynthesisOutput(Path(args.output), args.settings_of_the_data(), shard=(index, count))
     todo = [conversation for conversation in plan[index::count] if conversation.id not in output.done]
     try:
         if todo:

@@ -370,8 +370,6 @@ def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_p
     for _ in range(2):  # a run that is not finished, and one that is
         with pytest.raises(SystemExit, match=r"other settings \(seed was 0 and is 1; top_p was 1\.0 and is 0\.5\)"):
             run(output, *options, "--seed", 1, "--top_p", "0.5")
-        with pytest.raises(SystemExit, match="leave --no_resume out"):
-            run(output, *options, "--no_resume")
         run(output, *options)
 
 

@@ -42,7 +42,6 @@ class PreparedFeatures:
         dtype: the narrowest dtype that the states pass through.
         collate: the collator, which reads stored states ahead.
         callbacks: of the trainer.
-        bytes_to_store: bytes that the run will add to the folder.
     """
 
     source: FeatureSource | None
@@ -50,7 +49,6 @@ class PreparedFeatures:
     dtype: torch.dtype
     collate: Collate
     callbacks: list[TrainerCallback]
-    bytes_to_store: int = 0
 
 
 def prepare_features(
@@ -105,7 +103,7 @@ def prepare_features(
         check_room(folder, size)
         hybrid = HybridFeatures(online, store, rank=rank, writes=writes)
         callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
-        return PreparedFeatures(hybrid, hybrid.peek, target.dtype, hybrid.collator(collate), callbacks, size)
+        return PreparedFeatures(hybrid, hybrid.peek, target.dtype, hybrid.collator(collate), callbacks)
     check_complete(store, heads, loss_type, rows)
     stored = StoredFeatures(target, heads.feature_layers, store)
     narrow: torch.dtype = min(target.dtype, getattr(torch, store.settings.dtype), key=lambda dtype: dtype.itemsize)

@@ -101,9 +101,6 @@ class SynthesisArguments:
         },
     )
     shard_index: int = field(default=0, metadata={"help": "The part of --num_shards to write, from 0."})
-    resume: bool = field(
-        default=True, metadata={"help": "Continue the output of an earlier run; --no_resume refuses to."}
-    )
     endpoint: str | None = field(
         default=None,
         metadata={

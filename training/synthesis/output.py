@@ -39,22 +39,17 @@ class SynthesisOutput:
         settings: those that determine the text (`SynthesisArguments.settings_of_the_data`); existing lines must have
             the same ones.
         shard: (this part, number of parts).
-        resume: continue an existing output.
 
     Raises:
         ValueError: there is an output that this run cannot continue.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], *, shard: tuple[int, int], resume: bool = True) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any], *, shard: tuple[int, int]) -> None:
         self.path, self.settings = path, settings
         self.dropped_path = path.with_name(f"{path.name}.dropped.jsonl")
         self.stats_path = path.with_name(f"{path.name}.stats.json")
-        there = [place for place in (path, *self.shard_paths()) if place.exists()]
         index, count = shard
         own_path = path.with_name(f"{path.name}.shard-{index:05}-of-{count:05}")
-        others = {place.name for place in there if place.name.endswith(f"-of-{count:05}") and place != own_path}
-        if not resume and len(others) < len(there):  # others may have started together with this process
-            raise ValueError(f"--output {path} exists: leave --no_resume out to continue it, or name another")
         if path.exists() and self.stats_path.exists():
             self._check_settings(json.loads(self.stats_path.read_text(encoding="utf-8"))["settings"], self.stats_path)
         self.done = self._find_done()
