@@ -50,7 +50,7 @@ GROUPS = {
     "text": "max_new_tokens temperature top_p top_k seed",
     "speed": "heads tree batch_size dtype device",
     "a server that decodes": "endpoint endpoint_model concurrency",
-    "parts of the work": "num_shards shard_index resume",
+    "parts of the work": "num_shards shard_index",
 }
 
 
