@@ -127,13 +127,3 @@ def test_broken_weights(kind: str, broken: str, what: str) -> None:
     match = rf"the {what} of {type(model).__name__} in torch.float32 hold NaN .*\({broken}\).*broken"
     with pytest.raises(ValueError, match=match):
         Target(model)
-
-
-def test_autocast() -> None:
-    target = Target(tiny_encoder_decoder("t5"))
-    ids, mask = source_batch(1)
-    with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"autocast to torch.bfloat16 is on.*outside of autocast"):
-            Target(tiny_encoder_decoder("t5"))
-        with pytest.raises(ValueError, match=r"autocast to torch.bfloat16 is on.*outside of autocast"):
-            generate(target, None, ids, mask, **GREEDY)
