@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from rich.console import Console
-from transformers import HfArgumentParser
 
 from inference import Decoder, GenerationStats, Target
 from scripts.benchmarks.environment import describe_environment
@@ -31,6 +30,8 @@ from scripts.benchmarks.measure import Prompt, Settings, load_prompts
 from scripts.benchmarks.render import Grid
 from scripts.benchmarks.report import write_text
 from scripts.model_loading import TREE_HELP, load_heads, load_target, parse_tree
+from scripts.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[2] / "training" / "train_heads.py"
 MEASURED = ("prompts", "num_prompts", "max_new_tokens", "tree", "temperature", "dtype", "seed")
@@ -39,8 +40,7 @@ MEASURED = ("prompts", "num_prompts", "max_new_tokens", "tree", "temperature", "
 @dataclass
 class AblationArguments:
     configs: list[str] = field(
-        default_factory=lambda: sorted(map(str, Path("configs/ablation").glob("*.yaml"))),
-        metadata={"help": "Training configurations; none = all of configs/ablation."},
+        default_factory=list, metadata={"help": "Training configurations; none = all of configs/ablation."}
     )
     dataset: str | None = field(
         default=None, metadata={"help": "Conversations that all runs train on; none = those named in each file."}
@@ -49,7 +49,7 @@ class AblationArguments:
     prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts to measure acceptance on."})
     num_prompts: int | None = field(default=None, metadata={"help": "Number of prompts to read; none = all."})
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
-    tree: str = field(default="dynamic:6,4,24", metadata={"help": f"Token tree of all measurements: {TREE_HELP}."})
+    tree: str = field(default="dynamic:6,4,24", metadata={"help": f"Token tree for measuring. {TREE_HELP}."})
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0], metadata={"help": "0 = greedy."})
     dtype: str = field(default="float32", metadata={"help": "Weights of target and heads when they are measured."})
     seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
@@ -58,6 +58,7 @@ class AblationArguments:
     )
 
     def __post_init__(self) -> None:
+        self.configs = self.configs or sorted(map(str, Path("configs/ablation").glob("*.yaml")))
         names = [Path(config).stem for config in self.configs]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"got --configs {' '.join(self.configs)}: give one or more files, each name once")
@@ -70,7 +71,7 @@ def train(args: AblationArguments, config: Path, options: Sequence[str]) -> dict
     """Trains until the run has its training record, and returns it.
 
     Raises:
-        RuntimeError: the training failed; its log says why.
+        ChildProcessError: the training failed; its log says why.
     """
     folder = Path(args.output) / config.stem
     record = folder / "training_record.json"
@@ -83,7 +84,7 @@ def train(args: AblationArguments, config: Path, options: Sequence[str]) -> dict
         with (folder / "training.log").open("ab") as log:
             command = [sys.executable, str(TRAINING_PROGRAM), *words]
             if code := subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
-                raise RuntimeError(f"{config.stem}: the training ended with {code}, see {log.name}")
+                raise ChildProcessError(f"{config.stem}: the training ended with {code}, see {log.name}")
     found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["training"]
     return found
 
@@ -184,13 +185,12 @@ def run(args: AblationArguments, options: Sequence[str], console: Console) -> di
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = HfArgumentParser(AblationArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        args, options = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    with one_line_errors("ablation.py"):
+        parser = ProgramParser([AblationArguments], doc=__doc__)
+        args, options = parser.parse_args_into_dataclasses(
+            argv, return_remaining_strings=True, look_for_args_file=False
+        )
         run(args, options, Console(width=None if sys.stdout.isatty() else 150))
-    except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"ablation.py: {error}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from rich.console import Console
 from rich.progress import track
-from transformers import HfArgumentParser
 
 from inference import Drafter, Target
 from inference.drafters.ngram import NgramDrafter
@@ -35,6 +34,8 @@ from scripts.benchmarks.render import Grid
 from scripts.benchmarks.report import write_text
 from scripts.benchmarks.texts import find_step
 from scripts.model_loading import fit_tree, load_target
+from scripts.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
 
 DTYPES = ("bfloat16", "float16", "float32")
 # In bfloat16, two passes over the same text move the lead of one token over another by up to 3 steps where both choose
@@ -187,12 +188,13 @@ def make_grids(environment: dict[str, Any], tallies: Tallies) -> Iterator[Grid]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = HfArgumentParser(DivergenceArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses(None if argv is None else list(argv))
-        measured = [measure(args, dtype) for dtype in args.dtype]
-    except (ValueError, OSError) as error:
-        sys.exit(f"divergence.py: {error}")
+    with one_line_errors("divergence.py"):
+        (args,) = ProgramParser([DivergenceArguments], doc=__doc__).read(argv)
+        write(args, [measure(args, dtype) for dtype in args.dtype])
+
+
+def write(args: DivergenceArguments, measured: Sequence[tuple[dict[str, Any], Tallies]]) -> None:
+    """Prints the tables and writes them to the file."""
     grids = [grid for environment, tallies in measured for grid in make_grids(environment, tallies)]
     for grid in grids:
         grid.print(Console(width=None if sys.stdout.isatty() else 150))

@@ -14,7 +14,6 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from rich.console import Console
-from transformers import HfArgumentParser
 
 from inference.drafters.ngram import NgramDrafter
 from scripts.benchmarks.contenders import NGRAMS
@@ -34,6 +32,8 @@ from scripts.benchmarks.measure import PLAIN, Contender, Settings
 from scripts.benchmarks.render import Grid, format_number
 from scripts.benchmarks.report import write_text
 from scripts.model_loading import DTYPES, TREE_HELP
+from scripts.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
 
 HEADS_FOLDER = Path("examples/heads")
 PARTS = ("draft", "verify", "step")
@@ -42,17 +42,11 @@ KEPT = ("tree", "problem", "tokens_per_second", "over_transformers", "over_trans
         "acceptance_by_depth", "num_identical", "num_compared")  # fmt: skip
 
 
-def find_heads() -> list[str]:
-    """The committed heads."""
-    return sorted(str(config.parent) for config in HEADS_FOLDER.glob("*/config.json"))
-
-
 @dataclass
 class DraftersArguments:
     target: str = field(default="examples/chat-13m", metadata={"help": "Target: a folder or hub id."})
     heads: list[str] = field(
-        default_factory=find_heads,
-        metadata={"help": "Folders of draft heads; default: all in examples/heads."},
+        default_factory=list, metadata={"help": "Folders of draft heads; none = all in examples/heads."}
     )
     prompts: list[str] = field(
         default_factory=lambda: ["examples/prompts.jsonl"],
@@ -68,7 +62,7 @@ class DraftersArguments:
     dtype: str = field(
         default="float32", metadata={"help": "Weights of the target and the heads.", "choices": list(DTYPES[1:])}
     )
-    tree: str = field(default="dynamic:4,4,16", metadata={"help": f"Token tree: {TREE_HELP}."})
+    tree: str = field(default="dynamic:4,4,16", metadata={"help": f"Token tree. {TREE_HELP}."})
     compile: bool = field(default=True, metadata={"help": "Compile the drafters; acceptance is the same."})
     seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
     repeats: int = field(default=3, metadata={"help": "Rounds over all prompts."})
@@ -80,6 +74,7 @@ class DraftersArguments:
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "threads")
         check_matrix(self, counts=counts, lists=("prompts", "temperature"))
+        self.heads = self.heads or sorted(str(config.parent) for config in HEADS_FOLDER.glob("*/config.json"))
         if not self.heads:
             raise ValueError(f"{HEADS_FOLDER} has no heads: run this in the repository's root, or give --heads")
 
@@ -297,13 +292,10 @@ def render_page(content: dict[str, Any], grid: Grid) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = HfArgumentParser(DraftersArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses(None if argv is None else list(argv))
+def main() -> None:
+    with one_line_errors("drafters.py"):
+        (args,) = ProgramParser([DraftersArguments], doc=__doc__).read()
         run(args, Console(width=None if sys.stdout.isatty() else 150))
-    except (ValueError, OSError) as error:
-        sys.exit(f"drafters.py: {error}")
 
 
 if __name__ == "__main__":

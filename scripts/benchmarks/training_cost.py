@@ -21,10 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.eagle3 import Eagle3Config, Eagle3Heads, default_feature_layers
 from heads.modules.unrolled_attention import attend_in_chunks
+from scripts.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
 
 PEAK = 989e12  # dense bfloat16 operations per second of an H100 SXM (data sheet)
 UTILISATION = 0.30  # share of PEAK in training; 35% was reported for EAGLE-3 with a 0.6B target on an A100
@@ -173,15 +175,12 @@ def estimate(args: CostArguments, config: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = HfArgumentParser(CostArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses()
+    with one_line_errors("training_cost.py"):
+        (args,) = ProgramParser([CostArguments], doc=__doc__).read()
         config = AutoConfig.from_pretrained(args.target).get_text_config()
-    except (ValueError, OSError) as error:
-        sys.exit(f"training_cost.py: {error}")
-    print(f"| {args.target} | |\n| --- | ---: |")
-    for title, cell in estimate(args, config).items():
-        print(f"| {title} | {cell} |")
+        print(f"| {args.target} | |\n| --- | ---: |")
+        for title, cell in estimate(args, config).items():
+            print(f"| {title} | {cell} |")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
@@ -31,10 +31,12 @@ from scripts.benchmarks.environment import describe_machine, describe_program
 from scripts.benchmarks.plain_training import plain_loss, run_target
 from scripts.benchmarks.render import Grid
 from scripts.benchmarks.report import write_text
+from scripts.one_line_errors import one_line_errors
 from training.data.collation import ConversationCollator, find_documents
 from training.features.sources import OnlineFeatures
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
+from training.options.program_parser import ProgramParser
 
 MIB = 1 << 20
 OURS, PLAIN, PLAIN_SDPA = IMPLEMENTATIONS = ("ours", "plain", "plain, sdpa")
@@ -261,12 +263,9 @@ def make_grid(measured: Sequence[tuple[Cell, dict[str, Timing]]]) -> Grid:
 
 
 def main() -> None:
-    parser = HfArgumentParser(TrainingSpeedArguments, description=__doc__.partition("\n")[0])  # type: ignore[arg-type]
-    try:
-        (args,) = parser.parse_args_into_dataclasses()
+    with one_line_errors("training_speed.py"):
+        (args,) = ProgramParser([TrainingSpeedArguments], doc=__doc__).read()
         run(args, Console(width=None if sys.stdout.isatty() else 180))
-    except (ValueError, OSError) as error:
-        sys.exit(f"training_speed.py: {error}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_finished_runs_are_not_trained_again(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     first = measure_again(tmp_path, CONFIGS[:1], "1")
-    with pytest.raises(RuntimeError, match=r"hass: the training ended with 1, see .*training\.log"):
+    with pytest.raises(ChildProcessError, match=r"hass: the training ended with 1, see .*training\.log"):
         measure_again(tmp_path, CONFIGS, "nothing")
     both = measure_again(tmp_path, CONFIGS, "1")
     assert both["eagle3"] == first["eagle3"]
