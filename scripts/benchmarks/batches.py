@@ -1,4 +1,4 @@
-"""Several batch sizes side by side: everybody's speed at each of them, and the tree that is the fastest there."""
+"""Compares batch sizes: the speed of every contender at each size, and the fastest tree of each drafter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MARK = "★"
 
 
 def make_batch_grid(rows: Mapping[int, Sequence[Row]], environment: dict[str, Any]) -> Grid:
-    """A line for each contender and tree, a column for each batch size; then, for each contender with several trees,
-    what tree is the fastest at each batch size.
+    """A line for each contender and tree, a column for each batch size. Notes name the fastest tree at each batch size
+    for contenders with several trees.
 
     Args:
-        rows: by batch size, of the same target, prompts and temperature.
-        environment: of one of the reports.
+        rows: by batch size, for the same target, prompts and temperature.
+        environment: that of any of the reports.
     """
     cells: dict[str, dict[int, Row]] = {}
     for batch, own in rows.items():
@@ -32,11 +32,11 @@ def make_batch_grid(rows: Mapping[int, Sequence[Row]], environment: dict[str, An
         if any(not row.problem for row in own.values())
     ]
     notes = [
-        "tokens/s of all rows together (× generate, × plain decoding, both at that batch size)"
-        + (f"; {MARK} the fastest tree of its drafter" if chosen else "")
+        "tokens/s of all rows together (× generate, × plain decoding, both at the same batch size)"
+        + (f"; {MARK} fastest tree of its drafter" if chosen else "")
     ]
     if chosen:
-        notes.append("in brackets below: speed beside the fastest decoding without drafts at that batch size")
+        notes.append("in brackets below: speed over the fastest decoding without drafts at the same batch size")
     notes += [_describe_choice(name, trees, rows) for name, trees in chosen.items()]
     title = (
         f"{environment['target']}, {environment['dtype']}, T = {environment['temperature']:g}: "
@@ -46,7 +46,7 @@ def make_batch_grid(rows: Mapping[int, Sequence[Row]], environment: dict[str, An
 
 
 def choose_trees(rows: Mapping[int, Sequence[Row]]) -> dict[str, dict[int, Row]]:
-    """For each contender with several trees, its fastest row at each batch size."""
+    """The fastest row at each batch size, for each contender with several trees."""
     chosen: dict[str, dict[int, Row]] = {}
     for batch, own in rows.items():
         for name in dict.fromkeys(row.name for row in own if row.tree):
@@ -62,7 +62,7 @@ def _describe_choice(name: str, trees: Mapping[int, Row], rows: Mapping[int, Seq
         undrafted = [one for one in rows[batch] if one.name.startswith((TRANSFORMERS, PLAIN)) and not one.problem]
         ratio = row.tokens_per_second / max(one.tokens_per_second for one in undrafted)
         parts.append(f"{batch} -> {row.tree} ({ratio:.2f})")
-    return f"{name}, tree chosen per batch size: {', '.join(parts)}"
+    return f"{name}, fastest tree by batch size: {', '.join(parts)}"
 
 
 def _show(row: Row | None, *, is_best: bool) -> str:

@@ -1,13 +1,13 @@
-"""The hardware's limit for one round of decoding: the weights it must read, the multiplications it must do.
+"""Computes the hardware's limit for one round of decoding from the weights it reads and the products it computes.
 
-A round is one draft phase and one verify pass, its limit the roofline model's (doi 10.1145/1498765.1498785):
+A round is one draft phase and one verify pass. Its limit follows the roofline model (doi 10.1145/1498765.1498785):
 
     max(bytes of weights / memory bandwidth, FLOPs / matmul throughput)
 
-Bandwidth and throughput are measured, not looked up. Bandwidth is that of reading a buffer as large as the target's
-weights: those of small models live in the last-level cache, which is faster than memory, and they are compared with
-what such a buffer reaches there. Only weights count: caches, activations and attention's own products are left
-out, so the limit is too low rather than too high, and the share of it that a decoder reaches never flatters.
+Bandwidth and throughput are measured. Bandwidth is measured on a buffer as large as the target's weights, because the
+weights of a small model stay in the last-level cache, which is faster than memory. Only weights count. Caches,
+activations and the products inside attention are left out: the limit is rather too short than too long, and a decoder's
+share of it is never too high.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from inference import Decoder, Drafter, Target, TreePolicy
 from scripts.benchmarks.clock import read_clock
 
 MAX_BUFFER_BYTES = 2**30  # no cache holds more, so a larger buffer would read no slower
-MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}  # width of the square product, large enough to keep every unit busy
+MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}  # width of the square product; keeps every unit busy
 PASSES = 8
-SAMPLE_SECONDS = 0.005  # passes that are shorter are timed several together
+SAMPLE_SECONDS = 0.005  # shorter passes are timed several at once
 
 
 @dataclass(frozen=True)
 class Hardware:
     """bandwidth_gb_s: 1e9 bytes read per second. matmul_gflop_s: 1e9 floating-point operations per second, a
-    multiplication and an addition counting as two."""
+    multiplication and an addition count as two."""
 
     bandwidth_gb_s: float
     matmul_gflop_s: float
@@ -41,13 +41,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Work:
-    """What a round does. weight_bytes: weights read. flops: of products with weights."""
+    """The work of a round: bytes of weights read, and floating-point operations of products with weights."""
 
     weight_bytes: float
     flops: float
 
     def limit_milliseconds(self, hardware: Hardware) -> float:
-        """The shortest time the hardware can do it in.
+        """The shortest time in which the hardware can do this work.
 
         >>> Work(weight_bytes=20e6, flops=1e9).limit_milliseconds(Hardware(bandwidth_gb_s=10.0, matmul_gflop_s=100.0))
         10.0
@@ -65,20 +65,22 @@ def measure_hardware(target: Target, *, matmul_size: int | None = None) -> Hardw
 
 
 def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
-    """GB/s of reading a buffer of that size (at most `MAX_BUFFER_BYTES`), the best of several passes."""
-    buffer = torch.ones(max(1, min(num_bytes, MAX_BUFFER_BYTES) // 4), device=device)  # written: zeros may lie nowhere
+    """GB/s of reading a buffer of `num_bytes` (at most `MAX_BUFFER_BYTES`), the best of several passes."""
+    buffer = torch.ones(
+        max(1, min(num_bytes, MAX_BUFFER_BYTES) // 4), device=device
+    )  # ones: untouched zero pages take no memory
     return 4e-9 * buffer.numel() / _best_seconds(lambda: torch.dot(buffer, buffer), device)
 
 
 def measure_matmul(dtype: torch.dtype, device: torch.device, *, size: int | None = None) -> float:
-    """GFLOP/s of a square product in that dtype, the best of several passes. size: its width; None = `MATMUL_SIZE`."""
+    """GFLOP/s of a square product in `dtype`, the best of several passes. size: width; None = `MATMUL_SIZE`."""
     size = size or MATMUL_SIZE.get(device.type, MATMUL_SIZE["cuda"])
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2e-9 * size**3 / _best_seconds(lambda: left @ right, device)
 
 
 def _best_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, whatever the host's clock resolves."""
+    """Seconds of one call; short calls are timed together, so that the clock's resolution does not matter."""
     start = read_clock(device)
     call()
     first = read_clock(device) - start
@@ -93,8 +95,8 @@ def _best_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def count_weight_bytes(model: nn.Module) -> int:
-    """Bytes of weights that one forward pass reads: every parameter once, an embedding table only where it is also the
-    LM head (of a table that is only looked up, a pass reads a few rows)."""
+    """Bytes of weights that one forward pass reads: every parameter once. An embedding table counts only if it is also
+    the LM head; otherwise a pass reads a few rows of the table."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     multiplied = {
         id(parameter)
@@ -110,8 +112,8 @@ def count_weight_bytes(model: nn.Module) -> int:
 
 
 class WorkCounter:
-    """Adds up, while it is entered, what the forward passes of these modules do. A module that runs once for every
-    drafting level reads its weights as often."""
+    """Inside its context, adds up the work of these modules' forward passes. A module that runs once for every drafting
+    level reads its weights as many times."""
 
     def __init__(self, *models: nn.Module) -> None:
         self.work = Work(0.0, 0.0)
@@ -136,7 +138,7 @@ class WorkCounter:
         if isinstance(output, Tensor):
             num_rows = output.numel() / output.shape[-1]
             flops = sum(2.0 * num_rows * weight.numel() for weight in own if weight.dim() == 2)
-        # Experts, stacked in one tensor, are not all read: leaving them out keeps the limit from flattering.
+        # A pass does not read all experts, which are stacked in one tensor: leave them out, the limit stays a limit.
         num_bytes = sum(weight.numel() * weight.element_size() for weight in own if weight.dim() <= 2)
         self.work = Work(self.work.weight_bytes + num_bytes, self.work.flops + flops)
 
@@ -149,13 +151,13 @@ def count_round(
     *,
     max_new_tokens: int = 32,
 ) -> Work | None:
-    """What an average round does, counted while a prompt is decoded eagerly and greedily.
+    """The work of an average round, counted while a prompt is decoded eagerly and greedily.
 
-    The first round is left out: it also hands the prompt to the drafter.
+    The first round does not count, because the drafter also reads the prompt in it.
 
     Args:
         drafter, policy: as in `Decoder`; both None for plain decoding.
-        prompts: [1, L] each; the first one whose text has a second round is counted.
+        prompts: [1, L] each; the first prompt whose text has a second round is counted.
 
     Returns:
         None when no text is long enough.

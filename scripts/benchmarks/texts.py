@@ -1,4 +1,4 @@
-"""How texts differ from a reference, and how much they repeat themselves."""
+"""Compares texts with a reference, and measures how much texts repeat themselves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from scripts.benchmarks.measure import Prompt
 
 @dataclass
 class Difference:
-    """Where one prompt's text leaves the reference, and (at T = 0) how close the target held the two tokens there.
+    """The first place where the text of a prompt differs from the reference.
 
-    gap: the reference token's logit minus the other's, from one forward pass over the common text. resolution: the
-    distance of neighbouring numbers of the target's dtype at that size.
+    gap: at T = 0, the reference token's logit minus the other token's, from one forward pass over the common text.
+    resolution: the distance of neighbouring numbers of the target's dtype at the size of that logit.
     """
 
     prompt: str
@@ -37,7 +37,7 @@ def find_step(value: float, dtype: torch.dtype) -> float:
 
 
 def share_of_repeated_ngrams(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """Of all n-grams of the texts, the share that stood earlier in the same text.
+    """The share of all n-grams that already occurred earlier in the same text.
 
     >>> share_of_repeated_ngrams([[1, 2, 1, 2, 1, 2, 3]])  # 1212 2121 1212 2123
     0.25
@@ -50,7 +50,7 @@ def share_of_repeated_ngrams(texts: Sequence[Sequence[int]], n: int = 4) -> floa
 def find_difference(
     prompt: Prompt, expected: Sequence[int], found: Sequence[int], target: Target, *, has_gap: bool
 ) -> Difference:
-    """The first place where two texts differ, and the target's two logits there."""
+    """Finds the first place where two texts differ; `has_gap` adds the target's logits of both tokens."""
     pairs = zip(expected, found, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
     difference = Difference(prompt.id, position)

@@ -121,7 +121,7 @@ def test_the_tree_of_each_batch_size() -> None:
     assert cells["h, chain"] == ["20.0 (2.00, –)", f"60.0 (6.00, –) {MARK}"]
     assert cells["h, auto"] == [f"30.0 (3.00, –) {MARK}", "–"]
     assert cells["h, dynamic:4,4,16"][0] == "–"
-    assert grid.notes[-1] == "h, tree chosen per batch size: 1 -> auto (3.00), 8 -> chain (0.75)"
+    assert grid.notes[-1] == "h, fastest tree by batch size: 1 -> auto (3.00), 8 -> chain (0.75)"
 
 
 # From options to files.
@@ -178,7 +178,7 @@ def test_a_run_over_batch_sizes(
     if temperature:
         return
     page = Path(files["markdown"]).read_text()
-    for text in (f"batches of {sizes[0]}, {sizes[1]}**", "untrained, tree chosen per batch size: ", MARK):
+    for text in (f"batches of {sizes[0]}, {sizes[1]}**", "untrained, fastest tree by batch size: ", MARK):
         assert text in page
     pictures = {file.name for file in (tmp_path / "out").iterdir()} - {"report.json", "report.markdown"}
     assert pictures == {"report-1.plot", "report-2.plot", "report-batches.plot"}
