@@ -11,7 +11,7 @@ accepted token.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,8 @@ class DraftLogits:
     confidence: Tensor | None = None
 
 
-class Drafter(ABC):
+# Not a subclass of `ABC`: its `__slots__` would keep FSDP from changing the class of heads.
+class Drafter(metaclass=ABCMeta):
     """What the decode loop calls. Trained heads are drafters, and so are drafters without training.
 
     A subclass implements `start`, `extend` and `expand`. Everything else has a default that suits most kinds.
