@@ -1,14 +1,14 @@
-"""Measures draft heads beside every baseline, interleaved in one process; prints tables, writes JSON, plots, Markdown.
+"""Measures draft heads beside every baseline, interleaved in one process.
 
     python scripts/benchmark.py --target examples/chat-13m --heads examples/heads/medusa examples/heads/eagle3 \\
-        --prompts examples/prompts.jsonl --tree dynamic chain --max_new_tokens 128 --json outputs/benchmark.json
+        --prompts examples/prompts.jsonl --tree dynamic chain --json outputs/benchmark.json
 
-Several targets, prompt files, temperatures and batch sizes make a matrix: each combination is one report with its own
-tables; several batch sizes make one table more, which says what tree is the fastest at each of them.
+Baselines: transformers' `generate`, its prompt look-up and (--assistant) its assisted generation; plain decoding of
+this library, eager and compiled; and an untrained drafter that looks up n-grams of the text, which shows how much of a
+gain comes from text that repeats itself.
 
-Baselines: transformers' `generate`, its prompt look-up and (--assistant) assisted generation, plain decoding on our
-stack, and a drafter that only looks up n-grams of the text so far (untrained: what it gains, looping text gives to
-every drafter).
+Several targets, prompt files, temperatures and batch sizes make a matrix: one report for each combination, and one more
+table for several batch sizes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rich.console import Console
 
 from inference.acceptance.rules import RULES, resolve_rule
 from scripts.benchmarks.batches import make_batch_grid
-from scripts.benchmarks.matrix import Measured, check_matrix, load_subject, measure_combination
+from scripts.benchmarks.matrix import Measured, check_matrix, is_faster_compiled, load_subject, measure_combination
 from scripts.benchmarks.measure import Settings
 from scripts.benchmarks.plot import draw_batch_plot, draw_plot
 from scripts.benchmarks.render import Grid, make_grids
-from scripts.benchmarks.report import make_report, write_json
+from scripts.benchmarks.report import headline, make_report, write_json, write_text
 from scripts.model_loading import DTYPES, TREE_HELP
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
@@ -81,11 +81,7 @@ class BenchmarkArguments:
         },
     )
     dtype: str = field(
-        default="float32", metadata={"help": "Weights of the target and the heads.", "choices": list(DTYPES)}
-    )
-    plain_dtype: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Plain decoding in these dtypes too: the fastest one is what drafting has to beat."},
+        default="auto", metadata={"help": "Weights; auto = as they were saved.", "choices": list(DTYPES)}
     )
     tree: list[str] = field(default_factory=lambda: ["dynamic"], metadata={"help": f"Token trees: {TREE_HELP}."})
     acceptance: list[str] = field(
@@ -95,8 +91,14 @@ class BenchmarkArguments:
             "or has a row that says why it cannot be."
         },
     )
-    compile: bool = field(
-        default=False, metadata={"help": "Measure everybody who can be compiled a second time, compiled."}
+    compile: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compile drafters and plain decoding; none = where compiled is the faster: on a CPU with less than "
+            "1 GB of weights. Plain decoding and generate are then measured both ways.",
+            "nargs": "?",
+            "const": True,
+        },
     )
     seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
     repeats: int = field(default=3, metadata={"help": "Rounds over all prompts."})
@@ -126,12 +128,6 @@ class BenchmarkArguments:
                 f"got --acceptance {' '.join(self.acceptance)} for greedy decoding, where all rules are one: give a "
                 "--temperature above 0 with it"
             )
-        for dtype in self.plain_dtype:
-            if dtype not in DTYPES or dtype in ("auto", self.dtype) or self.plain_dtype.count(dtype) > 1:
-                raise ValueError(
-                    f"got --plain_dtype {' '.join(self.plain_dtype)} beside --dtype {self.dtype}: give others of "
-                    f"{', '.join(DTYPES[1:])}, each once"
-                )
 
     def settings(self, temperature: float, batch_size: int = 1) -> Settings:
         return Settings(
@@ -161,6 +157,8 @@ class Publication:
         if args.plot is not None:
             draw_plot(name_plot(args, len(self.reports)), measured.rows, grids[0].title)
         self._show(grids, measured.environment)
+        for line in headline(measured.rows):
+            self.console.print(line, markup=False, highlight=False)
 
     def add_batches(self, group: Sequence[Measured]) -> None:
         """The same target, prompts and temperature at several batch sizes."""
@@ -172,12 +170,18 @@ class Publication:
             draw_batch_plot(name_plot(self.args, self._num_groups, is_group=True), rows, grid.title)
         self._show([grid], environment)
 
+    def conclude(self) -> None:
+        files = [name for name in (self.args.json, self.args.markdown, self.args.plot) if name is not None]
+        if files:
+            self.console.print(f"Wrote {', '.join(files)}.", markup=False, highlight=False)
+
     def _show(self, grids: Sequence[Grid], environment: dict[str, Any]) -> None:
         for grid in grids:
             grid.print(self.console)
         self._pages += [grid.to_markdown() for grid in grids]
         if self.args.markdown is not None:
-            write_markdown(Path(self.args.markdown), [f"```bash\n{environment['command']}\n```\n", *self._pages])
+            pages = [f"```bash\n{environment['command']}\n```\n", *self._pages]
+            write_text(Path(self.args.markdown), "\n".join(pages))
 
 
 def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
@@ -196,10 +200,10 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             num_prompts=args.num_prompts,
             max_new_tokens=args.max_new_tokens,
             dtype=args.dtype,
-            plain_dtypes=args.plain_dtype,
             device=args.device,
             is_only_target=len(args.target) == 1,
         )
+        is_compiled = is_faster_compiled(subject.target) if args.compile is None else args.compile
         for path, temperature in itertools.product(args.prompts, args.temperature):
             group: list[Measured] = []
             for batch_size in args.batch_size:
@@ -209,7 +213,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
                     args.settings(temperature, batch_size),
                     trees=args.tree,
                     acceptance=args.acceptance,
-                    is_compiled=args.compile,
+                    is_compiled=is_compiled,
                     alone=group[0].alone if group else None,
                 )
                 publication.add(measured)
@@ -217,6 +221,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             if len(group) > 1:
                 publication.add_batches(group)
         del subject, measured  # before the next target needs the memory
+    publication.conclude()
     return publication.reports
 
 
@@ -228,11 +233,6 @@ def name_plot(args: BenchmarkArguments, number: int, *, is_group: bool = False) 
     is_single = (num_groups if is_group else num_groups * len(args.batch_size)) == 1
     stem = f"{path.stem}-batches" if is_group else path.stem
     return path.with_name(f"{stem}{path.suffix}" if is_single else f"{stem}-{number}{path.suffix}")
-
-
-def write_markdown(path: Path, pages: Sequence[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(pages), encoding="utf-8")
 
 
 def main() -> None:

@@ -213,8 +213,6 @@ def count_work(contenders: Sequence[Contender], prompts: Sequence[Prompt]) -> No
         if contender.problem or not isinstance(contender.decode, OurDecoding):
             continue
         decode = contender.decode
-        if contender.name.startswith(f"{PLAIN} in "):  # the hardware was measured in the target's own dtype
-            continue
         if isinstance(decode.decoder.policy, AutoTree):  # another tree, and other work, at every step
             continue
         key = (contender.tree, decode.drafter)
@@ -234,7 +232,6 @@ def make_contenders(
     modes: Sequence[bool] = (False,),
     acceptance: Sequence[str] = ("exact",),
     assistant: PreTrainedModel | None = None,
-    plain_targets: Mapping[str, Target] | None = None,
     misfits: Mapping[str, str] | None = None,
     is_each_once: bool = False,
 ) -> list[Contender]:
@@ -244,11 +241,10 @@ def make_contenders(
     A tree that is too deep for a drafter, or that a rule cannot judge, makes a contender with a `problem`, no error.
 
     Args:
-        modes: False = eager, True = compiled: how heads run. The baselines always run eagerly, and compiled as well
-            when eager and compiled heads are compared.
+        modes: how heads run: False = eager, True = compiled. Plain decoding and transformers' `generate` always run
+            eagerly, and compiled as well where heads do.
         acceptance: names of rules; a greedy target has one.
         assistant: a small causal LM for transformers' assisted generation, one baseline more.
-        plain_targets: the target in other dtypes, for plain decoding.
         misfits: heads that do not fit the target and why: each becomes a contender with that `problem`.
         is_each_once: every drafter of `heads`, and no other, is one contender: in the last of the modes, by exact
             acceptance, drafting coupled, with its trees cut to the depth it can draft.
@@ -264,10 +260,8 @@ def make_contenders(
             f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
             "apart, so leave one out or rename a file"
         )
-    plain_modes = (False, True) if len(modes) > 1 else (False,)
+    plain_modes = (False, True) if True in modes else (False,)
     contenders = _make_baselines(target, plain_modes, assistant, settings.batch_size)
-    for dtype, plain_target in (plain_targets or {}).items():
-        contenders += _make_plain(plain_target, plain_modes, f"{PLAIN} in {dtype}")
     drafters: list[tuple[str, Drafter, Sequence[str]]] = [(name, drafter, trees) for name, drafter in heads.items()]
     ways = [("", "exact", True)]  # a name's ending, the rule, is_coupled
     if is_each_once:
@@ -317,13 +311,9 @@ def _make_baselines(
         except ValueError as error:
             contender.problem = str(error)
         contenders.append(contender)
-    return contenders + _make_plain(target, plain_modes, PLAIN)
-
-
-def _make_plain(target: Target, modes: Sequence[bool], name: str) -> list[Contender]:
-    return [
-        Contender(_mark(name, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
-        for mode in modes
+    return contenders + [
+        Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
+        for mode in plain_modes
     ]
 
 

@@ -13,7 +13,6 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from heads import DraftHeads
-from heads.adapter import is_adapted
 from inference import Drafter, Target
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
@@ -21,12 +20,13 @@ from scripts.benchmarks.contenders import OurDecoding, TransformersDecoding, cou
 from scripts.benchmarks.environment import describe_environment
 from scripts.benchmarks.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
 from scripts.benchmarks.report import make_rows, texts_alone
-from scripts.benchmarks.roofline import Hardware, measure_hardware
+from scripts.benchmarks.roofline import Hardware, count_weight_bytes, measure_hardware
 from scripts.benchmarks.rows import Row
 from scripts.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
 
 Heads = dict[str, DraftHeads]
 SMALL_MODEL = "small model"
+SMALL_BYTES = 10**9  # a pass over more weights than this takes a CPU far longer than its dispatch
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Subject:
     """A target with all that is measured on it.
 
     Attributes:
-        plain_targets: the target in other dtypes, by dtype, for plain decoding.
         drafters: heads by their short names, the small model, and each of them merged with n-grams if asked for.
         misfits: those that were made for another target, and why they do not fit.
         prompts: of each file, and how many were left out for being too long.
@@ -43,7 +42,6 @@ class Subject:
     """
 
     target: Target
-    plain_targets: dict[str, Target]
     drafters: dict[str, Drafter]
     misfits: dict[str, str]
     assistant: PreTrainedModel | None
@@ -73,7 +71,6 @@ def load_subject(
     num_prompts: int | None,
     max_new_tokens: int,
     dtype: str,
-    plain_dtypes: Sequence[str],
     device: str | None,
     is_only_target: bool,
 ) -> Subject:
@@ -84,11 +81,6 @@ def load_subject(
     """
     target, tokenizer = load_target(name, dtype=dtype, device=device)
     loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
-    if plain_dtypes and is_adapted(target.model):
-        raise ValueError(
-            "got --plain-dtype with heads that bring an adapter of the target: the target in another dtype would be "
-            "the one without it; leave --plain-dtype out"
-        )
     drafters: dict[str, Drafter] = dict(loaded)
     if drafter_model is not None:
         try:
@@ -101,11 +93,6 @@ def load_subject(
         drafters |= {f"{label} + n-grams": MergedDrafter(one, NgramDrafter()) for label, one in drafters.items()}
     return Subject(
         target=target,
-        plain_targets={
-            other: load_target(name, dtype=other, device=device)[0]
-            for other in plain_dtypes
-            if other != str(target.dtype).removeprefix("torch.")
-        },
         drafters=drafters,
         misfits=misfits,
         assistant=load_assistant(assistant, target) if assistant is not None else None,
@@ -122,6 +109,11 @@ def load_subject(
             "has_chat_template": bool(tokenizer.chat_template),
         },
     )
+
+
+def is_faster_compiled(target: Target) -> bool:
+    """Whether a step is mostly dispatch, which compiling saves: small weights on a CPU."""
+    return target.device.type == "cpu" and count_weight_bytes(target.model) < SMALL_BYTES
 
 
 def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> None:
@@ -190,7 +182,7 @@ def measure_combination(
     """Everybody on one file's prompts at one temperature and batch size, interleaved.
 
     Args:
-        is_compiled: measure whoever can be compiled a second time, compiled.
+        is_compiled: heads run compiled, and the baselines both ways.
         is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
         earlier: the contenders of an earlier combination of the same subject, which keep what they have compiled; only
             with `is_each_once`, where temperatures have the same contenders.
@@ -208,10 +200,9 @@ def measure_combination(
             subject.drafters,
             trees,
             settings,
-            modes=(False, True) if is_compiled else (False,),
+            modes=(is_compiled,),
             acceptance=acceptance,
             assistant=subject.assistant,
-            plain_targets=subject.plain_targets,
             misfits=subject.misfits,
             is_each_once=is_each_once,
         )

@@ -41,8 +41,8 @@ class Grid:
 
 
 def make_grids(rows: Sequence[Row], environment: dict[str, Any]) -> list[Grid]:
-    """Speed and text; where a step's time goes; how far that is from what it could be (see docs/benchmarks)."""
-    grids = [_speed_grid(rows, environment), _step_grid(rows, environment), _limits_grid(rows, environment)]
+    """Speed and text; where a step's time goes."""
+    grids = [_speed_grid(rows, environment), _step_grid(rows, environment)]
     return [grid for grid in grids if grid.cells]
 
 
@@ -53,10 +53,9 @@ def format_number(value: float | None, form: str = ".2f") -> str:
 def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
     columns = [
         "decoding",
-        "warm-up s",
         "tokens/s (min–max)",
         "× generate",
-        "× plain",
+        "× fastest plain",
         "acceptance length",
         "same text",
         "repeated 4-grams",
@@ -71,7 +70,6 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         cells.append(
             [
                 row.label,
-                f"{row.warm_up_seconds:.1f}",
                 f"{row.tokens_per_second:.1f} ({low:.1f}–{high:.1f})",
                 format_number(row.over_transformers),
                 format_number(row.over_plain),
@@ -90,6 +88,10 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         f"{environment['num_prompts']} prompts{source} × {environment['max_new_tokens']} tokens, "
         f"{environment['repeats']} repeats, batch {environment['batch']}, "
         f"{environment['gpu'] or environment['cpu']}, {environment['threads']} threads"
+    )
+    notes.append(
+        "× generate: beside transformers' eager generate; × fastest plain: beside this library's own decoding without "
+        "drafts, in its faster mode"
     )
     return Grid(title, columns, cells, notes + text_notes(rows))
 
@@ -116,7 +118,7 @@ def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
             row.label,
             *(f"{row.step_milliseconds[part]:.2f}" for part in STEP_PARTS),
             format_number(row.overhead_share, ".0%"),
-            format_number(row.host_syncs_per_step),
+            format_number(row.roofline_share, ".0%"),
             format_number(row.nodes_per_step, ".0f"),
             *([format_number(row.rows_per_step, ".1f")] if is_batch else []),
             " ".join(f"{share:.2f}" for share in row.acceptance_by_depth) or "–",
@@ -128,35 +130,20 @@ def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         "draft: inside the drafter; grow: the tree and the noise; verify: the target's forward; "
         "overhead: all but draft and verify"
     ]
+    if any(row.roofline_share is not None for row in rows):
+        notes.append(
+            "of the roofline: the time this machine needs to read the weights and multiply by them / the time a step "
+            f"took ({environment['bandwidth_gb_s']:.1f} GB/s, {environment['matmul_gflop_s']:.0f} GFLOP/s)"
+        )
     if is_batch:
-        notes.append("times and host syncs are the whole batch's, nodes and acceptance a row's; rows: not yet ended")
-    columns = ["ms per verify step", *STEP_PARTS, "overhead", "host syncs", "nodes", *(["rows"] if is_batch else [])]
+        notes.append("times are the whole batch's, nodes and acceptance a row's; rows: not yet ended")
+    columns = [
+        "ms per verify step",
+        *STEP_PARTS,
+        "overhead",
+        "of the roofline",
+        "nodes",
+        *(["rows"] if is_batch else []),
+    ]
     columns.append("accepted at depth 1, 2, ...")
     return Grid("Where a verify step's time goes", columns, cells, notes)
-
-
-def _limits_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
-    """Columns that no row has a number for are left out."""
-    shown = [row for row in rows if row.ideal_speedup is not None or row.roofline_share is not None]
-    columns: dict[str, list[str]] = {
-        "× plain step": [format_number(row.step_speedup) for row in shown],
-        "ideal": [format_number(row.ideal_speedup) for row in shown],
-        "reached": [format_number(row.ideal_share, ".0%") for row in shown],
-        "MB of weights": [format_number(_scaled(row.round_weight_bytes, 1e6), ".1f") for row in shown],
-        "GFLOP": [format_number(_scaled(row.round_flops, 1e9)) for row in shown],
-        "limit ms": [format_number(row.limit_milliseconds) for row in shown],
-        "of the roofline": [format_number(row.roofline_share, ".0%") for row in shown],
-    }
-    columns = {name: cells for name, cells in columns.items() if any(cell != "–" for cell in cells)}
-    notes = ["ideal: acceptance length × plain decoding's verify time / (verify + draft time), in the same mode"]
-    if "of the roofline" in columns:
-        notes.append(
-            f"roofline: {environment['bandwidth_gb_s']:.1f} GB/s of reading as much as the target's weights, "
-            f"{environment['matmul_gflop_s']:.0f} GFLOP/s of large products"
-        )
-    cells = [list(line) for line in zip([row.label for row in shown], *columns.values(), strict=True)]
-    return Grid("What a verify step could be", ["per verify step", *columns], cells, notes)
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from inference import GenerationStats, Target
-from scripts.benchmarks.limits import set_ideals, set_rooflines
 from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
-from scripts.benchmarks.roofline import Hardware
+from scripts.benchmarks.roofline import Hardware, Work
 from scripts.benchmarks.rows import Row
 from scripts.benchmarks.texts import find_difference, share_of_repeated_ngrams
 
@@ -35,13 +34,27 @@ def make_rows(
     Args:
         alone: the reference's text of each prompt decoded alone; None = what the runs say (see `texts_alone`).
     """
-    by_name = {contender.name: contender for contender in contenders if contender.runs}
+    transformers = next((one for one in contenders if one.name == TRANSFORMERS and one.runs), None)
+    references = transformers, find_fastest_plain(contenders)
     alone = alone or texts_alone(contenders, settings)
-    rows = [_make_row(contender, by_name, prompts, settings, target, alone) for contender in contenders]
-    set_ideals(rows, contenders)
+    rows = [_make_row(contender, references, prompts, settings, target, alone) for contender in contenders]
     if hardware is not None:
         set_rooflines(rows, contenders, hardware)
     return rows
+
+
+def set_rooflines(rows: Sequence[Row], contenders: Sequence[Contender], hardware: Hardware) -> None:
+    """Fills in the work of a round, the hardware's limit for it, and limit / measured time of a whole step.
+
+    A round reads the weights once for all rows, and multiplies for each row that has not ended.
+    """
+    for row, contender in zip(rows, contenders, strict=True):
+        if contender.work is None or row.step_milliseconds is None:
+            continue
+        work = Work(contender.work.weight_bytes, contender.work.flops * (row.rows_per_step or 1.0))
+        row.round_weight_bytes, row.round_flops = work.weight_bytes, work.flops
+        row.limit_milliseconds = work.limit_milliseconds(hardware)
+        row.roofline_share = row.limit_milliseconds / row.step_milliseconds["step"]
 
 
 def texts_alone(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
@@ -56,13 +69,35 @@ def texts_alone(contenders: Sequence[Contender], settings: Settings) -> list[lis
     return [run.texts[0] for run in reference.runs[0]]
 
 
+def find_fastest_plain(contenders: Sequence[Contender]) -> Contender | None:
+    """This library's plain decoding, eager or compiled, whichever is the faster."""
+    plain = [one for one in contenders if one.name.removesuffix(", compiled") == PLAIN and one.runs]
+    return max(plain, key=lambda one: statistics.median(map(_speed, one.runs)), default=None)
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """The fastest drafter, and its speed beside transformers' `generate` and beside the fastest plain
+    decoding of this library. Nothing where nothing drafts."""
+    drafting = [row for row in rows if row.tree and not row.problem]
+    if not drafting or not all(row.over_transformers and row.over_plain for row in drafting):
+        return []
+    best = max(drafting, key=lambda row: row.tokens_per_second)
+    plain = max((row for row in rows if row.name.startswith(PLAIN)), key=lambda row: row.tokens_per_second)
+    same = "" if best.num_identical is None else f", {best.num_identical} of {best.num_compared} texts identical"
+    return [
+        f"Fastest drafter: {best.label}, acceptance length {best.acceptance_length:.2f}{same}.",
+        f"Its speed: {best.over_transformers:.2f} × transformers' generate, {best.over_plain:.2f} × the fastest plain "
+        f"decoding of this library ({plain.name}).",
+    ]
+
+
 def reference_name(settings: Settings) -> str:
     return PLAIN if settings.is_sampled else TRANSFORMERS
 
 
 def _make_row(
     contender: Contender,
-    by_name: dict[str, Contender],
+    references: tuple[Contender | None, Contender | None],
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
@@ -75,8 +110,8 @@ def _make_row(
     row.num_new_tokens = sum(run.num_tokens for run in contender.runs[0])
     row.tokens_per_second = statistics.median(speeds)
     row.tokens_per_second_range = (min(speeds), max(speeds))
-    row.over_transformers, row.over_transformers_quartiles = _ratio(contender, by_name.get(TRANSFORMERS))
-    row.over_plain, row.over_plain_quartiles = _ratio(contender, by_name.get(PLAIN))
+    row.over_transformers, row.over_transformers_quartiles = _ratio(contender, references[0])
+    row.over_plain, row.over_plain_quartiles = _ratio(contender, references[1])
     row.repeated_4grams = share_of_repeated_ngrams([text for run in contender.runs[0] for text in run.texts])
     _count_steps(row, contender)
     if alone is not None:

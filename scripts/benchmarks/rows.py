@@ -19,8 +19,8 @@ class Row:
         warm_up_seconds: spent before anything was measured, compiling included.
         tokens_per_second: new tokens of all rows / seconds of the whole calls, all prompts together; the median of the
             repeats.
-        over_transformers, over_plain: ratio of tokens/s to the reference at the same batch size, taken for each batch
-            and repeat, then the median; with the quartiles.
+        over_transformers, over_plain: ratio of tokens/s to transformers' eager `generate`, and to this library's plain
+            decoding in its faster mode; taken for each batch and repeat, then the median; with the quartiles.
         acceptance_length, acceptance_by_depth, accepted_histogram, nodes_per_step: per row.
         rows_per_step: rows of the batch that had not ended, in an average verify pass.
         step_milliseconds: of a verify step of the whole batch, prefill excluded: draft (inside the drafter), grow (the
@@ -28,7 +28,6 @@ class Row:
             is their sum.
         overhead_share: the share of a step that is neither the target's forward nor the drafter's.
         host_syncs_per_step: how often the host waited to read a tensor (see `GenerationStats.num_host_syncs`).
-        step_speedup, ideal_speedup, ideal_share: beside plain decoding in the same mode (see `limits`).
         round_weight_bytes, round_flops: what a draft phase and a verify pass must read and multiply (see `roofline`).
         limit_milliseconds: the shortest time the hardware could do that in; roofline_share: that / the measured step.
         num_identical: rows whose text equals in every repeat what the reference writes for their prompt alone.
@@ -54,9 +53,6 @@ class Row:
     step_milliseconds: dict[str, float] | None = None
     overhead_share: float | None = None
     host_syncs_per_step: float | None = None
-    step_speedup: float | None = None
-    ideal_speedup: float | None = None
-    ideal_share: float | None = None
     round_weight_bytes: float | None = None
     round_flops: float | None = None
     limit_milliseconds: float | None = None

@@ -31,7 +31,7 @@ from scripts.benchmarks.measure import (
     measure,
 )
 from scripts.benchmarks.render import make_grids
-from scripts.benchmarks.report import make_report, make_rows, split_step, write_json
+from scripts.benchmarks.report import headline, make_report, make_rows, split_step, write_json
 from scripts.benchmarks.texts import find_difference, share_of_repeated_ngrams
 from scripts.model_loading import encode_messages, load_assistant
 from tests.tiny_targets import random_prompt, tiny_target
@@ -111,13 +111,34 @@ def test_trees_that_a_report_could_not_tell_apart_are_refused(target: Target, tm
     assert [one.tree for one in contenders if one.name == "h"] == ["chain", "chain:2"]
 
 
-def test_plain_decoding_in_another_dtype_is_a_baseline(target: Target) -> None:
-    narrow = Target(tiny_target("llama").to(torch.bfloat16))
-    contenders = make_contenders(target, {}, ["chain"], Settings(max_new_tokens=4), plain_targets={"bfloat16": narrow})
-    (other,) = [one for one in contenders if one.name == f"{PLAIN} in bfloat16"]
-    ids = torch.ones(1, 3, dtype=torch.long)
-    assert len(other.decode(Batch.of(Prompt("a", 0, ids)), Settings(max_new_tokens=4)).texts[0]) <= 4
-    assert other.decode.decoder.target.dtype == torch.bfloat16  # type: ignore[attr-defined]
+def test_compiled_heads_stand_beside_compiled_plain_decoding(target: Target) -> None:
+    eager = make_contenders(target, {"h": NgramDrafter()}, ["chain"], Settings())
+    assert [one.name for one in eager if one.is_compiled] == []
+    both = make_contenders(target, {"h": NgramDrafter()}, ["chain"], Settings(), modes=(True,))
+    assert [one.name for one in both if one.is_compiled] == [
+        f"{TRANSFORMERS}, compiled",
+        f"{PLAIN}, compiled",
+        "h, compiled",
+    ]
+    assert {TRANSFORMERS, PLAIN} <= {one.name for one in both}
+
+
+def test_ratios_are_to_the_fastest_plain_decoding(target: Target) -> None:
+    text = [5, 6, 7, 8]
+    seconds = {TRANSFORMERS: 4.0, PLAIN: 2.0, f"{PLAIN}, compiled": 1.0, "h, compiled": 0.5}
+    stats = {"prefill": 0.0, "draft": 0.1, "verify": 0.1, "accept": 0.1, "commit": 0.1, "total": 0.4}
+    contenders = [
+        contender(name, [[Run([text], spent, 4, None if name == TRANSFORMERS else stats_of([1, 0], **stats))]])
+        for name, spent in seconds.items()
+    ]
+    contenders[-1].tree = "chain"
+    rows = make_rows(contenders, [prompt(0)], Settings(), target)
+    assert [row.over_plain for row in rows] == [0.25, 0.5, 1.0, 2.0]
+    first, second = headline(rows)
+    assert first.startswith("Fastest drafter: h, compiled, chain, acceptance length 1.50, 1 of 1 texts identical")
+    assert "8.00 × transformers' generate, 2.00 × the fastest plain decoding" in second
+    assert "(plain decoding, compiled)" in second
+    assert headline(rows[:-1]) == []
 
 
 def test_an_assistant_drafts_for_transformers(tmp_path: Path) -> None:

@@ -20,9 +20,8 @@ from scripts.benchmark import BenchmarkArguments
 from scripts.benchmarks import matrix
 from scripts.benchmarks.batches import MARK, choose_trees, make_batch_grid
 from scripts.benchmarks.contenders import TimedDrafter
-from scripts.benchmarks.limits import set_rooflines
 from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
-from scripts.benchmarks.report import make_rows
+from scripts.benchmarks.report import make_rows, set_rooflines
 from scripts.benchmarks.roofline import Hardware, Work
 from scripts.benchmarks.rows import Row
 from tests.conftest import CHAT_TARGET
@@ -87,8 +86,6 @@ def test_rows_of_a_batch_by_hand(chat_target: PreTrainedModel) -> None:
     # A pass of the whole batch: 1 s for two of them; plain decoding's three take 1.5 s.
     assert mine.step_milliseconds is not None
     assert (mine.step_milliseconds["step"], mine.step_milliseconds["verify"]) == (500.0, 300.0)
-    # 2 tokens in 500 ms beside 4 / 3 tokens in 500 ms; without overhead 2 in 400 ms beside 4 / 3 in 400 ms.
-    assert (mine.step_speedup, mine.ideal_speedup) == (pytest.approx(1.5), pytest.approx(1.5))
     assert (generate.reference, generate.num_identical) == (f"{TRANSFORMERS}, batch 1", 2)
     assert (mine.num_identical, mine.num_compared) == (1, 2)
     assert [(one.prompt, one.position) for one in mine.differences] == [("p1", 1)]
@@ -152,6 +149,8 @@ def test_a_run_over_batch_sizes(
         tree=trees,
         repeats=1,
         device="cpu",
+        compile=False,
+        dtype="float32",
         **files,
     )
     benchmark.run(args, console)

@@ -10,9 +10,8 @@ from inference import Target, chain
 from inference.drafters.ngram import NgramDrafter
 from scripts.benchmarks import roofline
 from scripts.benchmarks.contenders import count_work, make_contenders
-from scripts.benchmarks.limits import set_ideals, set_rooflines
-from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Settings
-from scripts.benchmarks.render import make_grids
+from scripts.benchmarks.measure import TRANSFORMERS, Contender, Prompt, Settings
+from scripts.benchmarks.report import set_rooflines
 from scripts.benchmarks.roofline import (
     Hardware,
     Work,
@@ -115,54 +114,9 @@ def step(**milliseconds: float) -> dict[str, float]:
     return {"draft": 0.0, "grow": 0.0, "accept": 0.0, "commit": 0.0, "other": 0.0, **milliseconds}
 
 
-def test_ideal_speed_up_by_hand() -> None:
-    """Eager rows beside eager plain decoding, compiled ones beside compiled."""
-    rows = [
-        Row(TRANSFORMERS),
-        Row(PLAIN, step_milliseconds=step(step=12.0, verify=10.0)),
-        Row(f"{PLAIN}, compiled", step_milliseconds=step(step=6.0, verify=5.0)),
-        Row("h", acceptance_length=3.0, step_milliseconds=step(step=30.0, verify=15.0, draft=5.0)),
-        Row("h, compiled", acceptance_length=3.0, step_milliseconds=step(step=15.0, verify=6.0, draft=1.5)),
-        Row("broken", problem="too deep"),
-    ]
-    contenders = [Contender(row.name, is_compiled=row.name.endswith(", compiled")) for row in rows]
-    set_ideals(rows, contenders)
-    transformers, plain, _, eager, compiled, broken = rows
-    assert (transformers.ideal_speedup, broken.ideal_speedup) == (None, None)
-    assert (plain.step_speedup, plain.ideal_speedup, plain.ideal_share) == (1.0, 1.0, 1.0)
-    # 3 x 12 / 30; 3 x 10 / (15 + 5).
-    assert (eager.step_speedup, eager.ideal_speedup, eager.ideal_share) == pytest.approx((1.2, 1.5, 0.8))
-    # 3 x 6 / 15; 3 x 5 / (6 + 1.5).
-    assert (compiled.step_speedup, compiled.ideal_speedup, compiled.ideal_share) == pytest.approx((1.2, 2.0, 0.6))
-
-
-def test_without_plain_decoding_in_the_same_mode_there_is_no_ideal() -> None:
-    rows = [
-        Row(PLAIN, step_milliseconds=step(step=12.0, verify=10.0)),
-        Row("h, compiled", step_milliseconds=step(step=12.0, verify=8.0)),
-    ]
-    set_ideals(rows, [Contender(PLAIN), Contender("h, compiled", is_compiled=True)])
-    assert rows[1].ideal_speedup is None
-
-
 def test_share_of_the_roofline_by_hand() -> None:
     rows = [Row(TRANSFORMERS), Row("h", step_milliseconds=step(step=20.0, verify=15.0))]
     contenders = [Contender(TRANSFORMERS), Contender("h", work=Work(50e6, 0.1e9))]
     set_rooflines(rows, contenders, Hardware(bandwidth_gb_s=10.0, matmul_gflop_s=100.0))
     assert rows[0].roofline_share is None
     assert (rows[1].limit_milliseconds, rows[1].roofline_share) == pytest.approx((5.0, 0.25))
-
-
-def test_columns_without_a_number_are_left_out() -> None:
-    row = Row(
-        "h", step_milliseconds=step(step=20.0, verify=15.0), ideal_speedup=2.0, step_speedup=1.5, ideal_share=0.75
-    )
-    environment = {"target": "t", "dtype": "float32", "temperature": 0.0, "num_prompts": 1, "max_new_tokens": 8}
-    environment |= {"repeats": 1, "batch": 1, "gpu": None, "cpu": "c", "threads": 1}
-    limits = make_grids([row], environment)[-1]
-    assert limits.columns == ["per verify step", "× plain step", "ideal", "reached"]
-    assert limits.cells == [["h", "1.50", "2.00", "75%"]]
-    row.limit_milliseconds, row.roofline_share = 5.0, 0.25
-    row.round_weight_bytes, row.round_flops = 50e6, 0.1e9
-    limits = make_grids([row], environment | {"bandwidth_gb_s": 10.0, "matmul_gflop_s": 100.0})[-1]
-    assert limits.cells == [["h", "1.50", "2.00", "75%", "50.0", "0.10", "5.00", "25%"]]
