@@ -89,11 +89,11 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         f"{environment['repeats']} repeats, batch {environment['batch']}, "
         f"{environment['gpu'] or environment['cpu']}, {environment['threads']} threads"
     )
-    notes.append(
+    legend = (
         "× generate: beside transformers' eager generate; × fastest plain: beside this library's own decoding without "
         "drafts, in its faster mode"
     )
-    return Grid(title, columns, cells, notes + text_notes(rows))
+    return Grid(title, columns, cells, [*notes, *text_notes(rows), legend])
 
 
 def text_notes(rows: Sequence[Row]) -> list[str]:
