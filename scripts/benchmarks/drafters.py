@@ -166,7 +166,6 @@ def load_all(args: DraftersArguments) -> Subject:
         num_prompts=args.num_prompts,
         max_new_tokens=args.max_new_tokens,
         dtype=args.dtype,
-        plain_dtypes=[],
         device=args.device,
         is_only_target=True,
     )
