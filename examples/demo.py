@@ -28,7 +28,7 @@ from rich.text import Text
 
 from heads import DraftHeads
 from inference import Decoder, Drafter, Target
-from inference.trees.policy import resolve_policy
+from inference.trees.options import resolve_policy
 from scripts.benchmarks.contenders import make_contenders
 from scripts.benchmarks.environment import describe_environment
 from scripts.benchmarks.measure import Contender, Prompt, Settings, load_prompts, measure

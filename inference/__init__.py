@@ -13,7 +13,9 @@ from inference.loop import GenerationOutput
 from inference.stats import GenerationStats
 from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
-from inference.trees.policy import DynamicTree, StaticTree, TreePolicy, chain
+from inference.trees.dynamic import DynamicTree
+from inference.trees.policy import TreePolicy
+from inference.trees.static import StaticTree, chain
 
 __all__ = [
     "AcceptanceRule",

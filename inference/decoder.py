@@ -5,6 +5,7 @@ Legend: B batch, L prompt length.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,54 +15,65 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inference.acceptance.exact import Sampler
 from inference.acceptance.rules import AcceptanceRule, resolve_rule
+from inference.acceptance.sampler import Sampler
 from inference.cache.tree_cache import TreeCache
 from inference.drafters.base import Drafter
+from inference.execution.compiled import CompiledExecutor
+from inference.execution.drafting import TreeChoice
+from inference.execution.executor import Executor
 from inference.execution.step import DecodeStep
-from inference.loop import DecodeLoop, GenerationOutput, StepCallback, gather_output, rows_may_leave
+from inference.loop import DecodeLoop, GenerationOutput, StepCallback, gather_output
 from inference.noise import row_seeds
-from inference.planning.auto_tree import AutoTree
-from inference.planning.cost_measurement import find_costs
-from inference.planning.cost_model import BatchCosts, CostModel
-from inference.planning.drafting import AdaptiveDrafting, Drafting, FixedDrafting
-from inference.planning.tree_planner import TreePlanner
-from inference.prompts import HeldTexts, PromptReader, ReadPrompts, leave_room
+from inference.planning.costs import StepCosts
+from inference.planning.planner import TreePlanner
+from inference.prompts import HeldTexts, PromptReader, Reused, leave_room
 from inference.request.generate_arguments import make_request
-from inference.request.processors import PREFIX_FREE
 from inference.request.request import Request
 from inference.stats import GenerationStats, PhaseClock
 from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
-from inference.trees.policy import TreePolicy, resolve_policy
+from inference.trees.options import TreeOption, resolve_policy
+from inference.trees.policy import TreePolicy
+
+logger = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Decodes with one target and one drafter; keeps its buffers from call to call.
+    """Decodes with one target and one drafter, and keeps its buffers from call to call.
 
-    One text (or batch) at a time: threads take a decoder each. Decoders of the same target and heads share their
-    weights, and may run at the same time.
+    A decoder decodes one text (or batch) at a time: give each thread its own. Decoders of the same target and heads
+    share their weights and may run at the same time.
+
+    With exact acceptance the text depends on the target and the seed only: not on the drafter, the tree or the other
+    rows of the batch.
 
     Args:
         target: a frozen causal LM or encoder-decoder model of transformers, or a `Target`.
         drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
-        tree: "dynamic" (EAGLE-2, the default), "auto" (EAGLE-2's kind, of the size that pays, chosen at every
-            step), "chain", "gamma" (a chain of the length that pays, chosen likewise), a tree file, a list of rank
-            paths, or a `TreePolicy`.
+        tree: which drafts are verified:
+
+            - "dynamic" (EAGLE-2, the default) or "dynamic:DEPTH,TOP_K,NODES", as "dynamic:5,6,24"
+            - "auto": a dynamic tree of the size that decodes fastest, or none, chosen again every few steps
+            - "chain" or "chain:LENGTH"
+            - "gamma" or "gamma:LENGTH": a chain of the length that decodes fastest, or none
+            - a YAML file with a static tree, a list of rank paths, or a `TreePolicy`
         acceptance: "exact" (the default), "rejection" (Leviathan et al.; siblings without replacement),
-            "block_verification" (of chains), "typical" (Medusa; lossy), or an `AcceptanceRule`. For a greedy target all
-            are the first one. Sampled, "rejection" and "block_verification" keep the target's distribution, but their
-            texts depend on what is drafted.
-        is_coupled: at temperature > 0 and with exact acceptance, let the drafter read the target's own Gumbel noise
-            (more is accepted; the text is the same either way).
+            "block_verification" (of chains), "typical" (Medusa; lossy), or an `AcceptanceRule`. A greedy target always
+            gets "exact". When sampling, "rejection" and "block_verification" keep the target's distribution, but their
+            texts depend on the drafts.
+        is_coupled: at temperature > 0 and with exact acceptance, let the drafter read the target's own Gumbel noise.
+            More drafts are accepted, and the text is the same either way.
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits time truly.
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
-            then take tens of seconds (`stats.seconds["compile"]`); numbers are rounded differently than in the eager
-            model, so near-ties may fall otherwise. Weights, and which adapters are switched on, are read when a graph
-            is made: make a new decoder after a change.
+            then take tens of seconds (`stats.seconds["compile"]`). Compiled numbers are rounded differently from the
+            eager model's, so a near-tie may fall the other way. Weights and active adapters are read when a graph is
+            made: make a new decoder after a change.
 
-    With exact acceptance the text depends on the target and the seed alone: not on the drafter, the tree or the other
-    rows of the batch.
+    Raises:
+        TypeError: `drafter` is a path.
+        ValueError: a tree that the drafter or the acceptance rule cannot use, or a drafter that does not fit the
+            target.
     """
 
     def __init__(
@@ -69,7 +81,7 @@ class Decoder:
         target: Target | nn.Module,
         drafter: Drafter | None = None,
         *,
-        tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
+        tree: TreeOption = None,
         acceptance: AcceptanceRule | str = "exact",
         is_coupled: bool = True,
         is_synchronised: bool = False,
@@ -81,31 +93,22 @@ class Decoder:
                 "heads.DraftHeads.from_pretrained"
             )
         self.target = Target.of(target)
-        drafter = self.drafter = drafter if drafter is None else drafter.for_target(self.target)
-        self.is_coupled = is_coupled
+        self.drafter = None if drafter is None else drafter.for_target(self.target)
+        self.policy = _resolve_policy(tree, self.drafter)
         self.is_synchronised = is_synchronised
-        self.policy: TreePolicy | None = None
-        if drafter is not None:
-            self.policy = resolve_policy(tree, drafter.max_depth)
-            if drafter.drafts_chains_only and not self.policy.is_narrow:
-                raise ValueError(
-                    f"tree is {'dynamic, the default' if tree is None else repr(tree)}, and {type(drafter).__name__} "
-                    "drafts chains only: pass tree='chain', tree='gamma' or tree=chain(n)"
-                )
-        elif tree is not None:
-            raise ValueError(
-                f"tree is {tree!r} but there is no drafter: pass heads, or leave tree out for plain decoding"
-            )
         rule = resolve_rule(acceptance)
         rule.check(self.policy)
-        self._step = DecodeStep(self.target, drafter, self.policy, is_coupled=is_coupled, compile=compile, rule=rule)
+        executor = Executor()
+        if compile:
+            executor = CompiledExecutor([m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)])
+        self._step = DecodeStep(
+            self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, executor=executor
+        )
+        has_choice = self.policy is not None and len(self.policy.candidates) > 1
+        self._choice = TreePlanner(self.policy) if self.policy and has_choice else TreeChoice(self.policy)
         self._cache: TreeCache | None = None
         self._held: HeldTexts | None = None  # what the last call has left in the cache
         self._is_free = threading.Lock()
-        self._costs: dict[tuple[Any, ...], CostModel] = {}  # by batch size and way to draw
-        self._planner: TreePlanner | None = None
-        if isinstance(self.policy, AutoTree):
-            self._planner = TreePlanner(self.policy)
 
     def generate(
         self,
@@ -125,29 +128,28 @@ class Decoder:
 
         Args:
             input_ids: [B, L] int64; for an encoder-decoder target, the sources.
-            attention_mask: [B, L], 0 on padding, left or right; without it transformers takes pad tokens for padding,
+            attention_mask: [B, L], 0 on padding, left or right. Without it transformers takes pad tokens for padding,
                 but not in sources.
             seed: one integer (row b uses hash(seed, b)), one per row, or None to draw from torch's global generator.
             reuse_cache: do not read again what this decoder's last call has left in its cache of the prompts'
                 beginnings: a conversation goes on, or every row begins with the same instructions. The text is the
-                same up to rounding (its keys and values may come from a pass over other rows). Of rows that ended
-                before others nothing is left. Whoever changes weights or adapters in between leaves it out.
-            streamer: a transformers streamer (batch 1); receives every token as it is emitted, and its end also when
+                same up to rounding (its keys and values may come from a pass over other rows). Rows that finished
+                before others leave nothing. Do not use it after a change of weights or adapters.
+            streamer: a transformers streamer (batch 1). It receives every token as it is emitted, and its end also when
                 a step fails.
-            on_step: called after every step of a batch of 1 with the tokens kept and how many of them were drafted.
+            on_step: called after every step of a batch of 1, with the tokens kept and how many of them were drafted.
             tokenizer, stop_strings: as in transformers; `token_healing` needs the tokenizer, too.
-            **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...); the
-                result is a `GenerationOutput` whatever `return_dict_in_generate` says. Stopping criteria are asked
-                behind every token, with `scores=None`.
+            **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). The
+                result is a `GenerationOutput` whatever `return_dict_in_generate` says. Stopping criteria are called
+                after every token, with `scores=None`.
 
         Raises:
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop
                 does not have, each with the cure; when no token can be picked (NaN, or everything is forbidden).
             RuntimeError: while this decoder is in the middle of another text.
         """
-        stats = GenerationStats()
         with self._alone():
-            clock = self._new_clock(stats)
+            clock = self._new_clock()
             request = make_request(
                 self.target,
                 input_ids,
@@ -159,12 +161,12 @@ class Decoder:
             )
             if on_step is not None and request.batch_size > 1:
                 raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
-            loop = self._begin(request, seed, stats, clock, reuse_cache=reuse_cache, on_step=on_step)
+            loop = self._begin(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
             with (
                 _streaming(streamer, request),
                 self._holding(loop),
                 self.target.without_autograd(),
-                self._step.active(),
+                self._step.executor.active(),
             ):
                 for _ in loop.steps():
                     pass
@@ -178,64 +180,55 @@ class Decoder:
         *,
         seed: int | Sequence[int] | None = None,
         reuse_cache: bool = False,
-        tokenizer: Any = None,
-        stop_strings: str | list[str] | None = None,
-        **generate_kwargs: Any,
+        **options: Any,
     ) -> TokenStream:
         """`generate` of one row, step by step: `for tokens in decoder.stream(...)`, or `async for`.
 
-        Arguments and errors are those of `generate`. The decoder is taken until the stream is read to its end, closed
-        or dropped.
+        Arguments and errors are those of `generate`, but for `streamer` and `on_step`. The decoder is taken until the
+        stream is read to its end, closed or dropped.
         """
         for name in ("streamer", "on_step"):
-            if generate_kwargs.pop(name, None) is not None:
+            if options.pop(name, None) is not None:
                 raise ValueError(f"{name} is for generate(): a stream hands out the tokens itself; leave it out")
         if input_ids.dim() == 2 and input_ids.shape[0] > 1:
             raise ValueError(
                 f"a stream has one row, and input_ids has {input_ids.shape[0]}: stream rows one by one, or generate() "
                 "them together"
             )
-        stats = GenerationStats()
         release = self._take()
         try:
-            clock = self._new_clock(stats)
-            request = make_request(
-                self.target,
-                input_ids,
-                attention_mask,
-                tokenizer=tokenizer,
-                stop_strings=stop_strings,
-                generate_kwargs=generate_kwargs,
-            )
+            clock = self._new_clock()
+            own = {name: options.pop(name, None) for name in ("tokenizer", "stop_strings")}
+            request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=options)
             if request.batch_size > 1:
                 raise ValueError(
                     f"a stream has one row, and num_return_sequences makes {request.batch_size}: leave it out"
                 )
-            loop = self._begin(request, seed, stats, clock, reuse_cache=reuse_cache)
+            loop = self._begin(request, seed, clock, reuse_cache=reuse_cache)
             clock.pause()
         except BaseException:
             release()
             raise
-
-        def steps() -> Iterator[list[int]]:
-            try:
-                with self._holding(loop):
-                    running = loop.steps()
-                    while True:
-                        clock.start()
-                        kept = self._advance(running)
-                        clock.pause()
-                        if kept is None:
-                            return
-                        yield kept[0]
-            finally:
-                release()
-
         # A stream that is over, and is kept for its output, must not keep the loop's buffers.
-        return TokenStream(steps(), partial(gather_output, loop.request, loop.scores, loop.stats), release)
+        gather = partial(gather_output, loop.request, loop.scores, loop.stats)
+        return TokenStream(self._stream_steps(loop, clock, release), gather, release)
 
-    def _new_clock(self, stats: GenerationStats) -> PhaseClock:
-        return PhaseClock(stats, self.target.device, is_synchronised=self.is_synchronised)
+    def _stream_steps(self, loop: DecodeLoop, clock: PhaseClock, release: Callable[[], None]) -> Iterator[list[int]]:
+        try:
+            with self._holding(loop):
+                running = loop.steps()
+                while True:
+                    clock.start()
+                    kept = self._advance(running)
+                    clock.pause()
+                    if kept is None:
+                        return
+                    yield kept[0]
+        finally:
+            release()
+
+    def _new_clock(self) -> PhaseClock:
+        return PhaseClock(GenerationStats(), self.target.device, is_synchronised=self.is_synchronised)
 
     def _take(self) -> Callable[[], None]:
         """Makes this decoder busy; returns what ends that, and may be called more than once."""
@@ -266,55 +259,19 @@ class Decoder:
 
     def _advance(self, steps: Iterator[list[list[int]]]) -> list[list[int]] | None:
         """One step. Inference mode belongs to a thread, so it is entered anew for every step."""
-        with self.target.without_autograd(), self._step.active():
+        with self.target.without_autograd(), self._step.executor.active():
             return next(steps, None)
 
     def _begin(
         self,
         request: Request,
         seed: int | Sequence[int] | None,
-        stats: GenerationStats,
         clock: PhaseClock,
         *,
         reuse_cache: bool,
         on_step: StepCallback | None = None,
     ) -> DecodeLoop:
-        step, prompts = self._step, request.prompts
-        held, self._held = self._held, None
-        if reuse_cache and request.source is not None:
-            raise ValueError(
-                f"reuse_cache is for prompts, and {type(self.target.model).__name__} reads a source anew: leave it out"
-            )
-        if reuse_cache and self.drafter is not None and not self.drafter.can_copy_rows:
-            raise ValueError(
-                f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
-                "cannot copy rows (Drafter.copy_rows): add it, or leave reuse_cache out"
-            )
-        rows, kept = held.match(prompts) if held is not None and reuse_cache else ([], [])
-        capacity = request.max_length + step.num_slots_behind
-        if kept:
-            kept = leave_room(kept, prompts, min(capacity, self.target.max_length or capacity))
-        # A first token is read once, and stays with its row.
-        is_held = any(kept) and (min(kept) > 0 or not (self.drafter is not None and self.drafter.reads_first_token))
-        if held is None or not is_held:
-            held = None  # with its cache, which may have to make room for another
-            cache = self._get_cache(request.batch_size, capacity)
-
-            def read_prompts(reader: PromptReader, cache: TreeCache) -> tuple[ReadPrompts, Any]:
-                return reader.read(cache, prompts, request.source)
-
-        else:
-            is_in_place = rows == list(range(held.cache.batch_size)) and held.cache.capacity >= capacity
-            cache = held.cache if is_in_place else self._step.new_cache(request.batch_size, capacity)
-            self._cache = cache
-
-            def read_prompts(reader: PromptReader, cache: TreeCache) -> tuple[ReadPrompts, Any]:
-                nonlocal held
-                assert held is not None
-                state = reader.take_over(held, cache, rows, kept)
-                held = None  # what it held is in the new cache and state, and is let go
-                return reader.read_rest(cache, state, prompts, kept), state
-
+        reader = self._open_prompts(request, clock.stats, reuse_cache=reuse_cache)
         clock.start()
         sampler = Sampler(
             request.processors,
@@ -323,54 +280,95 @@ class Decoder:
             eos_token_ids=request.eos_token_ids,
             keeps_scores=request.keeps_scores,
         )
-        return DecodeLoop(
-            step,
-            request,
-            sampler,
-            cache,
-            stats,
-            clock,
-            begin_drafting=self._begin_drafting,
-            read_prompts=read_prompts,
-            on_step=on_step,
-        )
+        return DecodeLoop(self._step, request, sampler, reader, self._choice, clock, on_step=on_step)
 
-    def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> CostModel:
-        """What `tree="auto"` decides with: measured when first asked for, then kept in a file (`cost_model.py`).
+    def _open_prompts(self, request: Request, stats: GenerationStats, *, reuse_cache: bool) -> PromptReader:
+        """The cache that the prompts are read into, and what need not be read."""
+        held, self._held = self._held, None
+        if reuse_cache:
+            self._check_reuse(request)
+            if held is None:
+                logger.warning(
+                    "reuse_cache has nothing to reuse: this decoder holds no text yet (or its last call was interrupted in "
+                    "a step). Keep one Decoder for a conversation, and see Decoder.holds_text"
+                )
+        capacity = request.max_length + self._step.num_slots_behind
+        reused = self._match(held, request.prompts, capacity) if held is not None and reuse_cache else None
+        if reused is not None and not (reused.is_in_place and reused.held.cache.capacity >= capacity):
+            # The rows are copied into another cache.
+            self._cache = cache = self._step.new_cache(request.batch_size, capacity)
+        elif reused is not None:
+            cache = reused.held.cache
+        else:
+            held = None  # with its cache, which may have to make room for another
+            cache = self._get_cache(request.batch_size, capacity)
+        return PromptReader(self._step, cache, request.prompts, request.source, stats, reused)
+
+    def _check_reuse(self, request: Request) -> None:
+        if request.source is not None:
+            raise ValueError(
+                f"reuse_cache is for prompts, and {type(self.target.model).__name__} reads a source anew: leave it out"
+            )
+        if self.drafter is not None and not self.drafter.can_copy_rows:
+            raise ValueError(
+                f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
+                "cannot copy rows: implement Drafter.copy_rows, or leave reuse_cache out"
+            )
+
+    def _match(self, held: HeldTexts, prompts: Sequence[list[int]], capacity: int) -> Reused | None:
+        rows, kept = held.match(prompts)
+        kept = leave_room(kept, prompts, min(capacity, self.target.max_length or capacity))
+        # A first token is read once, and stays with its row.
+        needs_all = self.drafter is not None and self.drafter.reads_first_token
+        return Reused(held, rows, kept) if any(kept) and (min(kept) > 0 or not needs_all) else None
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether the last call has left something in the cache for `reuse_cache`."""
+        return self._held is not None
+
+    def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> StepCosts:
+        """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a file.
 
         Args:
             processors: logits processors of transformers; those that read the prefix are left out.
 
         Raises:
-            ValueError: for a decoder with another tree.
+            ValueError: for a decoder with a fixed tree.
+            RuntimeError: while this decoder is in the middle of another text.
         """
-        if not isinstance(self.policy, AutoTree):
-            raise ValueError(f"costs are measured for tree='auto', and this decoder's tree is {self.policy!r}")
-        processors = [processor for processor in processors if type(processor) in PREFIX_FREE]
-        key = (batch_size, do_sample, *map(type, processors))
-        if key not in self._costs:
-            seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
-            sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
-            with self.target.without_autograd(), self._step.active():
-                self._costs[key] = find_costs(self._step, self.policy, batch_size, sampler)
-        return self._costs[key]
-
-    def _begin_drafting(self, cache: TreeCache, sampler: Sampler, state: Any) -> Drafting:
-        if self._planner is None or not isinstance(self.policy, AutoTree):
-            return FixedDrafting(self._step, state)
-        # Rows that leave leave one row at last; what lies between is interpolated.
-        batch_sizes = {cache.batch_size, 1} if rows_may_leave(self._step) else {cache.batch_size}
-        costs = {
-            size: self.costs(size, do_sample=sampler.do_sample, processors=sampler.processors) for size in batch_sizes
-        }
-        return AdaptiveDrafting(self._step, self.policy, self._planner, BatchCosts(costs), state, cache.batch_size)
+        if not isinstance(self._choice, TreePlanner):
+            raise ValueError(
+                f"costs are measured for tree='auto' or 'gamma', and this decoder's tree is {self.policy!r}"
+            )
+        seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
+        sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
+        with self._alone(), self.target.without_autograd(), self._step.executor.active():
+            return self._choice.find_costs(self._step, sampler, batch_size)
 
     def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:
+        """The present cache where it has room, else a new one."""
         cache = self._cache
-        if cache is None or cache.max_batch_size != batch_size or cache.capacity < capacity:
+        if cache is None or cache.max_batch_size < batch_size or cache.capacity < capacity:
             self._cache = cache = None  # free the old one first
             self._cache = cache = self._step.new_cache(batch_size, capacity)
         return cache
+
+
+def _resolve_policy(tree: TreeOption, drafter: Drafter | None) -> TreePolicy | None:
+    if drafter is None:
+        if tree is not None:
+            raise ValueError(
+                f"tree is {tree!r} but there is no drafter: pass heads, or leave tree out for plain decoding"
+            )
+        return None
+    policy = resolve_policy(tree, drafter.max_depth)
+    if drafter.drafts_chains_only and not policy.is_narrow:
+        raise ValueError(
+            f"tree is {'dynamic, the default' if tree is None else repr(tree)}, and {type(drafter).__name__} "
+            "drafts chains only: pass tree='chain', tree='gamma' or tree=chain(n)"
+        )
+    return policy
 
 
 @contextmanager

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
 
-from inference.acceptance.rules import AcceptanceRule
 from inference.decoder import Decoder
 from inference.drafters.base import Drafter
 from inference.loop import GenerationOutput
 from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
-from inference.trees.policy import TreePolicy
 
 
 def generate(
@@ -21,21 +19,23 @@ def generate(
     drafter: Drafter | None,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    *,
-    tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
-    seed: int | Sequence[int] | None = None,
-    acceptance: AcceptanceRule | str = "exact",
-    is_coupled: bool = True,
-    compile: bool = False,  # noqa: A002
-    **generate_kwargs: Any,
+    **options: Any,
 ) -> GenerationOutput:
-    """One call of a fresh `Decoder`; see there. `generate(target, None, ...)` is plain decoding on the same stack.
+    """Decodes with a target and a drafter. `generate(target, None, ...)` is plain decoding on the same stack.
 
     >>> out = generate(target, heads, **tokenizer("Hi", return_tensors="pt"), max_new_tokens=64)   # doctest: +SKIP
     >>> out.sequences, out.stats.acceptance_length                                                 # doctest: +SKIP
+
+    Args:
+        target: a model of transformers, or a `Target`.
+        drafter: trained heads, another `Drafter`, or None.
+        input_ids: [B, L] int64.
+        attention_mask: [B, L], 0 on padding.
+        **options: those of `Decoder` (tree, acceptance, is_coupled, compile, ...) and of `Decoder.generate` (seed,
+            max_new_tokens, do_sample, temperature, ...), where they are described.
     """
-    decoder = Decoder(target, drafter, tree=tree, acceptance=acceptance, is_coupled=is_coupled, compile=compile)
-    return decoder.generate(input_ids, attention_mask, seed=seed, **generate_kwargs)
+    decoder = Decoder(target, drafter, **take_decoder_options(options))
+    return decoder.generate(input_ids, attention_mask, **options)
 
 
 def stream(
@@ -43,18 +43,18 @@ def stream(
     drafter: Drafter | None,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    *,
-    tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
-    seed: int | Sequence[int] | None = None,
-    acceptance: AcceptanceRule | str = "exact",
-    is_coupled: bool = True,
-    compile: bool = False,  # noqa: A002
-    **generate_kwargs: Any,
+    **options: Any,
 ) -> TokenStream:
-    """`generate` of one row, step by step; see `Decoder.stream`.
+    """`generate` of one row, step by step; see `Decoder.stream`. Arguments as for `generate`.
 
     >>> for tokens in stream(target, heads, **tokenizer("Hi", return_tensors="pt"), max_new_tokens=64): # doctest: +SKIP
     ...     print(tokenizer.decode(tokens), end="")
     """
-    decoder = Decoder(target, drafter, tree=tree, acceptance=acceptance, is_coupled=is_coupled, compile=compile)
-    return decoder.stream(input_ids, attention_mask, seed=seed, **generate_kwargs)
+    decoder = Decoder(target, drafter, **take_decoder_options(options))
+    return decoder.stream(input_ids, attention_mask, **options)
+
+
+def take_decoder_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Takes the keyword options of `Decoder` out of `options`, and returns them."""
+    names = inspect.signature(Decoder).parameters.keys() - {"target", "drafter"}
+    return {name: options.pop(name) for name in names & options.keys()}

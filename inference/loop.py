@@ -6,26 +6,27 @@ V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import Sampler, accept_exact
-from inference.cache.tree_cache import TreeCache
-from inference.execution.step import DecodeStep, NewSlots
-from inference.planning.drafting import Drafting
-from inference.prompts import HeldTexts, PromptReader, ReadPrompts
+from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.sampler import Sampler
+from inference.batch import Batch
+from inference.drafters.slots import NewSlots
+from inference.execution.drafting import Drafting, TreeChoice
+from inference.execution.step import DecodeStep
+from inference.prompts import HeldTexts, PromptReader
 from inference.request.emitted_scores import EmittedScores
 from inference.request.request import Request
 from inference.stats import GenerationStats, PhaseClock
+from inference.targets.target import TargetOutput
 from inference.trees.token_tree import TokenTree
 
 StepCallback = Callable[[list[int], int], None]
-BeginDrafting = Callable[[TreeCache, Sampler, Any], Drafting]
-ReadPromptsInto = Callable[[PromptReader, TreeCache], tuple[ReadPrompts, Any]]
 
 
 @dataclass
@@ -62,25 +63,34 @@ class GenerationOutput(Mapping[str, Any]):
         return sum(1 for _ in self)
 
 
-@dataclass
-class _Emission:
-    """What a step, or the prompts, gave: tokens [B, P] and how many of them are real [B]; logits and scores
-    [B, P, V] of each, or None when nobody keeps them."""
+@dataclass(frozen=True)
+class Emission:
+    """What a step, or the prompts, gave.
+
+    Attributes:
+        tokens: [B, P] int64; counts: [B] int64, how many of them are real (0: a finished row).
+        logits, scores: [B, P, V] of each token, or None when nobody keeps them.
+        counted: [B, candidates] int64, `TreePolicy.count_accepted`, or None.
+        is_first: whether these are the tokens after the prompts.
+    """
 
     tokens: Tensor
     counts: Tensor
     logits: Tensor | None
     scores: Tensor | None
+    counted: Tensor | None = None
+    is_first: bool = False
 
-
-def rows_may_leave(step: DecodeStep) -> bool:
-    """Whether rows that have ended leave the batch. Compiled steps have one shape, and would be compiled again for
-    every smaller batch."""
-    return not step.is_compiled and (step.drafter is None or step.drafter.can_copy_rows)
+    def read(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The step's one synchronisation: everything in one copy. Returns each row's real tokens, and `counted`."""
+        width = self.tokens.shape[1]
+        columns = [self.tokens, self.counts[:, None], *([] if self.counted is None else [self.counted])]
+        rows = torch.cat(columns, dim=1).tolist()
+        return [row[: row[width]] for row in rows], [row[width + 1 :] for row in rows]
 
 
 class DecodeLoop:
-    """One call's texts, from the prompts to their last tokens. `steps` is to be run under inference mode.
+    """One call's texts, from the prompts to their last tokens.
 
     Attributes:
         request: the call's rows, and what they have emitted.
@@ -93,171 +103,127 @@ class DecodeLoop:
         step: DecodeStep,
         request: Request,
         sampler: Sampler,
-        cache: TreeCache,
-        stats: GenerationStats,
+        reader: PromptReader,
+        choice: TreeChoice,
         clock: PhaseClock,
         *,
-        begin_drafting: BeginDrafting,
-        read_prompts: ReadPromptsInto,
         on_step: StepCallback | None = None,
     ) -> None:
-        self.step, self.request, self.sampler, self.cache = step, request, sampler, cache
-        self.stats, self.clock, self.on_step = stats, clock, on_step
+        self.step, self.request, self.clock, self.on_step = step, request, clock, on_step
+        self.stats = clock.stats
         self.scores = EmittedScores(request)
-        self._begin_drafting = begin_drafting
-        self._read_prompts: ReadPromptsInto | None = read_prompts
-        self._may_leave = rows_may_leave(step)
-        self._reader = PromptReader(step, stats)
-        self._rows = list(range(request.batch_size))  # which of the call's rows each row of the batch is
-        self._num_taken = [0] * request.batch_size  # slots the drafter holds, for each row of the call
-        self._is_damaged = [False] * request.batch_size  # rows whose keys and values were written over
+        self._reader, self._sampler, self._choice = reader, sampler, choice
         self._is_between_steps = False
+        self._compiled_before = step.executor.compile_seconds
 
     def steps(self) -> Iterator[list[list[int]]]:
-        """Yields what each row of the call has newly emitted, for as long as any has not ended.
-
-        One host synchronisation per step: reading what was emitted.
-        """
-        request, step, cache, clock = self.request, self.step, self.cache, self.clock
-        step.stats = self.stats
-        emission = self._read_and_draw()
-        drafting = self._drafting
-        is_first = True
+        """Yields what each row of the call has newly emitted, until all have ended. Run it under
+        `Target.without_autograd`."""
+        emission = self.read_prompts()
         while True:
-            emission = self._leave_finished(emission)
-            asked = drafting.open(cache, self.sampler)
-            clock.stop("draft")
-            # The step's one synchronisation: everything in one copy.
-            width = emission.tokens.shape[1]
-            columns = [emission.tokens, emission.counts[:, None], *([] if asked is None else [asked])]
-            read = torch.cat(columns, dim=1).tolist()
-            num_emitted = [row[width] for row in read]
-            kept = self._emit([row[:count] for row, count in zip(read, num_emitted, strict=True)], emission)
-            if not is_first:
-                # The read above; with processors that read the prefix also which rows walk on, at each depth.
-                self.stats.num_host_syncs += 1 if self.sampler.is_prefix_free else 1 + width
-                for count in num_emitted:
-                    if count:
-                        self.stats.count_step(count - 1)
-            if self.on_step is not None and request.batch_size == 1 and kept[0]:
-                self.on_step(kept[0], 0 if is_first else min(len(kept[0]), num_emitted[0] - 1))
-            clock.stop("accept")
-            self._is_between_steps = True
-            yield kept
-            if request.is_finished:
+            yield self.emit(emission)
+            if self.request.is_finished:
                 return
-            self._is_between_steps = False
+            tree, noise = self.draft()
+            output = self.verify(tree)
+            accepted = self.accept(tree, output, noise)
+            emission = self.commit(tree, output, accepted)
+            del tree, noise, output, accepted  # or they would be alive beside those of the next step
 
-            active = self._mask_finished()
-            tree, noise = drafting.draft(cache, self.sampler, [row[width + 1 :] for row in read], num_emitted)
-            if drafting.has_taken_all:
-                for row in request.unfinished:
-                    self._num_taken[row] = request.num_committed(row)
-            self.stats.num_drafted += (tree.num_nodes - 1) * len(request.unfinished)
-            clock.stop("draft")
-
-            output = step.verify(cache, tree)
-            self.stats.num_target_forwards += 1
-            self.stats.num_verify_passes += 1
-            clock.stop("verify")
-
-            is_prefix_free = self.sampler.is_prefix_free
-            accepted = step.accept(
-                self.sampler,
-                tree,
-                output.logits,
-                cache.lengths,
-                noise=noise,
-                prefixes=None if is_prefix_free else request.prefixes(self._rows),
-                max_tokens=None if is_prefix_free else request.open_budgets(self._rows),
-            )
-            counts = accepted.counts if active is None else accepted.counts * active
-            logits = self.scores.gather(output.logits, accepted.path)
-            clock.stop("accept")
-
-            features, counted = step.commit(cache, tree, accepted, counts, output.features)
-            drafting.take(NewSlots(features, accepted.next_tokens.clamp(min=0), counts), counted)
-            is_first, emission = False, _Emission(accepted.next_tokens, counts, logits, accepted.scores)
-            del output, accepted, features, logits, noise  # or they would be alive beside those of the next step
-            clock.stop("commit")
-
-    def _read_and_draw(self) -> _Emission:
+    def read_prompts(self) -> Emission:
         """Reads the prompts and draws each row's first token."""
-        cache, request, sampler = self.cache, self.request, self.sampler
-        assert self._read_prompts is not None
-        read, state = self._read_prompts(self._reader, cache)
-        self._read_prompts = None  # it may hold the cache of an earlier call
+        request, sampler = self.request, self._sampler
+        read = self._reader.read()
+        cache = self._reader.cache
         self.clock.stop("prefill")
-        self._drafting = self._begin_drafting(cache, sampler, state)
+        self._choice.begin(self.step, sampler, cache.batch_size)
+        self.batch = Batch(request, sampler, cache, Drafting(self.step, self._choice, read.state))
         self.clock.stop("profile")
-        self._num_taken = [request.num_committed(row) for row in self._rows]
         # The first token's "tree" is the last prompt token, which is already committed.
         first = TokenTree.from_root(request.last_prompt_ids)
-        prefixes = None if sampler.is_prefix_free else request.prefixes(self._rows)
+        prefixes = None if sampler.is_prefix_free else request.prefixes(self.batch.rows)
         accepted = accept_exact(sampler, first, read.logits, cache.lengths - 1, prefixes=prefixes)
-        counts = torch.ones_like(cache.lengths)
-        self._drafting.take(NewSlots(read.feature, accepted.next_tokens.clamp(min=0), counts))
+        self.batch.drafting.take(
+            NewSlots(read.feature, accepted.next_tokens.clamp(min=0), torch.ones_like(cache.lengths))
+        )
         logits = self.scores.gather(read.logits, accepted.path)
-        return _Emission(accepted.next_tokens, accepted.counts, logits, accepted.scores)
+        return Emission(accepted.next_tokens, accepted.counts, logits, accepted.scores, is_first=True)
 
-    def _emit(self, tokens: Sequence[Sequence[int]], emission: _Emission) -> list[list[int]]:
-        """Hands tokens of the batch's rows to the request; returns what each row of the call has kept."""
-        kept: list[list[int]] = [[] for _ in range(self.request.batch_size)]
-        for row, new in zip(self._rows, self.request.emit(self._rows, tokens), strict=True):
+    def emit(self, emission: Emission) -> list[list[int]]:
+        """Hands tokens to the request; returns what each row of the call has kept."""
+        batch, request = self.batch, self.request
+        tokens, counted = emission.read()
+        kept: list[list[int]] = [[] for _ in range(request.batch_size)]
+        for row, new in zip(batch.rows, request.emit(batch.rows, tokens), strict=True):
             kept[row] = new
-        self.scores.add(self._rows, [len(kept[row]) for row in self._rows], emission.logits, emission.scores)
+        self.scores.add(batch.rows, [len(kept[row]) for row in batch.rows], emission.logits, emission.scores)
+        if not emission.is_first:
+            self._count(tokens, counted, width=emission.tokens.shape[1])
+        if self.on_step is not None and request.batch_size == 1 and kept[0]:
+            self.on_step(kept[0], 0 if emission.is_first else min(len(kept[0]), len(tokens[0]) - 1))
+        self.clock.stop("accept")
+        self.stats.seconds["compile"] = self.step.executor.compile_seconds - self._compiled_before
+        self._is_between_steps = True
         return kept
 
-    def _mask_finished(self) -> Tensor | None:
-        """Tells the cache what the host knows of lengths, and keeps rows that have ended but are still in the batch
-        from growing. Returns [B], 1 for rows still decoding, or None if all are."""
-        cache, request = self.cache, self.request
-        is_active = [row in request.unfinished for row in self._rows]
-        # Tight bounds keep the attention's view tight. The drafter still holds what rows that have ended have emitted.
-        cache.length_bound = max(request.num_committed(row) for row in self._rows)
-        cache.length_floor = min(request.num_committed(row) for row in request.unfinished)
-        if all(is_active):
-            return None
-        active = torch.tensor(is_active, dtype=torch.long, device=cache.lengths.device)
-        cache.lengths *= active  # they give up what they hold, so that no view has to reach them
-        for place, row in enumerate(self._rows):
-            self._is_damaged[row] |= not is_active[place]
-        self._drafting.retire(active)
-        return active
+    def _count(self, tokens: list[list[int]], counted: list[list[int]], *, width: int) -> None:
+        """Books a verify step."""
+        # The read of the emission; with processors that read the prefix also which rows walk on, at each depth.
+        self.stats.num_host_syncs += 1 if self.batch.sampler.is_prefix_free else 1 + width
+        emitting = [place for place, row in enumerate(tokens) if row]
+        for place in emitting:
+            self.stats.count_step(len(tokens[place]) - 1)
+        self.batch.drafting.learn(
+            [len(tokens[place]) - 1 for place in emitting], [counted[place] for place in emitting]
+        )
 
-    def _leave_finished(self, emission: _Emission) -> _Emission:
-        """Rows that have ended leave the batch: the last ones take their places, in the cache and everywhere else."""
-        unfinished = self.request.unfinished
-        num_left = sum(row in unfinished for row in self._rows)
-        if num_left == len(self._rows) or not self._may_leave:
-            return emission
-        behind = [place for place in range(num_left, len(self._rows)) if self._rows[place] in unfinished]
-        places = [place if self._rows[place] in unfinished else behind.pop() for place in range(num_left)]
-        for place in set(range(len(self._rows))) - set(places):
-            self._is_damaged[self._rows[place]] = True
-        self.sampler = self.sampler.select(places, len(self._rows))
-        self._rows = [self._rows[place] for place in places]
-        self.cache.keep_rows(places)
-        num_taken = [self._num_taken[row] for row in self._rows]
-        state = self._reader.copy_state(self.cache, self._drafting.state, places, num_taken)
-        self._drafting.keep_rows(places, state)
-        kept = [None if x is None else x[places] for x in (emission.logits, emission.scores)]
-        return _Emission(emission.tokens[places], emission.counts[places], *kept)
+    def draft(self) -> tuple[TokenTree, Tensor | None]:
+        """The next tree, and the step's noise."""
+        self._is_between_steps = False
+        batch = self.batch
+        batch.settle()
+        tree, noise = batch.drafting.draft(batch.cache, batch.sampler)
+        batch.note_drafted()
+        self.stats.num_drafted += (tree.num_nodes - 1) * len(self.request.unfinished)
+        self.clock.stop("draft")
+        return tree, noise
+
+    def verify(self, tree: TokenTree) -> TargetOutput:
+        """One forward pass of the target over all nodes."""
+        output = self.step.verify(self.batch.cache, tree)
+        self.stats.num_target_forwards += 1
+        self.stats.num_verify_passes += 1
+        self.clock.stop("verify")
+        return output
+
+    def accept(self, tree: TokenTree, output: TargetOutput, noise: Tensor | None) -> Acceptance:
+        """The drafted tokens that are kept, and the bonus token."""
+        batch, sampler = self.batch, self.batch.sampler
+        prefixes = None if sampler.is_prefix_free else self.request.prefixes(batch.rows)
+        budgets = None if sampler.is_prefix_free else self.request.open_budgets(batch.rows)
+        accepted = self.step.accept(
+            sampler, tree, output.logits, batch.cache.lengths, noise=noise, prefixes=prefixes, max_tokens=budgets
+        )
+        self.clock.stop("accept")
+        return accepted
+
+    def commit(self, tree: TokenTree, output: TargetOutput, accepted: Acceptance) -> Emission:
+        """Keeps the accepted nodes in the cache, and tells the drafter of them."""
+        batch = self.batch
+        counts = accepted.counts if batch.active is None else accepted.counts * batch.active
+        logits = self.scores.gather(output.logits, accepted.path)
+        features, counted = self.step.commit(batch.cache, tree, accepted, counts, output.features)
+        batch.drafting.take(NewSlots(features, accepted.next_tokens.clamp(min=0), counts))
+        self.clock.stop("commit")
+        return Emission(accepted.next_tokens, counts, logits, accepted.scores, counted)
+
+    def held_texts(self) -> HeldTexts | None:
+        """What the next call may find in the cache; None when the loop was interrupted within a step."""
+        return self.batch.held_texts() if self._is_between_steps else None
 
     def output(self) -> GenerationOutput:
         """What there is so far."""
         return gather_output(self.request, self.scores, self.stats)
-
-    def held_texts(self) -> HeldTexts | None:
-        """What the next call may find in the cache; None when the loop was interrupted within a step."""
-        if not self._is_between_steps:
-            return None
-        return HeldTexts(
-            self.cache,
-            self._drafting.state,
-            [[] if self._is_damaged[row] else self.request.text(row) for row in self._rows],
-            None if self.step.drafter is None else [self._num_taken[row] for row in self._rows],
-        )
 
 
 def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:

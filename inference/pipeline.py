@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -11,11 +10,10 @@ from torch import Tensor
 from transformers import TextGenerationPipeline
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from inference.acceptance.rules import AcceptanceRule
 from inference.decoder import Decoder
 from inference.drafters.base import Drafter
+from inference.generation import take_decoder_options
 from inference.stats import GenerationStats
-from inference.trees.policy import TreePolicy
 
 
 class DraftingPipeline(TextGenerationPipeline):
@@ -29,7 +27,7 @@ class DraftingPipeline(TextGenerationPipeline):
     >>> pipe([{"role": "user", "content": "Hi"}], max_new_tokens=64, do_sample=True, seed=0) # doctest: +SKIP
 
     Args:
-        drafter, tree, acceptance, is_coupled, compile: as `Decoder` takes them.
+        drafter: as `Decoder` takes it, and so are its other options (tree, acceptance, compile, ...).
 
     Attributes:
         decoder: the `Decoder` in use.
@@ -40,18 +38,13 @@ class DraftingPipeline(TextGenerationPipeline):
         self,
         *args: Any,
         drafter: Drafter | None = None,
-        tree: TreePolicy | str | Sequence[Sequence[int]] | None = None,
-        acceptance: AcceptanceRule | str = "exact",
-        is_coupled: bool = True,
-        compile: bool = False,  # noqa: A002
         **kwargs: Any,
     ) -> None:
+        options = take_decoder_options(kwargs)
         super().__init__(*args, **kwargs)
         self.stats = GenerationStats()
         self._one_at_a_time = threading.Lock()
-        self.decoder = Decoder(
-            self.model, drafter, tree=tree, acceptance=acceptance, is_coupled=is_coupled, compile=compile
-        )
+        self.decoder = Decoder(self.model, drafter, **options)
 
     def _forward(self, model_inputs: Any, **generate_kwargs: Any) -> Any:  # type: ignore[override]
         with self._one_at_a_time:

@@ -73,100 +73,112 @@ def count_shared(texts: Sequence[list[int]]) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReadPrompts:
-    """logits: [B, 1, V] behind each prompt. feature: [B, 1, F] of each prompt's last token, which no slot of the
-    drafter has yet, or None."""
+    """What reading the prompts gave.
 
+    Attributes:
+        state: the drafter's, which holds all slots but each row's last; None without a drafter.
+        logits: [B, 1, V] after each prompt.
+        feature: [B, 1, F] of each prompt's last token, which no slot of the drafter has yet, or None.
+    """
+
+    state: Any
     logits: Tensor
     feature: Tensor | None
 
 
-class PromptReader:
-    """Reads prompts into a cache and hands them to the drafter, all slots but each row's last.
+@dataclass(frozen=True)
+class Reused:
+    """What an earlier call's cache holds of the prompts.
 
     Attributes:
-        cache: of the rows of the call.
-        state: the drafter's, or None.
+        held: the earlier call's texts.
+        rows: per prompt, the row of `held` that holds most of it; kept: how many of its tokens are not read again.
     """
 
-    def __init__(self, step: DecodeStep, stats: GenerationStats) -> None:
-        self.step = step
-        self.stats = stats
+    held: HeldTexts
+    rows: list[int]
+    kept: list[int]
 
     @property
-    def copies_rows(self) -> bool:
-        return self.step.drafter is None or self.step.drafter.can_copy_rows
+    def is_in_place(self) -> bool:
+        """Whether every row is in its place already."""
+        return self.rows == list(range(self.held.cache.batch_size))
 
-    def read(
-        self, cache: TreeCache, prompts: Sequence[list[int]], source: Source | None = None
-    ) -> tuple[ReadPrompts, Any]:
-        """Reads all of the prompts into an empty cache; returns the drafter's state as well.
 
-        Args:
-            source: of the rows of an encoder-decoder target.
-        """
-        shared = count_shared(prompts) if len(prompts) > 1 and source is None else 0
-        if shared < MIN_SHARED or not self.copies_rows:
+class PromptReader:
+    """Reads a call's prompts into a cache and hands them to the drafter, all slots but each row's last.
+
+    Args:
+        cache: of as many rows as there are prompts: the cache of `reused` with every row in its place, or another one.
+        source: of the rows of an encoder-decoder target.
+        reused: what need not be read.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        cache: TreeCache,
+        prompts: Sequence[list[int]],
+        source: Source | None,
+        stats: GenerationStats,
+        reused: Reused | None = None,
+    ) -> None:
+        self.step, self.cache, self.prompts, self.source, self.stats = step, cache, prompts, source, stats
+        self._reused = reused
+
+    def read(self) -> ReadPrompts:
+        """Reads what is not held. Call it once."""
+        reused, self._reused = self._reused, None  # the earlier call's cache is let go as soon as it was copied
+        if reused is not None:
+            state = self._take_over(reused)
+            return self._read_rest(state, self.prompts, reused.kept)
+        cache, prompts = self.cache, self.prompts
+        shared = count_shared(prompts) if len(prompts) > 1 and self.source is None else 0
+        if shared < MIN_SHARED or not (self.step.drafter is None or self.step.drafter.can_copy_rows):
             cache.reset(len(prompts))
-            state = self._start(cache, prompts, source)
-            return self.read_rest(cache, state, prompts, [0] * len(prompts)), state
+            return self._read_rest(self._start(prompts), prompts, [0] * len(prompts))
         # Up to the token before the shared beginning's last: the drafter pairs every feature with the next token.
         shared = min(shared, min(map(len, prompts)) - 1)
         cache.reset(1)
-        first = self._start(cache, prompts[:1])
-        self.read_rest(cache, first, [prompts[0][:shared]], [0])
+        first = self._start(prompts[:1])
+        self._read_rest(first, [prompts[0][:shared]], [0])
         kept = shared if self.step.drafter is None else shared - 1
         cache.length_bound = shared
         cache.spread_row(len(prompts))
         cache.lengths.fill_(kept)
-        state = self.copy_state(cache, first, [0] * len(prompts), [kept] * len(prompts))
-        return self.read_rest(cache, state, prompts, [kept] * len(prompts)), state
+        state = self.step.copy_state(cache, first, [0] * len(prompts), [kept] * len(prompts))
+        return self._read_rest(state, prompts, [kept] * len(prompts))
 
-    def take_over(self, held: HeldTexts, cache: TreeCache, rows: list[int], kept: list[int]) -> Any:
-        """Fills `cache` with what is kept of `held`; returns a state of the drafter that holds as much.
-
-        Args:
-            cache: that of `held`, of as many rows, or an empty one.
-            rows, kept: as `HeldTexts.match` gives them; in the cache of `held`, every row must be in its place.
-        """
+    def _take_over(self, reused: Reused) -> Any:
+        """Fills the cache with what is kept; returns a state of the drafter that holds as much."""
+        cache, held, rows, kept = self.cache, reused.held, reused.rows, reused.kept
         lengths = torch.tensor(kept, device=cache.lengths.device)
         if cache is held.cache:
-            assert rows == list(range(len(rows)))
+            assert reused.is_in_place
             cache.lengths.copy_(lengths)
             cache.clear_behind(max(kept))
         else:
             cache.copy_rows(held.cache, torch.tensor(rows, device=lengths.device), lengths, max_length=max(kept))
         cache.length_bound, cache.length_floor = max(kept), 0
-        return self.copy_state(cache, held.state, rows, kept)
+        return self.step.copy_state(cache, held.state, rows, kept)
 
-    def copy_state(self, cache: TreeCache, source: Any, rows: Sequence[int], num_slots: Sequence[int]) -> Any:
-        """A state of the drafter whose row i holds the first num_slots[i] slots of row rows[i] of `source`."""
-        drafter = self.step.drafter
-        if drafter is None:
-            return None
-        assert drafter.can_copy_rows
-        state = self.step.start_drafter(cache)
-        index = torch.tensor(rows, device=cache.lengths.device)
-        slots = torch.tensor(num_slots, device=cache.lengths.device)
-        drafter.copy_rows(state, source, index, slots, max_slots=max(num_slots))
-        return state
-
-    def _start(self, cache: TreeCache, prompts: Sequence[list[int]], source: Source | None = None) -> Any:
-        state = None if self.step.drafter is None else self.step.start_drafter(cache)
-        if source is not None:
-            self.step.read_source(state, cache, source)
+    def _start(self, prompts: Sequence[list[int]]) -> Any:
+        state = None if self.step.drafter is None else self.step.start_drafter(self.cache)
+        if self.source is not None:
+            self.step.read_source(state, self.cache, self.source)
         if self.step.drafter is not None and self.step.drafter.reads_first_token:
-            first_ids = torch.tensor([prompt[0] for prompt in prompts], device=cache.lengths.device)
+            first_ids = torch.tensor([prompt[0] for prompt in prompts], device=self.cache.lengths.device)
             self.step.drafter.read_first(state, first_ids)
         return state
 
-    def read_rest(self, cache: TreeCache, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]) -> ReadPrompts:
+    def _read_rest(self, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]) -> ReadPrompts:
         """Reads prompts[b][kept[b]:], at least one token of each row, behind what cache and state hold of it.
 
         All rows come to their ends in the last chunk: rows with less to read wait for the others.
         """
-        drafter, device = self.step.drafter, cache.lengths.device
+        cache, drafter, device = self.cache, self.step.drafter, self.cache.lengths.device
         rests = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
         longest = max(map(len, rests))
         for start in range(0, longest, PREFILL_CHUNK):
@@ -193,7 +205,7 @@ class PromptReader:
             if output.features is not None:
                 rows = torch.arange(len(rests), device=device)
                 feature = output.features[rows, (counts - 1).clamp(min=0)][:, None]
-            read = ReadPrompts(output.logits, feature)
+            read = ReadPrompts(state, output.logits, feature)
             del output  # or its features would be alive beside those of the next chunk
         cache.length_floor = min(map(len, prompts))
         return read

@@ -21,7 +21,7 @@ from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
-from inference.planning.gamma import gamma_chain
+from inference.trees.auto import gamma_chain
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TREE_HELP = (

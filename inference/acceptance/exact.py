@@ -12,18 +12,14 @@ Legend: B batch, N tree nodes, K depth, V target vocabulary.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference.acceptance.target_scores import WalkScores, may_emit, score_walk
-from inference.noise import gumbel_noise
-from inference.request.processors import COLUMN_FREE, KEEPS_NOTHING, NEEDS_CANDIDATES, NO_TOKEN, PREFIX_FREE
-from inference.request.row_processors import processors_of_row
+from inference.acceptance.sampler import Sampler, pick_token
+from inference.acceptance.walk import WalkScores, may_emit, score_walk
 from inference.trees.token_tree import TokenTree
 
 
@@ -51,130 +47,6 @@ class Acceptance:
     counts: Tensor
     next_tokens: Tensor
     scores: Tensor | None = None
-
-
-def pick_token(scores: Tensor, noise: Tensor | None = None) -> Tensor:
-    """The token with the largest score [..., V] (plus noise), or `NO_TOKEN`: [...] long."""
-    # torch takes NaN for the largest of all values.
-    best, token = (scores if noise is None else scores + noise).max(-1)
-    return torch.where(best > float("-inf"), token, NO_TOKEN)
-
-
-class Sampler:
-    """How the target picks a token: its logits processors, then argmax, with keyed Gumbel noise when sampling.
-
-    Processors whose exact type is in PREFIX_FREE look at one row of scores only, so they may run on all rows at once.
-    Those in KEEPS_NOTHING also read the row's text. Any other may keep a state (a grammar), so it runs as in plain
-    decoding: once per emitted token, in order, on each row alone.
-
-    Attributes:
-        is_prefix_free: all processors are in PREFIX_FREE.
-        keeps_nothing: all are in one of the two.
-        reading_names: the types that are not in PREFIX_FREE.
-        rows: for a sampler of some of a batch's `num_rows`, which of them they are (`select`); None = all.
-    """
-
-    def __init__(
-        self,
-        processors: Iterable[Callable[[Any, Any], Any]] = (),
-        *,
-        do_sample: bool = False,
-        row_seeds: Tensor | None = None,
-        eos_token_ids: Iterable[int] = (),
-        keeps_scores: bool = False,
-    ) -> None:
-        """
-        Args:
-            processors: transformers logits processors (a LogitsProcessorList), in order.
-            do_sample: sample from the processed distribution; otherwise take its argmax.
-            row_seeds: [B] long from `noise.row_seeds`; required to sample.
-            eos_token_ids: tokens that end a row: processors that are not prefix-free are not asked beyond them.
-            keeps_scores: rules hand over the scores (`Acceptance.scores`).
-        """
-        if do_sample and row_seeds is None:
-            raise ValueError("sampling needs row_seeds: noise.row_seeds(seed, batch_size, device)")
-        self.processors = tuple(processors)
-        self.do_sample = do_sample
-        self.row_seeds = row_seeds
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.keeps_scores = keeps_scores
-        self.rows: tuple[int, ...] | None = None
-        self.num_rows = 0
-        types = {type(processor) for processor in self.processors}
-        self.is_prefix_free = types <= PREFIX_FREE
-        # A repetition penalty may hold a setting per row, as a tensor.
-        has_rows = any(isinstance(getattr(p, "prompt_ignore_length", None), Tensor) for p in self.processors)
-        self.keeps_nothing = types <= PREFIX_FREE | KEEPS_NOTHING and not has_rows
-        self.reading_names = sorted(kind.__name__ for kind in types - PREFIX_FREE)
-        self._row_samplers: dict[int, Sampler] = {}
-        self._draft_warpers = tuple(
-            processor for processor in self.processors if do_sample and type(processor) in COLUMN_FREE
-        )
-        self._needs_candidates = bool({type(warper) for warper in self._draft_warpers} & NEEDS_CANDIDATES)
-
-    def select(self, rows: Sequence[int], batch_size: int) -> Sampler:
-        """This sampler for the rows `rows` of the `batch_size` it has now, with whatever its processors remember of
-        them."""
-        chosen = copy.copy(self)
-        if self.rows is None:
-            chosen.rows, chosen.num_rows = tuple(rows), batch_size
-        else:
-            chosen.rows = tuple(self.rows[row] for row in rows)
-        if self.row_seeds is not None:
-            chosen.row_seeds = self.row_seeds[list(rows)]
-        return chosen
-
-    def for_row(self, row: int, batch_size: int) -> Sampler:
-        """This sampler for one row of a batch: processors that read the prefix are the row's own (see
-        `row_processors`)."""
-        if batch_size == 1 and self.rows is None:
-            return self
-        # In the batch as it was given.
-        number, num_rows = (row, batch_size) if self.rows is None else (self.rows[row], self.num_rows)
-        if number not in self._row_samplers:
-            reading = [processor for processor in self.processors if type(processor) not in PREFIX_FREE]
-            own = iter(processors_of_row(reading, number, num_rows))
-            processors = [one if type(one) in PREFIX_FREE else next(own) for one in self.processors]
-            self._row_samplers[number] = Sampler(processors, eos_token_ids=self.eos_token_ids)
-        return self._row_samplers[number]
-
-    def draw_noise(self, root_positions: Tensor, num_depths: int, vocab_size: int) -> Tensor | None:
-        """Noise of a step's draws: [B, num_depths, V] float32, or None when greedy.
-
-        Entry d belongs to the token drawn at nodes of depth d, which stands at position root + d + 1. The same tensor
-        serves coupled drafting and acceptance.
-        """
-        if not self.do_sample or self.row_seeds is None:
-            return None
-        steps = torch.arange(1, num_depths + 1, device=root_positions.device)
-        return gumbel_noise(self.row_seeds, root_positions[:, None] + steps, vocab_size)
-
-    def warp_draft(self, logits: Tensor) -> Tensor:
-        """Draft scores [R, C] adjusted as the target's are (arXiv 2211.17192, section 2.2), by the processors that may.
-
-        Left out are those that read the prefix, which would be asked about every drafted node, and those that name
-        tokens, of which columns know nothing: tokens they forbid may be drafted, and are never accepted. No rule needs
-        q to be processed as p is, only that drafts come from the q it is told.
-        """
-        if not self._needs_candidates:
-            return self._apply(self._draft_warpers, None, logits)
-        is_absent = logits.isneginf()
-        filled = logits.masked_fill(is_absent.all(-1, keepdim=True), 0.0)
-        return self._apply(self._draft_warpers, None, filled).masked_fill(is_absent, float("-inf"))
-
-    def process(self, logits: Tensor, prefix_ids: Tensor | None = None) -> Tensor:
-        """All processors in order on scores [R, V] in float32; `prefix_ids` [R, L] for those that read it."""
-        if not self.processors:
-            return logits
-        return self._apply(self.processors, prefix_ids, logits.to(torch.float32, copy=True))
-
-    @staticmethod
-    def _apply(processors: Sequence[Callable[[Any, Any], Any]], prefix_ids: Tensor | None, scores: Tensor) -> Tensor:
-        if prefix_ids is None:
-            prefix_ids = torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device)
-        for processor in processors:
-            scores = processor(prefix_ids, scores)
-        return scores
 
 
 def accept_exact(

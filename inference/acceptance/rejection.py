@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import Acceptance, Sampler, accept_exact, pick_token
-from inference.acceptance.target_scores import may_emit, score_walk
+from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.sampler import Sampler, pick_token
+from inference.acceptance.walk import may_emit, score_walk
 from inference.noise import derive_seeds, uniform_noise
 from inference.trees.token_tree import TokenTree
 

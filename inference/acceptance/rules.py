@@ -10,7 +10,7 @@ from typing import Any
 from inference.acceptance.exact import Acceptance, accept_exact
 from inference.acceptance.rejection import accept_blocks, accept_by_rejection
 from inference.acceptance.typical import accept_typical
-from inference.trees.policy import StaticTree, TreePolicy
+from inference.trees.policy import TreePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ class AcceptanceRule:
         if policy is None:
             return
         cure = "use tree='chain'" + ("" if self.needs_chain else ", a list of rank paths or a tree file")
-        if self.draws_drafts and type(policy) is not StaticTree:
+        if self.draws_drafts and not policy.has_fixed_shape:
             raise ValueError(
                 f"acceptance={self.name!r} needs a tree whose shape does not depend on what was drafted, and the tree "
                 f"is a {type(policy).__name__}: {cure}, or acceptance='exact'"
             )
         if self.needs_chain and not policy.is_chain:
             raise ValueError(f"acceptance={self.name!r} judges chains only: {cure}, or acceptance='rejection'")
-        if self.draws_drafts and isinstance(policy, StaticTree) and policy.skips_ranks:
+        if self.draws_drafts and policy.skips_ranks:
             raise ValueError(
                 f"acceptance={self.name!r} needs all siblings before each one (the tree has a node of some rank "
                 "without those of lower rank): add them"

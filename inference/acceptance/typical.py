@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import Acceptance, Sampler, accept_exact, pick_token
+from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.sampler import Sampler, pick_token
 from inference.trees.token_tree import TokenTree
 
 

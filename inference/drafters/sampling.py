@@ -11,7 +11,7 @@ Legend: B batch, W frontier nodes of one level, C candidate columns, V target vo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,7 +40,22 @@ class DraftSampling:
     noise: Tensor | None = None
     draws: DraftDraws | None = None
 
-    def score(self, draft: DraftLogits, depth: int) -> Tensor:
+    def at_depth(self, depth: int) -> DraftSampling:
+        """The same for nodes of one depth only: `noise` is [B, 1, V], and stands at depth 0."""
+        return self if self.noise is None else replace(self, noise=self.noise[:, depth : depth + 1])
+
+    def take_best(self, draft: DraftLogits, top_k: int) -> tuple[Tensor, Tensor]:
+        """The best children of nodes of one depth (see `at_depth`): log-scores and target token ids, both
+        [B, W or 1, min(top_k, C)]."""
+        scores = self.score(draft)
+        top, columns = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
+        if draft.token_ids is None:
+            return top, columns
+        if draft.token_ids.dim() == 1:
+            return top, draft.token_ids[columns]
+        return top, draft.token_ids.gather(-1, columns)
+
+    def score(self, draft: DraftLogits, depth: int = 0) -> Tensor:
         """Log-scores [B, W or 1, C] float32 of the children of nodes at `depth` (root 0), normalised over the columns.
 
         They are log q, at `GREEDY_TEMPERATURE` when the target is greedy; coupled drafting adds the target's own Gumbel

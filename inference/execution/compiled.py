@@ -1,4 +1,4 @@
-"""What torch.compile is told about the functions of a decode step.
+"""CompiledExecutor: a decode step's functions as graphs of torch.compile.
 
 On a CPU the weights of small models are frozen into the graphs: inductor then packs them once for its own matrix
 kernels or oneDNN's, which for passes of a few tokens are several times faster than calls that pack them every time.
@@ -12,10 +12,12 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from inference.execution.executor import Executor
 
 # Each graph holds a packed copy of the weights it reads: worth it while the models are small beside the memory.
 FREEZE_LIMIT_BYTES = 1 << 30
@@ -29,21 +31,21 @@ _NUMBERS = itertools.count()
 
 logger = logging.getLogger(__name__)
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
+class CompiledExecutor(Executor):
+    """Compiles each function at its first call.
 
-class StepCompiler:
-    """Compiles functions that read the weights of `modules`.
-
-    Weights are read when a graph is made, and so are attributes of modules (adapters that are switched on, for one): a
-    compiled decoder does not see later changes to them.
+    A graph holds the weights as they were when it was made, and the attributes of modules (which adapters are switched
+    on, for one). A compiled decoder does not see later changes.
 
     Args:
-        on_compile: told the seconds of each call that made a graph.
+        modules: their weights are what the functions read.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], on_compile: Callable[[float], None]) -> None:
-        self.on_compile = on_compile
+    is_compiled = True
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._functions: dict[tuple[Callable[..., Any], bool], _CompiledFunction] = {}
         weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
         num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
         self.is_freezing = num_bytes <= FREEZE_LIMIT_BYTES and all(weight.device.type == "cpu" for weight in weights)
@@ -54,8 +56,7 @@ class StepCompiler:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Compiled functions are called inside this block: limits, and whether weights are frozen, are settings of
-        torch."""
+        """Sets torch's limit of graphs, and whether weights are frozen, while functions run."""
         # Stored graphs would hold weights, and not be told apart by them.
         frozen = {"freezing": True, "fx_graph_cache": False}
         limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)  # in newer releases a thread's own
@@ -65,22 +66,29 @@ class StepCompiler:
         ):
             yield
 
-    def compile(self, function: Function, *, is_automatic: bool = False) -> Function:
-        """The function, compiled at its first call with each new shape.
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._find(function, is_open=True)(*args, **kwargs)
 
-        Args:
-            is_automatic: a number that has changed once is left open in the next graph (torch's default); otherwise
-                only what was marked is, and every other new number makes a graph of its own.
-        """
-        return _CompiledFunction(function, self, dynamic=None if is_automatic else False)  # type: ignore[return-value]
+    def run_fixed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._find(function, is_open=False)(*args, **kwargs)
+
+    def mark_open(self, values: Tensor, dim: int = 0) -> Tensor:
+        torch._dynamo.maybe_mark_dynamic(values, dim)
+        return values
+
+    def _find(self, function: Callable[..., Any], *, is_open: bool) -> _CompiledFunction:
+        key = (function, is_open)
+        if key not in self._functions:
+            self._functions[key] = _CompiledFunction(function, self, dynamic=None if is_open else False)
+        return self._functions[key]
 
 
 class _CompiledFunction:
-    def __init__(self, function: Callable[..., Any], compiler: StepCompiler, *, dynamic: bool | None) -> None:
+    def __init__(self, function: Callable[..., Any], executor: CompiledExecutor, *, dynamic: bool | None) -> None:
         self.function = _copy_function(function)
         self.dynamic = dynamic
-        self.compiler = compiler
-        self.compiled = self._compile(compiler.options)
+        self.executor = executor
+        self.compiled = self._compile(executor.options)
 
     def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
         """In one piece: behind a break of the graph, the guards that are dropped would be missed (`_keep_guards`)."""
@@ -93,16 +101,24 @@ class _CompiledFunction:
         try:
             result = self.compiled(*args, **kwargs)
         except _LIMIT_ERRORS:  # every number of a setting, a temperature for one, makes a graph
-            logger.warning("%s has run with too many settings for more graphs: it runs eagerly", self.function.__name__)
+            logger.warning(
+                "%s has run with too many settings to compile another graph, and now runs eagerly: make a new Decoder "
+                "for other settings",
+                self.function.__name__,
+            )
             self.compiled = self.function
             result = self.compiled(*args, **kwargs)
         except _COMPILER_ERRORS as error:
             # Parts that cannot be traced, or a product without a kernel of inductor's (its second factor is no weight).
-            logger.info("%s is compiled in pieces, with torch's library calls: %s", self.function.__name__, error)
+            logger.warning(
+                "torch.compile could not compile %s as one graph, and compiles it in pieces, which is slower: %s",
+                self.function.__name__,
+                str(error).partition("\n")[0],
+            )
             self.compiled = torch.compile(self.function, dynamic=self.dynamic)
             result = self.compiled(*args, **kwargs)
         if count_graphs() > graphs:
-            self.compiler.on_compile(time.perf_counter() - start)
+            self.executor.compile_seconds += time.perf_counter() - start
         return result
 
 

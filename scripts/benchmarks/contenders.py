@@ -16,8 +16,8 @@ from transformers import CompileConfig, PreTrainedModel
 from inference import Decoder, Drafter, DraftLogits, Target
 from inference.drafters.ngram import NgramDrafter
 from inference.noise import row_seeds
-from inference.planning.auto_tree import AutoTree
-from inference.trees.policy import resolve_policy
+from inference.trees.auto import AutoTree
+from inference.trees.options import resolve_policy
 from scripts.benchmarks.clock import read_clock
 from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
 from scripts.benchmarks.roofline import Work, count_round

@@ -222,10 +222,10 @@ class TestTheSharedCache:
         """Few nodes chosen from a wide beam: more rows are drafted than verified."""
         heads = kangaroo(target)
         tree = DynamicTree(depth=3, top_k=4, num_nodes=4)
-        step = DecodeStep(target, heads, tree, is_coupled=True, compile=False)
+        step = DecodeStep(target, heads, tree, is_coupled=True)
         assert (step.num_nodes, step.num_depths, tree.num_scratch) == (4, 4, 8)
         assert step.num_slots_behind == 4 + 1 + 8
-        assert DecodeStep(target, None, None, is_coupled=True, compile=False).num_slots_behind == 1
+        assert DecodeStep(target, None, None, is_coupled=True).num_slots_behind == 1
 
     def test_too_large_a_tree(self, target: Target) -> None:
         heads = kangaroo(target)

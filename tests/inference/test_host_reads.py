@@ -10,13 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from inference.acceptance.exact import Sampler, accept_exact
+from inference.acceptance.exact import accept_exact
+from inference.acceptance.sampler import Sampler
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.sampling import DraftSampling
 from inference.generation import Decoder
 from inference.noise import row_seeds
 from inference.targets.target import Target
-from inference.trees.policy import chain, resolve_policy
+from inference.trees.options import resolve_policy
+from inference.trees.static import chain
 from inference.trees.token_tree import TokenTree, compute_depths
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.acceptance.exact import Sampler
+from inference.acceptance.sampler import Sampler
 from inference.noise import row_seeds
 
 # Between one float32 pass over a text of 80 tokens and a pass for each token, the scores of small random routers of

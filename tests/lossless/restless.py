@@ -5,56 +5,53 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from inference import Decoder
-from inference.planning.auto_tree import AutoTree
-from inference.planning.cost_model import NO_TREE, CostModel, Plan
-from inference.planning.tree_planner import TreePlanner
+from inference import Decoder, DynamicTree
+from inference.planning.planner import TreePlanner
+from inference.trees.auto import AutoTree
+from inference.trees.policy import TreePolicy
 
-TREE = AutoTree(depths=(1, 2, 4), sizes=(8, 24), widths=(2, 4))
+
+def auto_tree(depths: tuple[int, ...], sizes: tuple[int, ...], widths: tuple[int, ...]) -> AutoTree:
+    """Every dynamic tree of these depths, numbers of nodes and beams that can have so many nodes."""
+    every = [DynamicTree(*one) for one in itertools.product(depths, widths, sizes)]
+    return AutoTree([tree for tree in every if tree.max_depth < tree.num_nodes])
+
+
+TREE = auto_tree((1, 2, 4), (8, 24), (2, 4))
 
 
 class RestlessPlanner(TreePlanner):
-    """Takes all plans in turn, and now and then leaves the drafter out for some steps."""
+    """Takes all trees in turn, and now and then leaves the drafter out for some steps. It needs no costs."""
 
-    def __init__(self, tree: AutoTree) -> None:
-        super().__init__(tree)
-        self.turns = itertools.cycle([*self.plans, NO_TREE, *reversed(self.plans)])
+    def __init__(self, policy: TreePolicy) -> None:
+        super().__init__(policy)
+        self.turns = itertools.cycle([*range(len(self.trees)), *reversed(range(len(self.trees)))])
         self.rests = itertools.cycle([0, 0, 1, 0, 3, 0, 9, 0])
         self.resting = 0
-        self.taken: set[Plan] = set()
+        self.taken: set[int | None] = set()
 
-    @property
-    def is_drafting(self) -> bool:
-        return self.resting == 0
+    def begin(self, *_: Any) -> None:
+        pass
 
-    def choose(self, *_: Any) -> Plan:
-        plan = next(self.turns)
-        self.taken.add(plan)
-        return plan
-
-    def learn(self, plan: Plan, *args: Any) -> None:
-        super().learn(plan, *args)
-        self.resting = self.resting or next(self.rests)
-
-    def pass_step(self) -> None:
-        self.resting -= 1
+    def choose(self, *_: Any) -> TreePolicy | None:
+        if self.resting:
+            self.resting -= 1
+            self._chosen = None
+        else:
+            self.resting, self._chosen = next(self.rests), next(self.turns)
+        self.taken.add(self._chosen)
+        return None if self._chosen is None else self.trees[self._chosen]
 
 
 def make_restless(decoder: Decoder) -> RestlessPlanner:
-    """Gives a decoder whose tree is an `AutoTree` such a planner, and costs that nobody measures."""
-    tree = decoder.policy
-    assert isinstance(tree, AutoTree)
-    sizes = (1, *tree.sizes)
-    verify = tuple(1.0 + 0.01 * size for size in sizes)
-    levels = tuple(0.1 for _ in tree.widths)
-    costs = CostModel((8,), sizes, (verify,), 0.1, 0.0, tree.widths, levels, 0.0, 0.0)
-    planner = RestlessPlanner(tree)
-    decoder._planner = planner
-    decoder.costs = lambda *_, **__: costs  # type: ignore[method-assign]
+    """Gives a decoder with trees to choose from such a planner."""
+    assert decoder.policy is not None
+    planner = RestlessPlanner(decoder.policy)
+    decoder._choice = planner
     return planner
 
 
 def restless(model: Any, drafter: Any, **options: Any) -> tuple[Decoder, RestlessPlanner]:
-    """A decoder with such a planner, which takes sizes of `TREE`; options of `Decoder`."""
+    """A decoder with such a planner, which takes trees of `TREE`; options of `Decoder`."""
     decoder = Decoder(model, drafter, tree=TREE, **options)
     return decoder, make_restless(decoder)

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 from inference import DynamicTree, StaticTree, TreePolicy, chain
-from inference.planning.auto_tree import AutoTree
-from inference.planning.gamma import gamma_chain
+from inference.trees.auto import AutoTree, gamma_chain
 from tests.lossless.matrix.cases import Call, Case, run_case
 from tests.lossless.matrix.drafters import DRAFTERS
 from tests.lossless.matrix.references import SAMPLING, Row, attentions_of, do_sample
@@ -57,12 +56,7 @@ def dynamic_trees() -> st.SearchStrategy[TreePolicy]:
 
 
 def auto_trees() -> st.SearchStrategy[TreePolicy]:
-    return st.builds(
-        AutoTree,
-        st.lists(st.integers(1, MAX_DEPTH), min_size=1, max_size=3),
-        st.lists(st.integers(5, 30), min_size=1, max_size=3),
-        st.lists(st.integers(2, 5), min_size=1, max_size=2),
-    ).filter(lambda tree: bool(tree.plans))
+    return st.lists(dynamic_trees(), min_size=1, max_size=5).map(AutoTree)
 
 
 CHAINS: st.SearchStrategy[TreePolicy] = st.integers(1, MAX_DEPTH).map(chain)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from heads import create_heads
 from inference import GenerationStats, Target
 from inference.drafters.ngram import NgramDrafter
-from inference.planning.cost_measurement import _describe_drafter
+from inference.planning.costs import _describe_drafter
 from scripts.benchmarks.contenders import TimedDrafter, make_contenders
 from scripts.benchmarks.environment import describe_environment
 from scripts.benchmarks.matrix import name_heads

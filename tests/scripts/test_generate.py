@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from inference import Decoder, StaticTree
 from inference.acceptance.rules import RULES
 from inference.drafters.ngram import NgramDrafter
-from inference.planning.auto_tree import AutoTree
+from inference.trees.auto import AutoTree
 from scripts import generate
 from scripts.generate import Conversation, GenerateArguments, IncrementalDetokenizer, SpeculationPrinter
 from scripts.model_loading import encode_messages, parse_tree

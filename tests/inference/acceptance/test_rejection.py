@@ -31,9 +31,10 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from inference.acceptance.exact import Acceptance, Sampler, accept_exact
+from inference.acceptance.exact import Acceptance, accept_exact
 from inference.acceptance.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
 from inference.acceptance.rules import RULES, resolve_rule, typical
+from inference.acceptance.sampler import Sampler
 from inference.acceptance.typical import accept_typical
 from inference.drafters.base import DraftLogits
 from inference.drafters.ngram import NgramDrafter
@@ -41,7 +42,8 @@ from inference.drafters.sampling import DraftDraws, DraftSampling
 from inference.execution.step import DecodeStep
 from inference.noise import derive_seeds, row_seeds
 from inference.targets.target import Target
-from inference.trees.policy import DynamicTree, StaticTree, chain
+from inference.trees.dynamic import DynamicTree
+from inference.trees.static import StaticTree, chain
 from inference.trees.token_tree import TokenTree
 from tests.tiny_targets import tiny_target
 
@@ -448,5 +450,5 @@ def test_typical_says_that_it_is_lossy(caplog: pytest.LogCaptureFixture) -> None
 def test_only_exact_acceptance_lets_drafts_read_the_targets_noise() -> None:
     target = Target(tiny_target("llama", num_hidden_layers=1))
     for name, rule in RULES.items():
-        step = DecodeStep(target, NgramDrafter(), chain(2), is_coupled=True, compile=False, rule=rule)
+        step = DecodeStep(target, NgramDrafter(), chain(2), is_coupled=True, rule=rule)
         assert step.is_coupled == (name == "exact")

@@ -12,7 +12,7 @@ from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import BACKOFF, NgramDrafter
 from inference.drafters.sampling import DraftSampling
-from inference.trees.policy import DynamicTree
+from inference.trees.dynamic import DynamicTree
 from tests.tiny_targets import random_prompt, tiny_target
 
 

@@ -22,11 +22,8 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
 from inference.drafters.staged import StagedDrafter
-from inference.planning.auto_tree import AutoTree
-from inference.planning.cost_model import CostModel, Plan
-from inference.planning.gamma import gamma_chain
-from inference.planning.tree_planner import TreePlanner
-from inference.trees.policy import resolve_policy
+from inference.execution.drafting import TreeChoice
+from inference.trees.options import resolve_policy
 from tests.inference.plain_passes import calm_target, run_plainly
 from tests.inference.test_host_reads import RefuseHostReads, make_sampler
 from tests.lossless.near_tie import assert_same_text
@@ -171,9 +168,10 @@ def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
     decoder, planner = restless(model, SmallModelDrafter(model))
     accepted: list[tuple[int, int]] = []
 
-    def learn(plan: Any, confidences: Any, numbers: Any, *args: Any) -> None:
-        accepted.extend((plan.depth, number) for number in numbers)
-        plain_learn(plan, confidences, numbers, *args)
+    def learn(numbers: Any, *args: Any) -> None:
+        if planner._chosen is not None:
+            accepted.extend((planner.trees[planner._chosen].max_depth, number) for number in numbers)
+        plain_learn(numbers, *args)
 
     plain_learn, planner.learn = planner.learn, learn  # type: ignore[method-assign]
     decoder.generate(prompt, max_new_tokens=150, do_sample=False)
@@ -183,28 +181,15 @@ def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
     assert len(short) <= len(accepted) // 3
 
 
-class ScriptedPlanner(TreePlanner):
-    """Drafts in these steps and not in others, always the largest tree."""
+class ScriptedChoice(TreeChoice):
+    """Drafts in these steps and not in others, always the whole tree."""
 
-    def __init__(self, policy: AutoTree, is_drafting: Sequence[bool]) -> None:
+    def __init__(self, policy: TreePolicy, is_drafting: Sequence[bool]) -> None:
         super().__init__(policy)
         self.turns = itertools.cycle(is_drafting)
-        self.turn = next(self.turns)
 
-    @property
-    def is_drafting(self) -> bool:
-        return self.turn
-
-    def choose(self, *_: Any) -> Plan:
-        self.pass_step()
-        return self.largest
-
-    def pass_step(self) -> None:
-        self.turn = next(self.turns)
-
-    def learn(self, *_: Any) -> None: ...
-
-    def learn_plain(self, *_: Any) -> None: ...
+    def choose(self, *_: Any) -> TreePolicy | None:
+        return self.policy if next(self.turns) else None
 
 
 @pytest.mark.parametrize("kind", ["small", "staged", "merged"])
@@ -221,12 +206,8 @@ def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None
     ]
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": int(free[0][1]), "pad_token_id": 0}
     assert options["eos_token_id"] not in [*free[0][:1], *free[1]]
-    policy = gamma_chain(8)
-    decoder = Decoder(model, drafters[kind], tree=policy)
-    decoder._planner = ScriptedPlanner(policy, [True, True, False, True])
-    sizes = (1, *policy.sizes)
-    costs = CostModel((8,), sizes, ((1.0,) * len(sizes),), 0.1, 0.0, (1,), (0.1,), 0.0, 0.0)
-    decoder.costs = lambda *_, **__: costs  # type: ignore[method-assign]
+    decoder = Decoder(model, drafters[kind], tree=chain(8))
+    decoder._choice = ScriptedChoice(chain(8), [True, True, False, True])
     rows = decoder.generate(**inputs, **options).sequences[:, 58:].tolist()
     assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
 

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from heads import HEAD_TYPES
 from inference import Decoder, DynamicTree, StaticTree, Target, chain
 from inference.drafters.ngram import NgramDrafter
-from inference.execution.compiled import StepCompiler, count_graphs
+from inference.execution.compiled import CompiledExecutor, count_graphs
 from inference.execution.step import DecodeStep
-from inference.planning.auto_tree import AutoTree
 from inference.trees.token_tree import TokenTree, compute_depths
 from tests.heads.tiny_heads import tiny_heads
+from tests.lossless.restless import auto_tree
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -70,7 +71,7 @@ def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
     prompt = random_prompt(12)
     expected = Decoder(target).generate(prompt, max_new_tokens=90, **settings).sequences
     drafter = HostDrafter([expected[0]], VOCAB_SIZE)
-    decoder = Decoder(target, drafter, tree=AutoTree((1, 2), (4, 6), (2, 3)), compile=True)
+    decoder = Decoder(target, drafter, tree=auto_tree((1, 2), (4, 6), (2, 3)), compile=True)
     output = decoder.generate(prompt, max_new_tokens=90, **settings)
     assert output.sequences.tolist() == expected.tolist()
     assert output.stats.num_host_syncs == output.stats.num_verify_steps
@@ -78,12 +79,14 @@ def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
 
 @pytest.mark.slow
 def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
-    step = DecodeStep(target, NgramDrafter(), AutoTree((1, 3), (4, 8), (2,)), is_coupled=True, compile=True)
+    step = DecodeStep(
+        target, NgramDrafter(), auto_tree((1, 3), (4, 8), (2,)), executor=CompiledExecutor([target.model])
+    )
     cache = step.new_cache(1, 256)
     for buffer in cache._buffers:
         buffer.normal_(generator=torch.Generator().manual_seed(0))
     numbers = []
-    with step.active(), torch.no_grad():
+    with step.executor.active(), torch.no_grad():
         for length, size in ((5, 4), (70, 8), (200, 6), (30, 4)):
             parents = torch.tensor([[-1, 0, 1, 0, 2, 1, 3, 0][:size]])
             tree = TokenTree(random_prompt(size), parents, compute_depths(parents), torch.zeros(1, size), max_depth=3)
@@ -144,15 +147,20 @@ def test_compiled_rules_accept_what_they_accept_eagerly(rule: str, tree: Any, ca
     assert "in pieces" not in "".join(caplog.messages)
 
 
-def test_too_many_settings_run_eagerly() -> None:
+def test_too_many_settings_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     """Every temperature makes a graph, and torch allows only so many of one function."""
-    compiler = StepCompiler([torch.nn.Linear(2, 2)], lambda _: None)
-    warper = TemperatureLogitsWarper(0.5)
-    function = compiler.compile(lambda scores, warper: warper(None, scores))
-    with compiler.active(), torch._dynamo.config.patch(recompile_limit=2):
+    executor, warper = CompiledExecutor([torch.nn.Linear(2, 2)]), TemperatureLogitsWarper(0.5)
+
+    def warp(scores: Tensor, warper: TemperatureLogitsWarper) -> Tensor:
+        return warper(None, scores)
+
+    with executor.active(), torch._dynamo.config.patch(recompile_limit=2):
         for temperature in (0.5, 0.25, 0.75, 1.5, 0.5):
             warper.temperature = temperature
-            assert torch.equal(function(torch.ones(1, 3), warper), torch.full((1, 3), 1.0) / temperature)
+            assert torch.equal(
+                executor.run_fixed(warp, torch.ones(1, 3), warper), torch.full((1, 3), 1.0) / temperature
+            )
+    assert "now runs eagerly" in caplog.text
 
 
 @pytest.mark.slow
@@ -176,14 +184,14 @@ def test_windows_of_any_length_share_one_graph(first: int) -> None:
     """Whether the first pass is within the window, where its view is the whole view, or far beyond it."""
     layer_types = ["sliding_attention", "full_attention"]
     target = Target(tiny_target("gemma3", num_hidden_layers=2, layer_types=layer_types))
-    step = DecodeStep(target, None, None, is_coupled=True, compile=True)
+    step = DecodeStep(target, None, None, executor=CompiledExecutor([target.model]))
     cache = step.new_cache(2, 256)
     for buffer in cache._buffers:
         buffer.normal_(generator=torch.Generator().manual_seed(0))
     parents = torch.tensor([[-1, 0, 0, 1]] * 2)
     tree = TokenTree(random_prompt(4, batch_size=2), parents, compute_depths(parents), torch.zeros(2, 4))
     numbers = []
-    with step.active(), torch.no_grad():
+    with step.executor.active(), torch.no_grad():
         for length in (first, 5, 70, 75, 130, 201):
             cache.lengths.copy_(torch.tensor([length, length - 2]))
             cache.length_bound, cache.length_floor = length, length - 2
@@ -200,10 +208,8 @@ def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.Mo
 
     def fake_compile(function: Any, **_: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if function.__name__ in ("_draft_eagerly", "_open_eagerly"):
-                widths.add(args[3].next_ids.shape[1])
-            if function.__name__ == "_start_plain_eagerly":
-                widths.add(args[2].shape[1])
+            if function.__name__ == "_extend":
+                widths.add(args[3].width)
             return function(*args, **kwargs)
 
         return call
@@ -216,11 +222,16 @@ def test_a_prompt_is_drafted_from_eagerly(target: Target, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("tree", "acceptance", "is_shared"),
-    [(chain(3), "exact", True), (chain(3), "rejection", False), ([[0], [1], [0, 0]], "exact", False)],
+    ("tree", "acceptance", "name"),
+    [
+        (chain(3), "exact", "_draft_ranks"),
+        (chain(3), "rejection", "_draft_ranks"),
+        ([[0], [1], [0, 0]], "exact", "_draft_ranks"),
+        (DynamicTree(3, 2, 6), "exact", "expand_level"),
+    ],
 )
-def test_levels_of_a_chain_share_a_graph(
-    target: Target, monkeypatch: pytest.MonkeyPatch, tree: Any, acceptance: str, is_shared: bool
+def test_every_level_runs_one_compiled_function(
+    target: Target, monkeypatch: pytest.MonkeyPatch, tree: Any, acceptance: str, name: str
 ) -> None:
     """A graph of the whole draft would hold a packed copy of the weights for each level."""
     called: list[str] = []
@@ -244,8 +255,9 @@ def test_levels_of_a_chain_share_a_graph(
     )
     assert torch.equal(compiled.sequences, expected)
     assert eager.stats.accepted_histogram == compiled.stats.accepted_histogram
-    assert ("_draft_eagerly" not in called) == is_shared
-    assert called.count("_expand_eagerly") == (2 * compiled.stats.num_verify_steps if is_shared else 0)
+    num_levels = 1 if isinstance(tree, list) else 2
+    assert called.count(name) == num_levels * compiled.stats.num_verify_steps
+    assert called.count("_extend") == compiled.stats.num_verify_steps
 
 
 def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +265,7 @@ def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytes
         raise AssertionError("torch.compile was called")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    step = DecodeStep(target, None, None, is_coupled=True, compile=False)
+    step = DecodeStep(target, None, None)
     assert step.num_nodes == step.num_depths == 1
     Decoder(target).generate(random_prompt(4), max_new_tokens=4, do_sample=False)
 

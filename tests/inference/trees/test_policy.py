@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from inference import DraftLogits, DraftSampling, DynamicTree, StaticTree, TreePolicy, chain
-from inference.acceptance.exact import Sampler
+from inference.acceptance.sampler import Sampler
 from inference.drafters.base import Drafter
 from inference.drafters.sampling import GREEDY_TEMPERATURE
 from inference.request.processors import COLUMN_FREE
-from inference.trees.policy import resolve_policy
+from inference.trees.options import resolve_policy
 from inference.trees.token_tree import TokenTree
 
 V = 11
@@ -223,7 +223,8 @@ def test_resolve_policy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "match"),
     [
-        ("chian", "'chian'.*'dynamic', 'auto', 'chain'"),
+        ("chian", "(?s)'chian', which is neither a file.*dynamic:DEPTH,TOP_K,NODES.*chain:LENGTH"),
+        ("dynamic:4,4", "'dynamic:4,4', which is neither"),
         ([[0], [0, 0, 0]], "no parent"),
         ([], "at least one path"),
         (chain(4), "4 levels deep.*at most 3"),

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from inference import Decoder, GenerationStats, TreePolicy
-from inference.planning.auto_tree import AutoTree
 from tests.lossless.matrix.drafters import Drafting, drafter_of, policy_of
 from tests.lossless.matrix.references import (
     PAD,
@@ -95,7 +94,7 @@ def run_case(case: Case) -> Outcome:
         tree = policy_of(tree, None if drafting.drafter is None else drafting.drafter.max_depth)
     rule, _, uncoupled = case.acceptance.partition(" ")
     decoder = Decoder(target, drafting.drafter, tree=tree, acceptance=rule, is_coupled=not uncoupled)
-    if isinstance(decoder.policy, AutoTree):
+    if decoder.policy is not None and len(decoder.policy.candidates) > 1:
         make_restless(decoder)
     outcome = Outcome()
     for call in case.calls:

@@ -12,12 +12,12 @@ from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
-from inference.planning.auto_tree import AutoTree
-from inference.planning.gamma import gamma_chain
+from inference.trees.auto import gamma_chain
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy
 from tests.lossless.matrix.references import CHAT, target_of
+from tests.lossless.restless import auto_tree
 from tests.scripted_drafter import ScriptedDrafter
 
 DEPTH = 4
@@ -65,7 +65,7 @@ def policy_of(name: str, max_depth: int | None = None) -> TreePolicy | None:
     if name == "dynamic":
         return DynamicTree(depth=depth, top_k=4, num_nodes=NUM_NODES)
     if name == "auto":
-        return AutoTree(depths=sorted({1, 2, depth}), sizes=(8, NUM_NODES), widths=(2, 4))
+        return auto_tree(tuple(sorted({1, 2, depth})), (8, NUM_NODES), (2, 4))
     assert name == "gamma", name
     return gamma_chain(depth)
 

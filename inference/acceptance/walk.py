@@ -6,13 +6,11 @@ Legend: B batch, N tree nodes, V target vocabulary, L length of a row's text up 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from inference.acceptance.exact import Sampler
+from inference.acceptance.sampler import Sampler
 
 # Processed scores [B, V] at the current nodes [B], behind the tokens emitted so far (each [B]), of rows that still walk
 # [B] (of others: anything).

@@ -1,0 +1,81 @@
+"""Batch: the rows of a call that are in the cache now. Finished rows leave it, or stay and no longer grow.
+
+Legend: B rows in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inference.acceptance.sampler import Sampler
+from inference.cache.tree_cache import TreeCache
+from inference.execution.drafting import Drafting
+from inference.prompts import HeldTexts
+from inference.request.request import Request
+
+
+class Batch:
+    """The rows in the cache, with what belongs to them.
+
+    Attributes:
+        cache, sampler, drafting: of these rows.
+        rows: which of the call's rows each of them is.
+        active: [B] int64, 0 for finished rows that are still here; None if there are none.
+    """
+
+    def __init__(self, request: Request, sampler: Sampler, cache: TreeCache, drafting: Drafting) -> None:
+        self.request, self.sampler, self.cache, self.drafting = request, sampler, cache, drafting
+        self.rows = list(range(request.batch_size))
+        self.active: Tensor | None = None
+        # Per row of the call: slots that the drafter holds, and whether its keys and values were written over.
+        self._num_taken = [request.num_committed(row) for row in self.rows]
+        self._is_damaged = [False] * request.batch_size
+
+    def settle(self) -> None:
+        """After an emission: finished rows leave or are masked, and the cache learns the true lengths."""
+        request, cache = self.request, self.cache
+        cache.length_bound = max(request.num_committed(row) for row in self.rows)
+        if self.drafting.step.rows_may_leave:
+            self._drop_finished()
+            # Tight bounds keep the attention's view tight.
+            cache.length_bound = max(request.num_committed(row) for row in self.rows)
+        cache.length_floor = min(request.num_committed(row) for row in request.unfinished)
+        is_active = [row in request.unfinished for row in self.rows]
+        self.active = None
+        if not all(is_active):
+            self.active = torch.tensor(is_active, dtype=torch.long, device=cache.lengths.device)
+            cache.lengths *= self.active  # finished rows give up what they hold, so that no view has to reach them
+            for place, row in enumerate(self.rows):
+                self._is_damaged[row] |= not is_active[place]
+            self.drafting.retire(self.active)
+
+    def _drop_finished(self) -> None:
+        """The last rows take the places of finished ones, in the cache and everywhere else."""
+        unfinished = self.request.unfinished
+        num_left = sum(row in unfinished for row in self.rows)
+        if num_left == len(self.rows):
+            return
+        behind = [place for place in range(num_left, len(self.rows)) if self.rows[place] in unfinished]
+        places = [place if self.rows[place] in unfinished else behind.pop() for place in range(num_left)]
+        for place in set(range(len(self.rows))) - set(places):
+            self._is_damaged[self.rows[place]] = True
+        self.sampler = self.sampler.select(places, len(self.rows))
+        self.rows = [self.rows[place] for place in places]
+        self.cache.keep_rows(places)
+        self.drafting.keep_rows(places, self.cache, [self._num_taken[row] for row in self.rows])
+
+    def note_drafted(self) -> None:
+        """After a draft: the drafter may hold every certain slot now."""
+        if self.drafting.has_taken_all:
+            for row in self.request.unfinished:
+                self._num_taken[row] = self.request.num_committed(row)
+
+    def held_texts(self) -> HeldTexts:
+        """What the next call may find in the cache."""
+        return HeldTexts(
+            self.cache,
+            self.drafting.state,
+            [[] if self._is_damaged[row] else self.request.text(row) for row in self.rows],
+            None if self.drafting.step.drafter is None else [self._num_taken[row] for row in self.rows],
+        )

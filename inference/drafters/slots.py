@@ -1,0 +1,71 @@
+"""NewSlots: what became certain and the drafter has not seen.
+
+Legend: B batch, S slots, F feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NewSlots:
+    """Certain slots that the drafter has still to take in.
+
+    Attributes:
+        features: [B, S, F] the target's features, or None when the drafter reads none.
+        next_ids: [B, S] int64, the tokens one position later.
+        counts: [B] int64, how many slots of each row are real.
+    """
+
+    features: Tensor | None
+    next_ids: Tensor
+    counts: Tensor
+
+    @property
+    def width(self) -> int:
+        """S."""
+        return self.next_ids.shape[1]
+
+    @property
+    def last_ids(self) -> Tensor:
+        """[B] each row's last real token: the root of its next tree."""
+        return self.next_ids.gather(1, (self.counts - 1).clamp(min=0)[:, None])[:, 0]
+
+    def select(self, rows: Sequence[int]) -> NewSlots:
+        """The slots of these rows."""
+        rows = list(rows)
+        return NewSlots(None if self.features is None else self.features[rows], self.next_ids[rows], self.counts[rows])
+
+    def masked(self, active: Tensor) -> NewSlots:
+        """No slots for the rows whose `active` [B] is 0."""
+        return replace(self, counts=self.counts * active)
+
+
+def join_slots(waiting: Sequence[NewSlots], width: int) -> NewSlots:
+    """All waiting slots of each row side by side, oldest first, padded to `width` if there are fewer.
+
+    Worked example, one row: slots [a, b] of which 1 is real, then [c, d] of which 2 are, width 3:
+
+        next_ids [a, c, d, -]      counts 3
+    """
+    total = sum(slots.width for slots in waiting)
+    if len(waiting) == 1 and total >= width:
+        return waiting[0]
+    first = waiting[0]
+    batch, columns = first.next_ids.shape[0], max(total, width)
+    counts = torch.zeros_like(first.counts)
+    rows = torch.arange(batch, device=counts.device)[:, None]
+    next_ids = first.next_ids.new_zeros(batch, columns)
+    features = None if first.features is None else first.features.new_zeros(batch, columns, first.features.shape[-1])
+    for slots in waiting:  # the next real slots overwrite a row's padding
+        places = counts[:, None] + torch.arange(slots.width, device=counts.device)
+        next_ids.index_put_((rows, places), slots.next_ids)
+        if features is not None and slots.features is not None:
+            features.index_put_((rows, places), slots.features)
+        counts = counts + slots.counts
+    return NewSlots(features, next_ids, counts)

@@ -1,0 +1,254 @@
+"""StepCosts: how long a step takes with each tree and without one. Measured once, and kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from inference.acceptance.sampler import Sampler
+from inference.cache.source import SOURCE_MULTIPLE, Source
+from inference.cache.tree_cache import TreeCache
+from inference.drafters.slots import NewSlots
+from inference.execution.step import DecodeStep
+from inference.targets.target import Target
+from inference.trees.policy import TreePolicy
+
+MEASUREMENT = 10  # raise it with every change that makes stored costs wrong
+CONTEXTS = (64, 896)  # both fit in the smallest cache of compiled decoding, so that its graphs are measured
+WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 7
+# Long steps vary little: after this many seconds, this many measured rounds are enough.
+LONG_SECONDS, LEAST_MEASURED_ROUNDS = 4.0, 3
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of whole steps, medians.
+
+    Attributes:
+        contexts: tokens in the cache, two numbers.
+        plain: a step without drafting, at each of them; largest: one with the largest tree, likewise.
+        trees: a step with each candidate, at the first of them.
+    """
+
+    contexts: tuple[int, int]
+    plain: tuple[float, float]
+    largest: tuple[float, float]
+    trees: tuple[float, ...]
+
+    def plain_seconds(self, length: int) -> float:
+        """A step without drafting, with `length` tokens in the cache."""
+        return self.plain[0] + self._growth(self.plain, length)
+
+    def tree_seconds(self, index: int, length: int) -> float:
+        """A step with the candidate of this index."""
+        return self.trees[index] + self._growth(self.largest, length)
+
+    def _growth(self, seconds: tuple[float, float], length: int) -> float:
+        """What a longer text adds; never less than nothing, whatever noise says."""
+        span = max(1, self.contexts[1] - self.contexts[0])
+        return max(0.0, seconds[1] - seconds[0]) / span * max(0, length - self.contexts[0])
+
+
+def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler) -> StepCosts:
+    """The stored costs for this machine, target, drafter, trees, dtype, batch and executor, or freshly measured ones.
+
+    Args:
+        step: with trees to choose from.
+        sampler: as texts will be drawn, with no processor that reads the prefix.
+    """
+    key = _describe(step, batch_size, sampler)
+    stored = load_costs(key)
+    if stored is not None and not step.executor.is_compiled:
+        return stored
+    # Compiled, one round runs all the same: it makes the graphs, which would otherwise be made within a text.
+    costs = measure_costs(step, batch_size, sampler, num_rounds=1 if stored else WARM_UP_ROUNDS + MEASURED_ROUNDS)
+    if stored is None:
+        store_costs(key, costs)
+    return stored or costs
+
+
+@torch.no_grad()
+def measure_costs(step: DecodeStep, batch_size: int, sampler: Sampler, *, num_rounds: int) -> StepCosts:
+    """Times steps over token 0 after a context of zeros, in which no token becomes certain."""
+    assert step.policy is not None
+    target, limit = step.target, step.target.max_length
+    short, long = (context if limit is None else min(context, limit) for context in CONTEXTS)
+    cache = step.new_cache(batch_size, long + step.num_slots_behind)
+    state = step.start_drafter(cache)
+    if target.is_encoder_decoder:
+        step.read_source(state, cache, _blank_source(target, batch_size))
+    trees = step.policy.candidates
+    largest = max(trees, key=lambda tree: tree.num_nodes)
+    plans = [(None, short), (None, long), (largest, short), (largest, long), *((tree, short) for tree in trees)]
+    slots = _blank_slots(step, cache, sampler)
+
+    def stepping(policy: TreePolicy | None, context: int) -> Callable[[], Any]:
+        return lambda: _make_step(step, state, cache, sampler, slots, policy, context)
+
+    seconds = _time_calls([stepping(*plan) for plan in plans], target.device, num_rounds=num_rounds)
+    return StepCosts((short, long), (seconds[0], seconds[1]), (seconds[2], seconds[3]), tuple(seconds[4:]))
+
+
+def _make_step(
+    step: DecodeStep,
+    state: Any,
+    cache: TreeCache,
+    sampler: Sampler,
+    slots: NewSlots,
+    policy: TreePolicy | None,
+    context: int,
+) -> torch.Tensor | None:
+    """One step of the decode loop that keeps nothing; returns the features of its nodes."""
+    cache.lengths.fill_(context)
+    cache.length_bound = cache.length_floor = context
+    if policy is None:
+        tree, noise = step.draft_nothing(cache, sampler, slots)
+    else:
+        tree, noise = step.draft(state, cache, sampler, slots, policy)
+    output = step.verify(cache, tree)
+    accepted = step.accept(sampler, tree, output.logits, cache.lengths, noise=noise)
+    step.commit(cache, tree, accepted, torch.zeros_like(accepted.counts), output.features)
+    accepted.next_tokens.tolist()
+    return output.features
+
+
+def _blank_slots(step: DecodeStep, cache: TreeCache, sampler: Sampler) -> NewSlots:
+    """As wide as those of a step, of which none is real."""
+    width, zeros = step.num_depths, torch.zeros_like(cache.lengths)
+    next_ids = zeros[:, None].repeat(1, width)
+    features = _make_step(step, None, cache, sampler, NewSlots(None, next_ids, zeros), None, CONTEXTS[0])
+    if features is not None:
+        features = features[:, :1].expand(-1, width, -1).contiguous()
+    return NewSlots(features, next_ids, zeros)
+
+
+def _blank_source(target: Target, batch_size: int) -> Source:
+    """A short source for encoder-decoder targets. The cost of a longer one is not measured."""
+    length = min(SOURCE_MULTIPLE, target.max_length or SOURCE_MULTIPLE)
+    token_ids = torch.zeros(batch_size, length, dtype=torch.long, device=target.device)
+    return target.encode_source(token_ids, torch.ones_like(token_ids))
+
+
+def _time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, num_rounds: int) -> list[float]:
+    """Median seconds of each call. Calls take turns, so that a neighbour's load meets all of them alike; each is made
+    twice and the second counts, since a step finds in the processor's caches what the one before it left there."""
+    began = time.perf_counter()
+    seconds: list[list[float]] = [[] for _ in calls]
+    for number in range(num_rounds):
+        if number >= WARM_UP_ROUNDS + LEAST_MEASURED_ROUNDS and time.perf_counter() - began > LONG_SECONDS:
+            break
+        for own, call in zip(seconds, calls, strict=True):
+            call()
+            start = _read_clock(device)
+            call()
+            if number >= WARM_UP_ROUNDS:
+                own.append(_read_clock(device) - start)
+    return [statistics.median(own) if own else 0.0 for own in seconds]
+
+
+def _read_clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
+    """Everything that costs depend on."""
+    target, policy = step.target, step.policy
+    assert policy is not None
+    return [
+        describe_machine(target.device),
+        type(target.model).__name__,
+        _digest(target.text_config),
+        str(target.dtype),
+        str(getattr(target.text_config, "_attn_implementation", "")),
+        *_describe_drafter(step.drafter),
+        [(tree.max_depth, tree.num_scratch, tree.num_nodes) for tree in policy.candidates],
+        step.executor.is_compiled,
+        batch_size,
+        step.is_coupled,
+        sampler.do_sample,
+        [type(processor).__name__ for processor in sampler.processors],
+        CONTEXTS,
+        MEASUREMENT,
+    ]
+
+
+def _describe_drafter(drafter: Any) -> list[Any]:
+    """Its name, settings and dtype; then the same of the drafters it is made of. A wrapper (`__wrapped__`) is left
+    out."""
+    drafter = inspect.unwrap(drafter)
+    config = getattr(drafter, "config", None)
+    return [
+        getattr(drafter, "name", type(drafter).__name__),
+        _describe_settings(drafter) if config is None else _digest(config),
+        str(getattr(drafter, "dtype", "")),
+        *(_describe_drafter(part) for part in getattr(drafter, "drafters", ())),
+    ]
+
+
+def _describe_settings(drafter: Any) -> str:
+    """The plain values that a drafter without a config holds."""
+    plain = (bool, int, float, str, tuple)
+    kept = [(name, value) for name, value in vars(drafter).items() if isinstance(value, plain) and name != "drafters"]
+    return repr(sorted(kept))
+
+
+def _digest(config: Any) -> str:
+    """A config's shape, without where it was loaded from."""
+    values = {name: value for name, value in config.to_dict().items() if not name.endswith("name_or_path")}
+    return hashlib.sha256(repr(sorted(values.items(), key=lambda item: item[0])).encode()).hexdigest()
+
+
+def describe_machine(device: torch.device) -> str:
+    """What the costs depend on besides the models."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        try:
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            lines = []
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        hardware = f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+    return f"{hardware}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+def cache_file(key: Sequence[Any]) -> Path:
+    """Where costs of this key are kept: in $DRAFTSMITH_CACHE, else in the user's cache folder."""
+    root = os.environ.get("DRAFTSMITH_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:16]
+    return Path(root) / "draftsmith" / f"costs-{digest}.json"
+
+
+def load_costs(key: Sequence[Any]) -> StepCosts | None:
+    """The stored costs of this key; None when there are none that can be read."""
+    try:
+        content = json.loads(cache_file(key).read_text(encoding="utf-8"))
+        return StepCosts(**{name: tuple(values) for name, values in content.items()})
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def store_costs(key: Sequence[Any], costs: StepCosts) -> None:
+    """Keeps costs. Where nothing can be written, they are measured again next time."""
+    path = cache_file(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        scratch.write_text(json.dumps(asdict(costs)), encoding="utf-8")
+        scratch.replace(path)
+    except OSError:
+        pass

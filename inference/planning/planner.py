@@ -1,0 +1,139 @@
+"""TreePlanner: which tree is worth drafting, from measured costs and measured acceptance.
+
+A step with a tree that is expected to emit t tokens in c seconds decodes at t / c tokens a second. The planner takes
+the fastest candidate, or plain decoding, and chooses again every few steps. The expected tokens are measured, not taken
+from the drafter's probabilities (which say little under coupled drafting at temperature > 0): one step with a large
+tree tells how many tokens every smaller tree would have accepted (`AutoTree.count_accepted`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from inference.acceptance.sampler import Sampler
+from inference.execution.drafting import TreeChoice
+from inference.execution.step import DecodeStep
+from inference.noise import row_seeds
+from inference.planning.costs import StepCosts, find_costs
+from inference.request.processors import PREFIX_FREE
+from inference.trees.policy import TreePolicy
+
+# Steps that a choice holds.
+CHOICE_STEPS = 16
+# Only a large tree tells what trees larger than the chosen one would accept. So the largest is tried until this many
+# rows have shown what it accepts, then for one step before each choice while a larger tree may be faster, and for one
+# step every so many steps at least.
+FIRST_TRIALS, TRIAL_EVERY = 4, 256
+# A tree may be faster if it is so with this many more tokens, over the square root of the rows it was seen on.
+HOPE = 1.5
+# Acceptance is averaged over about this many rows and steps.
+WINDOW = 128
+# Drafting must be expected to gain this much over plain decoding.
+MIN_GAIN = 0.03
+# Plain steps after drafting did not gain, doubled each time up to the most; then so many steps of the best tree.
+REST_STEPS, MAX_REST_STEPS, PROBE_STEPS = 32, 512, 2
+# A probe weighs as much as this many rows before it.
+PROBE_WINDOW = 8
+# A tree whose cost in plain steps exceeds this share of the most tokens it can emit is never worth it.
+MOST_ACCEPTED = 0.8
+
+
+class TreePlanner(TreeChoice):
+    """Chooses among a policy's candidates, or none of them; keeps what it has learned from text to text."""
+
+    def __init__(self, policy: TreePolicy) -> None:
+        super().__init__(policy)
+        self.trees = policy.candidates
+        self.accepted = [0.0] * len(self.trees)  # mean drafted tokens that each candidate accepts
+        self._weights = [0.0] * len(self.trees)
+        self._costs: dict[tuple[object, ...], StepCosts] = {}
+        self._by_rows: dict[int, StepCosts] = {}  # of the present text's sampling, by batch size
+        self._chosen: int | None = None  # the present choice: an index, or None for plain decoding
+        self._steps_left = 0
+        self._steps_since_trial = 0
+        self._rest_steps = REST_STEPS
+        self._is_resting = False
+
+    def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
+        # Finished rows leave; costs in between are interpolated.
+        sizes = {batch_size, 1} if step.rows_may_leave else {batch_size}
+        self._by_rows = {size: self.find_costs(step, sampler, size) for size in sizes}
+        self._steps_left = 0
+
+    def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> StepCosts:
+        """Costs for texts drawn like the sampler's, measured or read when first asked for."""
+        processors = [processor for processor in sampler.processors if type(processor) in PREFIX_FREE]
+        key = (batch_size, sampler.do_sample, *map(type, processors))
+        if key not in self._costs:
+            seeds = row_seeds(0, batch_size, step.target.device) if sampler.do_sample else None
+            blank = Sampler(processors, do_sample=sampler.do_sample, row_seeds=seeds)
+            self._costs[key] = find_costs(step, batch_size, blank)
+        return self._costs[key]
+
+    def choose(self, num_rows: int, length: int) -> TreePolicy | None:
+        if self._steps_left == 0:
+            self._chosen, self._steps_left = self._decide(num_rows, length)
+        self._steps_left -= 1
+        self._steps_since_trial += 1
+        return None if self._chosen is None else self.trees[self._chosen]
+
+    def _decide(self, num_rows: int, length: int) -> tuple[int | None, int]:
+        """The next choice, and for how many steps it holds."""
+        plain = self._plain_seconds(num_rows, length)
+        seconds = [self._tree_seconds(index, num_rows, length) for index in range(len(self.trees))]
+        affordable = [i for i, s in enumerate(seconds) if s < MOST_ACCEPTED * (self.trees[i].max_depth + 1) * plain]
+        if affordable:
+            trial = max(affordable, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth))
+            if self._weights[trial] < FIRST_TRIALS:
+                return trial, 1
+            best = max(affordable, key=lambda i: (1.0 + self.accepted[i]) / seconds[i])
+            if (1.0 + self.accepted[best]) / seconds[best] > (1.0 + MIN_GAIN) / plain:
+                self._rest_steps, self._is_resting = REST_STEPS, False
+                if self._is_trial_due(best, affordable, seconds):
+                    self._steps_since_trial = 0
+                    return trial, 1
+                return best, CHOICE_STEPS
+            if self._is_resting:  # a probe, before another rest
+                self._is_resting = False
+                self._weights = [min(weight, PROBE_WINDOW) for weight in self._weights]
+                return best, PROBE_STEPS
+        self._is_resting = True
+        rest, self._rest_steps = self._rest_steps, min(2 * self._rest_steps, MAX_REST_STEPS)
+        return None, rest
+
+    def _is_trial_due(self, best: int, affordable: Sequence[int], seconds: Sequence[float]) -> bool:
+        """Whether to try the largest tree for a step; never twice without a choice in between."""
+        larger = [i for i in affordable if not self.trees[best].contains(self.trees[i])]
+        if not larger or self._steps_since_trial <= CHOICE_STEPS:
+            return False
+        rate = (1.0 + self.accepted[best]) / seconds[best]
+        hopes = ((1.0 + self.accepted[i] + HOPE / self._weights[i] ** 0.5) / seconds[i] for i in larger)
+        return self._steps_since_trial > TRIAL_EVERY or max(hopes) > rate
+
+    def _plain_seconds(self, num_rows: int, length: int) -> float:
+        return self._mix(num_rows, lambda costs: costs.plain_seconds(length))
+
+    def _tree_seconds(self, index: int, num_rows: int, length: int) -> float:
+        return self._mix(num_rows, lambda costs: costs.tree_seconds(index, length))
+
+    def _mix(self, num_rows: int, seconds_of: Callable[[StepCosts], float]) -> float:
+        """Linear in the number of rows, between the two that were measured."""
+        few, many = min(self._by_rows), max(self._by_rows)
+        low, high = seconds_of(self._by_rows[few]), seconds_of(self._by_rows[many])
+        return low if many == few else low + (high - low) * (num_rows - few) / (many - few)
+
+    def learn(self, accepted: Sequence[int], counted: Sequence[Sequence[int]], seconds: float | None) -> None:
+        if self._chosen is None:
+            return
+        drafted, before = self.trees[self._chosen], self.accepted[self._chosen]
+        contained = [drafted.contains(tree) for tree in self.trees]
+        for row in counted:
+            for index in itertools.compress(range(len(self.trees)), contained):
+                self._weights[index] = min(self._weights[index] + 1.0, WINDOW)
+                self.accepted[index] += (row[index] - self.accepted[index]) / self._weights[index]
+        # The step says nothing about how much more larger trees accept: they rise and fall with the one it drafted.
+        change = self.accepted[self._chosen] - before
+        for index, is_known in enumerate(contained):
+            if not is_known and self._weights[index]:
+                self.accepted[index] += change

@@ -1,0 +1,189 @@
+"""StaticTree: the same shape at every step, and chains.
+
+Legend: B batch, M nodes of one depth, W of them with children (the frontier), V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.sampling import DraftSampling
+from inference.trees.policy import Run, TreePolicy, mask_absent, run_eagerly
+from inference.trees.token_tree import DrawnFrom, TokenTree, Topology, paths_to_topology
+
+
+class StaticTree(TreePolicy):
+    """A fixed shape (Medusa, arXiv 2401.10774, section 2.1.2): node [0, 2] is the third-best child of the best child.
+
+    Args:
+        paths: rank paths; every proper prefix of a path must be there too (see `paths_to_topology`).
+    """
+
+    has_fixed_shape = True
+
+    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+        self.topology = paths_to_topology(paths)
+        self.max_depth = self.topology.max_depth
+        self.num_nodes = self.topology.num_nodes
+        if self.num_nodes < 2:
+            raise ValueError("a static tree needs at least one path, such as [[0]]")
+        self.num_scratch = sum(len(set(parents)) for parents in self._level_parents()[1:])
+        known = set(self.topology.paths)
+        self.skips_ranks = any((*path[:-1], path[-1] - 1) not in known for path in known if path and path[-1])
+        self._plans: dict[torch.device, _StaticPlan] = {}
+
+    def _level_parents(self) -> list[list[int]]:
+        """For each depth from 1 on, the parent of each of its nodes."""
+        return [[self.topology.parents[node] for node in level] for level in self.topology.levels[1:]]
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> StaticTree:
+        """Reads `paths: [[0], [0, 0], [1], ...]` from a YAML file (see configs/trees)."""
+        import yaml
+
+        content = yaml.safe_load(Path(path).read_text())
+        if not isinstance(content, dict) or set(content) != {"paths"}:
+            raise ValueError(
+                f"{path}: a tree file holds one key `paths`, a list of rank paths such as [[0], [0, 0], [1]]"
+            )
+        return cls(content["paths"])
+
+    @property
+    def is_chain(self) -> bool:
+        return self.num_nodes == self.max_depth + 1
+
+    def grow(
+        self,
+        drafter: Drafter,
+        state: Any,
+        root_ids: Tensor,
+        draft: DraftLogits,
+        sampling: DraftSampling,
+        *,
+        run: Run = run_eagerly,
+        path_depth: int | None = None,
+    ) -> TokenTree:
+        batch, device = root_ids.shape[0], root_ids.device
+        if device not in self._plans:
+            self._plans[device] = _StaticPlan.build(self.topology, device)
+        plan = self._plans[device]
+        levels = [_Nodes(root_ids[:, None], torch.zeros(batch, 1, device=device))]
+        for depth, level in enumerate(plan.levels):
+            here = sampling.at_depth(depth)
+            if depth == 0:
+                levels.append(run(_take_ranks, draft, levels[-1], level, depth, here))
+            else:
+                levels.append(run(_draft_ranks, drafter, state, levels[-1], level, depth, here))
+        drawn_from = [level.log_q for level in levels if level.log_q is not None]
+        drawn = DrawnFrom(torch.cat(drawn_from, dim=1), plan.draft_rows, plan.num_ranks) if drawn_from else None
+        return mask_absent(
+            TokenTree(
+                torch.cat([level.token_ids for level in levels], dim=1),
+                plan.parents.expand(batch, -1),
+                plan.depths.expand(batch, -1),
+                torch.cat([level.log_probs for level in levels], dim=1),
+                max_depth=max(self.max_depth, path_depth or 0),
+                drawn=drawn,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The M nodes of one depth: token_ids [B, M] int64, log_probs [B, M] float32 of their paths; log_q [B, W, V]
+    float32 at the nodes above that have children, when drafts are drawn at random."""
+
+    token_ids: Tensor
+    log_probs: Tensor
+    log_q: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Level:
+    """How the nodes of depth d + 1 are drafted. All int64; indices within a level count that level's nodes.
+
+    frontier: [W] which nodes of depth d have children. frontier_parents: [1, W] their parents as indices into the
+    frontier before. child_frontier, child_ranks: [nodes of depth d + 1] each child's frontier node and candidate rank.
+    """
+
+    frontier: Tensor
+    frontier_parents: Tensor
+    child_frontier: Tensor
+    child_ranks: Tensor
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class _StaticPlan:
+    """A topology as index tensors on one device. parents, depths: [1, N]; draft_rows: [N], which of all frontier nodes
+    a node is (0 for those without children); num_ranks: as in `Topology`, which the compiler cannot ask."""
+
+    levels: list[_Level]
+    parents: Tensor
+    depths: Tensor
+    draft_rows: Tensor
+    num_ranks: int
+
+    @classmethod
+    def build(cls, topology: Topology, device: torch.device) -> _StaticPlan:
+        def tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        levels, before = [], [0]
+        draft_rows, num_rows = [0] * topology.num_nodes, 0
+        for nodes, children in zip(topology.levels[:-1], topology.levels[1:], strict=True):
+            frontier = sorted({topology.parents[child] for child in children})
+            for node in frontier:
+                draft_rows[node], num_rows = num_rows, num_rows + 1
+            ranks = [topology.ranks[child] for child in children]
+            levels.append(
+                _Level(
+                    frontier=tensor([node - nodes[0] for node in frontier]),
+                    frontier_parents=tensor([before.index(max(topology.parents[node], 0)) for node in frontier])[None],
+                    child_frontier=tensor([frontier.index(topology.parents[child]) for child in children]),
+                    child_ranks=tensor(ranks),
+                    num_ranks=max(ranks) + 1,
+                )
+            )
+            before = frontier
+        parents, depths = tensor(topology.parents)[None], tensor(topology.depths)[None]
+        return cls(levels, parents, depths, tensor(draft_rows), topology.num_ranks)
+
+
+def _draft_ranks(
+    drafter: Drafter, state: Any, above: _Nodes, level: _Level, depth: int, sampling: DraftSampling
+) -> _Nodes:
+    """Scores the children of one depth's frontier, and takes the tree's."""
+    frontier_ids = above.token_ids[:, level.frontier]
+    parents = level.frontier_parents.expand(frontier_ids.shape[0], -1)
+    return _take_ranks(drafter.expand(state, frontier_ids, parents, depth), above, level, depth, sampling)
+
+
+def _take_ranks(draft: DraftLogits, above: _Nodes, level: _Level, depth: int, sampling: DraftSampling) -> _Nodes:
+    """The candidates of the ranks that the tree has at this depth, from the scores of their parents' children."""
+    log_q = None
+    if sampling.draws is None:
+        top, ids = sampling.take_best(draft, level.num_ranks)
+    else:
+        top, ids, log_q = sampling.draws.draw(draft, depth, level.num_ranks, level.frontier.numel())
+    missing = level.num_ranks - top.shape[-1]
+    if missing > 0:  # the drafter has fewer candidates than the tree has ranks
+        top = torch.nn.functional.pad(top, (0, missing), value=float("-inf"))
+        ids = torch.nn.functional.pad(ids, (0, missing))
+    which = level.child_frontier if top.shape[1] > 1 else torch.zeros_like(level.child_frontier)
+    log_probs = above.log_probs[:, level.frontier[level.child_frontier]] + top[:, which, level.child_ranks]
+    return _Nodes(ids[:, which, level.child_ranks], log_probs, log_q)
+
+
+def chain(depth: int) -> StaticTree:
+    """The best token, and the best after it, `depth` times."""
+    if depth < 1:
+        raise ValueError(f"a chain has a depth of at least 1, got {depth}")
+    return StaticTree([[0] * (length + 1) for length in range(depth)])

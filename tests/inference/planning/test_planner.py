@@ -1,0 +1,178 @@
+"""TreePlanner: what one step teaches about smaller trees, and which tree the costs then call for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Decoder, DraftLogits, DraftSampling, DynamicTree, generate
+from inference.drafters.ngram import NgramDrafter
+from inference.planning.costs import StepCosts
+from inference.planning.planner import MAX_REST_STEPS, TreePlanner
+from inference.trees.auto import AutoTree, gamma_chain
+from inference.trees.token_tree import TokenTree
+from tests.lossless.restless import auto_tree
+from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
+
+
+def make_costs(planner: TreePlanner, *, node: float, level: float) -> StepCosts:
+    """A plain step takes 1 second; a tree adds so much for each node and level."""
+    trees = tuple(1.0 + node * (tree.num_nodes - 1) + level * tree.max_depth for tree in planner.trees)
+    return StepCosts((64, 896), (1.0, 1.0), (1.0, 1.0), trees)
+
+
+def plan(
+    planner: TreePlanner, costs: StepCosts, chance: float, *, num_steps: int = 2000, seed: int = 0
+) -> Counter[Any]:
+    """How often each tree is drafted (None: plain decoding), when every depth is accepted with `chance`, whatever the
+    number of nodes."""
+    planner._by_rows = {1: costs}
+    numbers, drafted = random.Random(seed), Counter[Any]()
+    for _ in range(num_steps):
+        tree = planner.choose(1, 100)
+        drafted[tree] += 1
+        luck = 0
+        while numbers.random() < chance and luck < 10:
+            luck += 1
+        counted = [min(luck, other.max_depth) for other in planner.trees]
+        planner.learn([0 if tree is None else min(luck, tree.max_depth)], [counted if tree else []], None)
+    return drafted
+
+
+@pytest.mark.parametrize(("chance", "level"), [(0.3, 0.05), (0.6, 0.1), (0.85, 0.05), (0.85, 0.3)])
+def test_it_finds_the_best_chain(chance: float, level: float) -> None:
+    planner = TreePlanner(gamma_chain(8))
+    costs = make_costs(planner, node=0.0, level=level)
+    drafted = plan(planner, costs, chance)
+    rates = {None: 1.0}
+    for index, tree in enumerate(planner.trees):
+        rates[tree] = sum(chance**depth for depth in range(tree.max_depth + 1)) / costs.trees[index]
+    tokens = sum(rates[tree] * number for tree, number in drafted.items()) / drafted.total()
+    assert tokens > 0.96 * max(rates.values())
+
+
+def test_dear_nodes_make_small_trees() -> None:
+    sizes = []
+    for node in (0.001, 0.05):
+        planner = TreePlanner(auto_tree((1, 2, 4), (4, 8, 24), (2, 4)))
+        [(tree, _)] = plan(planner, make_costs(planner, node=node, level=0.05), 0.6).most_common(1)
+        sizes.append(tree.num_nodes)
+    assert sizes[0] >= sizes[1]
+    assert sizes[1] <= 8
+
+
+def test_drafting_that_does_not_gain_is_left_out() -> None:
+    planner = TreePlanner(gamma_chain(4))
+    drafted = plan(planner, make_costs(planner, node=0.0, level=0.5), 0.1, num_steps=4000)
+    assert drafted[None] > 0.97 * drafted.total()
+    assert planner._rest_steps == MAX_REST_STEPS
+
+
+def test_drafting_comes_back_when_it_gains() -> None:
+    planner = TreePlanner(gamma_chain(4))
+    costs = make_costs(planner, node=0.0, level=0.1)
+    plan(planner, costs, 0.02, num_steps=1000)
+    drafted = plan(planner, costs, 0.9, num_steps=3000)
+    assert drafted[None] < 0.5 * drafted.total()
+
+
+def test_trees_that_can_never_gain_are_never_tried() -> None:
+    planner = TreePlanner(gamma_chain(2))
+    assert set(plan(planner, make_costs(planner, node=0.0, level=3.0), 0.99)) == {None}
+
+
+class TableDrafter(NgramDrafter):
+    """Scores [V, V] by the last token."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def expand(self, state: Any, token_ids: Any, parents: Any, depth: Any) -> Any:
+        return DraftLogits(self.table[token_ids])
+
+
+def grow(tree: DynamicTree, table: torch.Tensor) -> TokenTree:
+    drafter, root = TableDrafter(table), torch.zeros(1, dtype=torch.long)
+    return tree.grow(drafter, None, root, drafter.expand(None, root[:, None], None, 0), DraftSampling())
+
+
+def walk(tree: TokenTree, truth: torch.Tensor) -> list[int]:
+    """The nodes along which the tree carries the truth."""
+    path, node = [0], 0
+    for token in truth.tolist():
+        fits = [
+            child
+            for child in range(1, tree.num_nodes)
+            if tree.parents[0, child] == node and tree.token_ids[0, child] == token
+        ]
+        if not fits:
+            return path
+        node = fits[0]
+        path.append(node)
+    return path
+
+
+def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
+    """Against trees that are really grown from the same scores."""
+    policy = auto_tree((1, 2, 3), (3, 5, 8), (1, 2, 4))
+    vocab, generator = 12, torch.Generator().manual_seed(0)
+    largest = DynamicTree(3, 4, 8)
+    num_kept = num_wrong = 0
+    for _ in range(40):
+        table = torch.randn(vocab, vocab, generator=generator) * 2
+        truth, last = [], 0
+        for _ in range(4):
+            last = int(table[last].topk(3).indices[torch.randint(3, (1,), generator=generator)])
+            truth.append(last)
+        tree, text = grow(largest, table), torch.tensor(truth)
+        path = walk(tree, text)
+        padded = torch.tensor([path + [0] * (4 - len(path))])
+        [counted] = policy.count_accepted(tree, padded, torch.tensor([len(path)])).tolist()
+        contained = [(one, number) for one, number in zip(policy.trees, counted, strict=True) if largest.contains(one)]
+        assert len(contained) == len(policy.trees)
+        for one, number in contained:
+            accepted = len(walk(grow(one, table), text)) - 1
+            if (one.max_depth, one.top_k) == (largest.max_depth, largest.top_k):
+                assert number == accepted
+            num_wrong += number != accepted  # of narrower and shallower trees it tells nearly all
+        num_kept += sum(counted)
+    assert num_kept > 40
+    assert num_wrong < 0.05 * 40 * len(policy.trees)
+
+
+def test_a_shrinking_batch_is_planned_with_the_costs_of_its_rows() -> None:
+    planner = TreePlanner(gamma_chain(2))
+    planner._by_rows = {1: StepCosts((1, 2), (1.0, 1.0), (1.0, 1.0), (2.0, 3.0))}
+    planner._by_rows[5] = StepCosts((1, 2), (3.0, 3.0), (1.0, 1.0), (6.0, 9.0))
+    assert planner._plain_seconds(5, 1) == 3.0
+    assert planner._plain_seconds(3, 1) == 2.0
+    assert planner._tree_seconds(1, 2, 1) == 4.5
+
+
+@pytest.mark.parametrize("tree", ["auto", "gamma"])
+def test_decoding_with_chosen_trees(tree: str) -> None:
+    """Rows that end at different times, twice with one decoder."""
+    model = tiny_target("llama", initializer_range=0.3)
+    prompts = [random_prompt(length, seed=length) for length in (4, 11, 7)]
+    options = {"max_new_tokens": 60, "do_sample": True, "seed": [1, 2, 3]}
+    decoder = Decoder(model, NgramDrafter(), tree=tree)
+    expected = generate(model, None, **pad_prompts(prompts), **options).sequences
+    for _ in range(2):
+        assert torch.equal(decoder.generate(**pad_prompts(prompts), **options).sequences, expected)
+
+
+def test_no_trees_to_choose_from() -> None:
+    with pytest.raises(ValueError, match="at least one DynamicTree"):
+        AutoTree([])
+    with pytest.raises(ValueError, match="at least 1 token"):
+        gamma_chain(0)
+
+
+def test_trees_are_cut_to_the_drafters_depth() -> None:
+    limited = auto_tree((1, 2, 4), (4, 8), (2, 4)).limit_depth(2)
+    assert limited.max_depth == 2
+    assert len({(one.max_depth, one.num_nodes, one.num_scratch) for one in limited.candidates}) > 1
