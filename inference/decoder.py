@@ -289,8 +289,8 @@ class Decoder:
             self._check_reuse(request)
             if held is None:
                 logger.warning(
-                    "reuse_cache has nothing to reuse: this decoder holds no text yet (or its last call was interrupted in "
-                    "a step). Keep one Decoder for a conversation, and see Decoder.holds_text"
+                    "reuse_cache has nothing to reuse: this decoder holds no text yet (or a step of its last call was "
+                    "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
                 )
         capacity = request.max_length + self._step.num_slots_behind
         reused = self._match(held, request.prompts, capacity) if held is not None and reuse_cache else None

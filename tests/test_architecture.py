@@ -96,6 +96,84 @@ def test_imports_point_one_way(path: Path) -> None:
     assert not wrong, f"{package} may import {PACKAGES[: PACKAGES.index(package)]}, not {sorted(wrong)}"
 
 
+# The rooms of `inference`: a file imports from its own room and from earlier ones.
+ROOMS = (
+    *("noise", "stats", "cache", "targets", "drafters", "request", "trees", "acceptance", "execution", "planning"),
+    *("prompts", "batch", "loop", "streaming", "decoder", "generation", "pipeline"),
+)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path): path for path in MODULES}
+
+
+@cache
+def imported_files(path: Path) -> frozenset[Path]:
+    """Files of the repository that a module imports, wherever in it: at the top, in a function, for types only."""
+    found = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {module if module in NAMES else node.module for module in modules}
+    return frozenset(NAMES[module] for module in found if module in NAMES and NAMES[module] != path)
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes of some circle of a graph, or none."""
+    left = {node: set(others) & graph.keys() for node, others in graph.items()}
+    while free := [node for node, others in left.items() if not others]:
+        for node in free:
+            del left[node]
+        for others in left.values():
+            others.difference_update(free)
+    return sorted(left)
+
+
+def room_of(path: Path) -> str:
+    """The folder below the package that a file is in, or the file itself."""
+    parts = path.relative_to(REPOSITORY).parts
+    return parts[1] if len(parts) > 2 else path.stem
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    circle = find_circle({name(path): {name(other) for other in imported_files(path)} for path in MODULES})
+    assert not circle, "these files are in import circles, or import from them"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_room_imports_itself_through_others(package: str) -> None:
+    rooms: dict[str, set[str]] = {}
+    for path in (path for path in MODULES if path.relative_to(REPOSITORY).parts[0] == package):
+        own = {other for other in imported_files(path) if other.relative_to(REPOSITORY).parts[0] == package}
+        if (
+            path.stem != "__init__" or len(path.relative_to(REPOSITORY).parts) > 2
+        ):  # the package's front shows all rooms
+            rooms.setdefault(room_of(path), set()).update(
+                room_of(other) for other in own if room_of(other) != room_of(path)
+            )
+    assert not find_circle(rooms), "these rooms are in import circles, or import from them"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if name(path).startswith("inference/")], ids=name)
+def test_rooms_import_from_earlier_rooms(path: Path) -> None:
+    if room_of(path) == "__init__":
+        return
+    later = ROOMS[ROOMS.index(room_of(path)) + 1 :]
+    wrong = {name(other) for other in imported_files(path) if room_of(other) in later}
+    assert not wrong, f"{room_of(path)} comes before the rooms of {sorted(wrong)}"
+
+
+def test_circles_are_found() -> None:
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == ["a", "b", "c", "d"]
+    assert not find_circle({"a": {"b"}, "b": {"c"}, "c": set()})
+
+
 @pytest.mark.parametrize("path", [path for path in MODULES if name(path).startswith(("inference", "heads"))], ids=name)
 def test_decoding_needs_the_base_dependencies_only(path: Path) -> None:
     own = {"inference", "heads"}
