@@ -130,10 +130,9 @@ class PromptReader:
 
     def read(self) -> ReadPrompts:
         """Reads what is not held. Call it once."""
-        reused, self._reused = self._reused, None  # the earlier call's cache is let go as soon as it was copied
-        if reused is not None:
-            state = self._take_over(reused)
-            return self._read_rest(state, self.prompts, reused.kept)
+        if self._reused is not None:
+            counts = self._reused.kept
+            return self._read_rest(self._take_over(), self.prompts, counts)
         cache, prompts = self.cache, self.prompts
         shared = count_shared(prompts) if len(prompts) > 1 and self.source is None else 0
         if shared < MIN_SHARED or not (self.step.drafter is None or self.step.drafter.can_copy_rows):
@@ -151,8 +150,11 @@ class PromptReader:
         state = self.step.copy_state(cache, first, [0] * len(prompts), [kept] * len(prompts))
         return self._read_rest(state, prompts, [kept] * len(prompts))
 
-    def _take_over(self, reused: Reused) -> Any:
-        """Fills the cache with what is kept; returns a state of the drafter that holds as much."""
+    def _take_over(self) -> Any:
+        """Fills the cache with what is kept, and lets go of the earlier call's; returns a state of the drafter that
+        holds as much."""
+        reused, self._reused = self._reused, None
+        assert reused is not None
         cache, held, rows, kept = self.cache, reused.held, reused.rows, reused.kept
         lengths = torch.tensor(kept, device=cache.lengths.device)
         if cache is held.cache:

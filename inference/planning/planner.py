@@ -84,9 +84,9 @@ class TreePlanner(TreeChoice):
         seconds = [self._tree_seconds(index, num_rows, length) for index in range(len(self.trees))]
         affordable = [i for i, s in enumerate(seconds) if s < MOST_ACCEPTED * (self.trees[i].max_depth + 1) * plain]
         if affordable:
-            trial = max(affordable, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth))
-            if self._weights[trial] < FIRST_TRIALS:
-                return trial, 1
+            if untried := [i for i in affordable if self._weights[i] < FIRST_TRIALS]:
+                return self._find_largest(untried), 1
+            trial = self._find_largest(affordable)
             best = max(affordable, key=lambda i: (1.0 + self.accepted[i]) / seconds[i])
             if (1.0 + self.accepted[best]) / seconds[best] > (1.0 + MIN_GAIN) / plain:
                 self._rest_steps, self._is_resting = REST_STEPS, False
@@ -101,6 +101,9 @@ class TreePlanner(TreeChoice):
         self._is_resting = True
         rest, self._rest_steps = self._rest_steps, min(2 * self._rest_steps, MAX_REST_STEPS)
         return None, rest
+
+    def _find_largest(self, indices: Sequence[int]) -> int:
+        return max(indices, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth))
 
     def _is_trial_due(self, best: int, affordable: Sequence[int], seconds: Sequence[float]) -> bool:
         """Whether to try the largest tree for a step; never twice without a choice in between."""

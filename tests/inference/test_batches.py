@@ -270,18 +270,13 @@ def test_an_interrupted_stream_is_gone_on_with() -> None:
 def test_a_drafter_that_cannot_copy_rows() -> None:
     """Its batches keep their rows; going on is refused."""
 
-    class Fixed:
-        feature_layers = ()
-        max_depth = None
-
-        def __init__(self) -> None:
-            self.ngrams = NgramDrafter()
-            self.start, self.extend, self.expand = self.ngrams.start, self.ngrams.extend, self.ngrams.expand
+    class Fixed(NgramDrafter):
+        can_copy_rows = False
 
     prompts = [random_prompt(length, seed=length)[0] for length in (40, 44)]
     expected = [model_of().generate(prompt[None], **GREEDY)[0] for prompt in prompts]
     output = generate(target_of(), Fixed(), **pad_prompts(prompts), **GREEDY).sequences
     assert torch.equal(output[0, 4:], expected[0])
     assert torch.equal(output[1], expected[1])
-    with pytest.raises(ValueError, match=r"reuse_cache needs a drafter .* Fixed has no copy_rows"):
+    with pytest.raises(ValueError, match=r"reuse_cache needs a drafter .* Fixed cannot copy rows"):
         Decoder(target_of(), Fixed()).generate(prompts[0][None], reuse_cache=True, **GREEDY)
