@@ -37,7 +37,7 @@ from scripts.benchmarks.render import make_grids
 from scripts.benchmarks.report import make_report, make_rows, write_json
 from scripts.benchmarks.rows import Row
 from scripts.generate import DRAFTED_STYLE, SpeculationPrinter
-from scripts.model_loading import DTYPES, load_heads, load_target, parse_tree
+from scripts.model_loading import DTYPES, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 
@@ -151,7 +151,7 @@ def show_sample(
     )
     console.print(Text(tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True).strip(), "dim"))
     printer = SpeculationPrinter(tokenizer, console, has_brackets=has_brackets)
-    decoder = Decoder(target, drafter, tree=parse_tree(args.tree))
+    decoder = Decoder(target, drafter, tree=args.tree)
     mask = torch.ones_like(prompt.input_ids)
     decoder.generate(prompt.input_ids, mask, on_step=printer, **make_settings(args).generate_kwargs())
     printer.finish()
@@ -175,7 +175,7 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
     start = time.perf_counter()
     torch.set_num_threads(args.threads or os.cpu_count() or 1)
     # Before the minutes of training, so that a wrong option is seen at once.
-    resolve_policy(parse_tree(args.tree), None)
+    resolve_policy(args.tree, None)
     target, tokenizer = load_target(args.target, dtype=args.dtype, device="cpu")
     prompts, _ = load_prompts(
         Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens

@@ -28,7 +28,7 @@ from torch import Tensor
 from inference import Decoder, GenerationStats
 from inference.acceptance.rules import RULES
 from inference.streaming.detokenizer import IncrementalDetokenizer
-from scripts.model_loading import DTYPES, TREE_HELP, encode_messages, load_drafter, load_target, parse_tree
+from scripts.model_loading import DTYPES, TREE_HELP, encode_messages, load_drafter, load_target
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 
@@ -82,17 +82,11 @@ class GenerateArguments:
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     compile: bool = field(default=False, metadata={"help": "Compile each step: slow to start, then faster."})
-    profile: bool = field(
-        default=False,
-        metadata={"help": "First print what verifying and drafting cost here, which --tree auto decides with."},
-    )
     raw: bool = field(default=False, metadata={"help": "Continue the prompt as it is, without the chat template."})
     color: bool = field(default=True, metadata={"help": "Accepted drafted tokens in colour (in a terminal)."})
 
     def __post_init__(self) -> None:
         has_drafter = bool(self.heads or self.drafter_model or self.ngrams)
-        if self.profile and not has_drafter:
-            raise ValueError(f"got --profile without {DRAFTERS}: give the drafter that is to be measured")
         if self.staged and self.drafter_model is None:
             raise ValueError("got --staged without --drafter_model: give the small model that n-grams draft for")
         if self.staged and (self.tree or "").partition(":")[0] not in ("chain", "gamma"):
@@ -255,7 +249,6 @@ def reply_to(
 
 
 def run(args: GenerateArguments) -> None:
-    tree = parse_tree(args.tree)
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
     drafter = load_drafter(
         target,
@@ -265,10 +258,7 @@ def run(args: GenerateArguments) -> None:
         staged=args.staged,
         ngrams=args.ngrams,
     )
-    decoder = Decoder(target, drafter, tree=tree, acceptance=args.acceptance, compile=args.compile)
-    if args.profile:
-        profiled = decoder if args.tree == "auto" else Decoder(target, drafter, tree="auto", compile=args.compile)
-        print(profiled.costs(do_sample=args.temperature > 0).to_table(), file=sys.stderr)
+    decoder = Decoder(target, drafter, tree=args.tree, acceptance=args.acceptance, compile=args.compile)
     console = Console(no_color=not args.color or None, highlight=False)
     conversation = Conversation(tokenizer, system=args.system, is_raw=args.raw)
     is_chat = args.prompt is None and sys.stdin.isatty()

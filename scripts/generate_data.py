@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from inference import Decoder
-from scripts.model_loading import load_heads, load_target, parse_tree
+from scripts.model_loading import load_heads, load_target
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 from training.synthesis.arguments import SynthesisArguments
@@ -109,7 +109,7 @@ def make_source(args: SynthesisArguments) -> ReplySource:
     if args.heads is None:
         decoder = Decoder(target)
     else:
-        decoder = Decoder(target, load_heads(args.heads, target), tree=parse_tree(args.tree or "chain:3"))
+        decoder = Decoder(target, load_heads(args.heads, target), tree=args.tree or "chain:3")
     writer = TurnDecoder(decoder, settings, batch_size=args.batch_size, special_ids=template.special_ids)
     return DecodedReplies(writer, template, stop_ids)
 

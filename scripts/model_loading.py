@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,17 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from heads import DraftHeads
-from inference import Drafter, DynamicTree, Target, TreePolicy, chain
+from inference import Drafter, DynamicTree, Target
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
-from inference.trees.auto import gamma_chain
+from inference.trees.options import resolve_policy
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TREE_HELP = (
-    "dynamic (EAGLE-2; the default), dynamic:DEPTH,TOP_K,NODES, auto (the size that pays), chain, chain:DEPTH, "
-    "gamma (the chain that pays), gamma:DEPTH, or a file of configs/trees"
+    "dynamic (EAGLE-2; the default), dynamic:DEPTH,TOP_K,NODES, auto (the fastest size), chain, chain:LENGTH, "
+    "gamma (the fastest length), gamma:LENGTH, or a file of configs/trees"
 )
 
 # Which adapter the weights of a target contain, by model; None = there are heads that need it without any.
@@ -148,24 +147,6 @@ def load_assistant(name: str, target: Target) -> PreTrainedModel:
     return model.requires_grad_(False).eval().to(target.device)
 
 
-def parse_tree(text: str | None) -> TreePolicy | str | None:
-    """What `Decoder(tree=...)` takes, from an option's text (see `TREE_HELP`).
-
-    >>> parse_tree("dynamic:4,6,16").num_nodes, parse_tree("chain:3").max_depth, parse_tree("dynamic")
-    (16, 3, 'dynamic')
-    """
-    if text is None or not (match := re.fullmatch(r"(dynamic|chain|gamma):(.*)", text)):
-        return text
-    name, numbers = match.groups()
-    form = {"dynamic": "DEPTH,TOP_K,NODES", "chain": "DEPTH", "gamma": "DEPTH"}[name]
-    values = numbers.split(",")
-    if len(values) != form.count(",") + 1 or not all(value.strip().isdigit() for value in values):
-        raise ValueError(f"got the tree {text!r}: write {name}:{form} with whole numbers, or {name}")
-    sizes = [int(value) for value in values]
-    make: Callable[..., TreePolicy] = {"dynamic": DynamicTree, "chain": chain, "gamma": gamma_chain}[name]
-    return make(*sizes)
-
-
 def fit_tree(text: str, max_depth: int | None) -> str:
     """A tree for a drafter that proposes at most `max_depth` levels, cut to that depth. A dynamic tree keeps its number
     of nodes, and grows wider where they would not fit; tree files are left as they are.
@@ -173,16 +154,15 @@ def fit_tree(text: str, max_depth: int | None) -> str:
     >>> fit_tree("dynamic:4,4,16", 2), fit_tree("dynamic:4,4,16", 1), fit_tree("chain:7", 4)
     ('dynamic:2,4,16', 'dynamic:1,8,16', 'chain:4')
     """
-    if max_depth is None:
+    name = text.partition(":")[0]
+    if max_depth is None or name not in ("dynamic", "chain", "gamma"):
         return text
-    policy = DynamicTree() if text == "dynamic" else parse_tree(text)
+    policy = resolve_policy(text, None)
     if isinstance(policy, DynamicTree) and policy.max_depth > max_depth:
         size = policy.num_nodes
         widths = (k for k in itertools.count(policy.top_k) if DynamicTree(max_depth, k, size).num_nodes == size)
         return f"dynamic:{max_depth},{next(widths)},{size}"
-    if isinstance(policy, TreePolicy) and policy.max_depth > max_depth:
-        return f"{text.partition(':')[0]}:{max_depth}"
-    return text
+    return f"{name}:{max_depth}" if text != name and policy.max_depth > max_depth else text
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Tensor:

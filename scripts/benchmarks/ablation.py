@@ -29,7 +29,7 @@ from scripts.benchmarks.environment import describe_environment
 from scripts.benchmarks.measure import Prompt, Settings, load_prompts
 from scripts.benchmarks.render import Grid
 from scripts.benchmarks.report import write_text
-from scripts.model_loading import TREE_HELP, load_heads, load_target, parse_tree
+from scripts.model_loading import TREE_HELP, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 
@@ -96,7 +96,7 @@ def measure(args: AblationArguments, folder: Path, target: Target, prompts: Sequ
     if kept.exists() and (content := json.loads(kept.read_text(encoding="utf-8")))["options"] == options:
         found: dict[str, Any] = content["temperatures"]
         return found
-    decoder = Decoder(target, load_heads(str(folder), target), tree=parse_tree(args.tree))
+    decoder = Decoder(target, load_heads(str(folder), target), tree=args.tree)
     found = {}
     for temperature in args.temperature:
         settings = Settings(args.max_new_tokens, temperature, args.seed)

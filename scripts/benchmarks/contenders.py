@@ -21,7 +21,7 @@ from inference.trees.options import resolve_policy
 from scripts.benchmarks.clock import read_clock
 from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
 from scripts.benchmarks.roofline import Work, count_round
-from scripts.model_loading import fit_tree, parse_tree
+from scripts.model_loading import fit_tree
 
 NGRAMS = "n-gram drafter"
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
@@ -144,7 +144,7 @@ class OurDecoding:
         self.decoder = Decoder(
             target,
             self.timed or drafter,
-            tree=parse_tree(tree),
+            tree=tree,
             acceptance=acceptance,
             is_coupled=is_coupled,
             compile=is_compiled,
@@ -253,7 +253,7 @@ def make_contenders(
         ValueError: for what is no tree at all, and for two trees of one name.
     """
     for tree in trees:
-        resolve_policy(parse_tree(tree), None)
+        resolve_policy(tree, None)
     names = {tree: Path(tree).stem or tree for tree in trees}
     if len(set(names.values())) < len(trees):
         raise ValueError(

@@ -95,7 +95,7 @@ def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) ->
     problems = {(one.name, one.tree): one.problem for one in contenders if one.problem}
     assert list(problems) == [("two", "chain:3")]
     assert "3 levels deep, the drafter proposes at most 2" in problems["two", "chain:3"]
-    with pytest.raises(ValueError, match="allowed are 'dynamic', 'auto', 'chain'"):
+    with pytest.raises(ValueError, match="'dynamc', which is neither a file"):
         make_contenders(target, {"two": heads}, ["dynamc"], Settings())
 
 

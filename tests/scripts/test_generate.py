@@ -17,10 +17,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from inference import Decoder, StaticTree
 from inference.acceptance.rules import RULES
 from inference.drafters.ngram import NgramDrafter
-from inference.trees.auto import AutoTree
 from scripts import generate
 from scripts.generate import Conversation, GenerateArguments, IncrementalDetokenizer, SpeculationPrinter
-from scripts.model_loading import encode_messages, parse_tree
+from scripts.model_loading import encode_messages
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 ODD_TEXT = "Grüße, 日本語のテキスト 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000 too"
@@ -138,25 +137,6 @@ def test_options_that_cannot_work_are_refused(changes: dict[str, Any], words: st
         GenerateArguments(target="t", **changes)
 
 
-def test_trees_are_named_on_the_command_line() -> None:
-    tree = parse_tree("dynamic:4,6,16")
-    assert not isinstance(tree, str)
-    assert tree is not None
-    assert (tree.max_depth, tree.num_nodes) == (4, 16)
-    chain = parse_tree("chain:3")
-    assert not isinstance(chain, str)
-    assert chain is not None
-    assert chain.max_depth == 3
-    assert parse_tree("dynamic") == "dynamic"
-    assert parse_tree(None) is None
-    gamma = parse_tree("gamma:4")
-    assert isinstance(gamma, AutoTree)
-    assert gamma.max_depth == 4
-    for wrong in ("dynamic:4", "chain:a", "chain:", "dynamic:1,2,3,4", "gamma:1,2"):
-        with pytest.raises(ValueError, match=r"write (dynamic|chain|gamma):"):
-            parse_tree(wrong)
-
-
 @pytest.fixture
 def run_program(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs the program in this process on given standard input; returns what it printed."""
@@ -238,15 +218,3 @@ def test_a_mistake_ends_the_program_with_one_line() -> None:
     assert run.returncode == 1
     assert run.stderr.strip().splitlines()[-1].startswith("generate.py: --top_k and --top_p change sampled text only")
     assert "Traceback" not in run.stderr
-
-
-def test_profile_prints_what_auto_decides_with(capsys: pytest.CaptureFixture[str]) -> None:
-    heads = str(REPOSITORY / "examples" / "heads" / "medusa")
-    generate.run(
-        GenerateArguments(
-            target=str(CHAT_TARGET), heads=heads, prompt="Hi", max_new_tokens=4, tree="auto", profile=True
-        )
-    )
-    assert "verify, ms" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--profile without --heads"):
-        GenerateArguments(target=str(CHAT_TARGET), profile=True)

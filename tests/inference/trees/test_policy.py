@@ -247,3 +247,20 @@ def test_refused_tree_file(tmp_path: Path) -> None:
 def test_refused_sizes(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="allowed"):
         DynamicTree(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("dynamic", (6, 32)), ("dynamic:4,6,16", (4, 16)), ("chain", (5, 6)), ("chain:3", (3, 4)), ("gamma:4", (4, 5))],
+)
+def test_trees_by_name(text: str, size: tuple[int, int]) -> None:
+    policy = resolve_policy(text, None)
+    assert (policy.max_depth, policy.num_nodes) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["dynamic:4", "dynamic:1,2,3,4", "chain:a", "chain:", "chain:1,2", "gamma:1,2", "auto:3"]
+)
+def test_no_trees(text: str) -> None:
+    with pytest.raises(ValueError, match=r"(?s)neither a file nor one of these forms.*dynamic:DEPTH,TOP_K,NODES"):
+        resolve_policy(text, None)

@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from heads import HEAD_TYPES, create_heads
 from inference import DynamicTree, Target
+from inference.trees.options import resolve_policy
 from scripts.benchmarks import drafters, matrix
 from scripts.benchmarks.contenders import NGRAMS
 from scripts.benchmarks.drafters import DraftersArguments, find_means, make_grid
 from scripts.benchmarks.measure import PLAIN, TRANSFORMERS
 from scripts.benchmarks.render import Grid
 from scripts.benchmarks.roofline import Hardware
-from scripts.model_loading import fit_tree, parse_tree
+from scripts.model_loading import fit_tree
 from tests.conftest import CHAT_TARGET
 
 
@@ -140,8 +141,8 @@ def test_means_of_all_files() -> None:
 )
 def test_trees_are_cut_to_a_depth_and_keep_their_nodes(tree: str, max_depth: int | None, fitted: str) -> None:
     assert fit_tree(tree, max_depth) == fitted
-    policy, cut = parse_tree(tree), parse_tree(fitted)
-    if isinstance(policy, DynamicTree):
+    if tree.startswith("dynamic"):
+        policy, cut = resolve_policy(tree, None), resolve_policy(fitted, None)
         assert isinstance(cut, DynamicTree)
         assert cut.num_nodes == policy.num_nodes
 
