@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo docs test test-all test-slow lossless check format bench table ablation clean
+.PHONY: help install demo docs test test-all test-slow lossless check format bench recording table ablation clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -51,6 +51,9 @@ bench: $(STAMP) ## benchmark the committed heads on the embedded target
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py --target examples/chat-13m \
 		--heads examples/heads/medusa examples/heads/eagle3 --tree dynamic chain \
 		--prompts examples/prompts.jsonl --json outputs/benchmark.json --plot outputs/benchmark.png $(ARGS)
+
+recording: $(STAMP) ## draw docs/images/demo.svg from measured times: run it on an idle machine
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/record.py $(ARGS)
 
 TABLE ?= outputs/drafters
 table: $(STAMP) ## one table and chart of all drafters with heads in examples/heads; continues after an interruption

@@ -1,0 +1,180 @@
+"""Draws an animated SVG of one reply: plain decoding beside drafting, tokens appearing when they were measured.
+
+    python scripts/benchmarks/record.py --target examples/chat-13m --heads examples/heads/eagle3 \\
+        --output docs/images/demo.svg
+
+Both decoders are this library's, compiled, and take turns in one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from inference import Decoder
+from inference.streaming.detokenizer import IncrementalDetokenizer
+from scripts.benchmarks.environment import describe_machine
+from scripts.benchmarks.report import write_text
+from scripts.model_loading import encode_messages, load_heads, load_target, parse_tree
+from scripts.one_line_errors import one_line_errors
+from scripts.side_by_side import Recording, record_side_by_side
+from training.options.program_parser import ProgramParser
+
+COLUMNS, CHARACTER, LINE = 50, 8.0, 19  # characters in a line; pixels of a character and of a line
+MARGIN, TOP, GAP = 18, 74, 24
+PAUSE = 4.0  # seconds for which both whole texts are shown
+COLOURS = {"page": "#0f172a", "text": "#e2e8f0", "dim": "#94a3b8", "drafted": "#4ade80"}
+Piece = tuple[float, str, bool]  # seconds, text, is it drafted
+
+
+@dataclass
+class RecordArguments:
+    target: str = field(default="examples/chat-13m", metadata={"help": "The target: a folder or a hub id."})
+    heads: str = field(default="examples/heads/eagle3", metadata={"help": "Draft heads: a folder or a hub id."})
+    prompt: str = field(default="How can I learn a new language faster?", metadata={"help": "What to ask."})
+    tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree."})
+    temperature: float = field(default=0.7, metadata={"help": "Sampling temperature; 0 = greedy."})
+    seed: int = field(default=2, metadata={"help": "Seed of the sampling."})
+    max_new_tokens: int = field(default=96, metadata={"help": "Longest reply in tokens."})
+    dtype: str = field(default="float32", metadata={"help": "Weights."})
+    slow_down: float = field(default=8.0, metadata={"help": "The picture's seconds for each measured second."})
+    output: str = field(default="docs/images/demo.svg", metadata={"help": "The picture."})
+
+
+def main() -> None:
+    with one_line_errors("record.py"):
+        (args,) = ProgramParser([RecordArguments], doc=__doc__).read()
+        target, tokenizer = load_target(args.target, dtype=args.dtype)
+        heads = load_heads(args.heads, target)
+        input_ids = encode_messages(tokenizer, [{"role": "user", "content": args.prompt}]).to(target.device)
+        options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+        if args.temperature:
+            options |= {"temperature": args.temperature, "seed": args.seed}
+        decoders = Decoder(target, compile=True), Decoder(target, heads, tree=parse_tree(args.tree), compile=True)
+        recordings = record_side_by_side(*decoders, input_ids, **options)
+        plain, drafted = recordings
+        if plain.token_ids != drafted.token_ids:
+            raise ValueError("the two texts differ: the dtype is too narrow for this prompt; give --dtype float32")
+        name = Path(args.heads).name
+        machine = describe_machine(target.device)
+        hardware = f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads, {args.dtype}"
+        picture = draw(recordings, tokenizer, ["plain decoding, compiled", f"{name} heads, compiled"], args, hardware)
+        write_text(Path(args.output), picture)
+        print(
+            f"Wrote {args.output}: {plain.tokens_per_second:.0f} and {drafted.tokens_per_second:.0f} tokens/s, "
+            f"acceptance length {drafted.acceptance_length:.2f}."
+        )
+
+
+def draw(recordings: list[Recording], tokenizer: Any, names: list[str], args: RecordArguments, hardware: str) -> str:
+    """The SVG: a panel for each recording, everything repeated after a pause."""
+    columns = [lay_out(find_pieces(one, tokenizer)) for one in recordings]
+    num_lines = max(line for column in columns for _, line, *_ in column) + 1
+    panel = COLUMNS * CHARACTER
+    width, height = 2 * MARGIN + 2 * panel + GAP, TOP + num_lines * LINE + 74
+    cycle = max(one.seconds for one in recordings) * args.slow_down + PAUSE
+    ratio = recordings[1].tokens_per_second / recordings[0].tokens_per_second
+    body = [_text(MARGIN, 26, f"> {args.prompt}", COLOURS["text"], weight="bold")]
+    for place, (one, column) in enumerate(zip(recordings, columns, strict=True)):
+        left = MARGIN + place * (panel + GAP)
+        body.append(_text(left, 54, names[place], COLOURS["dim"]))
+        for at, line, start, text, is_drafted in column:
+            colour = COLOURS["drafted" if is_drafted else "text"]
+            shown = _appearing(at * args.slow_down, cycle)
+            body.append(_text(left + start * CHARACTER, TOP + (line + 1) * LINE, text, colour, inside=shown))
+        speed = f"{one.tokens_per_second:.0f} tokens/s" + (f", {ratio:.2f} × plain decoding" if place else "")
+        shown = _appearing(one.seconds * args.slow_down, cycle)
+        body.append(_text(left, height - 42, speed, COLOURS["text"], weight="bold", inside=shown))
+    note = f"Measured on {hardware}; shown {args.slow_down:g} × slower. Green: drafted and accepted. Same text."
+    body.append(_text(MARGIN, height - 16, note, COLOURS["dim"], size=11, fit=False))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+            f'font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve">',
+            f'<rect width="100%" height="100%" rx="8" fill="{COLOURS["page"]}"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def find_pieces(recording: Recording, tokenizer: Any) -> list[Piece]:
+    """The text of each token, with the time of its step."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [
+        (step.seconds, detokenizer.add(token), place < step.num_drafted)
+        for step in recording.steps
+        for place, token in enumerate(step.token_ids)
+    ]
+    return [*pieces, (recording.seconds, detokenizer.flush(), False)]
+
+
+def lay_out(pieces: list[Piece], columns: int = COLUMNS) -> list[tuple[float, int, int, str, bool]]:
+    """(seconds, line, column, text, is it drafted) of every run of characters; lines are broken between words.
+
+    >>> lay_out([(0.1, "ab cd", True), (0.2, "e", False)], columns=5)
+    [(0.1, 0, 0, 'ab ', True), (0.1, 1, 0, 'cd', True), (0.2, 1, 2, 'e', False)]
+    """
+    text = "".join(piece for _, piece, _ in pieces)
+    places: list[tuple[int, int]] = []
+    line = column = 0
+    for index, character in enumerate(text):
+        starts_word = not character.isspace() and (index == 0 or text[index - 1].isspace())
+        if starts_word and column and column + len(text[index:].split(maxsplit=1)[0]) > columns:
+            line, column = line + 1, 0
+        places.append((line, column))
+        line, column = (line + 1, 0) if character == "\n" else (line, column + 1)
+    found: list[tuple[float, int, int, str, bool]] = []
+    index = 0
+    for seconds, piece, is_drafted in pieces:
+        for character in piece:
+            line, column = places[index]
+            index += 1
+            if character == "\n":
+                continue
+            if found and found[-1][0] == seconds and found[-1][1] == line and found[-1][4] == is_drafted:
+                found[-1] = (*found[-1][:3], found[-1][3] + character, is_drafted)
+            else:
+                found.append((seconds, line, column, character, is_drafted))
+    return found
+
+
+def _appearing(at: float, cycle: float) -> str:
+    """Hidden until that second of every cycle."""
+    moment = min(at / cycle, 1.0)
+    return (
+        f'<animate attributeName="opacity" values="0;1" keyTimes="0;{moment:.5f}" calcMode="discrete" '
+        f'dur="{cycle:.3f}s" repeatCount="indefinite"/>'
+    )
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    colour: str,
+    *,
+    inside: str = "",
+    weight: str = "normal",
+    size: float = 13,
+    fit: bool = True,
+) -> str:
+    """fit: give each character the same width, whatever monospaced font is there."""
+    length = f' textLength="{len(text) * CHARACTER:g}"' if fit else ""
+    return (
+        f'<text x="{x:g}" y="{y:g}" fill="{colour}" font-size="{size:g}" font-weight="{weight}"{length}>'
+        f"{escape(text)}{inside}</text>"
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    main()

@@ -1,0 +1,69 @@
+"""The same reply decoded plainly and with a drafter: when each token came, and how fast both were."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference import Decoder
+
+REPEATS = 5  # recordings of each decoder, in turns; the one of median length is kept
+
+
+@dataclass
+class Step:
+    """One step: seconds since the call, its tokens, and how many of them were drafted."""
+
+    seconds: float
+    token_ids: list[int]
+    num_drafted: int
+
+
+@dataclass
+class Recording:
+    """One reply. seconds: of the whole call, the prompt's pass included."""
+
+    steps: list[Step] = field(default_factory=list)
+    seconds: float = 0.0
+    acceptance_length: float = 1.0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for step in self.steps for token in step.token_ids]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.token_ids) / self.seconds
+
+
+def record(decoder: Decoder, input_ids: Tensor, **options: Any) -> Recording:
+    """Decodes once. input_ids: [1, L] int64."""
+    recording = Recording()
+    start = time.perf_counter()
+
+    def note(token_ids: list[int], num_drafted: int) -> None:
+        recording.steps.append(Step(time.perf_counter() - start, list(token_ids), num_drafted))
+
+    output = decoder.generate(input_ids, torch.ones_like(input_ids), on_step=note, **options)
+    recording.seconds = time.perf_counter() - start
+    recording.acceptance_length = output.stats.acceptance_length
+    return recording
+
+
+def record_side_by_side(plain: Decoder, drafting: Decoder, input_ids: Tensor, **options: Any) -> list[Recording]:
+    """One recording of each decoder. Both are warmed up first, then take turns."""
+    decoders = (plain, drafting)
+    for decoder in decoders:
+        for _ in range(2):  # compiling, then the lengths of the cache that were not met
+            record(decoder, input_ids, **options)
+    turns = [[record(decoder, input_ids, **options) for decoder in decoders] for _ in range(REPEATS)]
+    columns = list(zip(*turns, strict=True))
+    middles = [statistics.median_low(one.seconds for one in column) for column in columns]
+    return [
+        next(one for one in column if one.seconds == middle) for column, middle in zip(columns, middles, strict=True)
+    ]

@@ -1,0 +1,39 @@
+"""The recording: pieces of text with their times, broken into lines, drawn as an SVG that animates itself."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from scripts.benchmarks.record import RecordArguments, draw, lay_out
+from scripts.side_by_side import Recording, Step
+
+
+class Letters:
+    """A tokenizer whose token 1 is " a", 2 is " b", ..."""
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return "".join(f" {chr(96 + token)}" for token in token_ids)
+
+
+def test_lines_are_broken_between_words() -> None:
+    assert lay_out([(0.1, "ab cd", True), (0.2, "e", False)], columns=5) == [
+        (0.1, 0, 0, "ab ", True),
+        (0.1, 1, 0, "cd", True),
+        (0.2, 1, 2, "e", False),
+    ]
+    assert lay_out([(0.1, "a\nb", False)]) == [(0.1, 0, 0, "a", False), (0.1, 1, 0, "b", False)]
+
+
+def test_the_picture_shows_measured_times() -> None:
+    plain = Recording([Step(0.1 * n, [n], 0) for n in (1, 2, 3, 4)], seconds=0.4)
+    drafted = Recording([Step(0.1, [1, 2], 1), Step(0.2, [3, 4], 1)], seconds=0.2)
+    picture = draw([plain, drafted], Letters(), ["plain", "heads"], RecordArguments(slow_down=10.0), "a <CPU>")
+    ElementTree.fromstring(picture)
+    assert "10 tokens/s<" in picture
+    assert "20 tokens/s, 2.00 × plain decoding<" in picture
+    assert "a &lt;CPU&gt;" in picture
+    # The longer one takes 4 s in the picture, then both stand for another 4.
+    assert picture.count('dur="8.000s"') == picture.count("<animate ")
+    assert 'keyTimes="0;0.12500"' in picture, "the first step, after 1 of 8 seconds"
