@@ -34,7 +34,7 @@ from scripts.benchmarks.environment import describe_environment
 from scripts.benchmarks.measure import Contender, Prompt, Settings, load_prompts, measure
 from scripts.benchmarks.plot import draw_plot
 from scripts.benchmarks.render import make_grids
-from scripts.benchmarks.report import make_report, make_rows, write_json
+from scripts.benchmarks.report import headline, make_report, make_rows, write_json
 from scripts.benchmarks.rows import Row
 from scripts.generate import DRAFTED_STYLE, SpeculationPrinter
 from scripts.model_loading import DTYPES, load_heads, load_target
@@ -157,19 +157,6 @@ def show_sample(
     printer.finish()
 
 
-def conclude(rows: list[Row], names: list[str]) -> str:
-    """One sentence about the fastest heads, from the measured rows."""
-    best = max(
-        (row for row in rows if row.name.removesuffix(", compiled") in names),
-        key=lambda row: row.over_transformers or 0.0,
-    )
-    return (
-        f"Fastest heads: {best.name}: {best.over_transformers:.2f} × the speed of transformers' generate, "
-        f"{best.acceptance_length:.2f} tokens per forward pass of the target, {best.num_identical} of "
-        f"{best.num_compared} texts identical."
-    )
-
-
 def run(args: DemoArguments, console: Console) -> list[Row]:
     os.chdir(ROOT)
     start = time.perf_counter()
@@ -200,7 +187,8 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
     write_json(output / "report.json", [make_report(environment, rows, contenders)])
     draw_plot(output / "plot.png", rows, grids[0].title)
     show_sample(list(heads.values())[-1], prompts[0], tokenizer, target, args, console)
-    console.print(conclude(rows, list(heads)), markup=False)
+    for line in headline([row for row in rows if row.name.removesuffix(", compiled") in heads or not row.tree]):
+        console.print(line, markup=False)
     minutes = (time.perf_counter() - start) / 60
     console.print(
         f"{output}/report.json, {output}/plot.png and {output}/trained were written; {minutes:.1f} minutes in all."

@@ -23,7 +23,6 @@ from heads import HEAD_TYPES
 from inference import Target
 from inference.drafters.ngram import NgramDrafter
 from scripts.benchmarks.measure import Prompt
-from scripts.benchmarks.rows import Row
 from scripts.model_loading import encode_messages
 from training.options.command_line import parse_arguments
 
@@ -125,18 +124,6 @@ def test_the_sample_shows_what_was_drafted(
     assert shown.replace("[", "").replace("]", "") == reply
 
 
-def test_the_conclusion_names_the_fastest_heads() -> None:
-    rows = [
-        Row("prompt look-up", over_transformers=9.0),
-        Row("slow", over_transformers=1.1),
-        Row("fast, compiled", over_transformers=1.7, acceptance_length=3.21, num_identical=6, num_compared=6),
-    ]
-    sentence = demo.conclude(rows, ["slow", "fast"])
-    assert "fast, compiled: 1.70 × the speed" in sentence
-    assert "3.21 tokens per forward pass" in sentence
-    assert "6 of 6 texts identical" in sentence
-
-
 @pytest.mark.slow
 def test_demo_from_training_to_report(args: demo.DemoArguments, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -155,4 +142,4 @@ def test_demo_from_training_to_report(args: demo.DemoArguments, monkeypatch: pyt
         assert (output / "trained" / kind / "model.safetensors").is_file()
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "$ accelerate launch --config_file configs/accelerate/cpu.yaml training/train_heads.py" in printed
-    assert "Fastest heads: " in printed
+    assert "Fastest drafter: " in printed
