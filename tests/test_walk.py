@@ -1,0 +1,95 @@
+"""One call of `generate`, followed file by file: docs/architecture.md lists the walk, a traced call takes it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from heads import DraftHeads
+from inference import generate
+from tests.conftest import REPOSITORY
+from tests.test_architecture import ROOMS, room_of
+
+MAX_PLACES = 10
+Place = tuple[str, str]  # file, function
+
+
+def documented_walk() -> list[Place]:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| \d+ \| `([\w/.]+)` \| `([\w.]+)` \|", page, re.M)
+
+
+class Trace:
+    """Profiles a call: `reached` holds the watched places in the order of their first call, `upward` every call from a
+    room of `inference` into a later room."""
+
+    def __init__(self, watched: list[Place]) -> None:
+        self.watched, self.reached, self.upward = set(watched), dict[Place, None](), set[tuple[Place, Place]]()
+
+    def __enter__(self) -> Trace:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or (place := place_of(frame)) is None:
+            return
+        if place in self.watched:
+            self.reached.setdefault(place)
+        caller = frame.f_back
+        while caller is not None and place_of(caller) is None:
+            caller = caller.f_back
+        if caller is not None:
+            origin = place_of(caller)
+            assert origin is not None
+            if room_number(origin[0]) < room_number(place[0]):
+                self.upward.add((origin, place))
+
+
+def place_of(frame: FrameType) -> Place | None:
+    """File and function of a frame in `inference` or `heads`; None elsewhere."""
+    path = frame.f_code.co_filename
+    if not path.startswith(f"{REPOSITORY}/"):
+        return None
+    file = str(Path(path).relative_to(REPOSITORY))
+    return (file, frame.f_code.co_qualname) if file.startswith(("inference/", "heads/")) else None
+
+
+def room_number(file: str) -> int:
+    """Place of a file's room in the order of imports. To the loop, heads are drafters."""
+    room = "drafters" if file.startswith("heads/") else room_of(REPOSITORY / file)
+    return ROOMS.index(room)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    model = AutoModelForCausalLM.from_pretrained(REPOSITORY / "examples" / "chat-13m", dtype="float32")
+    heads = DraftHeads.from_pretrained(REPOSITORY / "examples" / "heads" / "mtp")
+    with Trace(documented_walk()) as trace:
+        generate(model, heads, torch.arange(5, 15)[None], max_new_tokens=8, do_sample=False)
+    return trace
+
+
+def test_a_call_takes_the_documented_walk(trace: Trace) -> None:
+    walk = documented_walk()
+    assert 5 < len(walk) <= MAX_PLACES
+    assert list(trace.reached) == walk
+
+
+def test_no_room_calls_back_into_a_later_one(trace: Trace) -> None:
+    """Two exceptions: a policy passes its work to the step's executor, which runs it eagerly or compiled; and a target
+    reads properties of the nodes that it is given."""
+    allowed = {
+        ("inference/trees/dynamic.py", "inference/execution/executor.py"),
+        ("inference/targets/target.py", "inference/trees/token_tree.py"),
+    }
+    assert {(origin[0], place[0]) for origin, place in trace.upward} <= allowed, trace.upward
