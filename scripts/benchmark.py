@@ -68,7 +68,9 @@ class BenchmarkArguments:
         default=False,
         metadata={"help": "Measure every drafter a second time, its candidates merged with n-grams of the text."},
     )
-    num_prompts: int | None = field(default=None, metadata={"help": "The first so many prompts of a file; none = all."})
+    num_prompts: int | None = field(
+        default=None, metadata={"help": "Use only the first N prompts of each file; none = all."}
+    )
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
     temperature: list[float] = field(
         default_factory=lambda: [0.0], metadata={"help": "Sampling temperatures; 0 = greedy."}

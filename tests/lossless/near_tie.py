@@ -29,7 +29,7 @@ from inference.noise import row_seeds
 ROUTER_TOLERANCE = 2e-5
 MAX_FLIPS = 64
 
-# What a token is picked by: logits [V] behind a text [L] -> scores [V].
+# Logits [V] after a text [L] -> the scores [V] that the token is picked by.
 Scores = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -85,7 +85,7 @@ class RouterWatch(TorchDispatchMode):
 
 @torch.no_grad()
 def score_plainly(model: Any, text: Tensor, scores: Scores | None, watch: RouterWatch | None = None) -> Tensor:
-    """What the token behind `text` [L] is picked by [V], float32, from a plain pass without cache."""
+    """The scores [V] in float32 that the token after `text` [L] is picked by, from a plain pass without cache."""
     ids = text[None]
     if watch is None:
         logits = model(ids, use_cache=False).logits
@@ -162,7 +162,7 @@ def assert_same_text(
 
 
 def picking_scores(model: Any, seed: int | None = None, **options: Any) -> Scores:
-    """What a row with these options of `generate` picks its tokens by: processed logits, and its noise if it samples.
+    """The scores by which a row with these options picks its tokens: processed logits, plus its noise when it samples.
 
     Args:
         seed: the row's own, as in a list of seeds; only needed to sample.

@@ -72,10 +72,10 @@ class DataArguments:
         },
     )
     max_samples: int | None = field(
-        default=None, metadata={"help": "Use only the first so many conversations of --dataset; none = all."}
+        default=None, metadata={"help": "Use only the first N conversations of --dataset; none = all."}
     )
     max_eval_samples: int = field(
-        default=512, metadata={"help": "Use the first so many held-out conversations for the loss; 0 = all."}
+        default=512, metadata={"help": "Use the first N held-out conversations for the loss; 0 = all."}
     )
     skip_bad_lines: bool = field(
         default=False, metadata={"help": "Count and skip malformed lines instead of stopping at the first one."}
@@ -93,7 +93,7 @@ class DataArguments:
     )
     vocabulary_rows: int = field(
         default=10000,
-        metadata={"help": "With --streaming: count the tokens of so many first rows for a reduced draft vocabulary."},
+        metadata={"help": "With --streaming: count the tokens of the first N rows for a reduced draft vocabulary."},
     )
     train_on_thinking: bool = field(
         default=True,

@@ -43,7 +43,7 @@ class ExtractionArguments:
     teacher_top_k: int | None = field(
         default=None,
         metadata={
-            "help": "Store, as the teacher, so many largest logits of the target per token and the log-sum-exp of all; "
+            "help": "Store the N largest logits of the target per token as the teacher, and the log-sum-exp of all; "
             "none = compute the teacher from the last state."
         },
     )

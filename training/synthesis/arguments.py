@@ -46,7 +46,7 @@ class SynthesisArguments:
     num_conversations: int | None = field(
         default=None,
         metadata={
-            "help": "Conversations to begin, before useless ones are dropped. self: required. regenerate: draw so many "
+            "help": "Conversations to begin, before useless ones are dropped. self: required. regenerate: draw N "
             "prompts with --seed; none = all."
         },
     )
@@ -82,7 +82,7 @@ class SynthesisArguments:
     batch_size: int = field(default=64, metadata={"help": "Conversations to decode together."})
     temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 = greedy."})
     top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling: probability mass to keep; 1 = all of it."})
-    top_k: int = field(default=0, metadata={"help": "Keep so many most likely tokens; 0 = all."})
+    top_k: int = field(default=0, metadata={"help": "Keep the N most likely tokens; 0 = all."})
     max_new_tokens: int = field(
         default=256, metadata={"help": "Longest turn in tokens; a longer one is dropped (see --keep_truncated)."}
     )

@@ -1,4 +1,4 @@
-"""One decoder, one or more calls, and every row compared with what it is alone."""
+"""Decodes a case with one decoder, in one or more calls, and compares every row with its reference text."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ from tests.tiny_targets import pad_prompts
 
 @dataclass(frozen=True)
 class Call:
-    """A batch. ends: (row, n), the n-th new token that this row would have is an EOS token for all rows; None: EOS is
-    the token that ends most rows and takes no more than `MAX_LOSS` of all tokens."""
+    """A batch.
+
+    ends: pairs (row, n): the n-th new token of that row is an EOS token for all rows. None: EOS is the token that ends
+    most rows and costs no more than `MAX_LOSS` of all tokens.
+    """
 
     rows: tuple[Row, ...]
     ends: tuple[tuple[int, int], ...] | None = ()
@@ -43,8 +46,11 @@ MAX_LOSS = 0.25
 
 @dataclass(frozen=True)
 class Case:
-    """policy: a name of `drafters.POLICIES`, or a tree. acceptance: "exact" (coupled), "exact uncoupled", or a rule.
-    text_length: of the references, at least the longest `max_new_tokens`. seed: of the target's weights."""
+    """What to decode, and how.
+
+    policy: a name of `drafters.POLICIES`, or a tree. acceptance: "exact" (coupled), "exact uncoupled", or a rule.
+    text_length: length of the reference texts, at least the longest `max_new_tokens`. seed: of the target's weights.
+    """
 
     family: str
     calls: tuple[Call, ...]
@@ -169,7 +175,7 @@ def _choose_eos(call: Call, texts: Sequence[Tensor], prompts: Sequence[Tensor]) 
 
 
 def _cut(text: Tensor, num_prompt: int, call: Call, eos: list[int]) -> Tensor:
-    """The text to its end: EOS, or so many new tokens."""
+    """Cuts a text at its end: at EOS, or at the largest number of new tokens."""
     for end in range(num_prompt, num_prompt + call.max_new_tokens):
         if int(text[end]) in eos:
             return text[: end + 1]
@@ -177,7 +183,7 @@ def _cut(text: Tensor, num_prompt: int, call: Call, eos: list[int]) -> Tensor:
 
 
 def _count_equal(expected: Tensor, got: Tensor) -> int:
-    """Tokens before the first that differs: what stands behind a near-tie has nothing to be compared with."""
+    """Counts the tokens before the first difference. Tokens after a near-tie have no reference."""
     shorter = min(len(expected), len(got))
     return int((expected[:shorter] == got[:shorter]).long().cumprod(0).sum())
 

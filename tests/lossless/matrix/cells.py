@@ -1,4 +1,4 @@
-"""Which combinations the matrix has."""
+"""The combinations of the matrix."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _case(batch: int, **values: Any) -> Case:
 
 
 def seed_of(family: str, attention: str) -> int:
-    """Which weights a target has in the matrix: one set for all cells, which share their references."""
+    """The seed of a target's weights: one for all cells, so that cells share their reference texts."""
     return (FAMILIES.index(family) + ("sdpa", "eager").index(attention)) % NUM_SEEDS
 
 
@@ -99,7 +99,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def makes_sense(values: Mapping[str, Any]) -> bool:
-    """Whether such a cell can be decoded, and its text is that of plain decoding."""
+    """Whether the library decodes this combination, and its text must equal plain decoding."""
     acceptance, sampling, policy = values["acceptance"], values["sampling"], values["policy"]
     if values["attention"] not in attentions_of(values["family"]):
         return False
@@ -117,7 +117,7 @@ def makes_sense(values: Mapping[str, Any]) -> bool:
 
 
 def pair_cells() -> list[Cell]:
-    """Every two values of every two factors meet."""
+    """Cells in which every two values of every two factors meet."""
     return [Cell("pairs", values["batch"], _case(**values)) for values in cover(FACTORS, makes_sense)]
 
 

@@ -1,4 +1,4 @@
-"""Pairwise covering designs: few combinations in which every two values of every two factors meet."""
+"""Pairwise covering designs: a small set of combinations in which every two values of every two factors meet."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-TRIES = 400  # random completions of a pair before it is taken to be impossible
-CANDIDATES = 30  # valid ones of which the best is taken
+TRIES = 400  # random completions of a pair before it counts as impossible
+CANDIDATES = 30  # valid completions; the best one is chosen
 
 Pair = tuple[str, Any, str, Any]
 
 
 def pairs_of(values: Mapping[str, Any], apart: Collection[frozenset[str]] = ()) -> set[Pair]:
-    """Every two values of one combination, but for those of two factors in `apart`."""
+    """All pairs of values of one combination, without the pairs of factors in `apart`."""
     names = sorted(values)
     return {
         (one, values[one], other, values[other])

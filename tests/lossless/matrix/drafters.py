@@ -47,14 +47,14 @@ POLICIES = ("none", "chain", "static", "dynamic", "auto", "gamma")
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter, and the scripted one in it, whose texts are set before each call."""
+    """A drafter, and the scripted drafter inside it; its texts are set before each call."""
 
     drafter: Drafter | None
     script: ScriptedDrafter | None = None
 
 
 def policy_of(name: str, max_depth: int | None = None) -> TreePolicy | None:
-    """Trees of at most DEPTH levels, or as many as the drafter has."""
+    """Trees of at most DEPTH levels, or fewer where the drafter has fewer."""
     depth = min(DEPTH, max_depth or DEPTH)
     if name == "none":
         return None
@@ -76,7 +76,7 @@ def _small_model(family: str, attention: str, seed: int) -> Target:
 
 
 def drafter_of(name: str, family: str, attention: str, seed: int, *, ranks: tuple[int, ...] | None = None) -> Drafting:
-    """A fresh drafter for this target. Heads of every kind can be made for every target: none may refuse one."""
+    """A fresh drafter for this target. Every kind of heads must accept every target."""
     target = target_of(family, attention, seed)
     if name == "none":
         return Drafting(None)

@@ -1,4 +1,4 @@
-"""What texts have to be: transformers' greedy text, or plain decoding's sampled one, of each row alone.
+"""Reference texts at batch size 1: transformers' greedy text, or the sampled text of plain decoding.
 
 References are made once per process and shared by all cells. They run beyond the longest text a cell asks for, without
 EOS, and are cut: so the scripted drafter knows what would follow a text's end, and steps overshoot it.
@@ -19,7 +19,7 @@ from tests.tiny_targets import random_prompt, tiny_target
 
 CHAT = "chat-13m"
 PAD = 0
-BEYOND = 8  # tokens of a reference behind the longest text
+BEYOND = 8  # tokens of a reference after the longest text
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "T=0.7": {"temperature": 0.7, "top_k": 0},
@@ -28,7 +28,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-p 0.8": {"temperature": 0.9, "top_p": 0.8},
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
     "repetition penalty 1.3": {"temperature": 0.8, "repetition_penalty": 1.3},
-    # This one counts padding too, as transformers shows it: it would make a difference, were it a token that can come.
+    # It counts padding too, as in transformers. That would matter if the padding token could be drawn.
     "no repeated bigram": {"temperature": 1.0, "no_repeat_ngram_size": 2, "suppress_tokens": [PAD]},
     "greedy, repetition penalty 1.3": {"repetition_penalty": 1.3},
     "greedy, no repeated bigram": {"no_repeat_ngram_size": 2, "suppress_tokens": [PAD]},
@@ -37,8 +37,10 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A random prompt of `length` tokens, of which the first `num_shared` are those of all rows that share so many; for
-    the chat target, its prompt of this number. The row draws with `seed`."""
+    """A random prompt of `length` tokens, which draws with `seed`.
+
+    Rows with the same `num_shared` share their first `num_shared` tokens. For the chat target: the prompt with this number.
+    """
 
     length: int
     seed: int
@@ -51,8 +53,11 @@ def do_sample(sampling: str) -> bool:
 
 @cache
 def target_of(family: str, attention: str, seed: int) -> Target:
-    """A family's target with these weights (the chat target has but its own); ValueError where transformers has no such
-    attention for it."""
+    """A family's target with these weights (the chat target has only its own).
+
+    Raises:
+        ValueError: transformers has no such attention for it.
+    """
     if family == CHAT:
         from tests.lossless.test_real_heads import chat_target
 
@@ -88,7 +93,7 @@ def prompt_of(family: str, row: Row) -> Tensor:
 
 @cache
 def reference_of(family: str, attention: str, seed: int, row: Row, sampling: str, max_new_tokens: int) -> Tensor:
-    """The row's text [L + max_new_tokens + BEYOND], alone and without EOS."""
+    """The row's text [L + max_new_tokens + BEYOND] at batch size 1, without EOS."""
     prompt, target = prompt_of(family, row)[None], target_of(family, attention, seed)
     options = {"max_new_tokens": max_new_tokens + BEYOND, "eos_token_id": None, "pad_token_id": PAD}
     options |= SAMPLING[sampling]
