@@ -39,7 +39,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 class Row:
     """A random prompt of `length` tokens, which draws with `seed`.
 
-    Rows with the same `num_shared` share their first `num_shared` tokens. For the chat target: the prompt with this number.
+    Rows with the same `num_shared` share their first `num_shared` tokens. The chat target has a prompt for each number.
     """
 
     length: int
