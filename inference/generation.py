@@ -23,8 +23,9 @@ def generate(
 ) -> GenerationOutput:
     """Decodes with a target and a drafter. `generate(target, None, ...)` is plain decoding on the same stack.
 
-    >>> out = generate(target, heads, **tokenizer("Hi", return_tensors="pt"), max_new_tokens=64)   # doctest: +SKIP
-    >>> out.sequences, out.stats.acceptance_length                                                 # doctest: +SKIP
+    Examples:
+        >>> out = generate(target, heads, **inputs, max_new_tokens=64)  # doctest: +SKIP
+        >>> out.sequences, out.stats.acceptance_length  # doctest: +SKIP
 
     Args:
         target: a model of transformers, or a `Target`.
@@ -47,8 +48,9 @@ def stream(
 ) -> TokenStream:
     """`generate` of one row, step by step; see `Decoder.stream`. Arguments as for `generate`.
 
-    >>> for tokens in stream(target, heads, **tokenizer("Hi", return_tensors="pt"), max_new_tokens=64): # doctest: +SKIP
-    ...     print(tokenizer.decode(tokens), end="")
+    Examples:
+        >>> for tokens in stream(target, heads, **inputs, max_new_tokens=64):  # doctest: +SKIP
+        ...     print(tokenizer.decode(tokens), end="")
     """
     decoder = Decoder(target, drafter, **take_decoder_options(options))
     return decoder.stream(input_ids, attention_mask, **options)
