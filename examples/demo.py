@@ -24,10 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from heads import DraftHeads
 from inference import Decoder, Drafter, Target
+from inference.streaming.detokenizer import IncrementalDetokenizer
 from inference.trees.options import resolve_policy
 from scripts.benchmarks.contenders import make_contenders
 from scripts.benchmarks.environment import describe_environment
@@ -36,13 +38,16 @@ from scripts.benchmarks.plot import draw_plot
 from scripts.benchmarks.render import make_grids
 from scripts.benchmarks.report import headline, make_report, make_rows, write_json
 from scripts.benchmarks.rows import Row
-from scripts.generate import DRAFTED_STYLE, SpeculationPrinter
-from scripts.model_loading import DTYPES, load_heads, load_target
+from scripts.generate import DRAFTED_STYLE
+from scripts.model_loading import DTYPES, encode_messages, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
+from scripts.side_by_side import Recording, record_side_by_side
 from training.options.program_parser import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"
+# A prompt that the embedded target answers well.
+SAMPLE, SAMPLE_SEED = "What do you think about football?", 8
 
 
 @dataclass
@@ -141,20 +146,34 @@ def make_settings(args: DemoArguments) -> Settings:
 
 
 def show_sample(
-    drafter: Drafter, prompt: Prompt, tokenizer: Any, target: Target, args: DemoArguments, console: Console
+    name: str, drafter: Drafter, tokenizer: Any, target: Target, args: DemoArguments, console: Console
 ) -> None:
-    """One text with what was drafted in colour, or in brackets where there is no colour."""
+    """One reply, decoded plainly and with drafts, side by side; drafted tokens in colour, or in brackets where there is
+    no colour."""
     has_brackets = not console.is_terminal or console.no_color
-    legend = Text("[brackets]" if has_brackets else "coloured", "" if has_brackets else DRAFTED_STYLE)
-    console.print(
-        Text.assemble("\n", legend, " = drafted by the heads and accepted; the rest the target added itself\n")
+    input_ids = encode_messages(tokenizer, [{"role": "user", "content": SAMPLE}]).to(target.device)
+    decoders = (Decoder(target, compile=args.compile), Decoder(target, drafter, tree=args.tree, compile=args.compile))
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": True, "temperature": 0.7, "seed": SAMPLE_SEED}
+    recordings = record_side_by_side(*decoders, input_ids, repeats=args.repeats, **options)
+    names = ["plain decoding", f"{name}, the same text"]
+    table = Table(
+        *(f"{name}: {one.tokens_per_second:.0f} tokens/s" for name, one in zip(names, recordings, strict=True))
     )
-    console.print(Text(tokenizer.decode(prompt.input_ids[0], skip_special_tokens=True).strip(), "dim"))
-    printer = SpeculationPrinter(tokenizer, console, has_brackets=has_brackets)
-    decoder = Decoder(target, drafter, tree=args.tree)
-    mask = torch.ones_like(prompt.input_ids)
-    decoder.generate(prompt.input_ids, mask, on_step=printer, **make_settings(args).generate_kwargs())
-    printer.finish()
+    table.add_row(*(_colour(one, tokenizer, has_brackets=has_brackets) for one in recordings))
+    legend = "In [brackets]" if has_brackets else "In colour"
+    console.print(f"\n> {SAMPLE}   (temperature 0.7, seed {SAMPLE_SEED})", markup=False)
+    console.print(table)
+    console.print(f"{legend}: drafted by the heads and accepted. The target added the rest itself.\n", markup=False)
+
+
+def _colour(recording: Recording, tokenizer: Any, *, has_brackets: bool) -> Text:
+    detokenizer, text = IncrementalDetokenizer(tokenizer), Text()
+    for step in recording.steps:
+        pieces = [detokenizer.add(token) for token in step.token_ids]
+        drafted, rest = "".join(pieces[: step.num_drafted]), "".join(pieces[step.num_drafted :])
+        text.append(f"[{drafted}]" if has_brackets and drafted else drafted, "" if has_brackets else DRAFTED_STYLE)
+        text.append(rest)
+    return text.append(detokenizer.flush())
 
 
 def run(args: DemoArguments, console: Console) -> list[Row]:
@@ -186,7 +205,8 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
         grid.print(console)
     write_json(output / "report.json", [make_report(environment, rows, contenders)])
     draw_plot(output / "plot.png", rows, grids[0].title)
-    show_sample(list(heads.values())[-1], prompts[0], tokenizer, target, args, console)
+    name = "eagle3, trained longer" if "eagle3, trained longer" in heads else list(heads)[-1]
+    show_sample(name, heads[name], tokenizer, target, args, console)
     for line in headline([row for row in rows if row.name.removesuffix(", compiled") in heads or not row.tree]):
         console.print(line, markup=False)
     minutes = (time.perf_counter() - start) / 60

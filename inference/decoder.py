@@ -50,7 +50,8 @@ class Decoder:
 
     Args:
         target: a frozen causal LM or encoder-decoder model of transformers, or a `Target`.
-        drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack.
+        drafter: trained heads, any other `Drafter`, or None for plain decoding on the same stack. Heads of another
+            dtype than the target's draft with a copy in its dtype, made when the decoder is.
         tree: which drafts are verified:
 
             - "dynamic" (EAGLE-2, the default) or "dynamic:DEPTH,TOP_K,NODES", as "dynamic:5,6,24"
@@ -71,7 +72,7 @@ class Decoder:
             made: make a new decoder after a change.
 
     Raises:
-        TypeError: `drafter` is a path.
+        TypeError: `drafter` is no `Drafter`.
         ValueError: a tree that the drafter or the acceptance rule cannot use, or a drafter that does not fit the
             target.
     """
@@ -87,10 +88,12 @@ class Decoder:
         is_synchronised: bool = False,
         compile: bool = False,  # noqa: A002
     ) -> None:
-        if isinstance(drafter, (str, os.PathLike)):
+        if drafter is not None and not isinstance(drafter, Drafter):
+            shown = drafter if isinstance(drafter, (str, os.PathLike)) else type(drafter).__name__
             raise TypeError(
-                f"drafter is {drafter!r}; a drafter, or None, is expected: load a folder of heads with "
-                "heads.DraftHeads.from_pretrained"
+                f"drafter is {shown!r}; a Drafter, or None, is expected: load a folder of heads with "
+                "heads.DraftHeads.from_pretrained, wrap a small model in inference.SmallModelDrafter, or subclass "
+                "inference.Drafter"
             )
         self.target = Target.of(target)
         self.drafter = None if drafter is None else drafter.for_target(self.target)
@@ -104,8 +107,8 @@ class Decoder:
         self._step = DecodeStep(
             self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, executor=executor
         )
-        has_choice = self.policy is not None and len(self.policy.candidates) > 1
-        self._choice = TreePlanner(self.policy) if self.policy and has_choice else TreeChoice(self.policy)
+        is_chosen = self.policy is not None and self.policy.is_chosen
+        self._choice = TreePlanner(self.policy) if self.policy and is_chosen else TreeChoice(self.policy)
         self._cache: TreeCache | None = None
         self._held: HeldTexts | None = None  # what the last call has left in the cache
         self._is_free = threading.Lock()
@@ -337,19 +340,19 @@ class Decoder:
             ValueError: for a decoder with a fixed tree.
             RuntimeError: while this decoder is in the middle of another text.
         """
-        if not isinstance(self._choice, TreePlanner):
-            raise ValueError(
-                f"costs are measured for tree='auto' or 'gamma', and this decoder's tree is {self.policy!r}"
-            )
         seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
         sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
         with self._alone(), self.target.without_autograd(), self._step.executor.active():
-            return self._choice.find_costs(self._step, sampler, batch_size)
+            costs: StepCosts = self._choice.find_costs(self._step, sampler, batch_size)
+        return costs
 
     def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """The present cache where it has room, else a new one."""
         cache = self._cache
-        if cache is None or cache.max_batch_size < batch_size or cache.capacity < capacity:
+        has_rows = cache is not None and cache.max_batch_size >= batch_size
+        if cache is not None and self._step.executor.is_compiled:  # strides of a larger cache would be another graph
+            has_rows = cache.max_batch_size == batch_size
+        if cache is None or not has_rows or cache.capacity < capacity:
             self._cache = cache = None  # free the old one first
             self._cache = cache = self._step.new_cache(batch_size, capacity)
         return cache

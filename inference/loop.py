@@ -158,7 +158,8 @@ class DecodeLoop:
             kept[row] = new
         self.scores.add(batch.rows, [len(kept[row]) for row in batch.rows], emission.logits, emission.scores)
         if not emission.is_first:
-            self._count(tokens, counted, width=emission.tokens.shape[1])
+            self._count(tokens, width=emission.tokens.shape[1])
+            self._choice.learn([row for row, new in zip(counted, tokens, strict=True) if new])
         if self.on_step is not None and request.batch_size == 1 and kept[0]:
             self.on_step(kept[0], 0 if emission.is_first else min(len(kept[0]), len(tokens[0]) - 1))
         self.clock.stop("accept")
@@ -166,16 +167,13 @@ class DecodeLoop:
         self._is_between_steps = True
         return kept
 
-    def _count(self, tokens: list[list[int]], counted: list[list[int]], *, width: int) -> None:
-        """Books a verify step."""
+    def _count(self, tokens: list[list[int]], *, width: int) -> None:
+        """Counts a verify step in the statistics."""
         # The read of the emission; with processors that read the prefix also which rows walk on, at each depth.
         self.stats.num_host_syncs += 1 if self.batch.sampler.is_prefix_free else 1 + width
-        emitting = [place for place, row in enumerate(tokens) if row]
-        for place in emitting:
-            self.stats.count_step(len(tokens[place]) - 1)
-        self.batch.drafting.learn(
-            [len(tokens[place]) - 1 for place in emitting], [counted[place] for place in emitting]
-        )
+        for row in tokens:
+            if row:
+                self.stats.count_step(len(row) - 1)
 
     def draft(self) -> tuple[TokenTree, Tensor | None]:
         """The next tree, and the step's noise."""

@@ -82,6 +82,9 @@ class GenerateArguments:
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     compile: bool = field(default=False, metadata={"help": "Compile each step: slow to start, then faster."})
+    compare: bool = field(
+        default=False, metadata={"help": "Decode each reply once more without drafts, and print both speeds."}
+    )
     raw: bool = field(default=False, metadata={"help": "Continue the prompt as it is, without the chat template."})
     color: bool = field(default=True, metadata={"help": "Accepted drafted tokens in colour (in a terminal)."})
 
@@ -112,6 +115,8 @@ class GenerateArguments:
             raise ValueError("--system is part of the chat template, which --raw leaves out: drop one of the two")
         if not has_drafter and self.tree is not None:
             raise ValueError(f"got --tree {self.tree} without {DRAFTERS}: nothing is drafted in plain decoding")
+        if not has_drafter and self.compare:
+            raise ValueError(f"got --compare without {DRAFTERS}: there is nothing to compare plain decoding with")
         if not has_drafter and self.acceptance != "exact":
             raise ValueError(
                 f"got --acceptance {self.acceptance} without {DRAFTERS}: nothing is drafted in plain decoding"
@@ -220,11 +225,13 @@ def reply_to(
     args: GenerateArguments,
     *,
     goes_on: bool = False,
+    plain: Decoder | None = None,
 ) -> None:
     """Prints the reply as it is decoded and keeps it in the conversation.
 
     Args:
         goes_on: read only what the decoder's cache does not hold of the conversation.
+        plain: decodes the reply once more, to compare the speed.
     """
     input_ids = conversation.ask(turn).to(decoder.target.device)
     printer = SpeculationPrinter(conversation.tokenizer, console)
@@ -234,7 +241,7 @@ def reply_to(
             input_ids,
             input_ids.new_ones(input_ids.shape),
             on_step=printer,
-            reuse_cache=goes_on,
+            reuse_cache=goes_on and decoder.holds_text,
             **args.generate_kwargs(),
         ).stats
     except KeyboardInterrupt:
@@ -245,6 +252,9 @@ def reply_to(
     if stats is not None:
         has_color = not console.no_color and console.is_terminal
         line = describe(stats, has_drafter=decoder.drafter is not None, has_color=has_color)
+        if plain is not None:
+            other = plain.generate(input_ids, input_ids.new_ones(input_ids.shape), **args.generate_kwargs()).stats
+            line.append(f"; plain decoding {other.num_new_tokens / other.seconds['total']:.1f} tokens/s")
         Console(stderr=True, no_color=console.no_color, highlight=False).print(line, soft_wrap=True)
 
 
@@ -259,6 +269,7 @@ def run(args: GenerateArguments) -> None:
         ngrams=args.ngrams,
     )
     decoder = Decoder(target, drafter, tree=args.tree, acceptance=args.acceptance, compile=args.compile)
+    plain = Decoder(target, compile=args.compile) if args.compare else None
     console = Console(no_color=not args.color or None, highlight=False)
     conversation = Conversation(tokenizer, system=args.system, is_raw=args.raw)
     is_chat = args.prompt is None and sys.stdin.isatty()
@@ -268,7 +279,7 @@ def run(args: GenerateArguments) -> None:
         if is_chat and turn == "/new":
             continue
         try:
-            reply_to(turn, conversation, decoder, console, args, goes_on=is_chat)
+            reply_to(turn, conversation, decoder, console, args, goes_on=is_chat, plain=plain)
         except ValueError as error:  # a conversation that has grown beyond the target's positions, most of all
             if not is_chat:
                 raise

@@ -55,13 +55,15 @@ def record(decoder: Decoder, input_ids: Tensor, **options: Any) -> Recording:
     return recording
 
 
-def record_side_by_side(plain: Decoder, drafting: Decoder, input_ids: Tensor, **options: Any) -> list[Recording]:
+def record_side_by_side(
+    plain: Decoder, drafting: Decoder, input_ids: Tensor, *, repeats: int = REPEATS, **options: Any
+) -> list[Recording]:
     """One recording of each decoder. Both are warmed up first, then take turns."""
     decoders = (plain, drafting)
     for decoder in decoders:
         for _ in range(2):  # compiling, then the lengths of the cache that were not met
             record(decoder, input_ids, **options)
-    turns = [[record(decoder, input_ids, **options) for decoder in decoders] for _ in range(REPEATS)]
+    turns = [[record(decoder, input_ids, **options) for decoder in decoders] for _ in range(repeats)]
     columns = list(zip(*turns, strict=True))
     middles = [statistics.median_low(one.seconds for one in column) for column in columns]
     return [

@@ -22,8 +22,6 @@ import demo
 from heads import HEAD_TYPES
 from inference import Target
 from inference.drafters.ngram import NgramDrafter
-from scripts.benchmarks.measure import Prompt
-from scripts.model_loading import encode_messages
 from training.options.command_line import parse_arguments
 
 QUESTIONS = ["What do you like about autumn?", "Tell me a story.", "Where do swallows go?", "Thank you!"]
@@ -90,7 +88,7 @@ def test_defaults_need_no_option_and_no_file_of_the_user() -> None:
         ("--max_steps=0", "got --max_steps 0: give at least 1"),
         ("--threads=0", "got --threads 0: give at least 1"),
         ("--train_options=foo", "got --train_options 'foo': write key=value"),
-        ("--tree=dynamc", "tree is 'dynamc'; allowed are 'dynamic', 'auto', 'chain'"),
+        ("--tree=dynamc", "tree is 'dynamc', which is neither a file nor one of these forms"),
         ("--prompts=nowhere.jsonl", "--prompts nowhere.jsonl does not exist"),
         ("--max_new_tokens=1024", "no prompt that leaves room for 1024 tokens"),
     ],
@@ -106,22 +104,19 @@ def test_wrong_options_end_it_before_training(option: str, message: str, monkeyp
     assert message in str(exit_.value.code)
 
 
-def test_the_sample_shows_what_was_drafted(
+def test_the_sample_stands_side_by_side(
     chat_target: PreTrainedModel, chat_tokenizer: Any, args: demo.DemoArguments
 ) -> None:
-    target = Target(chat_target)
-    prompt = Prompt("p", 0, encode_messages(chat_tokenizer, [{"role": "user", "content": "Count: 1 1 1 1 1 1 1 1 1"}]))
-    args.max_new_tokens, args.tree = 24, "chain"
-    console = Console(file=io.StringIO(), width=100)
-    demo.show_sample(NgramDrafter(), prompt, chat_tokenizer, target, args, console)
+    args.max_new_tokens, args.tree, args.compile, args.repeats = 24, "chain", False, 1
+    console = Console(file=io.StringIO(), width=400)
+    demo.show_sample("n-grams", NgramDrafter(), chat_tokenizer, Target(chat_target), args, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "[brackets] = drafted by the heads and accepted" in text
-    assert "Count: 1 1 1" in text
-    sequences = chat_target.generate(prompt.input_ids, max_new_tokens=24, do_sample=False)
-    reply = chat_tokenizer.decode(sequences[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
-    shown = text[text.rindex("assistant\n") :].removeprefix("assistant\n").removesuffix("\n")
-    assert "[" in shown, "the n-gram drafter continues what is repeated"
-    assert shown.replace("[", "").replace("]", "") == reply
+    assert demo.SAMPLE in text
+    assert "plain decoding: " in text
+    assert "n-grams, the same text: " in text
+    [row] = [line for line in text.splitlines() if "NFL" in line]
+    plain, drafted = (cell.strip() for cell in row.strip("│").split("│"))
+    assert drafted.replace("[", "").replace("]", "") == plain
 
 
 @pytest.mark.slow

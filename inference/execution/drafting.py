@@ -1,8 +1,7 @@
-"""Drafting: one call's drafting, from step to step. It holds what became certain until the drafter takes it in."""
+"""Drafting: makes one call's trees, and holds what became certain until the drafter takes it in."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,14 +32,22 @@ class TreeChoice:
         """
         return self.policy
 
-    def learn(self, accepted: Sequence[int], counted: Sequence[Sequence[int]], seconds: float | None) -> None:
+    def learn(self, counted: Sequence[Sequence[int]]) -> None:
         """Takes in the outcome of the last step.
 
         Args:
-            accepted: drafted tokens that each unfinished row accepted.
-            counted: for each of them, what `TreePolicy.count_accepted` says; empty for a step without a tree.
-            seconds: what the step took, if a clock saw it whole and nothing was compiled in it.
+            counted: for each unfinished row, what `TreePolicy.count_accepted` says; empty for a step without a tree.
         """
+
+    def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> Any:
+        """The measured costs of the trees to choose from.
+
+        Raises:
+            ValueError: there is nothing to choose.
+        """
+        raise ValueError(
+            f"costs are measured for tree='auto' or 'gamma', and this decoder's tree is a {type(self.policy).__name__}"
+        )
 
 
 class Drafting:
@@ -58,8 +65,7 @@ class Drafting:
         self.step, self.choice, self.state = step, choice, state
         self.has_taken_all = False
         self._waiting: list[NewSlots] = []
-        self._began: float | None = None  # the last step, on the clock
-        self._compiled = 0.0  # seconds of compiling until then
+        self._active: Tensor | None = None  # [B], 0 for finished rows
 
     def take(self, slots: NewSlots) -> None:
         """Slots that became certain."""
@@ -73,23 +79,19 @@ class Drafting:
             newest = self._waiting[-1]
             self._waiting = self._waiting if self.step.drafter is not None else []
             return self.step.draft_nothing(cache, sampler, newest)
+        if self._active is not None:
+            self._waiting = [slots.masked(self._active) for slots in self._waiting]
         slots = join_slots(self._waiting, self.step.num_depths)
         self._waiting = []
         return self.step.draft(self.state, cache, sampler, slots, policy)
 
-    def learn(self, accepted: Sequence[int], counted: Sequence[Sequence[int]]) -> None:
-        """Tells the choice what the last step brought (see `TreeChoice.learn`)."""
-        now, compiled = time.perf_counter(), self.step.executor.compile_seconds
-        is_whole = self._began is not None and compiled == self._compiled
-        self.choice.learn(accepted, counted, now - (self._began or now) if is_whole else None)
-        self._began, self._compiled = now, compiled
-
     def retire(self, active: Tensor) -> None:
         """Rows whose `active` [B] is 0 have finished and stay in the batch."""
-        self._waiting = [slots.masked(active) for slots in self._waiting]
+        self._active = active
+        self._waiting[-1:] = [slots.masked(active) for slots in self._waiting[-1:]]
 
     def keep_rows(self, places: Sequence[int], cache: TreeCache, num_taken: Sequence[int]) -> None:
         """The batch consists of these of its rows only, of which the drafter holds `num_taken` slots each."""
         self._waiting = [slots.select(places) for slots in self._waiting]
         self.state = self.step.copy_state(cache, self.state, places, num_taken)
-        self._began = None  # copying rows is part of no step
+        self._active = None

@@ -59,7 +59,7 @@ class DecodeStep:
         self.rule = rule
         self.executor = executor or Executor()
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
-        self.has_choice = policy is not None and len(policy.candidates) > 1
+        self.has_choice = policy is not None and policy.is_chosen
 
     @property
     def num_nodes(self) -> int:

@@ -170,6 +170,7 @@ def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
     assert policy is not None
     return [
         describe_machine(target.device),
+        target.placement,
         type(target.model).__name__,
         _digest(target.text_config),
         str(target.dtype),

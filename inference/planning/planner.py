@@ -126,7 +126,7 @@ class TreePlanner(TreeChoice):
         low, high = seconds_of(self._by_rows[few]), seconds_of(self._by_rows[many])
         return low if many == few else low + (high - low) * (num_rows - few) / (many - few)
 
-    def learn(self, accepted: Sequence[int], counted: Sequence[Sequence[int]], seconds: float | None) -> None:
+    def learn(self, counted: Sequence[Sequence[int]]) -> None:
         if self._chosen is None:
             return
         drafted, before = self.trees[self._chosen], self.accepted[self._chosen]

@@ -153,9 +153,11 @@ def describe_model(model: nn.Module) -> tuple[Any, ...]:
 def _describe_module(module: nn.Module) -> tuple[Any, ...]:
     """The module's type, its own weights, and the device on which accelerate runs it."""
     weights = [
-        (weight.shape, weight.dtype, weight.device) for weight in module._parameters.values() if weight is not None
+        (type(weight), type(weight.data), weight.shape, weight.dtype, weight.device)
+        for weight in module._parameters.values()
+        if weight is not None
     ]
-    return type(module), getattr(getattr(module, "_hf_hook", None), "execution_device", None), *weights
+    return id(module), type(module), getattr(getattr(module, "_hf_hook", None), "execution_device", None), *weights
 
 
 def is_quantised(model: Any) -> bool:

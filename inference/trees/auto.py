@@ -32,6 +32,8 @@ class AutoTree(TreePolicy):
         trees: those to choose from. Compiled, all share their graphs.
     """
 
+    is_chosen = True
+
     def __init__(self, trees: Sequence[DynamicTree] | None = None) -> None:
         trees = [DynamicTree(*size) for size in SIZES] if trees is None else list(trees)
         if not trees:
@@ -42,7 +44,6 @@ class AutoTree(TreePolicy):
         self.max_depth = max(tree.max_depth for tree in trees)
         self.num_nodes = self.largest.num_nodes
         self.num_scratch = max(tree.num_scratch for tree in trees)
-        self.sizes = sorted({tree.num_nodes for tree in self.trees})
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
@@ -83,7 +84,8 @@ class AutoTree(TreePolicy):
             path: [B, P] accepted node indices, root first; counts: [B] how many of them are real (0: a finished row).
 
         Returns:
-            [B, candidates] int64; true for candidates that are no larger, deeper or wider than the tree.
+            [B, candidates] int64. Exact for candidates that only have fewer nodes than the tree; nearly so for
+            shallower and narrower ones; too low for larger ones.
         """
         assert tree.widths is not None
         sizes, beams, beam_of = self._tables_on(path.device)

@@ -27,8 +27,7 @@ def resolve_policy(tree: TreeOption, max_depth: int | None) -> TreePolicy:
     """The policy that `tree` stands for; None is "dynamic".
 
     Args:
-        max_depth: the deepest level the drafter proposes; None = any. Trees whose depth the user did not choose are cut
-            to it.
+        max_depth: the deepest level the drafter proposes; None = any. Dynamic trees are cut to it.
 
     Raises:
         ValueError: anything that is none of `FORMS` or a `TreePolicy`, and trees deeper than the drafter goes.

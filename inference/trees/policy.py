@@ -33,6 +33,7 @@ class TreePolicy(ABC):
         num_scratch: frontier nodes (nodes whose children are scored by `expand`) of all levels together.
         has_fixed_shape: whether the shape of its trees does not depend on what is drafted.
         skips_ranks: whether a node may stand in its trees without its better siblings.
+        is_chosen: whether a planner chooses among `candidates`, or none of them, while decoding.
     """
 
     max_depth: int
@@ -40,6 +41,7 @@ class TreePolicy(ABC):
     num_scratch: int
     has_fixed_shape: bool = False
     skips_ranks: bool = False
+    is_chosen: bool = False
 
     @property
     def is_chain(self) -> bool:
@@ -53,8 +55,7 @@ class TreePolicy(ABC):
 
     @property
     def candidates(self) -> tuple[TreePolicy, ...]:
-        """The policies to choose from, from step to step: the policy itself, unless its size is chosen while decoding
-        (`AutoTree`)."""
+        """The policies to choose from: the policy itself, unless `is_chosen`."""
         return (self,)
 
     @abstractmethod

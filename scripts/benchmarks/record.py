@@ -23,7 +23,7 @@ from inference import Decoder
 from inference.streaming.detokenizer import IncrementalDetokenizer
 from scripts.benchmarks.environment import describe_machine
 from scripts.benchmarks.report import write_text
-from scripts.model_loading import encode_messages, load_heads, load_target, parse_tree
+from scripts.model_loading import encode_messages, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
 from scripts.side_by_side import Recording, record_side_by_side
 from training.options.program_parser import ProgramParser
@@ -39,10 +39,10 @@ Piece = tuple[float, str, bool]  # seconds, text, is it drafted
 class RecordArguments:
     target: str = field(default="examples/chat-13m", metadata={"help": "The target: a folder or a hub id."})
     heads: str = field(default="examples/heads/eagle3", metadata={"help": "Draft heads: a folder or a hub id."})
-    prompt: str = field(default="How can I learn a new language faster?", metadata={"help": "What to ask."})
+    prompt: str = field(default="What do you think about football?", metadata={"help": "What to ask."})
     tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree."})
     temperature: float = field(default=0.7, metadata={"help": "Sampling temperature; 0 = greedy."})
-    seed: int = field(default=2, metadata={"help": "Seed of the sampling."})
+    seed: int = field(default=8, metadata={"help": "Seed of the sampling."})
     max_new_tokens: int = field(default=96, metadata={"help": "Longest reply in tokens."})
     dtype: str = field(default="float32", metadata={"help": "Weights."})
     slow_down: float = field(default=8.0, metadata={"help": "The picture's seconds for each measured second."})
@@ -58,7 +58,7 @@ def main() -> None:
         options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
         if args.temperature:
             options |= {"temperature": args.temperature, "seed": args.seed}
-        decoders = Decoder(target, compile=True), Decoder(target, heads, tree=parse_tree(args.tree), compile=True)
+        decoders = Decoder(target, compile=True), Decoder(target, heads, tree=args.tree, compile=True)
         recordings = record_side_by_side(*decoders, input_ids, **options)
         plain, drafted = recordings
         if plain.token_ids != drafted.token_ids:

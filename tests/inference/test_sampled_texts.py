@@ -193,7 +193,7 @@ def test_each_setting_changes_the_distribution(setting: str) -> None:
 
 def test_noise_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """15% less noise: a temperature that is too low."""
-    monkeypatch.setattr("inference.acceptance.exact.gumbel_noise", lambda *args: 0.85 * gumbel_noise(*args))
+    monkeypatch.setattr("inference.acceptance.sampler.gumbel_noise", lambda *args: 0.85 * gumbel_noise(*args))
     assert measure("exact", "dynamic", SETTINGS["T=1.3"]) > 1
 
 

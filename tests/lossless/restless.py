@@ -13,8 +13,8 @@ from inference.trees.policy import TreePolicy
 
 def auto_tree(depths: tuple[int, ...], sizes: tuple[int, ...], widths: tuple[int, ...]) -> AutoTree:
     """Every dynamic tree of these depths, numbers of nodes and beams that can have so many nodes."""
-    every = [DynamicTree(*one) for one in itertools.product(depths, widths, sizes)]
-    return AutoTree([tree for tree in every if tree.max_depth < tree.num_nodes])
+    every = [(DynamicTree(depth, width, size), size) for depth, size, width in itertools.product(depths, sizes, widths)]
+    return AutoTree([tree for tree, size in every if tree.max_depth < size == tree.num_nodes])
 
 
 TREE = auto_tree((1, 2, 4), (8, 24), (2, 4))

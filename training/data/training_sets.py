@@ -54,15 +54,21 @@ def load_datasets(
     elif data_args.dataset_weights:
         train_set, eval_set = _load_mixture(data_args, tokenizer, seed)
     else:
-        parts = [
-            _load(data_args, tokenizer, [name], split, data_args.max_samples)
-            for name, split in zip(data_args.dataset, data_args.splits, strict=True)
-        ]
-        rows = _first(datasets.concatenate_datasets(parts), data_args.max_samples)
-        train_set, eval_set = _hold_out(rows, data_args, seed=seed)
+        train_set, eval_set = _hold_out(_load_all(data_args, tokenizer), data_args, seed=seed)
     if data_args.eval_dataset:
         return train_set, _load(data_args, tokenizer, data_args.eval_dataset, data_args.eval_split, limit)
     return train_set, None if eval_set is None else _first(eval_set, limit)
+
+
+def _load_all(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
+    """All sets in order, up to `max_samples`: sets after that are not read."""
+    if len(data_args.dataset_split) == 1:
+        return _load(data_args, tokenizer, data_args.dataset, data_args.dataset_split[0], data_args.max_samples)
+    parts = [
+        _load(data_args, tokenizer, [name], split, data_args.max_samples)
+        for name, split in zip(data_args.dataset, data_args.splits, strict=True)
+    ]
+    return _first(datasets.concatenate_datasets(parts), data_args.max_samples)
 
 
 def _load_mixture(

@@ -39,7 +39,7 @@ def plan(
         while numbers.random() < chance and luck < 10:
             luck += 1
         counted = [min(luck, other.max_depth) for other in planner.trees]
-        planner.learn([0 if tree is None else min(luck, tree.max_depth)], [counted if tree else []], None)
+        planner.learn([counted if tree else []])
     return drafted
 
 

@@ -69,6 +69,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "config": lambda model: setattr(model.config, "max_position_embeddings", 128),
     "embeddings": lambda model: model.resize_token_embeddings(140),
     "adapter": add_adapter,
+    "lm_head": lambda model: model.set_output_embeddings(copy.deepcopy(model.get_output_embeddings())),
 }
 
 
