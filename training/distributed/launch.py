@@ -79,7 +79,7 @@ def check_launch(args: TrainingArguments) -> None:
     if launch.is_alone:
         raise ValueError(
             f"accelerate was told of several processes (MASTER_ADDR is {os.environ['MASTER_ADDR']}) and started one: "
-            "`distributed_type: MULTI_CPU` needs MPI. Use configs/accelerate/multi_gpu.yaml, which runs on CPUs as well "
+            "`distributed_type: MULTI_CPU` needs MPI. Use configs/accelerate/multi_gpu.yaml, which runs on CPUs too "
             "(for a single process: unset MASTER_ADDR)"
         )
     if state.num_processes != launch.num_processes:

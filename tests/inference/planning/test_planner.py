@@ -141,7 +141,7 @@ def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
             num_wrong += number != accepted  # of narrower and shallower trees it tells nearly all
         num_kept += sum(counted)
     assert num_kept > 40
-    assert num_wrong < 0.05 * 40 * len(policy.trees)
+    assert num_wrong < 0.08 * 40 * len(policy.trees)
 
 
 def test_a_shrinking_batch_is_planned_with_the_costs_of_its_rows() -> None:
