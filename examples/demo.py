@@ -65,9 +65,7 @@ class DemoArguments:
     # In float32, where texts are identical to the last token, a CPU pays for every further node of a tree.
     tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree (see scripts/benchmark.py --help)."})
     dtype: str = field(default="float32", metadata={"help": "Weights while decoding.", "choices": list(DTYPES)})
-    compile: bool = field(
-        default=True, metadata={"help": "Compile the heads' decoding; so small a target is mostly dispatch otherwise."}
-    )
+    compile: bool = field(default=True, metadata={"help": "Compile the decoding: small targets gain most."})
     num_prompts: int = field(default=6, metadata={"help": "Prompts to decode."})
     max_new_tokens: int = field(default=96, metadata={"help": "Tokens decoded for each prompt."})
     repeats: int = field(default=2, metadata={"help": "Rounds over the prompts."})

@@ -21,7 +21,14 @@ PROGRAMS = {
     "tree": ("scripts.build_tree", "build the best static tree for trained heads"),
 }
 # What only some programs need -> the extra that brings it.
-EXTRAS = {"rich": "bench", "matplotlib": "bench", "accelerate": "train", "datasets": "train", "xxhash": "train"}
+EXTRAS = {
+    "rich": "bench",
+    "matplotlib": "bench",
+    "accelerate": "train",
+    "datasets": "train",
+    "xxhash": "train",
+    "pyarrow": "train",
+}
 
 
 def overview() -> str:

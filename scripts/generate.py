@@ -56,9 +56,7 @@ class GenerateArguments:
     staged: bool = field(
         default=False, metadata={"help": "N-grams draft for the --drafter_model; for chains (--tree chain or gamma)."}
     )
-    ngrams: bool = field(
-        default=False, metadata={"help": "Also draft what followed the last tokens earlier in the text."}
-    )
+    ngrams: bool = field(default=False, metadata={"help": "Also draft with n-grams of the text."})
     prompt: str | None = field(
         default=None, metadata={"help": "What to ask; none = chat, or lines of the standard input."}
     )

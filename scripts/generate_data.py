@@ -9,7 +9,7 @@
     # all GPUs of a machine; a server that is running
     accelerate launch scripts/generate_data.py ...      python scripts/generate_data.py --endpoint URL ...
 
-What is finished is on the disk within seconds. Run the same command again to continue after a kill; docs/training.md
+What is finished is on the disk within seconds. Run the same command again to continue after a kill; docs/data.md
 says what is dropped, and how several processes and machines share the work.
 """
 
