@@ -138,9 +138,8 @@ class Decoder:
                 beginnings: a conversation goes on, or every row begins with the same instructions. The text is the
                 same up to rounding (its keys and values may come from a pass over other rows). Rows that finished
                 before others leave nothing. Do not use it after a change of weights or adapters.
-            streamer: a transformers streamer (batch 1). It receives every token as it is emitted, and its end also when
-                a step fails.
-            on_step: called after every step of a batch of 1, with the tokens kept and how many of them were drafted.
+            streamer: a transformers streamer (batch 1). It gets every token as it is emitted, and its end in any case.
+            on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
             tokenizer, stop_strings: as in transformers; `token_healing` needs the tokenizer, too.
             **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). The
                 result is a `GenerationOutput` whatever `return_dict_in_generate` says. Stopping criteria are called

@@ -22,6 +22,7 @@ BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", 
 # What they import inside a function alone, for those who have it.
 OPTIONAL_DEPENDENCIES = {"heads/adapter.py": {"peft"}}
 MAX_LINES = 500
+MAX_FUNCTION_LINES = 60
 
 MODULES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
 PROGRAMS = [*MODULES, *sorted((REPOSITORY / "examples").glob("*.py"))]
@@ -198,6 +199,13 @@ def test_modules_are_one_concept_of_readable_size(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
     assert path.stem not in ("utils", "helpers", "common", "misc"), "name the concept"
     assert not re.search(r"_(new|old|legacy|v\d+)$", path.stem), "replace the old one; versions are git's business"
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=name)
+def test_functions_fit_a_screen(path: Path) -> None:
+    functions = [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {one.name: one.end_lineno - one.lineno + 1 for one in functions if one.end_lineno is not None}
+    assert not {name: size for name, size in long.items() if size > MAX_FUNCTION_LINES}
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=name)

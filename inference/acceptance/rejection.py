@@ -63,20 +63,7 @@ def accept_by_rejection(
         p = torch.softmax(row_scores, dim=-1)
         log_q = tree.drawn.log_q[rows, tree.drawn.rows[current]]
         is_child = (tree.parents == current[:, None]) & (nodes > 0)
-        places = is_child.cumsum(1)  # 1 = the first child
-        chosen, is_chosen = torch.zeros_like(rows), torch.zeros_like(is_walking)
-        for rank in range(num_ranks):
-            # In logarithms: what is left behind the likeliest tokens of a sharp q may be less than a float can hold.
-            q = _normalise_log(log_q)
-            fits = is_child & (places == rank + 1)
-            child, exists = fits.int().argmax(1), fits.any(1) & ~is_chosen
-            token = tree.token_ids.gather(1, child[:, None])  # [B, 1]
-            q_token, p_token = q.gather(1, token)[:, 0], p.gather(1, token)[:, 0]
-            accepts = exists & (uniforms[:, depth, rank] * q_token < p_token)
-            chosen, is_chosen = torch.where(accepts, child, chosen), is_chosen | accepts
-            rejects = (exists & ~accepts)[:, None]
-            p = torch.where(rejects, _normalise((p - q).clamp(min=0), p), p)
-            log_q = log_q.scatter(1, token, float("-inf"))
+        chosen, is_chosen, p = _try_children(tree, p, log_q, is_child, uniforms[:, depth])
         bonus = pick_token(p.log(), noise[:, depth])
         drafted = tree.token_ids.gather(1, chosen[:, None])[:, 0]
         path.append(current)
@@ -87,6 +74,36 @@ def accept_by_rejection(
     is_real = torch.stack(walked, dim=1)  # [B, P]
     scores = torch.stack(kept, dim=1) if kept else None
     return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real, scores)
+
+
+def _try_children(
+    tree: TokenTree, p: Tensor, log_q: Tensor, is_child: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Judges the children of one node in each row, one after another.
+
+    Args:
+        p: [B, V] the target's distribution; log_q: [B, V] the drafter's; is_child: [B, N] bool.
+        uniforms: [B, ranks] one draw for each child.
+
+    Returns:
+        the accepted child [B] (0: none), whether there is one [B], and what p has become [B, V].
+    """
+    places = is_child.cumsum(1)  # 1 = the first child
+    chosen = torch.zeros_like(places[:, 0])
+    is_chosen = torch.zeros_like(is_child[:, 0])
+    for rank in range(uniforms.shape[1]):
+        # In logarithms: after the likeliest tokens of a sharp q, less may be left than a float can hold.
+        q = _normalise_log(log_q)
+        fits = is_child & (places == rank + 1)
+        child, exists = fits.int().argmax(1), fits.any(1) & ~is_chosen
+        token = tree.token_ids.gather(1, child[:, None])  # [B, 1]
+        q_token, p_token = q.gather(1, token)[:, 0], p.gather(1, token)[:, 0]
+        accepts = exists & (uniforms[:, rank] * q_token < p_token)
+        chosen, is_chosen = torch.where(accepts, child, chosen), is_chosen | accepts
+        rejects = (exists & ~accepts)[:, None]
+        p = torch.where(rejects, _normalise((p - q).clamp(min=0), p), p)
+        log_q = log_q.scatter(1, token, float("-inf"))
+    return chosen, is_chosen, p
 
 
 def accept_blocks(
@@ -121,15 +138,10 @@ def accept_blocks(
     if noise is None:
         noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
     assert noise is not None
-    batch, num_nodes, vocab = logits.shape
+    batch, num_nodes, _ = logits.shape
     num_drafts = num_nodes - 1
-    if sampler.is_prefix_free:
-        scores = sampler.process(logits.flatten(0, 1)).view(batch, num_nodes, vocab)
-    else:
-        score, asked = score_walk(sampler, logits, prefixes), may_emit(sampler, root_positions, 0, [], max_tokens)
-        drafted = tree.token_ids[:, 1:].unbind(1)
-        nodes = torch.arange(num_nodes, device=logits.device)[:, None].expand(-1, batch)
-        scores = torch.stack([score(nodes[n], drafted[:n], asked) for n in range(num_nodes)], dim=1)
+    may_go_on = may_emit(sampler, root_positions, 0, [], max_tokens)
+    scores = _score_chain(sampler, tree, logits, prefixes, may_go_on)
     p = torch.softmax(scores.float(), dim=-1)
     q = _extend(tree.drawn.log_q.exp()[:, tree.drawn.rows[:num_drafts]])  # [B, N, V]; nothing behind the last draft
     drafts = tree.token_ids[:, 1:, None]  # [B, N - 1, 1]
@@ -150,10 +162,22 @@ def accept_blocks(
     left = _normalise((scale[:, None] * last - q[rows, length]).clamp(min=0), last)
     bonus = pick_token(left.log(), noise[rows, length])
     steps = torch.arange(num_nodes, device=logits.device)
-    is_real = (steps <= length[:, None]) & may_emit(sampler, root_positions, 0, [], max_tokens)[:, None]
+    is_real = (steps <= length[:, None]) & may_go_on[:, None]
     tokens = _extend(tree.token_ids[:, 1:, None])[..., 0].scatter(1, length[:, None], bonus[:, None])
     kept = scores.float() if sampler.keeps_scores else None
     return Acceptance(steps.expand(batch, -1) * is_real, is_real.sum(1), tokens * is_real, kept)
+
+
+def _score_chain(
+    sampler: Sampler, tree: TokenTree, logits: Tensor, prefixes: Sequence[Tensor] | None, may_go_on: Tensor
+) -> Tensor:
+    """The processed scores [B, N, V] at every node of a chain, accepted or not."""
+    batch, num_nodes, vocab = logits.shape
+    if sampler.is_prefix_free:
+        return sampler.process(logits.flatten(0, 1)).view(batch, num_nodes, vocab)
+    score, drafted = score_walk(sampler, logits, prefixes), tree.token_ids[:, 1:].unbind(1)
+    nodes = torch.arange(num_nodes, device=logits.device)[:, None].expand(-1, batch)
+    return torch.stack([score(nodes[n], drafted[:n], may_go_on) for n in range(num_nodes)], dim=1)
 
 
 def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:

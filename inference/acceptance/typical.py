@@ -54,9 +54,7 @@ def accept_typical(
     own = log_p.flatten(1).gather(1, parents * vocab + tree.token_ids)  # [B, N], a draft's log p behind its parent
     is_draft = tree.parents >= 0
     passes = is_draft & (own.exp() > threshold.gather(1, parents))
-    ancestors = (
-        tree.ancestors & (tree.depths > 0)[:, None]
-    )  # [B, N, N], drafts on the way to each node, itself included
+    ancestors = tree.ancestors & (tree.depths > 0)[:, None]  # [B, N, N], drafts on the way to each node, and itself
     is_accepted = is_draft & (passes[:, None] | ~ancestors).all(-1)
     path_log_p = torch.where(ancestors, own[:, None], 0.0).sum(-1)
     depths = torch.where(is_accepted, tree.depths, 0)

@@ -81,18 +81,7 @@ def make_request(
         input_ids, attention_mask = pad_left(given_ids, attention_mask.to(target.device))
         input_ids = input_ids.where((attention_mask != 0) | are_tokens(input_ids, target.num_embeddings), 0)
     kwargs = dict(generate_kwargs)
-    criteria = list(kwargs.pop("stopping_criteria", None) or [])
-    # A custom_generate gets no tokenizer, so options that need it are taken out here.
-    stop_strings = _take_option("stop_strings", stop_strings, kwargs, model)
-    if stop_strings is not None:
-        if tokenizer is None:
-            raise ValueError(f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=...")
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    is_healed = _take_option("token_healing", kwargs.pop("token_healing", None), kwargs, model)
-    if is_healed and target.is_encoder_decoder:
-        raise ValueError(f"token_healing is for prompts, and {type(model).__name__} reads a source: leave it out")
-    if is_healed and tokenizer is None:
-        raise ValueError("token_healing needs the tokenizer: pass tokenizer=...")
+    criteria, is_healed = _take_text_options(target, tokenizer, stop_strings, kwargs)
 
     def custom_generate(
         model: Any,
@@ -123,6 +112,26 @@ def make_request(
         **kwargs,
     )
     return cast(Request, request)
+
+
+def _take_text_options(
+    target: Target, tokenizer: Any, stop_strings: str | list[str] | None, kwargs: dict[str, Any]
+) -> tuple[list[Any], bool]:
+    """Takes out the options that need the tokenizer, which a custom_generate does not get: the stopping criteria, with
+    one for stop strings, and whether prompts are healed."""
+    model = cast(Any, target.model)
+    criteria = list(kwargs.pop("stopping_criteria", None) or [])
+    stop_strings = _take_option("stop_strings", stop_strings, kwargs, model)
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError(f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=...")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    is_healed = bool(_take_option("token_healing", kwargs.pop("token_healing", None), kwargs, model))
+    if is_healed and target.is_encoder_decoder:
+        raise ValueError(f"token_healing is for prompts, and {type(model).__name__} reads a source: leave it out")
+    if is_healed and tokenizer is None:
+        raise ValueError("token_healing needs the tokenizer: pass tokenizer=...")
+    return criteria, is_healed
 
 
 def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:

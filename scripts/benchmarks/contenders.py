@@ -252,14 +252,7 @@ def make_contenders(
     Raises:
         ValueError: for what is no tree at all, and for two trees of one name.
     """
-    for tree in trees:
-        resolve_policy(tree, None)
-    names = {tree: Path(tree).stem or tree for tree in trees}
-    if len(set(names.values())) < len(trees):
-        raise ValueError(
-            f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
-            "apart, so leave one out or rename a file"
-        )
+    names = _name_trees(trees)
     plain_modes = (False, True) if True in modes else (False,)
     contenders = _make_baselines(target, plain_modes, assistant, settings.batch_size)
     drafters: list[tuple[str, Drafter, Sequence[str]]] = [(name, drafter, trees) for name, drafter in heads.items()]
@@ -286,6 +279,19 @@ def make_contenders(
                 contender.problem = str(error)
             contenders.append(contender)
     return contenders + [Contender(name, problem=problem) for name, problem in (misfits or {}).items()]
+
+
+def _name_trees(trees: Sequence[str]) -> dict[str, str]:
+    """What a report calls each tree."""
+    for tree in trees:
+        resolve_policy(tree, None)
+    names = {tree: Path(tree).stem or tree for tree in trees}
+    if len(set(names.values())) < len(trees):
+        raise ValueError(
+            f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
+            "apart, so leave one out or rename a file"
+        )
+    return names
 
 
 def _make_baselines(
