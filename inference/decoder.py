@@ -141,9 +141,8 @@ class Decoder:
             streamer: a transformers streamer (batch 1). It gets every token as it is emitted, and its end in any case.
             on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
             tokenizer, stop_strings: as in transformers; `token_healing` needs the tokenizer, too.
-            **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). The
-                result is a `GenerationOutput` whatever `return_dict_in_generate` says. Stopping criteria are called
-                after every token, with `scores=None`.
+            **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). Stopping
+                criteria are called after every token, with `scores=None`.
 
         Raises:
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop

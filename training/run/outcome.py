@@ -168,6 +168,6 @@ def describe_outcome(output_dir: Path, target: str, metrics: Mapping[str, float]
     return (
         f"wrote {output_dir}: {written}\n"
         f"acceptance length: {measured}\n"
-        f'next: python scripts/generate.py {heads} --prompt "Hello" --compare true\n'
+        f'next: python scripts/generate.py {heads} --compare true --prompt "Hello"\n'
         f"  or: python scripts/benchmark.py {heads} --prompts examples/prompts.jsonl"
     )
