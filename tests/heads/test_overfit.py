@@ -16,17 +16,12 @@ from inference import Target, chain, generate
 from inference.stats import GenerationStats
 from inference.targets.encoding import encode
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
 
 PROMPT_LENGTH, NUM_NEW = 8, 40
 DEPTH_OF_ANY = 3  # of kinds that draft as deep as they are asked to; what their unroll reaches
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
 
 
 @pytest.fixture(scope="module")

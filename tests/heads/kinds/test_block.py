@@ -6,13 +6,13 @@ Legend: B batch, T sequence length, N block size, K depths, D hidden size.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from heads import DraftHeads, create_heads
 from heads.block import BlockHeads, default_loss_decay, spaced_feature_layers
@@ -23,11 +23,14 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.sampling import DraftSampling
 from inference.targets.encoding import encode
 from inference.trees.token_tree import TokenTree
-from tests.heads.slow_layer import norm, turn
+from tests.heads.kinds import slow_layer
+from tests.heads.kinds.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
+
+block = partial(tiny_heads, "block")
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 4},
@@ -37,17 +40,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "dspark": {"block_size": 3, "predicts_at_anchor": True, "markov_rank": 5, "has_confidence": True},
 }
 every_switch = pytest.mark.parametrize("overrides", SWITCHES.values(), ids=SWITCHES)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
-
-
-def block(target: Target, **overrides: Any) -> BlockHeads:
-    heads = tiny_heads("block", target, **overrides)
-    assert isinstance(heads, BlockHeads)
-    return heads
 
 
 class TestTransformers:
@@ -105,27 +97,22 @@ def draft_slowly(heads: BlockHeads, features: Tensor, token_ids: list[int], slot
     context = [norm(weights["fc.weight"] @ features[t], weights["hidden_norm.weight"], eps) for t in range(slot + 1)]
     hidden = [table[token_ids[slot + 1]]] + [weights["mask_embedding"]] * (config.block_size - 1)
     for layer in range(config.num_layers):
-
-        def weight(name: str, layer: int = layer) -> Tensor:
-            return weights[f"layers.{layer}.{name}.weight"]
-
-        normed = [norm(x, weight("input_layernorm"), eps) for x in hidden]
+        weight = slow_layer.layer_weights(weights, f"layers.{layer}.")
+        normed = [norm(x, weight["input_layernorm.weight"], eps) for x in hidden]
         keys, values = [], []
         for position, x in enumerate([*context, *normed]):
-            key = norm((weight("self_attn.k_proj") @ x).view(-1, size), weight("self_attn.k_norm"), eps)
+            key = norm((weight["self_attn.k_proj.weight"] @ x).view(-1, size), weight["self_attn.k_norm.weight"], eps)
             keys.append(turn(key, position, theta).repeat_interleave(repeats, 0))
-            values.append((weight("self_attn.v_proj") @ x).view(-1, size).repeat_interleave(repeats, 0))
+            values.append((weight["self_attn.v_proj.weight"] @ x).view(-1, size).repeat_interleave(repeats, 0))
         outputs = []
         for row, x in enumerate(normed):
-            q = norm((weight("self_attn.q_proj") @ x).view(-1, size), weight("self_attn.q_norm"), eps)
+            q = norm((weight["self_attn.q_proj.weight"] @ x).view(-1, size), weight["self_attn.q_norm.weight"], eps)
             q = turn(q, slot + 1 + row, theta)
             last = slot + 1 + (row if config.is_causal else config.block_size - 1)
             scores = torch.stack([(q * key).sum(-1) / math.sqrt(size) for key in keys[: last + 1]])
             attended = (scores.softmax(0)[..., None] * torch.stack(values[: last + 1])).sum(0)
-            after = hidden[row] + weight("self_attn.o_proj") @ attended.flatten()
-            x = norm(after, weight("post_attention_layernorm"), eps)
-            inner = F.silu(weight("mlp.gate_proj") @ x) * (weight("mlp.up_proj") @ x)
-            outputs.append(after + weight("mlp.down_proj") @ inner)
+            after = hidden[row] + weight["self_attn.o_proj.weight"] @ attended.flatten()
+            outputs.append(slow_layer.finish(weight, config, after))
         hidden = outputs
     hidden = [norm(x, weights["norm.weight"], eps) for x in hidden]
     logits, confidences = [], []

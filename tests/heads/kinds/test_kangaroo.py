@@ -6,14 +6,13 @@ Legend: B batch, T sequence length, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import gc
-import math
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import LlamaModel
 
 from heads import create_heads
@@ -23,20 +22,12 @@ from inference.drafters.sampling import DraftSampling
 from inference.execution.step import DecodeStep
 from inference.targets.encoding import encode
 from inference.trees.token_tree import TokenTree
-from tests.heads.slow_layer import norm, turn
+from tests.heads.kinds import slow_layer
+from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
 
-
-def kangaroo(target: Target, **overrides: Any) -> KangarooHeads:
-    heads = tiny_heads("kangaroo", target, **overrides)
-    assert isinstance(heads, KangarooHeads)
-    return heads
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
+kangaroo = partial(tiny_heads, "kangaroo")
 
 
 @torch.no_grad()
@@ -46,23 +37,13 @@ def score_slowly(heads: KangarooHeads, token_ids: list[int]) -> Tensor:
     config, weights = heads.config, heads.state_dict()
     model = heads.target.model
     states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[config.exit_layer][0]
-    size, eps = config.head_dim, config.rms_norm_eps
-    repeats = config.num_attention_heads // config.num_key_value_heads
-    keys, values, outputs = [], [], []
+    layer, eps = slow_layer.layer_weights(weights, "adapter."), config.rms_norm_eps
+    inputs = [norm(x, layer["input_layernorm.weight"], eps) for x in states]
+    outputs = []
     for t, x in enumerate(states):
-        normed = norm(x, weights["adapter.input_layernorm.weight"], eps)
-        q, key, value = ((weights[f"adapter.self_attn.{n}_proj.weight"] @ normed).view(-1, size) for n in "qkv")
-        theta = config.rope_parameters["rope_theta"]
-        keys.append(turn(key, t, theta).repeat_interleave(repeats, 0))
-        values.append(value.repeat_interleave(repeats, 0))
-        scores = torch.stack([(turn(q, t, theta) * key).sum(-1) / math.sqrt(size) for key in keys])  # [seen, H]
-        attended = (scores.softmax(0)[..., None] * torch.stack(values)).sum(0)
-        hidden = x + weights["adapter.self_attn.o_proj.weight"] @ attended.flatten()
+        hidden = x + slow_layer.attend(layer, config, inputs[: t + 1], list(range(t + 1)))
         if config.use_mlp:
-            inner = norm(hidden, weights["adapter.post_attention_layernorm.weight"], eps)
-            gate, up = (weights[f"adapter.mlp.{n}_proj.weight"] @ inner for n in ("gate", "up"))
-            act = F.silu(gate) if config.hidden_act == "silu" else F.gelu(gate, approximate="tanh")
-            hidden = hidden + weights["adapter.mlp.down_proj.weight"] @ (act * up)
+            hidden = slow_layer.finish(layer, config, hidden)
         outputs.append(heads.target.compute_logits(norm(hidden, weights["norm.weight"], eps)))
     return torch.stack(outputs)
 

@@ -6,6 +6,7 @@ Legend: B batch, T sequence length, K heads, D hidden size.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,25 +20,16 @@ from heads.hydra import HydraConfig, HydraHeads
 from heads.modules import layers as layers_module
 from inference import Target
 from inference.targets.encoding import encode
-from tests.heads import slow_layer
-from tests.heads.slow_layer import norm
+from tests.heads.kinds import slow_layer
+from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
+
+hydra = partial(tiny_heads, "hydra")
 
 PLAIN: dict[str, Any] = {"num_layers": 2}
 PLUS: dict[str, Any] = {"num_layers": 3, "use_prefix_attention": True}
 both = pytest.mark.parametrize("overrides", [PLAIN, PLUS], ids=["hydra", "hydra++"])
-
-
-def hydra(target: Target, **overrides: Any) -> HydraHeads:
-    heads = tiny_heads("hydra", target, **overrides)
-    assert isinstance(heads, HydraHeads)
-    return heads
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
 
 
 def attend_slowly(heads: HydraHeads, features: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ Legend: B batch, T sequence length, K unroll steps, D hidden size.
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,21 +17,12 @@ from heads import DraftHeads, create_heads
 from heads.eagle import EagleHeads
 from heads.modules import layers as layers_module
 from inference import Target
-from tests.heads import slow_layer
+from tests.heads.kinds import slow_layer
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 from training.losses.terms import parse_loss
 
-
-def eagle(target: Target, **overrides: Any) -> EagleHeads:
-    heads = tiny_heads("eagle", target, **overrides)
-    assert isinstance(heads, EagleHeads)
-    return heads
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
+eagle = partial(tiny_heads, "eagle")
 
 
 def unroll_slowly(heads: EagleHeads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:

@@ -5,32 +5,23 @@ Legend: B batch, T sequence length, K depths, D hidden size.
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from heads import create_heads
 from heads.modules import layers as layers_module
 from heads.mtp import MTPHeads
 from inference import Decoder, DynamicTree, Target, generate
-from tests.heads.slow_layer import norm, turn
+from tests.heads.kinds import slow_layer
+from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import target_with_gains, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
-
-def mtp(target: Target, **overrides: Any) -> MTPHeads:
-    heads = tiny_heads("mtp", target, **overrides)
-    assert isinstance(heads, MTPHeads)
-    return heads
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
+mtp = partial(tiny_heads, "mtp")
 
 
 def unroll_slowly(heads: MTPHeads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:
@@ -38,16 +29,15 @@ def unroll_slowly(heads: MTPHeads, features: Tensor, token_ids: list[int]) -> li
     none from depth d on."""
     config, weights = heads.config, heads.state_dict()
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
-    size, eps, theta = config.head_dim, config.rms_norm_eps, config.rope_parameters["rope_theta"]
-    repeats = config.num_attention_heads // config.num_key_value_heads
+    eps = config.rms_norm_eps
     states = list(features)
-    keys: dict[tuple[int, int], Tensor] = {}
-    values: dict[tuple[int, int], Tensor] = {}
+    inputs: list[list[Tensor]] = []
     logits: list[list[Tensor]] = []
     for d in range(config.num_steps):
         block = f"blocks.{0 if config.share_block else d}"
-        layer = f"{block}.layer"
+        layer = slow_layer.layer_weights(weights, f"{block}.layer.")
         outputs: list[Tensor] = []
+        inputs.append([])
         logits.append([])
         for t in range(len(token_ids) - d - 1):
             token = table[token_ids[t + d + 1]]
@@ -56,20 +46,13 @@ def unroll_slowly(heads: MTPHeads, features: Tensor, token_ids: list[int]) -> li
             pair = [norm(token, weights[f"{block}.enorm.weight"], eps)]
             pair.append(norm(states[t], weights[f"{block}.hnorm.weight"], eps))
             x = weights[f"{block}.eh_proj.weight"] @ torch.cat(pair[::-1] if config.hidden_first else pair)
-            inputs = norm(x, weights[f"{layer}.input_layernorm.weight"], eps)
-            q, k, v = ((weights[f"{layer}.self_attn.{name}_proj.weight"] @ inputs).view(-1, size) for name in "qkv")
-            q, keys[d, t] = turn(q, t + d, theta), turn(k, t + d, theta).repeat_interleave(repeats, 0)
-            values[d, t] = v.repeat_interleave(repeats, 0)
+            inputs[d].append(norm(x, layer["input_layernorm.weight"], eps))
             if config.share_block:
                 seen = [(0, j) for j in range(t + 1)] + [(m, t) for m in range(1, d + 1)]
             else:
                 seen = [(d, j) for j in range(t + 1)]
-            scores = torch.stack([(q * keys[row]).sum(-1) / math.sqrt(size) for row in seen])  # [seen, H]
-            attended = (scores.softmax(0)[..., None] * torch.stack([values[row] for row in seen])).sum(0)
-            x = x + weights[f"{layer}.self_attn.o_proj.weight"] @ attended.flatten()
-            inputs = norm(x, weights[f"{layer}.post_attention_layernorm.weight"], eps)
-            gate, up = (weights[f"{layer}.mlp.{name}_proj.weight"] @ inputs for name in ("gate", "up"))
-            x = x + weights[f"{layer}.mlp.down_proj.weight"] @ (F.silu(gate) * up)
+            attended = slow_layer.attend(layer, config, [inputs[m][j] for m, j in seen], [j + m for m, j in seen])
+            x = slow_layer.finish(layer, config, x + attended)
             normed = norm(x, weights[f"{block}.norm.weight"], eps)
             outputs.append(normed if config.norm_output else x)
             logits[d].append(heads.target.lm_head.weight @ normed)

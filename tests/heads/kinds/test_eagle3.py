@@ -6,6 +6,7 @@ Legend: B batch, T sequence length, K unroll steps, D hidden size.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,12 @@ from heads import DraftHeads, create_heads
 from heads.eagle3 import Eagle3Heads, default_feature_layers
 from heads.modules import layers as layers_module
 from inference import Target, generate
-from tests.heads import slow_layer
-from tests.heads.slow_layer import norm
+from tests.heads.kinds import slow_layer
+from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import target_with_gains, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
-
-def eagle3(target: Target, **overrides: Any) -> Eagle3Heads:
-    heads = tiny_heads("eagle3", target, **overrides)
-    assert isinstance(heads, Eagle3Heads)
-    return heads
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
+eagle3 = partial(tiny_heads, "eagle3")
 
 
 class TestFeatureLayers:

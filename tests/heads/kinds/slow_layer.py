@@ -54,7 +54,8 @@ def finish(weights: dict[str, Tensor], config: Any, hidden: Tensor) -> Tensor:
     """The MLP's half of the layer: [D] -> [D]."""
     x = norm(hidden, weights["post_attention_layernorm.weight"], config.rms_norm_eps)
     gate, up = (weights[f"mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
-    return hidden + weights["mlp.down_proj.weight"] @ (F.silu(gate) * up)
+    activated = F.silu(gate) if config.hidden_act == "silu" else F.gelu(gate, approximate="tanh")
+    return hidden + weights["mlp.down_proj.weight"] @ (activated * up)
 
 
 def layer_weights(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

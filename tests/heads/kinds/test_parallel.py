@@ -5,31 +5,22 @@ Legend: B batch, T sequence length, K depths, D hidden size.
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from heads import create_heads
 from heads.parallel import ParallelHeads
 from inference import Target
-from tests.heads.slow_layer import norm, turn
+from tests.heads.kinds import slow_layer
+from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt
 
-
-def parallel(target: Target, **overrides: Any) -> ParallelHeads:
-    heads = tiny_heads("parallel", target, **overrides)
-    assert isinstance(heads, ParallelHeads)
-    return heads
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
+parallel = partial(tiny_heads, "parallel")
 
 
 def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], slot: int) -> list[Tensor]:
@@ -37,37 +28,24 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
     causal decoder."""
     config, weights = heads.config, heads.state_dict()
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
-    size, eps, theta = config.head_dim, config.rms_norm_eps, config.rope_parameters["rope_theta"]
-    repeats = config.num_attention_heads // config.num_key_value_heads
-    num_masks = config.num_depths - 1
+    eps, num_masks = config.rms_norm_eps, config.num_depths - 1
     embedded = [table[token_ids[t + 1]] for t in range(slot + 1)] + [weights["mask_embedding"]] * num_masks
     hidden = [weights["fc.weight"] @ features[t] for t in range(slot + 1)] + [weights["mask_hidden"]] * num_masks
     for layer in range(config.num_layers):
-        prefix = "midlayer" if layer == 0 else f"layers.{layer - 1}"
-
-        def weight(name: str, prefix: str = prefix) -> Tensor:
-            return weights[f"{prefix}.{name}.weight"]
-
+        weight = slow_layer.layer_weights(weights, "midlayer." if layer == 0 else f"layers.{layer - 1}.")
         if layer == 0:
             inputs = [
-                torch.cat([norm(e, weight("input_layernorm"), eps), norm(g, weight("hidden_norm"), eps)])
+                torch.cat([norm(e, weight["input_layernorm.weight"], eps), norm(g, weight["hidden_norm.weight"], eps)])
                 for e, g in zip(embedded, hidden, strict=True)
             ]
         else:
-            inputs = [norm(x, weight("input_layernorm"), eps) for x in hidden]
-        q, k, v = ([(weight(f"self_attn.{name}_proj") @ x).view(-1, size) for x in inputs] for name in "qkv")
-        q, k = ([turn(x, position, theta) for position, x in enumerate(xs)] for xs in (q, k))
-        k, v = ([x.repeat_interleave(repeats, 0) for x in xs] for xs in (k, v))
-        outputs = []
-        for i, x in enumerate(hidden):
-            scores = torch.stack([(q[i] * k[j]).sum(-1) / math.sqrt(size) for j in range(i + 1)])
-            attended = (scores.softmax(0)[..., None] * torch.stack(v[: i + 1])).sum(0)
-            after = x + weight("self_attn.o_proj") @ attended.flatten()
-            y = norm(after, weight("post_attention_layernorm"), eps)
-            outputs.append(
-                after + weight("mlp.down_proj") @ (F.silu(weight("mlp.gate_proj") @ y) * (weight("mlp.up_proj") @ y))
+            inputs = [norm(x, weight["input_layernorm.weight"], eps) for x in hidden]
+        hidden = [
+            slow_layer.finish(
+                weight, config, x + slow_layer.attend(weight, config, inputs[: i + 1], list(range(i + 1)))
             )
-        hidden = outputs
+            for i, x in enumerate(hidden)
+        ]
     return hidden[slot:]
 
 
