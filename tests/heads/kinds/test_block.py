@@ -301,27 +301,6 @@ class TestTrainingSlots:
 
 
 class TestSettings:
-    @pytest.mark.parametrize(
-        ("overrides", "message"),
-        [
-            ({"block_size": 1}, "block_size is 1; allowed is 2 or more"),
-            ({"block_size": 0, "predicts_at_anchor": True}, "block_size is 0; allowed is 1 or more"),
-            ({"num_layers": 0}, "num_layers is 0; allowed is 1 or more"),
-            ({"num_anchors": 0}, "num_anchors is 0; allowed is 1 or more"),
-            ({"markov_rank": -1}, "markov_rank is -1; allowed is 0 or more"),
-            ({"loss_decay": 0.0}, "loss_decay is 0.0; allowed is a number above 0"),
-            ({"confidence_threshold": 0.3}, "these heads have no confidence head"),
-            ({"has_confidence": True, "confidence_threshold": -1}, "confidence_threshold is -1; allowed is 0 to 1"),
-            ({"head_dim": 7}, "head_dim is 7; rotary positions need an even number"),
-            ({"num_key_value_heads": 3}, "the first must be a multiple of the second"),
-            ({"feature_layers": []}, "feature_layers is empty; block drafters read at least one layer"),
-            ({"blok_size": 4}, "did you mean 'block_size'"),
-        ],
-    )
-    def test_bad_ones_say_what_is_allowed(self, target: Target, overrides: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            create_heads("block", target, **overrides)
-
     @pytest.mark.parametrize("num_layers", range(1, 41))
     def test_tapped_layers_are_distinct_and_in_order(self, num_layers: int) -> None:
         layers = spaced_feature_layers(num_layers)

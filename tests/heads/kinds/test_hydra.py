@@ -188,23 +188,6 @@ class TestSettings:
         for step, expected in zip(heads.train().unroll(features, input_ids), plain, strict=True):
             assert not torch.allclose(step.hidden, expected.hidden)
 
-    @pytest.mark.parametrize(
-        ("overrides", "message"),
-        [
-            ({"num_heads": 0}, "num_heads is 0 and num_layers 1; allowed is 1 or more of each"),
-            ({"num_layers": 0}, "num_heads is 4 and num_layers 0"),
-            ({"dropout": 1.0}, r"dropout is 1\.0; allowed is 0"),
-            ({"feature_layers": [2, 6]}, r"feature_layers is \[2, 6\]; Hydra reads one layer"),
-            ({"head_dim": 8}, "head_dim given, but only the prefix layer reads them"),
-            ({"use_prefix_attention": True, "head_dim": 7}, "head_dim is 7; rotary positions need an even number"),
-            ({"use_prefix_attention": True, "num_key_value_heads": 3}, "num_attention_heads is 4 and num_key_value"),
-            ({"num_layer": 2}, "unknown config key 'num_layer' for hydra heads; did you mean 'num_layers'"),
-        ],
-    )
-    def test_bad_values(self, target: Target, overrides: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            create_heads("hydra", target, **overrides)
-
     def test_a_config_without_a_target(self) -> None:
         assert HydraConfig(use_prefix_attention=True, head_dim=32).head_dim == 32
         assert not hasattr(HydraConfig(), "head_dim")

@@ -53,27 +53,6 @@ class TestExitLayer:
         assert [default_exit_layer(n) for n in (32, 40, 6, 2)] == [2, 3, 1, 1]
         assert kangaroo(Target(tiny_target("llama"))).feature_layers == (1,)
 
-    @pytest.mark.parametrize("exit_layer", [0, 6, -1])
-    def test_others_are_refused(self, target: Target, exit_layer: int) -> None:
-        with pytest.raises(ValueError, match=rf"exit_layer is {exit_layer}; allowed is 1 to 5 for a target of 6"):
-            create_heads("kangaroo", target, exit_layer=exit_layer)
-
-    def test_a_target_of_one_layer_has_none(self) -> None:
-        with pytest.raises(ValueError, match=r"this target has 1 layer; Kangaroo exits before the last layer"):
-            create_heads("kangaroo", tiny_target("llama", num_hidden_layers=1))
-
-    def test_is_the_only_layer_read(self, target: Target) -> None:
-        with pytest.raises(ValueError, match=r"feature_layers is \[3\] and exit_layer 2; .* leave feature_layers out"):
-            create_heads("kangaroo", target, exit_layer=2, feature_layers=[3])
-
-    def test_other_bad_settings(self, target: Target) -> None:
-        with pytest.raises(ValueError, match=r"num_attention_heads is 4 and num_key_value_heads 3"):
-            create_heads("kangaroo", target, num_key_value_heads=3)
-        with pytest.raises(ValueError, match=r"head_dim is 7; rotary positions need an even number"):
-            create_heads("kangaroo", target, head_dim=7)
-        with pytest.raises(ValueError, match=r"confidence_threshold is 1.5; allowed is 0 to 1, or null"):
-            create_heads("kangaroo", target, confidence_threshold=1.5)
-
 
 class TestRefusedTargets:
     """Found when heads are bound, not when they have been trained."""

@@ -155,22 +155,6 @@ class TestDepths:
         assert mtp(target).default_step_decay == 0.6
 
 
-class TestConfig:
-    @pytest.mark.parametrize(
-        ("overrides", "message"),
-        [
-            ({"num_steps": 0}, r"num_steps is 0; allowed is 1 or more"),
-            ({"num_attention_heads": 3}, r"num_attention_heads is 3 and num_key_value_heads 2"),
-            ({"head_dim": 7}, r"head_dim is 7; rotary positions need an even number"),
-            ({"feature_layers": [2, 6]}, r"feature_layers is \[2, 6\]; MTP reads one state"),
-            ({"share_blocks": True}, r"unknown config key 'share_blocks'.*did you mean 'share_block'"),
-        ],
-    )
-    def test_refuses(self, target: Target, overrides: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            create_heads("mtp", target, **overrides)
-
-
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiled_blocks_of_their_own_draft_what_they_draft_eagerly(target: Target) -> None:

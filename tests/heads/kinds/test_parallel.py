@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import create_heads
 from heads.parallel import ParallelHeads
 from inference import Target
 from tests.heads.kinds import slow_layer
@@ -99,20 +98,3 @@ class TestDropping:
         for step in heads.unroll(torch.randn(1, 9, 96), random_prompt(9))[1:]:
             assert step.slots is not None
             assert sorted(step.slots[0].tolist()) == list(range(7))
-
-
-class TestSettings:
-    @pytest.mark.parametrize(
-        ("overrides", "message"),
-        [
-            ({"num_depths": 1}, "num_depths is 1 .* allowed are at least 2"),
-            ({"num_layers": 0}, "num_layers 0; allowed are at least 2 and 1"),
-            ({"keep_ratio": 0.0}, "keep_ratio is 0.0; allowed is a share above 0"),
-            ({"min_keep_ratio": 1.5}, "min_keep_ratio is 1.5; allowed is a share above 0"),
-            ({"ttt_steps": 3}, "set num_depths instead"),
-            ({"num_depth": 3}, "did you mean 'num_depths'"),
-        ],
-    )
-    def test_bad_ones_say_what_is_allowed(self, target: Target, overrides: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            create_heads("parallel", target, **overrides)
