@@ -125,21 +125,21 @@ def name_as_deepseek(modules: list[Module], num_layers: int) -> dict[str, Tensor
     return split_experts(tensors)
 
 
-def name_as_qwen(modules: list[Module], num_layers: int) -> dict[str, Tensor]:
-    names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
-    tensors = {f"mtp.{theirs}.weight": modules[0].parts[ours] for ours, theirs in names.items()}
-    return tensors | {f"mtp.layers.0.{name}": tensor for name, tensor in modules[0].layer.state_dict().items()}
+QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
+MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"}
 
 
-def name_as_mimo(modules: list[Module], num_layers: int) -> dict[str, Tensor]:
-    names = {
-        "enorm": "token_layernorm",
-        "hnorm": "hidden_layernorm",
-        "eh_proj": "input_proj",
-        "norm": "final_layernorm",
-    }
-    tensors = {f"model.mtp_layers.0.{theirs}.weight": modules[0].parts[ours] for ours, theirs in names.items()}
-    return tensors | {f"model.mtp_layers.0.{name}": tensor for name, tensor in modules[0].layer.state_dict().items()}
+def name_one(modules: list[Module], names: dict[str, str], prefix: str, layer: str) -> dict[str, Tensor]:
+    tensors = {f"{prefix}.{theirs}.weight": modules[0].parts[ours] for ours, theirs in names.items()}
+    return tensors | {f"{layer}.{name}": tensor for name, tensor in modules[0].layer.state_dict().items()}
+
+
+def name_as_qwen(modules: list[Module], _: int) -> dict[str, Tensor]:
+    return name_one(modules, QWEN, "mtp", "mtp.layers.0")
+
+
+def name_as_mimo(modules: list[Module], _: int) -> dict[str, Tensor]:
+    return name_one(modules, MIMO, "model.mtp_layers.0", "model.mtp_layers.0")
 
 
 def write_checkpoint(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> Path:
@@ -178,6 +178,7 @@ CASES = {
     ),
     "mimo": Case(lambda: tiny_target("qwen2", num_hidden_layers=2), name_as_mimo, is_mimo=True),
 }
+UP = "mtp.layers.0.mlp.up_proj.weight"
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -355,38 +356,37 @@ def test_gated_attention_of_qwen3_5_runs_on_the_draft_cache() -> None:
 
 
 class TestRefusals:
-    def write(self, tensors: dict[str, Tensor], path: Path) -> PreTrainedModel:
-        model = tiny_target("qwen3", num_hidden_layers=2)
-        write_checkpoint(model, tensors, path)
-        return model
+    """Of the checkpoint of a Qwen target, with changed tensors, or of what is asked of it."""
 
-    def tensors(self) -> dict[str, Tensor]:
+    def make(self, path: Path, changes: Callable[[dict[str, Tensor]], Any], **overrides: Any) -> MTPHeads:
         model = tiny_target("qwen3", num_hidden_layers=2)
-        return name_as_qwen(random_modules(model, 1), 2)
+        tensors = name_as_qwen(random_modules(model, 1), 2)
+        changes(tensors)
+        write_checkpoint(model, tensors or {"model.other": torch.zeros(1)}, path)
+        return MTPHeads.from_target_checkpoint(path, model, **overrides)
 
-    def test_a_checkpoint_without_modules(self, tmp_path: Path) -> None:
-        model = self.write({"model.other": torch.zeros(1)}, tmp_path)
-        with pytest.raises(ValueError, match=r"holds no MTP module: neither model.layers.2.eh_proj.*train heads"):
-            MTPHeads.from_target_checkpoint(tmp_path, model)
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (dict.clear, r"holds no MTP module: neither model.layers.2.eh_proj.*train heads"),
+            (
+                lambda tensors: tensors.update({"mtp.layers.0.self_attn.sinks": tensors.pop(UP)}),
+                r"missing: blocks.0.layer.layer.mlp.up_proj.*unexpected: .*sinks",
+            ),
+            (
+                lambda tensors: tensors.update({UP: tensors[UP].to(torch.float8_e4m3fn)}),
+                r"the MTP tensors are quantized",
+            ),
+        ],
+        ids=["no module", "missing and unexpected", "quantized"],
+    )
+    def test_tensors(self, changes: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=message):
+            self.make(tmp_path, changes)
 
     def test_a_directory_without_weights(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"has no model.safetensors"):
             MTPHeads.from_target_checkpoint(tmp_path, tiny_target("qwen3"))
-
-    def test_missing_and_unexpected_tensors_are_named(self, tmp_path: Path) -> None:
-        tensors = self.tensors()
-        tensors["mtp.layers.0.self_attn.sinks"] = tensors.pop("mtp.layers.0.mlp.up_proj.weight")
-        model = self.write(tensors, tmp_path)
-        with pytest.raises(ValueError, match=r"missing: blocks.0.layer.layer.mlp.up_proj.*unexpected: .*sinks"):
-            MTPHeads.from_target_checkpoint(tmp_path, model)
-
-    def test_quantized_tensors(self, tmp_path: Path) -> None:
-        tensors = self.tensors()
-        name = "mtp.layers.0.mlp.up_proj.weight"
-        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-        model = self.write(tensors, tmp_path)
-        with pytest.raises(ValueError, match=r"the MTP tensors are quantized"):
-            MTPHeads.from_target_checkpoint(tmp_path, model)
 
     def test_a_sliding_window(self, tmp_path: Path) -> None:
         model = tiny_target("mistral", num_hidden_layers=2)
@@ -394,15 +394,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"cannot be used: .*sliding window"):
             MTPHeads.from_target_checkpoint(tmp_path, model)
 
-    def test_what_the_checkpoint_decides(self, tmp_path: Path) -> None:
-        model = self.write(self.tensors(), tmp_path)
+    def test_settings_that_the_checkpoint_decides(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"share_block cannot be chosen: the MTP modules of"):
-            MTPHeads.from_target_checkpoint(tmp_path, model, share_block=False)
-        assert (
-            len(
-                MTPHeads.from_target_checkpoint(tmp_path, model, num_steps=5).unroll(
-                    torch.zeros(1, 8, 32), random_prompt(8)
-                )
-            )
-            == 5
-        )
+            self.make(tmp_path, len, share_block=False)
+        assert self.make(tmp_path, len, num_steps=5).num_unrolled_steps == 5

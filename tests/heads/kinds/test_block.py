@@ -219,18 +219,14 @@ class TestTheConfidenceHead:
                     else:
                         torch.testing.assert_close(draft.logits[0, node], logits[depth], rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize(
-        "options",
-        [{"do_sample": False}, {"do_sample": True, "top_p": 0.9, "seed": 1}],
-        ids=str,
-    )
-    @pytest.mark.parametrize("threshold", [None, 0.0, 0.3, 1.0])
-    def test_changes_no_text(self, target: Target, options: dict[str, Any], threshold: float | None) -> None:
+    @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_p": 0.9, "seed": 1}], ids=str)
+    @pytest.mark.parametrize("threshold", [0.3, 1.0])
+    def test_changes_no_text(self, target: Target, options: dict[str, Any], threshold: float) -> None:
         heads = block(target, block_size=4, markov_rank=5, has_confidence=True, confidence_threshold=threshold)
-        expected = generate(target, None, random_prompt(9), max_new_tokens=40, **options).sequences
+        expected = generate(target, None, random_prompt(9), max_new_tokens=24, **options).sequences
         for tree in ("dynamic", "chain", [[0], [1], [0, 0], [1, 0], [0, 0, 0]]):
             drafter = MergedDrafter(heads, NgramDrafter()) if tree == "dynamic" else heads
-            output = generate(target, drafter, random_prompt(9), tree=tree, max_new_tokens=40, **options)
+            output = generate(target, drafter, random_prompt(9), tree=tree, max_new_tokens=24, **options)
             assert torch.equal(output.sequences, expected)
             if threshold == 1.0 and drafter is heads:
                 assert not any(output.stats.accepted_histogram[2:]), "only the root's children are left"
