@@ -55,12 +55,6 @@ class StopAt(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= self.length])
 
 
-def test_generation_config_of_the_call_and_of_the_model() -> None:
-    config = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0)
-    output = generate(MODEL, scripted(), PROMPT, generation_config=config)
-    assert torch.equal(output.sequences, truth(max_new_tokens=9))
-
-
 def test_streamer_gets_each_token_once_and_an_end() -> None:
     streamer = Recorder()
     output = generate(MODEL, scripted(), PROMPT, streamer=streamer, **GREEDY)
@@ -85,22 +79,6 @@ def test_stopping_criteria_see_every_prefix_and_trim_within_a_step() -> None:
     output = generate(MODEL, drafter, PROMPT, stopping_criteria=StoppingCriteriaList([criterion]), **GREEDY)
     assert torch.equal(output.sequences, truth(max_new_tokens=11))
     assert criterion.seen == list(range(7, 18))
-
-
-def test_stop_strings(chat_target: Any, chat_tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "Tell me about the sea."}]
-    inputs = chat_tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    options = {"max_new_tokens": 40, "do_sample": False, "stop_strings": ["a"], "tokenizer": chat_tokenizer}
-    expected = chat_target.generate(**inputs, **options)
-    drafter = NgramDrafter()
-    assert torch.equal(generate(chat_target, drafter, **inputs, **options).sequences, expected)
-    config = GenerationConfig(max_new_tokens=40, do_sample=False, stop_strings=["a"], eos_token_id=2, pad_token_id=0)
-    again = generate(chat_target, drafter, **inputs, generation_config=config, tokenizer=chat_tokenizer)
-    assert torch.equal(again.sequences, expected)
-    with pytest.raises(ValueError, match="needs the tokenizer"):
-        generate(chat_target, drafter, **inputs, max_new_tokens=4, stop_strings=["a"])
 
 
 @pytest.mark.parametrize("has_config", [False, True], ids=["no config", "config"])
@@ -205,13 +183,6 @@ def test_plain_decoding_emits_one_token_a_step() -> None:
     assert output.stats.num_target_forwards == 24
 
 
-def test_long_prompt_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.prompts.PREFILL_CHUNK", 7)
-    prompt = random_prompt(40)
-    output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
-    assert torch.equal(output.sequences, MODEL.generate(prompt, **GREEDY))
-
-
 def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
     prompt = random_prompt(250)
     output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
@@ -264,19 +235,6 @@ def test_refused_options(options: dict[str, Any], match: str) -> None:
 def test_misspelt_option_is_an_error() -> None:
     with pytest.raises(ValueError, match="max_new_tokns"):
         generate(MODEL, None, PROMPT, max_new_tokns=5)
-
-
-@pytest.mark.parametrize(
-    ("input_ids", "mask", "match"),
-    [
-        (torch.zeros(1, 0, dtype=torch.long), None, "empty"),
-        (random_prompt(256), None, "256 tokens.*fewer than 256"),
-        (random_prompt(4), torch.zeros(1, 4, dtype=torch.long), "all padding"),
-    ],
-)
-def test_refused_prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        generate(MODEL, None, input_ids, mask, **GREEDY)
 
 
 def test_tree_without_drafter_is_refused() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 from transformers.generation.logits_process import (
     EtaLogitsWarper,
@@ -184,46 +183,6 @@ def test_half_precision_logits_are_processed_in_float32() -> None:
     wanted = logits[0].float() / 0.3 + gumbel_noise(sampler.row_seeds, torch.tensor([[5]]), 500)[0]
     assert token == int(wanted.argmax())
     assert torch.equal(logits, kept)  # processors may write into what they get
-
-
-@pytest.mark.parametrize("is_biased", [False, True])
-def test_sampled_tokens_follow_the_targets_distribution(is_biased: bool) -> None:
-    """Chi-square over two tokens in a row; drafts are the best guesses, the coupled ones included. The control
-    prefers drafts a little, and must be caught."""
-    num_rows = 6000
-    generator = torch.Generator().manual_seed(1)
-    root_logits = torch.randn(5, generator=generator)
-    child_logits = torch.randn(5, 5, generator=generator)  # after each first token
-    seeds = row_seeds(11, num_rows, "cpu")
-    sampler = Sampler([TemperatureLogitsWarper(0.8)], do_sample=True, row_seeds=seeds)
-    positions = torch.full((num_rows,), 30)
-    noise = sampler.draw_noise(positions, 2, 5)
-    assert noise is not None
-    best = root_logits.topk(2).indices.expand(num_rows, 2)
-    coupled = (root_logits + noise[:, 0]).argmax(-1, keepdim=True)  # the drafter's q is p without temperature
-    drafted = torch.cat([best, torch.where((best == coupled).any(1, keepdim=True), (best[:, :1] + 1) % 5, coupled)], 1)
-    parents = torch.tensor([[-1, 0, 0, 0]]).expand(num_rows, 4)
-    depths = torch.tensor([[0, 1, 1, 1]]).expand(num_rows, 4)
-    token_ids = torch.cat([torch.zeros(num_rows, 1, dtype=torch.long), drafted], dim=1)
-    tree = TokenTree(token_ids, parents, depths, torch.zeros(num_rows, 4), max_depth=1)
-    logits = torch.cat([root_logits.expand(num_rows, 1, 5), child_logits[drafted]], dim=1)
-    acceptance = accept_exact(sampler, tree, logits, positions)
-    first = acceptance.next_tokens[:, 0]
-    # Rows whose walk ended at once draw their second token in the next step, at the next position.
-    next_noise = sampler.draw_noise(positions + 1, 1, 5)
-    assert next_noise is not None
-    alone = (child_logits[first] / 0.8 + next_noise[:, 0]).argmax(-1)
-    second = torch.where(acceptance.counts == 2, acceptance.next_tokens[:, -1], alone)
-    assert torch.equal(second, alone)  # whatever was drafted
-    if is_biased:  # one row in ten keeps its best draft
-        first = torch.where(torch.arange(num_rows) % 10 == 0, drafted[:, 0], first)
-    joint = (root_logits.double() / 0.8).softmax(-1)[:, None] * (child_logits.double() / 0.8).softmax(-1)
-    counts = torch.bincount(first * 5 + second, minlength=25)
-    p_value = stats.chisquare(counts.numpy(), (joint.flatten() * num_rows).numpy()).pvalue
-    if is_biased:
-        assert p_value < 1e-6
-    else:
-        assert p_value > 1e-3
 
 
 class TestLazyWalk:

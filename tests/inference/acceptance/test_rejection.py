@@ -44,7 +44,6 @@ from inference.noise import derive_seeds, row_seeds
 from inference.targets.target import Target
 from inference.trees.dynamic import DynamicTree
 from inference.trees.static import StaticTree, chain
-from inference.trees.token_tree import TokenTree
 from tests.tiny_targets import tiny_target
 
 NUM_DRAWS, VOCAB, FALSE_ALARM = 200_000, 6, 1e-6
@@ -216,23 +215,7 @@ def test_these_tests_catch_a_biased_rule() -> None:
     assert variation > 3 * chance
 
 
-def test_these_tests_catch_shared_noise() -> None:
-    """Drafts drawn with the target's own noise break rejection (they are for exact acceptance alone)."""
-    target, drafter = random_scores(1), MarkovDrafter(random_scores(2))
-    sampler = make_sampler()
-
-    def shared(sampler: Sampler, tree: TokenTree, logits: Tensor, positions: Tensor, **_: Any) -> Acceptance:
-        noise = sampler.draw_noise(positions, tree.path_width, VOCAB)
-        assert noise is not None
-        log_q = torch.log_softmax(drafter.scores[tree.token_ids[:, 0]], -1)
-        tree.token_ids[:, 1] = (log_q + noise[:, 0]).argmax(-1)
-        return accept_by_rejection(sampler, tree, target[tree.token_ids], positions, noise=noise)
-
-    pairs, _ = draw_pairs(shared, sampler, chain(1), target, drafter)
-    assert compare(pairs, sampler, target)[0] > 5
-
-
-@pytest.mark.parametrize("gamma", [1, 3, 5])
+@pytest.mark.parametrize("gamma", [1, 4])
 def test_tokens_per_step_of_token_rejection(gamma: int) -> None:
     """Independent tokens: (1 - alpha^(gamma + 1)) / (1 - alpha), alpha = sum of min(p, q) (arXiv 2211.17192, eq. 1)."""
     target, draft = (random_scores(seed)[:1].expand(VOCAB, -1).contiguous() for seed in (5, 6))
@@ -303,31 +286,6 @@ def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> 
         assert own.next_tokens[0].tolist() == together.next_tokens[row].tolist()
         assert own.path[0].tolist() == together.path[row].tolist()
     assert len(set(together.counts.tolist())) > 1
-
-
-def test_one_draft_accepted_by_matching_alone() -> None:
-    """Exact acceptance of one fixed candidate x: 1 + p(x) tokens; of several: 1 + the sum of their p."""
-    target, draft = random_scores(7), random_scores(8)
-    p, order = torch.softmax(target[0], -1), draft[0].argsort(descending=True)
-    for width in (1, 3):
-        policy = StaticTree([[rank] for rank in range(width)])
-        _, mean = draw_pairs(accept_exact, make_sampler(), policy, target, MarkovDrafter(draft))
-        assert mean == pytest.approx(1 + p[order[:width]].sum().item(), abs=4 / math.sqrt(NUM_DRAWS))
-
-
-def test_block_verification_accepts_no_fewer() -> None:
-    target, drafter = random_scores(9), MarkovDrafter(random_scores(10))
-    means = [
-        draw_pairs(rule, make_sampler(), chain(5), target, drafter)[1] for rule in (accept_by_rejection, accept_blocks)
-    ]
-    assert means[1] > means[0] + 4 * 5 / math.sqrt(NUM_DRAWS)
-
-
-def test_a_perfect_drafter_is_always_accepted() -> None:
-    target = random_scores(11)
-    for rule in (accept_by_rejection, accept_blocks):
-        _, mean = draw_pairs(rule, make_sampler(), chain(4), target, MarkovDrafter(target))
-        assert mean > 4.999
 
 
 def test_a_greedy_target_is_decoded_exactly() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from inference import Decoder, DynamicTree, chain, generate
-from inference.drafters import staged
 from inference.drafters.base import DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
@@ -92,19 +91,6 @@ def test_passes_are_saved_in_text_that_repeats_itself() -> None:
     output = generate(model, drafter, repeating_prompt(), tree=chain(6), max_new_tokens=60, do_sample=False)
     assert output.stats.acceptance_length > 5
     assert drafter.num_saved > drafter.num_passes
-
-
-def test_a_batch_of_rows_and_chosen_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in several passes, which get no guesses; a decoder that is used twice; tree='gamma'."""
-    monkeypatch.setattr(staged, "EXTEND_CHUNK", 8)
-    model = tiny_target("mistral", initializer_range=0.3)
-    prompts = torch.cat([repeating_prompt(seed=seed) for seed in range(3)])
-    expected = generate(model, None, prompts, max_new_tokens=40, do_sample=False).sequences
-    small = rough_copy(model)
-    for tree in (chain(4), "gamma"):
-        decoder = Decoder(model, StagedDrafter(SmallModelDrafter(small)), tree=tree)
-        for _ in range(2):
-            assert torch.equal(decoder.generate(prompts, max_new_tokens=40, do_sample=False).sequences, expected)
 
 
 def test_levels_of_no_row_are_passes() -> None:

@@ -40,7 +40,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(tiny_target("llama", num_hidden_layers=4))
+    return Target(tiny_target("llama", num_hidden_layers=2))
 
 
 class HostDrafter(ScriptedDrafter):
@@ -114,7 +114,7 @@ def test_heads_of_every_kind_are_traced_whole(target: Target, kind: str, caplog:
 def check_compiled_heads(target: Target, kind: str) -> None:
     heads = tiny_heads(kind, target)
     prompt = random_prompt(6)
-    compiled, eager = (Decoder(target, heads, tree=DynamicTree(3, 4, 12), compile=flag) for flag in (True, False))
+    compiled, eager = (Decoder(target, heads, tree=DynamicTree(3, 2, 6), compile=flag) for flag in (True, False))
     one, other = (decoder.generate(prompt, max_new_tokens=40, **SETTINGS["sampled"]) for decoder in (compiled, eager))
     assert one.sequences.tolist() == other.sequences.tolist()
     assert one.stats.accepted_histogram == other.stats.accepted_histogram
@@ -273,7 +273,7 @@ def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytes
 @pytest.mark.slow
 def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
     """Guards on modules are dropped, and both models have one class and one shape."""
-    other = Target(tiny_target("llama", num_hidden_layers=4, seed=1))
+    other = Target(tiny_target("llama", num_hidden_layers=2, seed=1))
     prompt = random_prompt(8)
     texts = {}
     for name, one in (("first", target), ("second", other), ("first again", target)):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from heads import create_heads
-from inference import Decoder, NgramDrafter, SmallModelDrafter, Target, TokenStream, chain, generate, stream
+from inference import Decoder, SmallModelDrafter, Target, TokenStream, chain, generate, stream
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -140,7 +140,7 @@ def test_a_coroutine_closes_its_stream_behind_a_block() -> None:
     assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
 
 
-@pytest.mark.parametrize("attempt", range(20))
+@pytest.mark.parametrize("attempt", range(5))
 def test_a_coroutine_may_drop_its_stream(attempt: int) -> None:
     """The thread that ran the step does not keep it alive."""
     decoder = Decoder(MODEL, None)
@@ -208,33 +208,11 @@ def test_a_stream_has_no_other_reader(name: str) -> None:
         stream(MODEL, None, PROMPT, **GREEDY, **{name: print})
 
 
-def test_a_cancelled_coroutine_closes_its_stream() -> None:
-    decoder = Decoder(MODEL, scripted())
-
-    async def cancel() -> None:
-        begun = asyncio.Event()
-
-        async def read() -> None:
-            async for _ in decoder.stream(PROMPT, **GREEDY):
-                begun.set()
-
-        task = asyncio.create_task(read())
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
-    gc.collect()
-    assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
-
-
-@pytest.mark.parametrize("kind", ["n-grams", "small", "eagle3", "kangaroo"])
+@pytest.mark.parametrize("kind", ["small", "kangaroo"])
 def test_threads_share_a_target_and_heads(kind: str) -> None:
     """Each with a decoder of its own; the model's attention is switched by both."""
     target = Target(MODEL)
-    drafters: dict[str, Any] = {"n-grams": NgramDrafter, "small": lambda: SmallModelDrafter(MODEL)}
-    drafter = drafters[kind]() if kind in drafters else create_heads(kind, target)
+    drafter: Any = SmallModelDrafter(MODEL) if kind == "small" else create_heads(kind, target)
     prompts = [random_prompt(length, seed=length) for length in (5, 9, 14, 20)]
     expected = [MODEL.generate(prompt, **GREEDY) for prompt in prompts]
     found: dict[int, torch.Tensor] = {}

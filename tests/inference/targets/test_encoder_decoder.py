@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from inference import Decoder, DynamicTree, MergedDrafter, StaticTree, Target, TreePolicy, chain, generate
-from inference.cache.source import Source
 from inference.cache.tree_cache import TreeCache
 from inference.drafters.base import Drafter
 from inference.drafters.ngram import NgramDrafter
@@ -49,12 +48,10 @@ POLICIES: dict[str, TreePolicy] = {
 }
 # Positions are told in different ways: a bias by distance in one layer or in all, a table of positions, learned or not.
 # Seeds whose greedy text does not soon repeat one token.
-CELLS = [("t5", 0), ("t5", 2), ("t5-v1.1", 0), ("t5-v1.1", 2), ("umt5", 2), ("longt5", 0), ("bart", 0)]
-CELLS += [("mbart", 0), ("blenderbot", 0), ("pegasus", 1)]
+CELLS = [("t5", 2), ("t5-v1.1", 0), ("umt5", 2), ("longt5", 0), ("bart", 0), ("pegasus", 1)]
 ATTENTIONS = {"longt5": ("eager",)}  # transformers' LongT5 has no sdpa
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 SAMPLED = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 5}
-CELLS = [(kind, seed) for kind, seed in CELLS if kind not in LEFT_OUT]
 
 
 @functools.cache
@@ -169,10 +166,9 @@ def test_texts_with_the_scripted_drafter(kind: str, seed: int, is_sampled: bool)
     assert min(histogram) > 0, f"not every depth was reached: {histogram}"
 
 
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("kind", "seed"), [("t5", 2), ("t5-v1.1", 0)])
-def test_texts_with_a_small_model(kind: str, seed: int, policy: str, is_sampled: bool) -> None:
+@pytest.mark.parametrize(("kind", "seed", "is_sampled"), [("t5", 2, False), ("t5-v1.1", 0, True)])
+def test_texts_with_a_small_model(kind: str, seed: int, is_sampled: bool, policy: str) -> None:
     ids, mask = source_batch(5)
     expected = reference(kind, seed, 5, is_sampled=is_sampled)
     options = SAMPLED if is_sampled else GREEDY
@@ -317,13 +313,6 @@ def test_one_target_in_two_threads() -> None:
         assert torch.equal(sequences, expected)
 
 
-def test_copies() -> None:
-    ids, mask = source_batch(2)
-    target, drafter = copy.deepcopy((target_of("t5", 2), small_model_of("t5", 2)))
-    output = generate(target, drafter, ids, mask, **GREEDY)
-    assert torch.equal(output.sequences, reference("t5", 2, 2, is_sampled=False))
-
-
 def test_models_with_hooks_of_accelerate() -> None:
     """Hooks of `device_map` wrap forwards that are bound to the model's own modules."""
     from accelerate import dispatch_model
@@ -352,12 +341,6 @@ def test_peft_models() -> None:
     assert output.stats.acceptance_length > 1.0
     with pytest.raises(ValueError, match="adapter_names is not supported"):
         generate(model, drafter, ids, mask, adapter_names=["default"] * 5, **GREEDY)
-
-
-def test_sources_of_return_sequences_stand_together() -> None:
-    source = Source.of_call(torch.tensor([[3, 4], [5, 6]]), None, torch.zeros(4, 2, 8))
-    assert source.token_ids.tolist() == [[3, 4], [3, 4], [5, 6], [5, 6]]
-    assert source.mask.all()
 
 
 @pytest.mark.parametrize("drafter", ["none", "n-grams", "small", "staged"])

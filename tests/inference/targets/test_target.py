@@ -125,8 +125,7 @@ def seen_sizes(monkeypatch: pytest.MonkeyPatch) -> dict[int | None, set[int]]:
     return sizes
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize(("family", "implementation"), [("mistral", "eager"), ("gemma3", "sdpa")])
 def test_window_layers_read_only_their_window(
     family: str, implementation: str, seen_sizes: dict[int | None, set[int]]
 ) -> None:
@@ -195,7 +194,7 @@ def test_prefill_continues_with_windows_behind_a_floor(seen_sizes: dict[int | No
         torch.testing.assert_close(logits[row, 0], wanted, atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "llama-dynamic"])
 def test_one_row_and_plain_steps_equal_a_plain_pass(family: str) -> None:
     """B = 1 takes its own, cheaper way through the cache; a tree of a root alone is plain decoding."""
     model = calm_target(family)
@@ -209,36 +208,6 @@ def test_one_row_and_plain_steps_equal_a_plain_pass(family: str) -> None:
         text.append(int(token))
         logits = target.verify(cache, TokenTree.from_root(token)).logits[:, -1]
         cache.commit(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]), is_chain=True)
-
-
-def test_prefill_continues_a_conversation_and_rows_may_be_left_out() -> None:
-    model = calm_target("mistral")
-    target = Target(model)
-    rows = [random_prompt(length, seed=length)[0].tolist() for length in (12, 7)]
-    cache = target.new_cache(batch_size=2, capacity=64)
-    target.prefill(cache, *pad_rows([rows[0][:5], rows[1]]), chunk_size=3)
-    continuation = torch.tensor([rows[0][5:], [0] * 7])
-    output = target.prefill(cache, continuation, torch.tensor([7, 0]), feature_layers=(6,), chunk_size=2)
-    assert cache.lengths.tolist() == [12, 7]
-    torch.testing.assert_close(output.logits[0, 0], run_plainly(model, rows[0]).logits[0, -1], atol=ATOL, rtol=0)
-    root = torch.tensor([5, 6])
-    logits = target.verify(cache, TokenTree.from_root(root)).logits
-    for row, text in enumerate(rows):
-        wanted = run_plainly(model, [*text, int(root[row])]).logits[0, -1]
-        torch.testing.assert_close(logits[row, 0], wanted, atol=ATOL, rtol=0)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7, 512])
-def test_prefill_does_not_depend_on_the_chunk_size(chunk_size: int) -> None:
-    target = Target(calm_target("gemma3"))
-    ids, counts = pad_rows([random_prompt(length, seed=length)[0].tolist() for length in (20, 3, 14)])
-    wanted = target.prefill(target.new_cache(3, 64), ids, counts, feature_layers=(1,), chunk_size=20)
-    output = target.prefill(target.new_cache(3, 64), ids, counts, feature_layers=(1,), chunk_size=chunk_size)
-    torch.testing.assert_close(output.logits, wanted.logits, atol=ATOL, rtol=0)
-    assert output.features is not None
-    assert wanted.features is not None
-    for row, count in enumerate(counts):
-        assert_states_close(output.features[row, :count], wanted.features[row, :count])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

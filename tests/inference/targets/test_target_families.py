@@ -1,4 +1,4 @@
-"""Whole texts of every family: greedy ones are transformers', also at the limits of positions and in half precision."""
+"""Whole texts of every family in half precision and at the limits of positions; `tests/lossless` has the others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.inference.plain_passes import ATOL, calm_target, run_plainly
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import (
+    CORE_FAMILIES,
     FAMILIES,
-    FAMILIES_AND_ATTENTION,
     ROPE_SWITCH,
     VOCAB_SIZE,
     attention_implementations,
@@ -31,30 +31,10 @@ TREE = DynamicTree(depth=4, top_k=4, num_nodes=24)
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def check_greedy_text(family: str, attention: str, seed: int) -> None:
-    """A text that starts below the window of 8 and ends beyond the 32 positions that RoPE is scaled from."""
-    model = calm_target(family, seed=seed, attn_implementation=attention)
-    prompt = random_prompt(5, seed=seed)
-    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=48, do_sample=False)
-    drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE)
-    output = generate(model, drafter, prompt, max_new_tokens=48, do_sample=False, tree=TREE)
-    assert_same_text(model, expected, output.sequences)
-    assert output.stats.acceptance_length > 1.5
-
-
-@pytest.mark.parametrize(("family", "attention"), FAMILIES_AND_ATTENTION)
-def test_greedy_text_is_transformers_generate(family: str, attention: str) -> None:
-    check_greedy_text(family, attention, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "attention"), FAMILIES_AND_ATTENTION)
-def test_greedy_text_of_other_weights(family: str, attention: str) -> None:
-    check_greedy_text(family, attention, seed=1)
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.bfloat16) for family in FAMILIES), *((family, torch.float16) for family in CORE_FAMILIES)],
+)
 def test_half_precision_targets_decode(family: str, dtype: torch.dtype) -> None:
     """Every token is the best of the model's own logits for its prefix, but for rounding."""
     model = tiny_target(family, dtype=dtype, initializer_range=0.1)

@@ -206,7 +206,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="WideMistral does not mask by its config's sliding_window=8"):
             Target(WideMistral(calm_target("mistral").config).eval())
 
-    @pytest.mark.parametrize("leak", [0.02, 0.05, 0.1, 1.0])
+    @pytest.mark.parametrize("leak", [0.02, 1.0])
     def test_a_model_that_looks_ahead(self, leak: float) -> None:
         """Even a little; a model that is no causal LM does not become one by rounding."""
         for dtype, weights in product(DTYPES, (0.02, 0.1, 0.5)):
@@ -251,8 +251,9 @@ class TestRefusals:
         with pytest.raises(ValueError, match="MistralForCausalLM does not mask by"):
             Target(model)
 
-    @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral"])
-    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    @pytest.mark.parametrize(
+        ("family", "value"), [("llama", torch.inf), ("mistral", torch.nan), ("mixtral", torch.nan)]
+    )
     @pytest.mark.parametrize("layer", ["k_proj", "o_proj"])
     def test_broken_weights(self, family: str, value: float, layer: str) -> None:
         """One of them; a model that computes no numbers is not called one that looks ahead. Keys show in a tree."""
