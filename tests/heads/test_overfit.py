@@ -98,29 +98,6 @@ def test_chains_are_accepted_as_the_unroll_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "loss_type"),
-    [
-        pytest.param({"block_size": 6}, "cross_entropy", id="dflash"),
-        pytest.param({"block_size": 6, "is_causal": True}, "distillation", id="jetspec"),
-        pytest.param(
-            {"block_size": 5, "predicts_at_anchor": True, "markov_rank": 8, "has_confidence": True},
-            "1.8*total_variation+0.1*cross_entropy",
-            id="dspark",
-        ),
-    ],
-)
-def test_a_block_that_is_known_by_heart_is_accepted_whole(
-    target: Target, text: Tensor, overrides: dict[str, Any], loss_type: str
-) -> None:
-    torch.manual_seed(0)
-    heads = create_heads("block", target, **overrides)
-    learn(heads, text, num_steps=150, loss_type=loss_type)
-    assert heads.max_depth == 5
-    assert draft_text(heads, text, 5).acceptance_length > 0.9 * 6
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
 def test_every_kind_learns_a_text_by_heart(kind: str, target: Target, text: Tensor) -> None:
     torch.manual_seed(0)

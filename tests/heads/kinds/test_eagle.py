@@ -19,7 +19,6 @@ from inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses.terms import parse_loss
 
 eagle = partial(tiny_heads, "eagle")
 
@@ -86,13 +85,6 @@ class TestWhatIsBorrowed:
         torch.testing.assert_close(heads.score(hidden), 2 * torch.tanh(model.lm_head(hidden) / 2))
         assert heads.draft_token_ids is None
 
-    def test_scores_in_the_targets_dtype(self) -> None:
-        target = Target(tiny_target("llama", dtype=torch.bfloat16))
-        heads = eagle(target)
-        step = heads.unroll(torch.randn(1, 5, 32, dtype=torch.bfloat16), random_prompt(5))[0]
-        assert step.hidden.dtype == torch.float32
-        assert step.head(step.hidden).dtype == torch.bfloat16
-
 
 class TestGradients:
     def test_stop_between_steps(self, target: Target) -> None:
@@ -138,8 +130,3 @@ class TestNoise:
         assert is_same_again(heads.eval())
         assert not is_same_again(heads.train())
         assert is_same_again(eagle(target, feature_noise=0.0).train())
-
-
-class TestLoss:
-    def test_weights_are_the_papers(self, target: Target) -> None:
-        assert parse_loss(eagle(target).default_loss).weights == {"smooth_l1": 1.0, "distillation": 0.1}

@@ -27,26 +27,22 @@ eagle3 = partial(tiny_heads, "eagle3")
 
 
 class TestFeatureLayers:
-    @pytest.mark.parametrize("num_layers", range(2, 41))
-    def test_are_three_distinct_layers_in_order(self, num_layers: int) -> None:
-        low, middle, high = default_feature_layers(num_layers)
-        assert 0 <= low < middle < high <= num_layers
-        if num_layers >= 7:
-            assert [low, middle, high] == [2, num_layers // 2, num_layers - 3]
+    def test_are_three_distinct_layers_in_order(self) -> None:
+        for num_layers in range(2, 41):
+            low, middle, high = default_feature_layers(num_layers)
+            assert 0 <= low < middle < high <= num_layers
+            if num_layers >= 7:
+                assert [low, middle, high] == [2, num_layers // 2, num_layers - 3]
 
     def test_the_worked_examples(self) -> None:
         assert default_feature_layers(32) == [2, 16, 29]
         assert default_feature_layers(5) == [1, 2, 3]
 
-    @pytest.mark.parametrize("num_layers", [2, 3, 4])
-    def test_shallow_targets_decode(self, num_layers: int) -> None:
-        model = tiny_target("llama", num_hidden_layers=num_layers)
-        prompt = random_prompt(6)
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
-        target = Target(model)
-        assert torch.equal(
-            generate(target, eagle3(target), prompt, max_new_tokens=8, do_sample=False).sequences, expected
-        )
+    def test_shallow_targets_decode(self) -> None:
+        target, prompt = Target(tiny_target("llama", num_hidden_layers=2)), random_prompt(6)
+        expected = generate(target, None, prompt, max_new_tokens=8, do_sample=False).sequences
+        found = generate(target, eagle3(target), prompt, max_new_tokens=8, do_sample=False).sequences
+        assert torch.equal(found, expected)
 
     def test_are_stored_in_the_order_given(self, target: Target, tmp_path: Path) -> None:
         heads = eagle3(target, feature_layers=[5, 0, 6])
@@ -119,34 +115,6 @@ class TestEagle31:
         input_ids, features = random_prompt(6), torch.randn(1, 6, 96)
         for one, other in zip(heads.unroll(features, input_ids), loaded.unroll(features, input_ids), strict=True):
             assert torch.equal(one.hidden, other.hidden)
-
-    def test_one_norm_for_each_tapped_layer(self, target: Target) -> None:
-        heads = create_heads("eagle3", target, feature_layers=[1, 4], fc_norm=True)
-        norms = {name: weight for name, weight in heads.state_dict().items() if name.startswith("fc_norm")}
-        assert list(norms) == ["fc_norm.0.weight", "fc_norm.1.weight"]
-        assert all(torch.equal(weight, torch.ones(32)) for weight in norms.values())
-
-    def test_outputs_of_every_step_have_the_final_norms_scale(self, target: Target) -> None:
-        heads = create_heads("eagle3", target, norm_output=True)
-        for step in heads.unroll(100 * torch.randn(1, 8, 96), random_prompt(8)):
-            scale = (step.hidden / heads.norm.weight).square().mean(-1)
-            torch.testing.assert_close(scale, torch.ones_like(scale), rtol=1e-3, atol=0)
-
-
-class TestGradients:
-    def test_do_not_depend_on_the_query_chunk(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-        heads = eagle3(target, ttt_steps=4)
-        input_ids, features = random_prompt(11, batch_size=2), torch.randn(2, 11, 96)
-        found = []
-        for chunk in (256, 4):
-            monkeypatch.setattr(layers_module, "QUERY_CHUNK", chunk)
-            heads.zero_grad()
-            steps = heads.unroll(features, input_ids)
-            loss = torch.stack([step.head(step.hidden[:, :7]).square().mean() for step in steps]).sum()
-            loss.backward()
-            found.append([loss.detach(), *(parameter.grad.clone() for parameter in heads.parameters())])
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 class TestVocabulary:
@@ -228,11 +196,6 @@ class TestGemma3:
         expected = model(input_ids, output_hidden_states=True).hidden_states[0]
         assert torch.equal(heads.embed(input_ids), expected)
         assert not torch.allclose(heads.embed(input_ids), model.get_input_embeddings().weight[input_ids])
-
-    def test_the_full_attentions_rope_is_inherited(self) -> None:
-        heads = eagle3(Target(tiny_target("gemma3")))
-        assert heads.config.rope_parameters["rope_theta"] == 1_000_000.0
-        assert heads.config.hidden_act == "gelu_pytorch_tanh"
 
 
 def test_embeddings_come_in_the_heads_dtype() -> None:

@@ -5,7 +5,6 @@ Legend: B batch, T sequence length, K heads, D hidden size.
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads import create_heads
-from heads import hydra as hydra_module
-from heads.hydra import HydraConfig, HydraHeads
+from heads.hydra import HydraHeads
 from heads.modules import layers as layers_module
 from inference import Target
 from inference.targets.encoding import encode
@@ -87,64 +85,6 @@ def test_unroll_equals_the_slow_reference(
                 torch.testing.assert_close(step.head(step.hidden[row, t]), expected, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-@both
-@pytest.mark.parametrize("chunk", [512, 4])
-def test_every_node_of_a_full_tree_is_scored_by_its_own_path(
-    target: Target, overrides: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hydra_module, "EXTEND_CHUNK", chunk)
-    heads = hydra(target, num_heads=4, **overrides)
-    features, next_ids = torch.randn(1, 7, 32), random_prompt(7)
-    hidden = attend_slowly(heads, features[0])[-1] if heads.config.use_prefix_attention else features[0, -1]
-    root = int(next_ids[0, -1])
-    state = heads.start(1, 16, 2 + 4 + 8)
-    found = heads.extend(state, features, next_ids, torch.tensor([7]), max_slots=7).logits
-    torch.testing.assert_close(found[0, 0], score_slowly(heads, hidden, [root]), rtol=1e-4, atol=1e-4)
-    for depth in (1, 2, 3):  # each node has two children, of tokens 2 * depth and 2 * depth + 1
-        paths = list(itertools.product(*((2 * d, 2 * d + 1) for d in range(1, depth + 1))))
-        ids = torch.tensor([[path[-1] for path in paths]])
-        parents = torch.tensor([[index // 2 if depth > 1 else 0 for index in range(len(paths))]])
-        found = heads.expand(state, ids, parents, depth).logits
-        assert found.shape == (1, 2**depth, 128)
-        for node, path in enumerate(paths):
-            expected = score_slowly(heads, hidden, [root, *path])
-            torch.testing.assert_close(found[0, node], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@both
-def test_levels_are_traced_whole_and_take_their_own_head(target: Target, overrides: dict[str, Any]) -> None:
-    """One graph per level, without a break; a second tree makes no more."""
-    heads = hydra(target, num_heads=4, **overrides)
-    num_graphs = []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        num_graphs.append(1)
-        return graph.forward
-
-    def draft(extend: Any, expand: Any) -> list[Tensor]:
-        """Scores of the levels of two trees; the prompt is taken in as it is in decoding, eagerly."""
-        state = heads.start(2, 64, 12)
-        heads.extend(state, features, next_ids, torch.tensor([5, 3]), max_slots=20)
-        scores = []
-        for counts in ([2, 5], [4, 1]):
-            scores.append(extend(state, features, next_ids, torch.tensor(counts), max_slots=20).logits)
-            for depth in (1, 2, 3):
-                parents = torch.tensor([[0, 1, 1, 0], [3, 2, 0, 1]]) * (depth > 1)
-                scores.append(expand(state, random_prompt(4, batch_size=2, seed=depth), parents, depth).logits)
-        return scores
-
-    features, next_ids = torch.randn(2, 5, 32), random_prompt(5, batch_size=2)
-    torch._dynamo.reset()
-    with torch.inference_mode():
-        traced = draft(*(torch.compile(each, backend=count, fullgraph=True) for each in (heads.extend, heads.expand)))
-        for one, other in zip(traced, draft(heads.extend, heads.expand), strict=True):
-            torch.testing.assert_close(one, other)
-    torch._dynamo.reset()
-    assert len(num_graphs) == 4
-
-
 @both
 def test_untrained_heads_repeat_the_lm_head(overrides: dict[str, Any]) -> None:
     model: Any = tiny_target("gemma3")
@@ -187,7 +127,3 @@ class TestSettings:
             assert torch.equal(step.hidden, expected.hidden)
         for step, expected in zip(heads.train().unroll(features, input_ids), plain, strict=True):
             assert not torch.allclose(step.hidden, expected.hidden)
-
-    def test_a_config_without_a_target(self) -> None:
-        assert HydraConfig(use_prefix_attention=True, head_dim=32).head_dim == 32
-        assert not hasattr(HydraConfig(), "head_dim")

@@ -26,7 +26,7 @@ from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
 from tests.lossless.restless import auto_tree
-from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
+from tests.tiny_targets import random_prompt, tiny_target
 
 kangaroo = partial(tiny_heads, "kangaroo")
 
@@ -122,7 +122,7 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
 
 @torch.no_grad()
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", CORE_FAMILIES)
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_drafts_equal_plain_passes_over_each_path(family: str, attn_implementation: str) -> None:
     """Rows of different lengths, longer than the window of 8; four layers hold every kind of attention."""
     target = Target(tiny_target(family, attn_implementation=attn_implementation))

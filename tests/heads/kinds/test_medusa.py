@@ -41,15 +41,3 @@ def test_an_untrained_head_repeats_the_lm_head() -> None:
     expected = model(input_ids).logits
     for step in heads.unroll(encoded.features, input_ids):
         torch.testing.assert_close(step.head(step.hidden), expected)
-
-
-def test_what_was_drafted_changes_nothing() -> None:
-    heads = tiny_heads("medusa", Target(tiny_target("llama")))
-    state = heads.start(1, 32, 8)
-    features, ids = torch.randn(1, 4, 32), random_prompt(4)
-    heads.extend(state, features, ids, torch.tensor([4]), max_slots=4)
-    for tokens in ([[3, 4]], [[5, 6]]):
-        assert torch.equal(
-            heads.expand(state, torch.tensor(tokens), torch.zeros(1, 2, dtype=torch.long), 1).logits,
-            heads.expand(state, torch.tensor([[9]]), torch.zeros(1, 1, dtype=torch.long), 1).logits,
-        )

@@ -130,29 +130,13 @@ class TestTheTargetsParts:
         logits = step.head(step.hidden)
         assert 2.0 < logits.abs().max() < 3.0
 
-    def test_scores_come_from_a_bfloat16_lm_head(self) -> None:
-        heads = mtp(Target(tiny_target("llama", dtype=torch.bfloat16)))
-        step = heads.unroll(torch.randn(1, 5, 32).bfloat16(), random_prompt(5))[1]
-        assert step.hidden.dtype == torch.float32
-        assert step.head(step.hidden).dtype == torch.bfloat16
-
 
 class TestDepths:
-    def test_a_shared_block_drafts_deeper_than_it_was_trained(self, target: Target) -> None:
-        heads = mtp(target, num_steps=1)
-        assert heads.max_depth is None
-        prompt = random_prompt(6)
-        plain = generate(target, None, prompt, max_new_tokens=16, do_sample=False).sequences
-        assert torch.equal(generate(target, heads, prompt, tree="chain", max_new_tokens=16).sequences, plain)
-
     def test_blocks_of_their_own_end_the_tree(self, target: Target) -> None:
         heads = mtp(target, num_steps=2, share_block=False)
         assert heads.max_depth == 2
         with pytest.raises(ValueError, match="2"):
             generate(target, heads, random_prompt(6), tree=[[0], [0, 0], [0, 0, 0]], max_new_tokens=4)
-
-    def test_weights_fall_as_in_the_paper(self, target: Target) -> None:
-        assert mtp(target).default_step_decay == 0.6
 
 
 @pytest.mark.usefixtures("traced_alone")

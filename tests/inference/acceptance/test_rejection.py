@@ -18,17 +18,10 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 from transformers import (
-    ForcedEOSTokenLogitsProcessor,
     LogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 
 from inference.acceptance.exact import Acceptance, accept_exact
@@ -136,27 +129,11 @@ def compare(pairs: Tensor, sampler: Sampler, target: Tensor) -> tuple[float, flo
 
 SETTINGS: dict[str, list[Any]] = {
     "T=1": [],
-    "T=0.7": [TemperatureLogitsWarper(0.7)],
-    "top-k": [TopKLogitsWarper(3)],
-    "T, top-p": [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)],
-    "min-p": [MinPLogitsWarper(0.2)],
-    "typical-p": [TypicalLogitsWarper(0.7)],
-    "suppressed": [SuppressTokensLogitsProcessor([4], device="cpu")],
-    "repetition": [RepetitionPenaltyLogitsProcessor(2.0)],
-    "n-grams": [NoRepeatNGramLogitsProcessor(2)],
-    "bad words": [NoBadWordsLogitsProcessor([[4], [1, 5]])],
-    "forced": [ForcedEOSTokenLogitsProcessor(5, 3)],
     "several": [RepetitionPenaltyLogitsProcessor(1.5), TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)],
 }
 
 
-# The fast tests have none, and several at once; all together take minutes.
-FAST = ("T=1", "several")
-
-
-@pytest.mark.parametrize(
-    "setting", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SETTINGS]
-)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
     ("rule", "paths"),
     [
