@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from heads import create_heads
 from inference import GenerationStats, Target
 from inference.drafters.ngram import NgramDrafter
-from inference.planning.costs import _describe_drafter
-from scripts.benchmarks.contenders import TimedDrafter, make_contenders
+from scripts.benchmarks.contenders import make_contenders
 from scripts.benchmarks.environment import describe_environment
 from scripts.benchmarks.matrix import name_heads
 from scripts.benchmarks.measure import (
@@ -31,7 +30,7 @@ from scripts.benchmarks.measure import (
     measure,
 )
 from scripts.benchmarks.render import make_grids
-from scripts.benchmarks.report import headline, make_report, make_rows, split_step, write_json
+from scripts.benchmarks.report import headline, make_report, make_rows, write_json
 from scripts.benchmarks.texts import find_difference, share_of_repeated_ngrams
 from scripts.model_loading import encode_messages, load_assistant
 from tests.tiny_targets import random_prompt, tiny_target
@@ -44,14 +43,6 @@ def target(chat_target: PreTrainedModel) -> Target:
 
 def prompt(index: int = 0) -> Prompt:
     return Prompt(f"p{index}", index, torch.tensor([[1, 50 + index, 60]]))
-
-
-def test_costs_of_a_timed_drafter_are_the_drafters() -> None:
-    for drafter in (NgramDrafter(max_ngram=2), NgramDrafter(max_ngram=3)):
-        timed = TimedDrafter(drafter, torch.device("cpu"))
-        timed.seconds, timed.is_synchronised = 0.5, True
-        assert _describe_drafter(timed) == _describe_drafter(drafter)
-    assert _describe_drafter(timed) != _describe_drafter(NgramDrafter(max_ngram=2))
 
 
 def stats_of(accepted: list[int], **seconds: float) -> GenerationStats:
@@ -163,24 +154,6 @@ def test_an_assistant_drafts_for_transformers(tmp_path: Path) -> None:
     assert "the target has a vocabulary of 128 tokens, the assistant one of 64" in assisted("smaller").problem
 
 
-def test_an_assistant_that_cannot_run_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_target("llama")
-
-    def refuse(*_: Any, **kwargs: Any) -> torch.Tensor:
-        raise ValueError("assisted generation is not supported here")
-
-    monkeypatch.setattr(model, "generate", refuse)
-    contenders = make_contenders(Target(model), {}, ["chain"], Settings(), assistant=tiny_target("llama"))
-    assert [one.problem for one in contenders if one.problem] == [
-        "transformers cannot decode with this assistant: assisted generation is not supported here"
-    ]
-
-
-def test_sampling_adds_uncoupled_drafting(target: Target) -> None:
-    names = [one.name for one in make_contenders(target, {"h": NgramDrafter()}, ["chain"], Settings(temperature=1.0))]
-    assert names[-2:] == ["h", "h, uncoupled"]
-
-
 def test_acceptance_rules_are_an_axis_of_sampled_decoding(target: Target) -> None:
     def make(temperature: float, *rules: str) -> dict[tuple[str, str], Contender]:
         settings, drafters = Settings(max_new_tokens=4, temperature=temperature), {"h": NgramDrafter()}
@@ -246,13 +219,6 @@ def test_rows_by_hand(target: Target) -> None:
     assert row.host_syncs_per_step == 1.0
     assert broken.problem == "too deep"
     assert broken.num_compared == 0
-
-
-def test_parts_of_a_step_add_up() -> None:
-    parts = split_step(stats_of([1], prefill=1.0, draft=0.5, verify=2.0, accept=0.25, commit=0.25, total=4.5), 0.25)
-    assert parts.pop("step") == 3500
-    assert sum(parts.values()) == 3500
-    assert parts["other"] == 500
 
 
 def test_repeated_4grams() -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from heads import create_heads
 from inference import Decoder, Target
-from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.conftest import REPOSITORY
 from tests.training.openai_server import serving
 from tests.training.runner import WORDS, save_chat_target
 from training.data.conversations import load_conversations
@@ -257,18 +257,6 @@ def test_an_endpoint_writes_the_same(
     assert written.pop("stats")["settings"].pop("is_from_endpoint")
     assert written == {"out": expected["out"], "dropped": expected["dropped"]}
     assert "tokens a second for each process" in told
-
-
-def test_trained_heads_write_what_none_do(run: Run, tmp_path: Path) -> None:
-    """The embedded target in float32: other steps, the same conversations."""
-    real = ("--target", CHAT_TARGET, "--dtype", "float32", "--temperature", "1", "--max_new_tokens", "20")
-    options = (*real, "--mode", "self", "--num_conversations", "4", "--batch_size", "4")
-    plain, drafted = tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"
-    run(plain, *options)
-    run(drafted, *options, "--heads", REPOSITORY / "examples" / "heads" / "mtp", "--tree", "chain:3")
-    assert results(plain) == results(drafted)
-    stats = json.loads((tmp_path / "drafted.jsonl.stats.json").read_text())
-    assert stats["last_run"]["acceptance_length"] > 1.5
 
 
 # What goes wrong

@@ -17,9 +17,16 @@ ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True,
 STATIC = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
 
 
-@pytest.mark.parametrize("tree", ["plain", "chain", "static", "dynamic"])
 @pytest.mark.parametrize(
-    "options", [{}, {"repetition_penalty": 1.3}, {"suppress_tokens": [5, 9]}], ids=["none", "reads", "free"]
+    ("tree", "options"),
+    [
+        ("plain", {}),
+        ("static", {}),
+        ("chain", {"repetition_penalty": 1.3}),
+        ("dynamic", {"repetition_penalty": 1.3}),
+        ("dynamic", {"suppress_tokens": [5, 9]}),
+    ],
+    ids=str,
 )
 def test_greedy_scores_are_transformers(tree: str, options: dict[str, Any]) -> None:
     settings = {"max_new_tokens": 17, "do_sample": False, **options}

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from inference import Target
 from inference.targets.documents import TOKENS_PER_GROUP, cut_lengths, gather_documents, split_documents
 from inference.targets.encoding import encode
-from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
+from tests.tiny_targets import random_prompt, tiny_target
 
 ROWS = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 2, -1, -1]])
 
@@ -23,7 +23,7 @@ def cost_of(lengths: list[int], cuts: tuple[int, ...]) -> int:
 
 
 class TestCutting:
-    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize("seed", range(2))
     def test_nothing_is_cheaper(self, seed: int) -> None:
         torch.manual_seed(seed)
         lengths = sorted((8 * torch.randint(1, 120, (9,))).tolist())
@@ -70,7 +70,7 @@ class TestSplitting:
         assert all(group.places.min() >= 0 and group.places.max() < ids.numel() for group in groups)
 
 
-@pytest.mark.parametrize("family", [*CORE_FAMILIES, "gpt2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "deepseek_v3", "gpt_oss"])
 def test_a_target_reads_each_document_as_if_it_were_alone(family: str) -> None:
     """Longer and shorter than a window of 8 tokens, and in two groups."""
     target = Target(tiny_target(family))

@@ -17,6 +17,7 @@ from inference.drafters.sampling import GREEDY_TEMPERATURE
 from inference.request.processors import COLUMN_FREE
 from inference.trees.options import resolve_policy
 from inference.trees.token_tree import TokenTree
+from tests.conftest import REPOSITORY
 
 V = 11
 ROOT = 3
@@ -210,16 +211,6 @@ def test_processors_never_see_a_node_without_candidates(kind: type) -> None:
         assert scores[0, node].exp().sum() == pytest.approx(1.0)
 
 
-def test_resolve_policy(tmp_path: Path) -> None:
-    file = tmp_path / "tree.yaml"
-    file.write_text("paths: [[0], [0, 0]]")
-    assert resolve_policy(None, None).max_depth == 6
-    assert resolve_policy("dynamic", 2).max_depth == 2
-    assert resolve_policy("chain", 3).max_depth == 3
-    assert resolve_policy(str(file), None).num_nodes == 3
-    assert resolve_policy([[0], [1]], 1).num_nodes == 3
-
-
 @pytest.mark.parametrize(
     ("tree", "match"),
     [
@@ -250,11 +241,21 @@ def test_refused_sizes(sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("dynamic", (6, 32)), ("dynamic:4,6,16", (4, 16)), ("chain", (5, 6)), ("chain:3", (3, 4)), ("gamma:4", (4, 5))],
+    ("tree", "limit", "size"),
+    [
+        (None, None, (6, 32)),
+        ("dynamic", 2, (2, 32)),
+        ("dynamic:4,6,16", None, (4, 16)),
+        ("chain", None, (5, 6)),
+        ("chain", 3, (3, 4)),
+        ("chain:3", None, (3, 4)),
+        ("gamma:4", None, (4, 5)),
+        ([[0], [1]], 1, (1, 3)),
+        (str(REPOSITORY / "configs" / "trees" / "static12.yaml"), None, (4, 13)),
+    ],
 )
-def test_trees_by_name(text: str, size: tuple[int, int]) -> None:
-    policy = resolve_policy(text, None)
+def test_trees_by_name(tree: Any, limit: int | None, size: tuple[int, int]) -> None:
+    policy = resolve_policy(tree, limit)
     assert (policy.max_depth, policy.num_nodes) == size
 
 
