@@ -197,7 +197,7 @@ class TestTraining:
         generate(target, again, random_prompt(9), max_new_tokens=8, do_sample=False)
         assert torch.equal(take_gradients(again, target, "distillation"), expected)
 
-    @pytest.mark.parametrize(("loss_type", "family"), zip(LOSSES, CORE_FAMILIES, strict=False))
+    @pytest.mark.parametrize(("loss_type", "family"), [*zip(LOSSES, CORE_FAMILIES, strict=False)])
     @every_kind
     def test_every_parameter_learns(
         self, head_type: str, overrides: dict[str, Any], family: str, loss_type: str

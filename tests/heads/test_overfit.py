@@ -1,4 +1,4 @@
-"""Training teaches what decoding uses: heads that know a text by heart draft it, as far as their unroll over it says.
+"""Training teaches what decoding uses: heads that know a text by heart draft it.
 
 Legend: T text length, K depths.
 """
@@ -15,7 +15,6 @@ from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, chain, generate
 from inference.stats import GenerationStats
 from inference.targets.encoding import encode
-from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS
 from tests.tiny_targets import random_prompt
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
@@ -51,50 +50,11 @@ def learn(heads: DraftHeads, text: Tensor, *, num_steps: int, loss_type: str) ->
     heads.eval()
 
 
-@torch.no_grad()
-def predict_histogram(heads: DraftHeads, text: Tensor, depth: int) -> list[int]:
-    """`GenerationStats.accepted_histogram` of chains after the prompt, from a single unroll over the whole text."""
-    features = encode(heads.target, text, torch.ones_like(text), feature_layers=heads.feature_layers).features
-    guesses = []
-    for step in heads.unroll(features, text):
-        best = step.head(step.hidden).argmax(-1)
-        guesses.append((best if heads.draft_token_ids is None else heads.draft_token_ids[best])[0].tolist())
-    stats = GenerationStats()
-    root = PROMPT_LENGTH  # the first new token comes with the prompt's pass
-    while root + 1 < PROMPT_LENGTH + NUM_NEW:
-        accepted = 0
-        while accepted < depth:
-            # One step for all depths: it predicts after drafted tokens as after accepted ones.
-            slot, step = (root - 1 + accepted, 0) if heads.runs_target_layers else (root - 1, accepted)
-            if guesses[step][slot] != text[0, root + 1 + accepted]:
-                break
-            accepted += 1
-        stats.count_step(accepted)
-        root += accepted + 1
-    return stats.accepted_histogram
-
-
 def draft_text(heads: DraftHeads, text: Tensor, depth: int) -> GenerationStats:
     options: dict[str, Any] = {"max_new_tokens": NUM_NEW, "do_sample": False}
     output = generate(heads.target, heads, text[:, :PROMPT_LENGTH], tree=chain(depth), **options)
     assert torch.equal(output.sequences, text[:, : PROMPT_LENGTH + NUM_NEW])
     return output.stats
-
-
-@pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
-def test_chains_are_accepted_as_the_unroll_says(
-    target: Target, text: Tensor, head_type: str, overrides: dict[str, Any]
-) -> None:
-    """Half-trained heads are right now here, now there: chains of every length are accepted."""
-    torch.manual_seed(0)
-    heads = create_heads(head_type, target, **overrides)
-    learn(heads, text, num_steps=30, loss_type=heads.default_loss)
-    if "num_anchors" in overrides:
-        heads.config.num_anchors = text.shape[1]  # the unroll is to say something of every slot
-    depth = heads.max_depth or getattr(heads.config, "ttt_steps", None) or DEPTH_OF_ANY
-    stats = draft_text(heads, text, depth)
-    assert stats.accepted_histogram == predict_histogram(heads, text, depth)
-    assert stats.acceptance_length > 1
 
 
 @pytest.mark.slow

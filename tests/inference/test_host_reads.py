@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from inference.acceptance.exact import accept_exact
 from inference.acceptance.sampler import Sampler
+from inference.drafters.base import Drafter
+from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.sampling import DraftSampling
+from inference.drafters.small_model import SmallModelDrafter
 from inference.generation import Decoder
 from inference.noise import row_seeds
 from inference.targets.target import Target
@@ -102,40 +106,64 @@ def test_a_step_reads_nothing_on_the_host(family: str, batch_size: int, do_sampl
             cache.commit(accepted.path, accepted.counts)
 
 
+def merge_with_ngrams(kind: str, target: Target) -> Drafter:
+    return MergedDrafter(tiny_heads(kind, target), NgramDrafter())
+
+
+def merge_three(target: Target) -> Drafter:
+    return MergedDrafter(
+        MergedDrafter(NgramDrafter(), tiny_heads("eagle3", target)), SmallModelDrafter(tiny_target("gemma3"))
+    )
+
+
+DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
+    **{
+        name: lambda target, kind=kind, overrides=overrides: tiny_heads(kind, target, **overrides)
+        for name, (kind, overrides) in zip(VARIANT_IDS, VARIANTS, strict=True)
+    },
+    "small model": lambda _: SmallModelDrafter(tiny_target("gemma3")),
+    # Each form that drafts have.
+    **{f"{kind} + ngrams": partial(merge_with_ngrams, kind) for kind in ("block", "kangaroo", "medusa")},
+    "ngrams + eagle3 + small model": merge_three,
+}
+
+
 @pytest.mark.usefixtures("no_lists")
 @pytest.mark.parametrize(
     ("tree", "batch_size", "do_sample"),
     [("dynamic", 1, True), ([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]], 3, False)],
     ids=["dynamic, sampled", "static, batch"],
 )
-@pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
-def test_heads_and_policies_read_nothing_on_the_host(
-    head_type: str, overrides: dict[str, Any], tree: Any, do_sample: bool, batch_size: int
+@pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+def test_drafters_and_policies_read_nothing_on_the_host(
+    make: Callable[[Target], Drafter], tree: Any, do_sample: bool, batch_size: int
 ) -> None:
     """Drafting as the decode loop does it; a second step, so that `extend` takes in what was accepted."""
     target = Target(tiny_target("llama"))
-    heads = tiny_heads(head_type, target, **overrides)
-    policy = resolve_policy(tree, heads.max_depth)
+    drafter = make(target).for_target(target)
+    policy = resolve_policy(tree, drafter.max_depth)
     sampler = make_sampler(batch_size, do_sample=do_sample)
     next_ids, counts = random_prompt(9, batch_size=batch_size), torch.tensor([9, 4, 7][:batch_size])
     with torch.inference_mode():
         cache = target.new_cache(batch_size, 128)
-        state = heads.start(batch_size, 128, policy.num_scratch)
-        if heads.shares_target_cache:
-            heads.share_cache(state, cache)
+        state = drafter.start(batch_size, 128, policy.num_scratch)
+        if drafter.shares_target_cache:
+            drafter.share_cache(state, cache)
         with RefuseHostReads():
-            features = target.prefill(cache, next_ids, counts, feature_layers=heads.feature_layers).features
+            features = target.prefill(cache, next_ids, counts, feature_layers=drafter.feature_layers).features
+            drafter.read_first(state, next_ids[:, 0])
             for max_slots in (9, 9 + policy.max_depth + 1):
                 root_ids = next_ids.gather(1, counts[:, None] - 1)[:, 0]
                 noise = sampler.draw_noise(cache.lengths, policy.max_depth + 1, target.vocab_size)
-                draft = heads.extend(state, features, next_ids, counts, max_slots=max_slots)
+                draft = drafter.extend(state, features, next_ids, counts, max_slots=max_slots)
                 sampling = DraftSampling(warp=sampler.warp_draft if do_sample else None, noise=noise)
-                drafted = policy.grow(heads, state, root_ids, draft, sampling)
-                output = target.verify(cache, drafted, feature_layers=heads.feature_layers)
+                drafted = policy.grow(drafter, state, root_ids, draft, sampling)
+                output = target.verify(cache, drafted, feature_layers=drafter.feature_layers)
                 accepted = accept_exact(sampler, drafted, output.logits, cache.lengths, noise=noise)
                 cache.commit(accepted.path, accepted.counts)
                 next_ids, counts = accepted.next_tokens, accepted.counts
-                assert output.features is not None
+                if output.features is None:
+                    continue
                 features = output.features.gather(1, accepted.path[..., None].expand(-1, -1, output.features.shape[-1]))
 
 

@@ -207,6 +207,7 @@ def test_drafts_that_are_accepted_too_easily_are_caught(monkeypatch: pytest.Monk
     assert measure("rejection", "chain", SETTINGS["T=1.3"]) > 1
 
 
-def test_a_processor_that_may_keep_a_state_is_refused_by_block_verification() -> None:
+def test_a_processor_that_may_keep_a_state_is_refused_by_block_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.NUM_ROWS", 2)
     with pytest.raises(ValueError, match=r"LastButOne may keep a state.*acceptance='exact' or 'rejection'"):
         measure("block_verification", "chain", SETTINGS["custom"])

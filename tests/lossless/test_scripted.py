@@ -29,7 +29,7 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize(("policy", "attention"), zip(POLICIES, ("sdpa", "eager", "sdpa"), strict=True))
+@pytest.mark.parametrize(("policy", "attention"), [*zip(POLICIES, ("sdpa", "eager", "sdpa"), strict=True)])
 @pytest.mark.parametrize("family", CORE_FAMILIES)
 def test_greedy_text_is_transformers_generate(family: str, attention: str, policy: str) -> None:
     # Prompts of 5 and 30 tokens: below and beyond the window of 8 of Mistral and Gemma 3.

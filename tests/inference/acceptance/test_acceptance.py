@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import (
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
     LogitNormalization,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -20,7 +18,6 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
-    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -280,18 +277,6 @@ class TestSampler:
         assert noise is not None
         assert torch.equal(noise, gumbel_noise(seeds, torch.tensor([[11, 12, 13], [5, 6, 7]]), VOCAB))
         assert Sampler().draw_noise(torch.tensor([10]), 3, VOCAB) is None
-
-    @pytest.mark.parametrize(
-        "warper", [EtaLogitsWarper(0.01), TopHLogitsWarper(0.9), InfNanRemoveLogitsProcessor(), MinPLogitsWarper(0.01)]
-    )
-    def test_columns_without_a_candidate_stay_so(self, warper: Any) -> None:
-        """N-grams of a text have no candidate at some nodes, where some warpers would fail or make one."""
-        logits = torch.tensor([[1.0, 0.5, -torch.inf], [-torch.inf] * 3])
-        sampler = Sampler([warper], do_sample=True, row_seeds=row_seeds(0, 2, "cpu"))
-        warped = sampler.warp_draft(logits)
-        assert warped[0, 0] == 1.0
-        assert warped[0, 2].isneginf()
-        assert warped[1].isneginf().all()
 
     def test_allowed_tokens_are_those_of_the_row(self) -> None:
         processor = PrefixConstrainedLogitsProcessor(lambda row, text: [row + 5], num_beams=1)

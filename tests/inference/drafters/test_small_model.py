@@ -19,14 +19,11 @@ from inference.drafters import small_model
 from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
-from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
 from inference.drafters.staged import StagedDrafter
 from inference.execution.drafting import TreeChoice
 from inference.trees.auto import gamma_chain
-from inference.trees.options import resolve_policy
 from tests.inference.plain_passes import calm_target, run_plainly
-from tests.inference.test_host_reads import RefuseHostReads, make_sampler
 from tests.lossless.restless import make_restless
 from tests.tiny_targets import CORE_FAMILIES, pad_prompts, random_prompt, tiny_target
 
@@ -305,23 +302,6 @@ def test_weights_are_part_of_the_module(dtype: torch.dtype) -> None:
     assert (drafter.dtype, drafter.config) == (dtype, model.config)
     output = generate(model, drafter, random_prompt(6), max_new_tokens=12, do_sample=False, tree="chain")
     assert output.stats.num_new_tokens == 12
-
-
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_nothing_is_read_on_the_host(batch_size: int, tree: str) -> None:
-    drafter = SmallModelDrafter(tiny_target("gemma3"))
-    policy = resolve_policy(tree, None)
-    sampler = make_sampler(batch_size, do_sample=True)
-    tokens, counts = random_prompt(9, batch_size=batch_size), torch.tensor([9, 4, 7][:batch_size])
-    with torch.inference_mode():
-        state = drafter.start(batch_size, 64, policy.num_scratch)
-        with RefuseHostReads():
-            drafter.read_first(state, tokens[:, 0])
-            for max_slots in (9, 18):
-                draft = drafter.extend(state, None, tokens, counts, max_slots=max_slots)
-                noise = sampler.draw_noise(counts, policy.max_depth + 1, 128)
-                policy.grow(drafter, state, tokens[:, 0], draft, DraftSampling(warp=sampler.warp_draft, noise=noise))
 
 
 @pytest.mark.slow
