@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.exact import accept_exact
 from inference.acceptance.sampler import Sampler
+from inference.acceptance.walk import Acceptance
 from inference.batch import Batch
 from inference.drafters.slots import NewSlots
 from inference.execution.drafting import Drafting, TreeChoice

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.exact import judge_samples
 from inference.acceptance.sampler import Sampler, pick_token
-from inference.acceptance.walk import may_emit, score_walk
+from inference.acceptance.walk import Acceptance, Walk
 from inference.noise import derive_seeds, uniform_noise
 from inference.trees.token_tree import TokenTree
 
@@ -24,56 +24,35 @@ from inference.trees.token_tree import TokenTree
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2
 
 
+@judge_samples
 def accept_by_rejection(
     sampler: Sampler,
     tree: TokenTree,
     logits: Tensor,
     root_positions: Tensor,
-    *,
-    noise: Tensor | None = None,
+    noise: Tensor,
     prefixes: Sequence[Tensor] | None = None,
     max_tokens: Sequence[int] | None = None,
 ) -> Acceptance:
     """At each node, child after child: accepted with chance min(1, p(x) / q(x)); if not, p becomes the normalised
     max(0, p - q), and q leaves the child out (arXiv 2211.17192, section 2.3; siblings: arXiv 2402.14160, algorithm 1).
-    The token behind the last accepted node is drawn from what p has become.
+    The token after the last accepted node is drawn from the p that is left.
 
     Arguments and result as in `accept_exact`, whose text this gives when the target is greedy or nothing is drafted.
     """
-    if not sampler.do_sample or tree.drawn is None:
-        return accept_exact(
-            sampler, tree, logits, root_positions, noise=noise, prefixes=prefixes, max_tokens=max_tokens
-        )
-    if noise is None:
-        noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
-    assert noise is not None
-    score = score_walk(sampler, logits, prefixes)
-    batch, width, num_ranks = logits.shape[0], tree.path_width, tree.drawn.num_ranks
-    rows, nodes = torch.arange(batch, device=logits.device), torch.arange(tree.num_nodes, device=logits.device)
-    uniforms = _uniforms(sampler, root_positions, width * num_ranks).view(batch, width, num_ranks)
-    current, is_walking = torch.zeros_like(rows), may_emit(sampler, rows, 0, [], max_tokens)
-    path: list[Tensor] = []
-    tokens: list[Tensor] = []
-    walked: list[Tensor] = []
-    kept: list[Tensor] = []
+    assert tree.drawn is not None
+    walk, width, num_ranks = Walk(sampler, logits, prefixes, max_tokens), tree.path_width, tree.drawn.num_ranks
+    nodes = torch.arange(tree.num_nodes, device=logits.device)
+    uniforms = _uniforms(sampler, root_positions, width * num_ranks).view(-1, width, num_ranks)
     for depth in range(width):
-        row_scores = score(current, tokens, is_walking).float()  # [B, V]
-        if sampler.keeps_scores:
-            kept.append(row_scores)
-        p = torch.softmax(row_scores, dim=-1)
-        log_q = tree.drawn.log_q[rows, tree.drawn.rows[current]]
-        is_child = (tree.parents == current[:, None]) & (nodes > 0)
+        p = torch.softmax(walk.score().float(), dim=-1)  # [B, V]
+        log_q = tree.drawn.log_q[walk.rows, tree.drawn.rows[walk.current]]
+        is_child = (tree.parents == walk.current[:, None]) & (nodes > 0)
         chosen, is_chosen, p = _try_children(tree, p, log_q, is_child, uniforms[:, depth])
         bonus = pick_token(p.log(), noise[:, depth])
         drafted = tree.token_ids.gather(1, chosen[:, None])[:, 0]
-        path.append(current)
-        tokens.append(torch.where(is_chosen, drafted, bonus))
-        walked.append(is_walking)
-        is_walking = is_walking & is_chosen & may_emit(sampler, rows, depth + 1, tokens, max_tokens)
-        current = chosen
-    is_real = torch.stack(walked, dim=1)  # [B, P]
-    scores = torch.stack(kept, dim=1) if kept else None
-    return Acceptance(torch.stack(path, dim=1) * is_real, is_real.sum(1), torch.stack(tokens, dim=1) * is_real, scores)
+        walk.step(torch.where(is_chosen, drafted, bonus), chosen, is_chosen)
+    return walk.acceptance()
 
 
 def _try_children(
@@ -106,13 +85,13 @@ def _try_children(
     return chosen, is_chosen, p
 
 
+@judge_samples
 def accept_blocks(
     sampler: Sampler,
     tree: TokenTree,
     logits: Tensor,
     root_positions: Tensor,
-    *,
-    noise: Tensor | None = None,
+    noise: Tensor,
     prefixes: Sequence[Tensor] | None = None,
     max_tokens: Sequence[int] | None = None,
 ) -> Acceptance:
@@ -126,24 +105,17 @@ def accept_blocks(
     Arguments and result as in `accept_by_rejection`; processors that read the prefix must be in `KEEPS_NOTHING`, since
     they are asked about all drafts, accepted or not.
     """
-    if not sampler.do_sample or tree.drawn is None:
-        return accept_exact(
-            sampler, tree, logits, root_positions, noise=noise, prefixes=prefixes, max_tokens=max_tokens
-        )
     if not sampler.keeps_nothing:
         raise ValueError(
             f"{', '.join(sampler.reading_names)} may keep a state, and block verification asks about drafts that it "
             "may not accept: use acceptance='exact' or 'rejection'"
         )
-    if noise is None:
-        noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
-    assert noise is not None
-    batch, num_nodes, _ = logits.shape
-    num_drafts = num_nodes - 1
-    may_go_on = may_emit(sampler, root_positions, 0, [], max_tokens)
-    scores = _score_chain(sampler, tree, logits, prefixes, may_go_on)
+    assert tree.drawn is not None
+    num_drafts = tree.num_nodes - 1
+    walk = Walk(sampler, logits, prefixes, max_tokens)
+    scores = _score_chain(sampler, tree, walk)
     p = torch.softmax(scores.float(), dim=-1)
-    q = _extend(tree.drawn.log_q.exp()[:, tree.drawn.rows[:num_drafts]])  # [B, N, V]; nothing behind the last draft
+    q = _extend(tree.drawn.log_q.exp()[:, tree.drawn.rows[:num_drafts]])  # [B, N, V]; nothing after the last draft
     drafts = tree.token_ids[:, 1:, None]  # [B, N - 1, 1]
     ratio = (p[:, :-1].gather(-1, drafts) / q[:, :-1].gather(-1, drafts).clamp(min=1e-38))[..., 0]
     ratio = ratio.masked_fill(tree.parents[:, 1:] < 0, 0.0)  # padding is never accepted
@@ -156,28 +128,24 @@ def accept_blocks(
         rest = (weight[:, None] * p[:, place + 1] - q[:, place + 1]).clamp(min=0).sum(-1)
         passes = weight if place == num_drafts - 1 else rest / (rest + 1.0 - weight).clamp(min=1e-38)
         length = torch.where(uniforms[:, place] < passes, place + 1, length)
-    rows = torch.arange(batch, device=logits.device)
-    scale = torch.stack(weights, dim=1)[rows, length]
-    last = p[rows, length]
-    left = _normalise((scale[:, None] * last - q[rows, length]).clamp(min=0), last)
-    bonus = pick_token(left.log(), noise[rows, length])
-    steps = torch.arange(num_nodes, device=logits.device)
-    is_real = (steps <= length[:, None]) & may_go_on[:, None]
+    scale = torch.stack(weights, dim=1)[walk.rows, length]
+    last = p[walk.rows, length]
+    left = _normalise((scale[:, None] * last - q[walk.rows, length]).clamp(min=0), last)
+    bonus = pick_token(left.log(), noise[walk.rows, length])
+    steps = torch.arange(tree.num_nodes, device=logits.device)
+    is_real = (steps <= length[:, None]) & walk.is_walking[:, None]
     tokens = _extend(tree.token_ids[:, 1:, None])[..., 0].scatter(1, length[:, None], bonus[:, None])
     kept = scores.float() if sampler.keeps_scores else None
-    return Acceptance(steps.expand(batch, -1) * is_real, is_real.sum(1), tokens * is_real, kept)
+    return Acceptance(steps * is_real, is_real.sum(1), tokens * is_real, kept)
 
 
-def _score_chain(
-    sampler: Sampler, tree: TokenTree, logits: Tensor, prefixes: Sequence[Tensor] | None, may_go_on: Tensor
-) -> Tensor:
+def _score_chain(sampler: Sampler, tree: TokenTree, walk: Walk) -> Tensor:
     """The processed scores [B, N, V] at every node of a chain, accepted or not."""
-    batch, num_nodes, vocab = logits.shape
     if sampler.is_prefix_free:
-        return sampler.process(logits.flatten(0, 1)).view(batch, num_nodes, vocab)
-    score, drafted = score_walk(sampler, logits, prefixes), tree.token_ids[:, 1:].unbind(1)
-    nodes = torch.arange(num_nodes, device=logits.device)[:, None].expand(-1, batch)
-    return torch.stack([score(nodes[n], drafted[:n], may_go_on) for n in range(num_nodes)], dim=1)
+        return sampler.process(walk.logits.flatten(0, 1)).view(walk.logits.shape)
+    drafted = tree.token_ids[:, 1:].unbind(1)
+    scores = [walk.score_at(torch.full_like(walk.rows, n), drafted[:n]) for n in range(tree.num_nodes)]
+    return torch.stack(scores, dim=1)
 
 
 def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:
@@ -186,7 +154,7 @@ def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:
 
 
 def _normalise(values: Tensor, otherwise: Tensor) -> Tensor:
-    """Rows [B, V] that sum to one; rows of zeros (rounding alone can make them) become those of `otherwise`."""
+    """Rows [B, V] that sum to one; rows of zeros (from rounding) become those of `otherwise`."""
     total = values.sum(-1, keepdim=True)
     return torch.where(total > 0, values / total.clamp(min=1e-38), otherwise)
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.exact import accept_exact
 from inference.acceptance.rejection import accept_blocks, accept_by_rejection
 from inference.acceptance.typical import accept_typical
+from inference.acceptance.walk import Acceptance
 from inference.trees.policy import TreePolicy
 
 logger = logging.getLogger(__name__)

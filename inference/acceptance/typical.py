@@ -10,48 +10,43 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.exact import judge_samples
 from inference.acceptance.sampler import Sampler, pick_token
+from inference.acceptance.walk import Acceptance
 from inference.trees.token_tree import TokenTree
 
 
+@judge_samples
 def accept_typical(
     sampler: Sampler,
     tree: TokenTree,
     logits: Tensor,
     root_positions: Tensor,
-    *,
-    noise: Tensor | None = None,
+    noise: Tensor,
     prefixes: Sequence[Tensor] | None = None,
     max_tokens: Sequence[int] | None = None,
+    *,
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> Acceptance:
-    """A draft x is accepted behind accepted ones if p(x) > min(epsilon, delta exp(-H(p))), p the target's processed
-    distribution and H its entropy. The longest such path is taken, of several the likeliest; the token behind it is
-    drawn from the target.
+    """A draft x after accepted drafts is accepted if p(x) > min(epsilon, delta exp(-H(p))), p the target's processed
+    distribution and H its entropy. The longest such path is kept, of several the likeliest. The token after it is drawn
+    from the target.
 
     Arguments and result as in `accept_exact`, which decides for a greedy target. Processors must not read the prefix.
     """
-    if not sampler.do_sample or tree.num_nodes == 1:
-        return accept_exact(
-            sampler, tree, logits, root_positions, noise=noise, prefixes=prefixes, max_tokens=max_tokens
-        )
     if not sampler.is_prefix_free:
         raise ValueError(
             f"{', '.join(sampler.reading_names)} may read the text so far, and typical acceptance judges all drafts at "
             "once: use acceptance='exact' or 'rejection'"
         )
-    if noise is None:
-        noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
-    assert noise is not None
     batch, num_nodes, vocab = logits.shape
     scores = sampler.process(logits.flatten(0, 1)).float().view(batch, num_nodes, vocab)
     log_p = torch.log_softmax(scores, dim=-1)
     entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, N]
     threshold = (delta * torch.exp(-entropy)).clamp(max=epsilon)
     parents = tree.parents.clamp(min=0)
-    own = log_p.flatten(1).gather(1, parents * vocab + tree.token_ids)  # [B, N], a draft's log p behind its parent
+    own = log_p.flatten(1).gather(1, parents * vocab + tree.token_ids)  # [B, N], a draft's log p after its parent
     is_draft = tree.parents >= 0
     passes = is_draft & (own.exp() > threshold.gather(1, parents))
     ancestors = tree.ancestors & (tree.depths > 0)[:, None]  # [B, N, N], drafts on the way to each node, and itself

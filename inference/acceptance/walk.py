@@ -1,77 +1,130 @@
-"""The target's processed scores along a walk down a tree, for all rows at once.
+"""The walk of a batch down its trees: where each row stands, which scores it sees there, and what it emits.
 
-Legend: B batch, N tree nodes, V target vocabulary, L length of a row's text up to the root.
+Legend: B batch, N tree nodes, K depth of the tree, V target vocabulary, L length of a row's text up to the root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from inference.acceptance.sampler import Sampler
 
-# Processed scores [B, V] at the current nodes [B], behind the tokens emitted so far (each [B]), of rows that still walk
-# [B] (of others: anything).
-WalkScores = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The result of one verify step.
+
+    Worked example, the tree of TokenTree's docstring, when the target says "cat" after the root, "ran" after "cat" and
+    "away" after "ran":
+
+        path         0  1  4      the root, "cat", "ran"
+        counts       3
+        next_tokens  cat  ran  away
+
+    Attributes:
+        path: [B, K+1] long, accepted nodes, root first; entries from counts[b] on are 0 (padding).
+        counts: [B] long, nodes on the path, root included (>= 1). It is also the number of tokens emitted.
+        next_tokens: [B, K+1] long, accepted drafted tokens, then the bonus token; entries from counts[b] on are 0.
+            `NO_TOKEN` where none could be picked.
+        scores: [B, K+1, V] float32, the target's processed scores that gave the tokens (from counts[b] on:
+            anything), if the sampler keeps them.
+    """
+
+    path: Tensor
+    counts: Tensor
+    next_tokens: Tensor
+    scores: Tensor | None = None
 
 
-def score_walk(sampler: Sampler, logits: Tensor, prefixes: Sequence[Tensor] | None) -> WalkScores:
-    """Scores as plain decoding would process them.
+class Walk:
+    """All rows, each at one node; a step takes them one level down. Rows that have ended go on, and emit padding.
 
-    Processors that are prefix-free run on all rows. Others run on rows that still walk alone, once per token that is
-    asked for: those that keep no state on all texts of one length together, any other on each row by itself. Such a
-    call reads on the host, once, which rows walk.
+    With prefix-free processors nothing is read on the host. With others each `score_at` reads once which rows walk.
 
     Args:
-        logits: [B, N, V] the target's.
-        prefixes: per row [1, L] long, its tokens up to and including the root; needed unless all are prefix-free.
-    """
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    if sampler.is_prefix_free:
-        return lambda current, tokens, walks: sampler.process(logits[rows, current])
-    if prefixes is None:
-        names = ", ".join(sampler.reading_names)
-        raise ValueError(f"{names} may read the text so far: give prefixes, one [1, L] tensor per row")
+        logits: [B, N, V], the target's.
+        prefixes: per row [1, L] long, its tokens up to and including the root; needed by processors that read the text.
+        max_tokens: per row, the number of tokens it may still emit (0: a finished row, whose counts are then 0). Such
+            processors are not asked about more. None = no limit.
 
-    def score(current: Tensor, tokens: Sequence[Tensor], walks: Tensor) -> Tensor:
-        scores = logits[rows, current].float()
-        behind = torch.stack([*tokens], dim=1) if tokens else rows[:, None][:, :0]
-        walking = [row for row, walks_on in enumerate(walks.tolist()) if walks_on]
-        for members in _group(sampler, walking, prefixes):
-            texts = torch.cat([prefixes[row] for row in members])
-            index = torch.tensor(members, device=rows.device)
-            own = sampler if sampler.keeps_nothing else sampler.for_row(members[0], len(prefixes))
-            scores[index] = own.process(scores[index], torch.cat([texts, behind[index]], dim=1))
+    Attributes:
+        current: [B] long, each row's node.
+        is_walking: [B] bool, whether the row emits the next token.
+    """
+
+    def __init__(
+        self, sampler: Sampler, logits: Tensor, prefixes: Sequence[Tensor] | None, max_tokens: Sequence[int] | None
+    ) -> None:
+        if prefixes is None and not sampler.is_prefix_free:
+            names = ", ".join(sampler.reading_names)
+            raise ValueError(f"{names} may read the text so far: give prefixes, one [1, L] tensor per row")
+        self.sampler, self.logits, self.prefixes, self.max_tokens = sampler, logits, prefixes, max_tokens
+        self.rows = torch.arange(logits.shape[0], device=logits.device)
+        self.current = torch.zeros_like(self.rows)
+        self._path: list[Tensor] = []
+        self._tokens: list[Tensor] = []
+        self._walked: list[Tensor] = []
+        self._scores: list[Tensor] = []
+        self.is_walking = self._may_emit()
+
+    def score(self) -> Tensor:
+        """[B, V], the processed scores at the rows' nodes, as in plain decoding. Call it once before each step."""
+        scores = self.score_at(self.current, self._tokens)
+        if self.sampler.keeps_scores:
+            self._scores.append(scores.float())
         return scores
 
-    return score
+    def score_at(self, nodes: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+        """[B, V], the processed scores at `nodes` [B] after `tokens`, each [B]; of rows that do not walk: anything.
 
+        Prefix-free processors run on all rows. Others run on rows that walk: those that keep no state on all texts of
+        one length together, any other on each row by itself.
+        """
+        sampler, prefixes = self.sampler, self.prefixes
+        scores = self.logits[self.rows, nodes]
+        if sampler.is_prefix_free:
+            return sampler.process(scores)
+        assert prefixes is not None
+        scores = scores.float()
+        emitted = torch.stack([*tokens], dim=1) if tokens else self.rows[:, None][:, :0]
+        groups: dict[int, list[int]] = {}
+        for row, walks in enumerate(self.is_walking.tolist()):
+            if walks:
+                groups.setdefault(prefixes[row].shape[1] if sampler.keeps_nothing else row, []).append(row)
+        for members in groups.values():
+            texts = torch.cat([prefixes[row] for row in members])
+            index = torch.tensor(members, device=self.rows.device)
+            own = sampler if sampler.keeps_nothing else sampler.for_row(members[0], len(prefixes))
+            scores[index] = own.process(scores[index], torch.cat([texts, emitted[index]], dim=1))
+        return scores
 
-def _group(sampler: Sampler, walking: Sequence[int], prefixes: Sequence[Tensor]) -> list[list[int]]:
-    """Rows that go through the processors together."""
-    if not sampler.keeps_nothing:
-        return [[row] for row in walking]
-    by_length: dict[int, list[int]] = {}
-    for row in walking:
-        by_length.setdefault(prefixes[row].shape[1], []).append(row)
-    return list(by_length.values())
+    def step(self, tokens: Tensor, children: Tensor, is_accepted: Tensor) -> None:
+        """Emits `tokens` [B] and goes on to `children` [B] long in the rows where a child [B] bool is accepted."""
+        self._path.append(self.current)
+        self._tokens.append(tokens)
+        self._walked.append(self.is_walking)
+        self.is_walking = self.is_walking & is_accepted & self._may_emit()
+        self.current = children
 
-
-def may_emit(
-    sampler: Sampler, rows: Tensor, count: int, tokens: Sequence[Tensor], max_tokens: Sequence[int] | None
-) -> Tensor:
-    """Which rows [B] bool processors that read the prefix may be asked about, with `count` tokens emitted so far.
-
-    Args:
-        rows: [B], of the right device; tokens: emitted so far, each [B]; max_tokens: per row, None = no limit.
-    """
-    may = torch.ones_like(rows, dtype=torch.bool)
-    if sampler.is_prefix_free:
+    def _may_emit(self) -> Tensor:
+        """[B] bool, whether processors that read the text may be asked about one more token."""
+        may, sampler = torch.ones_like(self.rows, dtype=torch.bool), self.sampler
+        if sampler.is_prefix_free:
+            return may
+        if self.max_tokens is not None:
+            may = may & (torch.tensor(self.max_tokens, device=self.rows.device) > len(self._tokens))
+        if self._tokens and sampler.eos_token_ids:
+            ends = torch.tensor(sorted(sampler.eos_token_ids), device=self.rows.device)
+            may = may & ~torch.isin(self._tokens[-1], ends)
         return may
-    if max_tokens is not None:
-        may = may & (torch.tensor(max_tokens, device=rows.device) > count)
-    if tokens and sampler.eos_token_ids:
-        may = may & ~torch.isin(tokens[-1], torch.tensor(sorted(sampler.eos_token_ids), device=rows.device))
-    return may
+
+    def acceptance(self) -> Acceptance:
+        """The result of the steps so far."""
+        is_real = torch.stack(self._walked, dim=1)  # [B, K+1]
+        path, tokens = (torch.stack(entries, dim=1) * is_real for entries in (self._path, self._tokens))
+        scores = torch.stack(self._scores, dim=1) if self._scores else None
+        return Acceptance(path, is_real.sum(1), tokens, scores)

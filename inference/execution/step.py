@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import Acceptance
 from inference.acceptance.rejection import DRAFT_STREAM
 from inference.acceptance.rules import EXACT, AcceptanceRule
 from inference.acceptance.sampler import Sampler
+from inference.acceptance.walk import Acceptance
 from inference.cache.source import Source
 from inference.cache.tree_cache import VIEW_MULTIPLE, TreeCache
 from inference.drafters.base import Drafter, DraftLogits

@@ -13,8 +13,8 @@ import torch
 
 from heads import HEAD_TYPES
 from inference import TreePolicy, chain
-from inference.acceptance.exact import Acceptance
 from inference.acceptance.sampler import Sampler
+from inference.acceptance.walk import Acceptance
 from inference.execution.step import DecodeStep
 from inference.trees.token_tree import TokenTree
 from tests.lossless.matrix import __main__ as program

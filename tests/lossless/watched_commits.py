@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from inference.acceptance.exact import Acceptance
+from inference.acceptance.walk import Acceptance
 from inference.cache.tree_cache import TreeCache
 from inference.execution.step import DecodeStep
 from inference.trees.token_tree import TokenTree

@@ -22,8 +22,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.exact import accept_exact
 from inference.acceptance.sampler import Sampler
+from inference.acceptance.walk import Acceptance
 from inference.noise import gumbel_noise, row_seeds
 from inference.request.processors import NO_TOKEN, PREFIX_FREE
 from inference.trees.token_tree import TokenTree, compute_depths

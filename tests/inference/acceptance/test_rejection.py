@@ -24,11 +24,12 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from inference.acceptance.exact import Acceptance, accept_exact
+from inference.acceptance.exact import accept_exact
 from inference.acceptance.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
 from inference.acceptance.rules import RULES, resolve_rule, typical
 from inference.acceptance.sampler import Sampler
 from inference.acceptance.typical import accept_typical
+from inference.acceptance.walk import Acceptance
 from inference.drafters.base import DraftLogits
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.sampling import DraftDraws, DraftSampling
