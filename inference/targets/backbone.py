@@ -21,7 +21,7 @@ from inference.targets.model_config import refuse_training
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What one forward pass gave.
+    """The outputs of one forward pass.
 
     Attributes:
         last: [B, T, D], the hidden states after the final norm; [B, T, 0] of an encoder-decoder model.
@@ -35,12 +35,12 @@ class PassOutput:
 
 
 class Backbone:
-    """Runs the layers of a model and hands the outputs over on `device`.
+    """Runs a model; its outputs are on `device`.
 
     Args:
         model: the model as the user gave it.
         causal_lm: the transformers model inside it.
-        num_layers: n, of its decoder.
+        num_layers: n.
         device: the token embedding's.
     """
 
@@ -62,28 +62,27 @@ class Backbone:
         cache: Cache | None = None,
         *,
         feature_layers: Sequence[int] = (),
+        with_logits: bool = False,
     ) -> PassOutput:
-        """Hidden states of [B, T] tokens, without logits.
+        """Hidden states of [B, T] tokens.
 
         Args:
             masks: as the model takes them; None = causal.
             cache: None = the tokens are the whole text.
             feature_layers: hidden states to hand over, in this order.
+            with_logits: also the model's own logits of all tokens.
         """
-        # The last state is `last_hidden_state`; asking for it by number would keep it twice.
-        layers = [layer for layer in feature_layers if layer != self.num_layers]
-        output = self.run(self.causal_lm.base_model, token_ids, positions, masks, cache, layers)
-        last: Tensor = output.last_hidden_state.to(self.device)
-        return PassOutput(last, self._join_features(output, last, feature_layers))
-
-    def read_with_logits(
-        self, token_ids: Tensor, positions: Tensor, masks: Any, cache: Cache, *, feature_layers: Sequence[int] = ()
-    ) -> PassOutput:
-        """`read`, with the model's own logits of all tokens."""
-        layers = [*feature_layers, self.num_layers]
-        output = self.run(self.causal_lm, token_ids, positions, masks, cache, layers)
-        last: Tensor = output.hidden_states[self.num_layers].to(self.device)
-        return PassOutput(last, self._join_features(output, last, feature_layers), output.logits.to(self.device))
+        end = self.num_layers
+        if with_logits:
+            output = self.run(self.causal_lm, token_ids, positions, masks, cache, [*feature_layers, end])
+            last: Tensor = output.hidden_states[end].to(self.device)
+        else:  # the last state is `last_hidden_state`: asking for it by number would keep it twice
+            layers = [layer for layer in feature_layers if layer != end]
+            output = self.run(self.causal_lm.base_model, token_ids, positions, masks, cache, layers)
+            last = output.last_hidden_state.to(self.device)
+        states = [last if layer == end else output.hidden_states[layer].to(self.device) for layer in feature_layers]
+        features = torch.cat(states, dim=-1) if states else None
+        return PassOutput(last, features, output.logits.to(self.device) if with_logits else None)
 
     def run(
         self,
@@ -121,13 +120,3 @@ class Backbone:
     def attention(self) -> AbstractContextManager[Any]:
         """Active while the model runs: grouped attention in the place of transformers' sdpa."""
         return grouped_attention(self._text_config) if self._has_attention_interface else nullcontext()
-
-    def _join_features(self, output: Any, last: Tensor, feature_layers: Sequence[int]) -> Tensor | None:
-        """Concatenates the asked hidden states on the last dimension."""
-        if not feature_layers:
-            return None
-        states = [
-            last if layer == self.num_layers else output.hidden_states[layer].to(self.device)
-            for layer in feature_layers
-        ]
-        return torch.cat(states, dim=-1)

@@ -27,7 +27,7 @@ class LengthLimit:
     reason: str
 
 
-def _find_causal_lm(model: nn.Module) -> Any:
+def find_causal_lm(model: nn.Module) -> Any:
     """The transformers model inside `model`: a PEFT model keeps its adapters in place."""
     causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(causal_lm, PreTrainedModel):
@@ -37,7 +37,7 @@ def _find_causal_lm(model: nn.Module) -> Any:
 
 def unwrap_model(model: nn.Module) -> Any:
     """The transformers model inside `model`, after the checks that need the config only."""
-    causal_lm = _find_causal_lm(model)
+    causal_lm = find_causal_lm(model)
     check_adapters(model)
     name, config = type(causal_lm).__name__, causal_lm.config
     if causal_lm.get_output_embeddings() is None:
@@ -51,17 +51,13 @@ def unwrap_model(model: nn.Module) -> Any:
             f"{name} has layers that cannot be rolled back after a rejected draft, or that mask by rules of their own "
             f"({other or 'a recurrent state'}): a target has {' and '.join(_ATTENTION_LAYER_TYPES)} layers only"
         )
-    implementation = text_config._attn_implementation
-    if implementation == GROUPED:  # another thread is in the middle of a pass
-        implementation = STOCK
-    if implementation not in _ATTENTION_IMPLEMENTATIONS:
+    if (implementation := find_attention(causal_lm)) not in _ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation {implementation!r} cannot take a tree mask: load the model with "
             f"attn_implementation='sdpa' or 'eager'"
         )
-    if any(
-        "alibi" in attribute and getattr(causal_lm.base_model, attribute) for attribute in dir(causal_lm.base_model)
-    ):
+    backbone = causal_lm.base_model
+    if any("alibi" in name and getattr(backbone, name) for name in dir(backbone)):
         raise ValueError(
             f"{name} has ALiBi, which measures distances in cache slots instead of positions, so the siblings of a "
             f"node would change its scores: use a model with RoPE or learned positions"
@@ -70,6 +66,12 @@ def unwrap_model(model: nn.Module) -> Any:
         raise ValueError(f"{name} attends in both directions (use_bidirectional_attention): it is not a causal LM")
     refuse_training(model)
     return causal_lm
+
+
+def find_attention(causal_lm: Any) -> str:
+    """The attention implementation that the user has chosen."""
+    implementation: str = causal_lm.config.get_text_config()._attn_implementation
+    return STOCK if implementation == GROUPED else implementation  # GROUPED: another thread is in the middle of a pass
 
 
 def refuse_training(model: nn.Module) -> None:
@@ -109,7 +111,7 @@ def find_device(module: Any) -> torch.device:
     weight: Tensor = module.weight
     if weight.device.type != "meta":
         return weight.device
-    execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    execution_device = find_execution_device(module)
     if execution_device is None:
         raise ValueError("the model's weights are on the meta device: load them, for example with from_pretrained")
     return torch.device(execution_device)
@@ -121,50 +123,23 @@ def find_placement(model: nn.Module) -> tuple[tuple[str, int], ...]:
     Worked example, an embedding, six layers of nine tensors, a norm and an LM head: (("cuda:0", 28), ("cuda:1", 29)).
     A weight that accelerate has offloaded is named by the device that it runs on: ("offloaded from cuda:0", 9).
     """
-    places = [place for module in model.modules() for place in _find_places(module)]
-    return tuple((place, len(list(group))) for place, group in itertools.groupby(places))
-
-
-def _find_places(module: nn.Module) -> list[str]:
-    """The places of the module's own weights."""
-    weights = [weight for weight in module._parameters.values() if weight is not None]
-    if not any(weight.is_meta for weight in weights):
-        return [str(weight.device) for weight in weights]
-    runs_on = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    return [f"offloaded from {runs_on}" if weight.is_meta else str(weight.device) for weight in weights]
-
-
-def describe_model(model: nn.Module) -> tuple[Any, ...]:
-    """Everything about a model that `Target` examines, except the values of its weights; equal while nothing changes.
-
-    These are the modules (adapters are modules), the shapes, dtypes and devices of weights, the config, the attention
-    implementation and the training mode.
-    """
-    config = _find_causal_lm(model).config
-    implementation = config.get_text_config()._attn_implementation
-    return (
-        model.training,
-        STOCK if implementation == GROUPED else implementation,
-        repr(config.to_dict()),
-        tuple(map(_describe_module, model.modules())),
-    )
-
-
-def _describe_module(module: nn.Module) -> tuple[Any, ...]:
-    """The module's type, its own weights, and the device on which accelerate runs it."""
-    weights = [
-        (type(weight), type(weight.data), weight.shape, weight.dtype, weight.device)
+    places = [
+        f"offloaded from {find_execution_device(module)}" if weight.is_meta else str(weight.device)
+        for module in model.modules()
         for weight in module._parameters.values()
         if weight is not None
     ]
-    return id(module), type(module), getattr(getattr(module, "_hf_hook", None), "execution_device", None), *weights
+    return tuple((place, len(list(group))) for place, group in itertools.groupby(places))
+
+
+def find_execution_device(module: nn.Module) -> Any:
+    """The device on which accelerate runs a module; None without accelerate."""
+    return getattr(getattr(module, "_hf_hook", None), "execution_device", None)
 
 
 def is_quantised(model: Any) -> bool:
     """Whether the model is marked as quantised, or holds layers or weights of a package that quantises."""
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        return True
-    if getattr(model.config, "quantization_config", None) is not None:
+    if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None) is not None:
         return True
     return any(type(part).__module__.startswith(_QUANTISERS) for part in (*model.modules(), *model.parameters()))
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.targets.lm_head import find_logit_scaling
+from inference.cache.source import Source, SourceMemory
+from inference.cache.tree_cache import LayerSpec
+from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.model_config import chooses_experts, find_layer_windows, is_quantised, list_windows
+from inference.targets.parts import ScaleLogits, find_logit_scaling
 from inference.targets.probe_tree import (
-    Findings,
     MakeMasks,
     ProbeTree,
     RecordingCache,
@@ -28,10 +31,30 @@ from inference.targets.probe_tree import (
     draw_ids,
     is_single,
     refusing,
-    takes_inference_mode,
 )
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a model shows when it runs.
+
+    Attributes:
+        layer_specs: shapes of each layer's keys and values.
+        scale_logits: from the LM head's output to logits; None if the model does something else.
+        vocab_size: width of the logits.
+        state_size: width of the last hidden state; None for encoder-decoder models.
+        takes_inference_mode: whether it runs under torch.inference_mode. Some quantised weights do not.
+        first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
+    """
+
+    layer_specs: tuple[LayerSpec, ...]
+    scale_logits: ScaleLogits | None
+    vocab_size: int
+    state_size: int | None
+    takes_inference_mode: bool
+    first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
 
 
 def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device) -> Findings:
@@ -48,8 +71,7 @@ def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: t
 @torch.no_grad()
 def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: MakeMasks) -> Findings:
     """Learns cache shapes and the way to logits; checks that the model follows masks and position ids."""
-    name = type(model).__name__
-    num_layers, tree = text_config.num_hidden_layers, ProbeTree.of_tokens(token_ids, make_masks)
+    name, tree = type(model).__name__, ProbeTree.of_tokens(token_ids, make_masks)
     cache = RecordingCache(name)
     with refusing(f"{name} does not run with a 4-D mask, position ids and a cache"):
         output = model.base_model(
@@ -61,15 +83,10 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
             output_hidden_states=[0],
             return_dict=True,
         )
-    missing = sorted(set(range(num_layers)) - set(cache.specs))
-    if missing:
-        raise ValueError(
-            f"layers {missing} of {name} never write keys and values into the cache (shared or recurrent layers), so "
-            f"they cannot be rolled back after a rejected draft"
-        )
-    if output.hidden_states is None or len(output.hidden_states) != num_layers + 1:
-        found = None if output.hidden_states is None else len(output.hidden_states)
-        raise ValueError(f"{name} reports {found} hidden states where {num_layers + 1} are expected")
+    specs = cache.list_specs(list_windows(text_config))
+    num_states = len(output.hidden_states or ())
+    if num_states != len(specs) + 1:
+        raise ValueError(f"{name} reports {num_states} hidden states where {len(specs) + 1} are expected")
     plain = {"input_ids": token_ids[:, :2], "use_cache": False, "return_dict": True}
     plain_hidden = model.base_model(**plain).last_hidden_state
     other_ids = torch.cat([token_ids[:, :2], token_ids[:, 2:3].expand(-1, 2)], dim=1)
@@ -83,10 +100,38 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
     logits = model(**plain).logits
     check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # some models forbid ids with -inf
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
-    windows = list_windows(text_config)
-    specs = tuple(replace(cache.specs[layer], window=windows[layer]) for layer in range(num_layers))
-    is_fast = takes_inference_mode(lambda: model(**plain))
+    is_fast = _takes_inference_mode(lambda: model(**plain))
     return Findings(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1], is_fast)
+
+
+@torch.no_grad()
+def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeMasks, device: torch.device) -> Findings:
+    """`examine_model` for an encoder-decoder model: the same tree, for a source of three tokens. It compares logits."""
+    name, token_ids = type(model).__name__, draw_ids(model, 1, device)
+    tree, cache = ProbeTree.of_tokens(token_ids, make_masks), RecordingCache(name)
+    with refusing(f"{name} does not run as an encoder of token ids and a decoder with a 4-D mask and a cache"):
+        encoded = model.get_encoder()(input_ids=token_ids[:, :3], return_dict=True)
+        source = Source(token_ids[:, :3], torch.ones_like(token_ids[:, :3]).bool(), encoded.last_hidden_state)
+        memory = SourceMemory(source)
+        tree_logits = placed.run(memory, cache, token_ids, tree.positions, tree.key_positions, tree.masks)
+        plain = {"encoder_outputs": encoded, "decoder_input_ids": token_ids[:, :2], "use_cache": False}
+        logits = model(**plain, return_dict=True).logits
+    check_finite(model, "encoder's last states", [encoded.last_hidden_state])
+    check_finite(model, "logits", [logits], tree_logits)
+    specs = cache.list_specs([None] * (1 + max(cache.specs, default=0)))
+    check_branches(cache, tree_logits[0], logits[0], noise=0.0)
+    return Findings(specs, None, logits.shape[-1], None, _takes_inference_mode(lambda: model(**plain)))
+
+
+def _takes_inference_mode(run: Callable[[], Any]) -> bool:
+    try:
+        with torch.inference_mode():
+            run()
+    except RuntimeError as error:
+        if "inference" not in str(error).lower():
+            raise
+        return False
+    return True
 
 
 def _check_window(model: Any, text_config: Any, token_ids: Tensor, make_masks: MakeMasks) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,49 +15,13 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from inference.cache.tree_cache import LayerSpec, PlaneSpec
-from inference.targets.lm_head import ScaleLogits
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
 _GAP = 4200
 # The errors of models that are called in a way they do not support.
 _MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What `Target` learns about a model by running it.
-
-    Attributes:
-        layer_specs: shapes of each layer's keys and values.
-        scale_logits: from the LM head's output to logits; None if the model does something else.
-        vocab_size: width of the logits.
-        state_size: width of the last hidden state; None for encoder-decoder models.
-        takes_inference_mode: whether it runs under torch.inference_mode. Some quantised weights do not.
-        first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
-    """
-
-    layer_specs: tuple[LayerSpec, ...]
-    scale_logits: ScaleLogits | None
-    vocab_size: int
-    state_size: int | None
-    takes_inference_mode: bool
-    first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
-
-
-def takes_inference_mode(run: Callable[[], Any]) -> bool:
-    """Whether `run` runs under torch.inference_mode."""
-    try:
-        with torch.inference_mode():
-            run()
-    except RuntimeError as error:
-        if "inference" not in str(error).lower():
-            raise
-        return False
-    return True
 
 
 class CannotRollBackError(ValueError):
@@ -101,8 +65,7 @@ class ProbeTree:
 
 @contextmanager
 def refusing(complaint: str) -> Iterator[None]:
-    """Turns the errors of a model that cannot be called in this way into a ValueError that begins with `complaint`.
-    Running out of memory stays its own error."""
+    """Turns a model's errors, except out-of-memory errors, into a ValueError that begins with `complaint`."""
     try:
         yield
     except (CannotRollBackError, torch.OutOfMemoryError):
@@ -112,7 +75,7 @@ def refusing(complaint: str) -> Iterator[None]:
 
 
 class RecordingCache(Cache):
-    """Hands keys and values back with empty slots after the first token's; remembers their shapes and the twins' keys.
+    """Returns keys and values with empty slots after the first token's; keeps their shapes and the twins' keys.
     Refuses any other kind of state."""
 
     def __init__(self, name: str) -> None:
@@ -130,6 +93,19 @@ class RecordingCache(Cache):
         self.specs[layer_idx] = LayerSpec(keys, values)
         self.twin_keys[layer_idx] = key_states[0][:, [1, 3]].transpose(0, 1).flatten(1)
         return _insert_gap(key_states, 2), _insert_gap(value_states, 2)
+
+    def list_specs(self, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
+        """The layers' specs, with the window of each.
+
+        Raises:
+            ValueError: a layer has written nothing.
+        """
+        if missing := sorted(set(range(len(windows))) - set(self.specs)):
+            raise ValueError(
+                f"layers {missing} of {self.name} never write keys and values into the cache (shared or recurrent "
+                f"layers), so they cannot be rolled back after a rejected draft"
+            )
+        return tuple(replace(self.specs[layer], window=window) for layer, window in enumerate(windows))
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise CannotRollBackError(
@@ -174,7 +150,7 @@ def check_finite(model: Any, what: str, plain: Sequence[Tensor], tree: Tensor | 
     if is_plain_finite and (tree is None or _is_finite(tree)):
         return
     broken = next((name for name, weight in model.named_parameters() if _is_broken(weight)), None)
-    if broken is None and is_plain_finite:
+    if is_plain_finite and broken is None:
         return
     cause = (
         f"so do its weights ({broken}), broken or too large for float16: load them again, or in bfloat16"
@@ -193,7 +169,7 @@ def _is_finite(values: Tensor) -> bool:
 
 def _is_broken(weight: Tensor) -> bool:
     is_readable = type(weight) is nn.Parameter and not weight.is_meta  # packed and offloaded weights are not
-    return is_readable and weight.dtype in _FLOATS and not _is_finite(weight)
+    return is_readable and weight.is_floating_point() and weight.dtype.itemsize > 1 and not _is_finite(weight)
 
 
 def check_branches(cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float) -> None:

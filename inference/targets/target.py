@@ -9,7 +9,6 @@ transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[n] the last 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -25,13 +24,10 @@ from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.encoder_decoder_probe import examine_encoder_decoder
-from inference.targets.first_layers import find_final_norm, find_final_norm_gain, take_first_layers
-from inference.targets.lm_head import read_weight, run_frozen
+from inference.targets.known_models import describe_model, find_known
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
     check_adapters,
-    describe_model,
     find_device,
     find_layer_windows,
     find_length_limit,
@@ -40,8 +36,8 @@ from inference.targets.model_config import (
     refuse_training,
     unwrap_model,
 )
-from inference.targets.probe import examine_model
-from inference.targets.probe_tree import Findings
+from inference.targets.parts import find_final_norm_gain, read_weight, run_frozen, take_first_layers
+from inference.targets.probe import Findings, examine_encoder_decoder, examine_model
 
 
 class Nodes(Protocol):
@@ -65,24 +61,11 @@ class TargetOutput:
     features: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What `Target.of` remembers of a model. Nothing in it keeps the model alive."""
-
-    description: Any  # of the model when it was examined
-    findings: Findings
-    target: weakref.ref[Target]
-
-
-_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
-_known_lock = threading.Lock()
-
-
 class Target:
     """A frozen causal LM or encoder-decoder model: its features, tree attention masks, positions and cache shapes.
 
-    The model is never changed. Construction runs a few forward passes of four tokens. They show what the layers write
-    into a cache, and whether the model follows 4-D masks and position ids and keeps no recurrent state.
+    The model is never changed. Construction runs a few passes of four tokens. They show what the layers write into a
+    cache, and that the model follows 4-D masks and position ids and keeps no recurrent state.
 
     Attributes:
         model: the model as it was given (a PEFT model keeps its adapters).
@@ -99,7 +82,7 @@ class Target:
             features.
         max_length: number of positions for which the target is exact, or None. `length_limit_reason` says where the
             limit comes from.
-        findings: what the passes of construction showed.
+        findings: the results of the passes of construction.
 
     Raises:
         ValueError: the model's steps cannot be rolled back or verified as a tree. The message gives the reason:
@@ -125,28 +108,20 @@ class Target:
         self.max_length: int | None = limit.max_length
         self.length_limit_reason: str = limit.reason
         self.masks = TreeMasks(find_layer_windows(self.text_config), self.dtype)
-        self._placed: PlacedDecoder | None = None
-        if self._causal_lm.config.is_encoder_decoder:
-            self._placed = PlacedDecoder(self._causal_lm)
-        if findings is None:
-            findings = self._examine()
-        self.findings = findings
+        self._placed = PlacedDecoder(self._causal_lm) if self._causal_lm.config.is_encoder_decoder else None
+        self.findings = findings or self._examine()
         if self.is_encoder_decoder:
-            self.num_layers = len(findings.layer_specs)  # the config's number may be the encoder's
-        self._layer_specs = findings.layer_specs
-        self._scale_logits = findings.scale_logits
-        self._takes_inference_mode = findings.takes_inference_mode
+            self.num_layers = len(self.findings.layer_specs)  # the config's number may be the encoder's
+        self.vocab_size: int = self.findings.vocab_size
+        self.state_size = self.findings.state_size
         self.backbone = Backbone(model, self._causal_lm, num_layers=self.num_layers, device=self.device)
-        self.vocab_size: int = findings.vocab_size
-        self.state_size = findings.state_size
-        self._first_layers = findings.first_layers
 
     @classmethod
     def of(cls, model: Target | nn.Module) -> Target:
         """The target of a model: that of an earlier call if somebody still holds it, else a new one.
 
-        The first call examines the model. A later call examines it again if its modules, its config, its attention
-        implementation, or the shapes, dtypes or devices of its weights have changed. No model is kept alive.
+        The model is examined at the first call, and again after a change that `describe_model` sees. No model is kept
+        alive.
 
         Raises:
             ValueError: construction or `check_again` refuses the model.
@@ -154,14 +129,15 @@ class Target:
         if isinstance(model, Target):
             return model
         description = describe_model(model)
-        with _known_lock:
-            known = _known.get(model)
-            if known is None or known.description != description:
+        known = find_known(model)
+        with known.lock:
+            if known.description != description:
                 target = cls(model)
             else:
-                target = known.target() or cls(model, findings=known.findings)
+                target = known.find_target() or cls(model, findings=known.findings)
                 target.check_again()
-            _known[model] = _Known(description, target.findings, weakref.ref(target))
+            known.description, known.findings = description, target.findings
+            known.find_target = weakref.ref(target)
         return target
 
     def _examine(self) -> Findings:
@@ -196,16 +172,16 @@ class Target:
 
     def without_autograd(self) -> AbstractContextManager[None]:
         """The context that decoding runs in: inference mode, or no_grad for weights that refuse inference mode."""
-        return torch.inference_mode() if self._takes_inference_mode else torch.no_grad()
+        return torch.inference_mode() if self.findings.takes_inference_mode else torch.no_grad()
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A zeroed cache with `capacity` slots per row: room for the longest sequence and the largest tree."""
-        return TreeCache(self._layer_specs, batch_size, capacity, device=self.device)
+        return TreeCache(self.findings.layer_specs, batch_size, capacity, device=self.device)
 
     def new_scratch_cache(self, batch_size: int, *, max_tokens: int, num_scratch: int) -> ScratchCache:
         """A zeroed cache for a model that drafts (see `ScratchCache`)."""
         return ScratchCache(
-            self._layer_specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device
+            self.findings.layer_specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device
         )
 
     @torch.no_grad()
@@ -248,16 +224,15 @@ class Target:
             causal = (steps[:, None] >= steps).expand(chunk.shape[0], size, size)
             cache.open_slots(size, num_ahead=start)  # rows that still have tokens had `start` of them before
             output = self._forward_cached(cache, chunk, depths, causal, feature_layers)
-            has_tokens = counts > start
             scores = output.last if output.logits is None else output.logits
             row_last = scores[torch.arange(len(counts), device=scores.device), (real - 1).clamp(min=0)]
-            last = row_last if last is None else torch.where(has_tokens[:, None], row_last, last)
+            last = row_last if last is None else torch.where((counts > start)[:, None], row_last, last)
             if output.features is not None:
                 features.append(output.features)
             cache.advance(real, size)
         if last is None:
             raise ValueError("an empty prompt has no next token: give at least one token")
-        logits = self.compute_logits(last) if self._scale_logits else last
+        logits = last if output.logits is not None else self.compute_logits(last)
         joined = torch.cat(features, dim=1) if len(features) > 1 else features[0] if features else None
         return TargetOutput(logits[:, None], joined)
 
@@ -265,8 +240,7 @@ class Target:
     def verify(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
         """Scores every node of a tree in one forward pass; commits nothing.
 
-        Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. Positions
-        are cut at the target's `max_length`: tokens after it are never emitted, so only their RoPE matters.
+        Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors.
 
         Returns:
             logits [B, N, V] of the token that follows each node, and features [B, N, F].
@@ -288,8 +262,8 @@ class Target:
         Raises:
             ValueError: the model has no such layers, or its first layers do not run by themselves.
         """
-        if num_layers not in self._first_layers:
-            self._first_layers[num_layers] = take_first_layers(self._causal_lm, num_layers)
+        if num_layers not in self.findings.first_layers:
+            self.findings.first_layers[num_layers] = take_first_layers(self._causal_lm, num_layers)
 
     @torch.no_grad()
     def run_first_layers(self, rows: DraftRows, token_ids: Tensor, ancestors: Tensor, *, num_layers: int) -> Tensor:
@@ -305,7 +279,7 @@ class Target:
         node_positions = self._cut_positions(rows.lengths[:, None] + rows.depths)
         positions = self._cut_positions(rows.lengths[:, None] + rows.depth).expand_as(token_ids)
         masks = self.masks.in_view(rows, positions, node_positions, ancestors)
-        output = self.backbone.run(self._first_layers[num_layers], token_ids, positions, masks, rows)
+        output = self.backbone.run(self.findings.first_layers[num_layers], token_ids, positions, masks, rows)
         hidden: Tensor = output.last_hidden_state
         return hidden.to(self.device)
 
@@ -344,27 +318,23 @@ class Target:
 
         Gradients reach `hidden` only: the LM head is frozen, whatever its parameters' `requires_grad` says.
         """
-        if self._scale_logits is None:
+        if self.findings.scale_logits is None:
             raise ValueError(
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states"
             )
-        return self._scale_logits(run_frozen(self.lm_head, hidden))
+        return self.findings.scale_logits(run_frozen(self.lm_head, hidden))
 
     def lm_head_weight(self) -> Tensor:
         """[V, D] in the target's dtype, however the LM head stores it (see `read_weight`). Do not change it."""
         return read_weight(self.lm_head, (self.vocab_size, self.hidden_size), self.dtype, self.device)
 
     def final_norm_gain(self) -> Tensor | None:
-        """The factor of each channel in the model's final norm ([D], its dtype), or None when there is no such norm."""
+        """The factor of each channel in the model's final norm ([D], its dtype); None without such a norm."""
         return find_final_norm_gain(self._causal_lm)
 
-    @property
-    def final_norm(self) -> nn.Module | None:
-        """The model's own norm after its last layer, or None when it has no such norm."""
-        return find_final_norm(self._causal_lm)
-
     def _cut_positions(self, positions: Tensor) -> Tensor:
+        """Tokens at `max_length` and later are never emitted, so they may stand anywhere."""
         return positions if self.max_length is None else positions.clamp(max=self.max_length - 1)
 
     def _forward_cached(
@@ -390,8 +360,10 @@ class Target:
             refuse_training(self.model)
             logits = self._placed.run_opened(cache, token_ids, positions, tree_positions, masks)
             return PassOutput(logits[..., :0], None, logits)
-        read = self.backbone.read_with_logits if self._scale_logits is None else self.backbone.read
-        return read(token_ids, positions, masks, cache, feature_layers=feature_layers)
+        has_own_logits = self.findings.scale_logits is None
+        return self.backbone.read(
+            token_ids, positions, masks, cache, feature_layers=feature_layers, with_logits=has_own_logits
+        )
 
     def refuse_features(self) -> None:
         """Refuses (ValueError) an encoder-decoder target, which hands over no hidden states."""

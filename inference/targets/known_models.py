@@ -1,0 +1,61 @@
+"""Known models: each model is examined once, and again after a change. No model is kept alive."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from inference.targets.model_config import find_attention, find_causal_lm, find_execution_device
+from inference.targets.probe import Findings
+
+
+class KnownModel:
+    """What is known of a model. Nothing in it keeps the model alive.
+
+    Attributes:
+        lock: held while this model is examined, so that it is examined once. Other models need not wait.
+        description: of the model when it was examined; None before.
+        findings: of the examination.
+        find_target: returns the model's `Target`, or None when nobody holds one.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.description: Any = None
+        self.findings: Findings | None = None
+        self.find_target: Callable[[], Any] = lambda: None
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, KnownModel] = weakref.WeakKeyDictionary()
+_known_lock = threading.Lock()  # of the dictionary
+
+
+def find_known(model: nn.Module) -> KnownModel:
+    """What is known of the model. One object per model, so that its lock is one, too."""
+    with _known_lock:
+        return _known.setdefault(model, KnownModel())
+
+
+def describe_model(model: nn.Module) -> tuple[Any, ...]:
+    """Everything about a model that `Target` examines, except the values of its weights; equal while nothing changes.
+
+    These are the modules (adapters are modules), the shapes, dtypes and devices of weights, the config, the attention
+    implementation and the training mode.
+    """
+    causal_lm = find_causal_lm(model)
+    modules = tuple(map(_describe_module, model.modules()))
+    return model.training, find_attention(causal_lm), repr(causal_lm.config.to_dict()), modules
+
+
+def _describe_module(module: nn.Module) -> tuple[Any, ...]:
+    """The module's type, its own weights, and the device on which accelerate runs it."""
+    weights = [
+        (type(weight), type(weight.data), weight.shape, weight.dtype, weight.device)
+        for weight in module._parameters.values()
+        if weight is not None
+    ]
+    return id(module), type(module), find_execution_device(module), *weights
