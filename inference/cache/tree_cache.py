@@ -81,8 +81,6 @@ class TreeCache(Cache):
         """Allocates zeroed buffers (a NaN in a masked slot would poison attention: 0 * NaN).
 
         Args:
-            layers: one spec per layer.
-            batch_size: number of rows B.
             capacity: slots per row, for the longest sequence and the largest tree.
             device: of `lengths`; default the first layer's device.
             view_multiple: the view grows in steps of this many slots, so that few shapes occur.
@@ -95,7 +93,7 @@ class TreeCache(Cache):
         self.view_multiple = view_multiple
         self.length_bound = 0
         self.length_floor = 0
-        self._num_used = 0  # slots that may hold something since the last reset
+        self._num_used = self._num_rows_used = 0  # slots and rows that may hold something since the last reset
         self.source: SourceMemory | None = None
         groups: dict[PlaneSpec, int] = {}  # planes of one shape, dtype and device share a stacked buffer
         places: list[tuple[PlaneSpec, int]] = []
@@ -124,6 +122,7 @@ class TreeCache(Cache):
         """From now on all methods work on the first `num_rows` rows."""
         shown = {plane: buffer[:, :num_rows] for plane, buffer in self._all_buffers.items()}
         self._buffers = list(shown.values())
+        self._num_rows_used = max(self._num_rows_used, num_rows)
         planes = [shown[plane][index] for plane, index in self._places]
         self._keys, self._values = planes[0::2], planes[1::2]  # per layer [B, H, C, width]
         self.lengths = self._all_lengths[:num_rows]
@@ -275,16 +274,18 @@ class TreeCache(Cache):
     def clear_behind(self, num_slots: int) -> None:
         """Zeroes all slots from `num_slots` on."""
         for buffer in self._all_buffers.values():
-            buffer[..., num_slots : self._num_used, :].zero_()
+            buffer[:, : self._num_rows_used, :, num_slots : self._num_used].zero_()
         self._num_used = min(self._num_used, num_slots)
 
     def reset(self, num_rows: int | None = None) -> None:
-        """Forgets every token and zeroes what was written: a NaN in a masked slot would spoil the next text.
+        """Forgets every token and zeroes the rows and slots that were used: a NaN in a masked slot would spoil the next
+        text.
 
         Args:
             num_rows: the number of rows to work on; None = all.
         """
         self.clear_behind(0)
+        self._num_rows_used = 0
         self._show_rows(self._all_lengths.shape[0] if num_rows is None else num_rows)
         self._all_lengths.zero_()
         self.length_bound = 0

@@ -193,6 +193,25 @@ def test_buffers_are_zeroed_stacked_and_kept() -> None:
     assert [buffer.data_ptr() for buffer in cache._buffers] == places
 
 
+def test_reset_zeroes_what_was_used_and_nothing_else() -> None:
+    cache = TreeCache(LAYERS, 3, capacity=16, view_multiple=4)
+    cache.reset(2)
+    cache.open_slots(3)  # the view ends at slot 4
+    for buffer in cache._all_buffers.values():
+        buffer.fill_(1.0)
+    cache.keep_rows([1])  # the row that left was used, too
+    cache.reset(1)
+    for buffer in cache._all_buffers.values():
+        used = torch.zeros_like(buffer, dtype=torch.bool)
+        used[:, :2, :, :4] = True
+        assert torch.equal(buffer == 0, used)
+    cache.open_slots(16)
+    cache.reset()
+    for buffer in cache._all_buffers.values():
+        assert not buffer[:, 0].any()
+        assert buffer[:, 2].all()
+
+
 def test_a_cache_made_under_inference_mode_can_be_used_outside() -> None:
     with torch.inference_mode():
         cache = TreeCache(LAYERS, 1, capacity=8)
