@@ -1,7 +1,7 @@
-"""How prompts come into the target's cache and to the drafter: in chunks, and none of it twice.
+"""Reads prompts into the target's cache and into the drafter, in chunks, and nothing twice.
 
-What all rows of a batch begin with is read once, by a batch of one, and then copied; what the cache of an earlier call
-still holds of a prompt is not read again (`HeldTexts`).
+The beginning that all rows of a batch share is read once, by a batch of one, and then copied. The part of a prompt that
+the cache of an earlier call still holds is not read again (`HeldTexts`).
 
 Legend: B batch, T longest prompt, F feature width, V target vocabulary.
 """
@@ -26,13 +26,13 @@ MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of i
 
 @dataclass(frozen=True)
 class HeldTexts:
-    """What a finished or interrupted call has left in the cache.
+    """The texts that a finished or interrupted call has left in the cache.
 
     Attributes:
-        cache: holds, of every row, the keys and values of the tokens but the newest.
-        state: the drafter's, None without one.
-        texts: per row of the cache, its tokens, as far as they are certain.
-        num_taken: per row, slots the drafter has taken in; None without one.
+        cache: holds the keys and values of every row's tokens except the newest.
+        state: the drafter's; None without a drafter.
+        texts: per row of the cache, its certain tokens.
+        num_taken: per row, the slots that the drafter has read; None without a drafter.
     """
 
     cache: TreeCache
@@ -41,10 +41,10 @@ class HeldTexts:
     num_taken: list[int] | None
 
     def match(self, prompts: Sequence[list[int]]) -> tuple[list[int], list[int]]:
-        """For every prompt the row that holds most of it, and how many of its tokens need not be read again.
+        """For every prompt, the row that holds most of it, and how many of its tokens need not be read again.
 
-        At least one token is always read, since its logits are wanted. With a drafter, slot k - 1 pairs token k with a
-        feature that is gone, so k tokens are kept only if the next one is the same, too.
+        At least one token is always read, because its logits are needed. With a drafter, slot k - 1 pairs token k with
+        a feature that is gone, so k tokens are kept only if the next token is the same, too.
         """
         rows, kept = [], []
         for prompt in prompts:
@@ -63,7 +63,7 @@ class HeldTexts:
 
 
 def count_shared(texts: Sequence[list[int]]) -> int:
-    """Tokens that all texts begin with.
+    """The number of tokens that all texts begin with.
 
     >>> count_shared([[5, 6, 7], [5, 6], [5, 6, 8]])
     2
@@ -75,10 +75,10 @@ def count_shared(texts: Sequence[list[int]]) -> int:
 
 @dataclass(frozen=True)
 class ReadPrompts:
-    """What reading the prompts gave.
+    """The result of reading the prompts.
 
     Attributes:
-        state: the drafter's, which holds all slots but each row's last; None without a drafter.
+        state: the drafter's, which holds all slots except each row's last; None without a drafter.
         logits: [B, 1, V] after each prompt.
         feature: [B, 1, F] of each prompt's last token, which no slot of the drafter has yet, or None.
     """
@@ -90,11 +90,12 @@ class ReadPrompts:
 
 @dataclass(frozen=True)
 class Reused:
-    """What an earlier call's cache holds of the prompts.
+    """The part of the prompts that an earlier call's cache holds.
 
     Attributes:
         held: the earlier call's texts.
-        rows: per prompt, the row of `held` that holds most of it; kept: how many of its tokens are not read again.
+        rows: per prompt, the row of `held` that holds most of it.
+        kept: per prompt, how many of its tokens are not read again.
     """
 
     held: HeldTexts
@@ -108,12 +109,12 @@ class Reused:
 
 
 class PromptReader:
-    """Reads a call's prompts into a cache and hands them to the drafter, all slots but each row's last.
+    """Reads a call's prompts into a cache and hands them to the drafter, all slots except each row's last.
 
     Args:
-        cache: of as many rows as there are prompts: the cache of `reused` with every row in its place, or another one.
+        cache: with one row per prompt: the cache of `reused` with every row in its place, or another one.
         source: of the rows of an encoder-decoder target.
-        reused: what need not be read.
+        reused: the part that need not be read.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class PromptReader:
         self._reused = reused
 
     def read(self) -> ReadPrompts:
-        """Reads what is not held. Call it once."""
+        """Reads the part that is not held. Call it once."""
         if self._reused is not None:
             counts = self._reused.kept
             return self._read_rest(self._take_over(), self.prompts, counts)
@@ -151,7 +152,7 @@ class PromptReader:
         return self._read_rest(state, prompts, [kept] * len(prompts))
 
     def _take_over(self) -> Any:
-        """Fills the cache with what is kept, and lets go of the earlier call's; returns a state of the drafter that
+        """Fills the cache with the kept tokens and frees the earlier call's cache; returns a state of the drafter that
         holds as much."""
         reused, self._reused = self._reused, None
         assert reused is not None
@@ -176,16 +177,16 @@ class PromptReader:
         return state
 
     def _read_rest(self, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]) -> ReadPrompts:
-        """Reads prompts[b][kept[b]:], at least one token of each row, behind what cache and state hold of it.
+        """Reads prompts[b][kept[b]:], at least one token of each row, after the tokens in cache and state.
 
-        All rows come to their ends in the last chunk: rows with less to read wait for the others.
+        All rows end in the last chunk: rows with less to read wait for the others.
         """
         cache, drafter, device = self.cache, self.step.drafter, self.cache.lengths.device
         rests = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
         longest = max(map(len, rests))
         for start in range(0, longest, PREFILL_CHUNK):
             size = min(PREFILL_CHUNK, longest - start)
-            # What each row has read, and will have: of a row with less to read, the chunk holds less, or nothing.
+            # Per row, the tokens read before and after this chunk. It holds few or no tokens of rows that wait.
             begins, ends = ([max(0, place - longest + len(rest)) for rest in rests] for place in (start, start + size))
             spans = list(zip(rests, begins, ends, strict=True))
             cache.length_bound = max(count + begin for count, begin in zip(kept, begins, strict=True))
@@ -197,7 +198,7 @@ class PromptReader:
             )
             self.stats.num_target_forwards += 1
             cache.length_bound = max(count + end for count, end in zip(kept, ends, strict=True))
-            # Behind the last token of a prompt nothing is known yet.
+            # The token after the last one of a prompt is not known yet.
             following = [rest[begin + 1 : end + 1] for rest, begin, end in spans]
             if drafter is not None and any(following):
                 next_ids, num_slots = _pad(following, size, device)
@@ -208,7 +209,7 @@ class PromptReader:
                 rows = torch.arange(len(rests), device=device)
                 feature = output.features[rows, (counts - 1).clamp(min=0)][:, None]
             read = ReadPrompts(state, output.logits, feature)
-            del output  # or its features would be alive beside those of the next chunk
+            del output  # or its features would stay alive during the next chunk
         cache.length_floor = min(map(len, prompts))
         return read
 
@@ -220,8 +221,8 @@ def _pad(rows: Sequence[list[int]], size: int, device: torch.device) -> tuple[Te
 
 
 def leave_room(kept: Sequence[int], prompts: Sequence[list[int]], room: int) -> list[int]:
-    """Fewer kept tokens of rows so long that a chunk's padding would run over the end of the cache, or of the
-    positions, while they wait for rows with more to read.
+    """Lowers the kept tokens of long rows: while they wait for rows with more to read, a chunk's padding would run over
+    the end of the cache, or of the positions.
 
     >>> leave_room([250, 0], [[1] * 254, [2] * 100], room=256)
     [156, 0]

@@ -1,7 +1,7 @@
 """Acceptance by comparing probabilities: token rejection over siblings, and block verification of chains.
 
-Both give the target's distribution exactly, for drafts that were drawn from q (`drafters/sampling.py`), and need noise
-that is independent of theirs. Other than with exact acceptance, the text depends on what was drafted; its distribution
+Both give the target's distribution exactly. They need drafts that were drawn from q (`drafters/sampling.py`), and noise
+that is independent of the drafts' noise. Unlike with exact acceptance, the text depends on the drafts; its distribution
 does not.
 
 Legend: B batch, N tree nodes, K depth, P = K + 1, V target vocabulary.
@@ -102,8 +102,8 @@ def accept_blocks(
     R_i / (R_i + 1 - w_i), R_i = sum over x of max(0, w_i p(x) - q(x)) at the i-th draft (the last one: w_i); as many
     drafts as the longest prefix that passes has are accepted.
 
-    Arguments and result as in `accept_by_rejection`; processors that read the prefix must be in `KEEPS_NOTHING`, since
-    they are asked about all drafts, accepted or not.
+    Arguments and result as in `accept_by_rejection`. Processors that read the text must be in `KEEPS_NOTHING`, because
+    they are called for all drafts, accepted or not.
     """
     if not sampler.keeps_nothing:
         raise ValueError(

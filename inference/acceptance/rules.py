@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AcceptanceRule:
-    """What a verify step keeps of a tree.
+    """Which drafted tokens a verify step keeps.
 
     Attributes:
         accept: a function of tensors like `accept_exact`.
         may_couple: drafts may be chosen with the target's own noise. Only for a rule that accepts a draft exactly if it
-            is the token that the target draws: any other would draw with noise that drafts already depend on.
-        draws_drafts: drafts must be drawn at random from q, with noise that is not the target's: trees of a fixed shape
-            alone, since choosing nodes by what was drawn would change their distribution.
+            is the token that the target draws.
+        draws_drafts: drafts must be drawn at random from q, with noise that is not the target's. The shape of the tree
+            must be fixed, because choosing nodes by their drafts would change the distribution.
         needs_chain: judges chains only.
         is_lossless: whether the text keeps the target's distribution.
     """
@@ -38,7 +38,7 @@ class AcceptanceRule:
     is_lossless: bool = True
 
     def check(self, policy: TreePolicy | None) -> None:
-        """Raises ValueError for trees this rule cannot judge; warns if it is lossy."""
+        """Raises ValueError for trees that this rule cannot judge; warns if it is lossy."""
         if not self.is_lossless:
             logger.warning("acceptance=%r is lossy: texts do not keep the target's distribution", self.name)
         if policy is None:
@@ -53,8 +53,8 @@ class AcceptanceRule:
             raise ValueError(f"acceptance={self.name!r} judges chains only: {cure}, or acceptance='rejection'")
         if self.draws_drafts and policy.skips_ranks:
             raise ValueError(
-                f"acceptance={self.name!r} needs all siblings before each one (the tree has a node of some rank "
-                "without those of lower rank): add them"
+                f"acceptance={self.name!r} needs all siblings before each one, and the tree has a node without its "
+                "siblings of lower rank: add them"
             )
 
 
@@ -79,11 +79,7 @@ RULES = {
 
 
 def resolve_rule(acceptance: AcceptanceRule | str) -> AcceptanceRule:
-    """A rule from what users write.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """The rule of a name; ValueError for an unknown name."""
     if isinstance(acceptance, AcceptanceRule):
         return acceptance
     if acceptance not in RULES:

@@ -29,13 +29,13 @@ class Sampler:
 
     Processors whose exact type is in PREFIX_FREE look at one row of scores only, so they may run on all rows at once.
     Those in KEEPS_NOTHING also read the row's text. Any other may keep a state (a grammar), so it runs as in plain
-    decoding: once per emitted token, in order, on each row alone.
+    decoding: once per emitted token, in order, on each row by itself.
 
     Attributes:
         is_prefix_free: all processors are in PREFIX_FREE.
-        keeps_nothing: all are in one of the two.
+        keeps_nothing: all are in PREFIX_FREE or KEEPS_NOTHING.
         reading_names: the types that are not in PREFIX_FREE.
-        rows: for a sampler of some of a batch's `num_rows`, which of them they are (`select`); None = all.
+        rows: the numbers of this sampler's rows in a batch of `num_rows` (`select`); None = all.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Sampler:
             processors: transformers logits processors (a LogitsProcessorList), in order.
             do_sample: sample from the processed distribution; otherwise take its argmax.
             row_seeds: [B] long from `noise.row_seeds`; required to sample.
-            eos_token_ids: tokens that end a row: processors that are not prefix-free are not asked beyond them.
+            eos_token_ids: tokens that end a row. Processors that are not prefix-free are not called after them.
             keeps_scores: rules hand over the scores (`Acceptance.scores`).
         """
         if do_sample and row_seeds is None:
@@ -77,8 +77,7 @@ class Sampler:
         self._needs_candidates = bool({type(warper) for warper in self._draft_warpers} & NEEDS_CANDIDATES)
 
     def select(self, rows: Sequence[int], batch_size: int) -> Sampler:
-        """This sampler for the rows `rows` of the `batch_size` it has now, with whatever its processors remember of
-        them."""
+        """This sampler for some of its `batch_size` rows; their processors keep their states."""
         chosen = copy.copy(self)
         if self.rows is None:
             chosen.rows, chosen.num_rows = tuple(rows), batch_size
@@ -89,11 +88,9 @@ class Sampler:
         return chosen
 
     def for_row(self, row: int, batch_size: int) -> Sampler:
-        """This sampler for one row of a batch: processors that read the prefix are the row's own (see
-        `row_processors`)."""
+        """This sampler for one row of a batch, with copies of the processors that read the text (`row_processors`)."""
         if batch_size == 1 and self.rows is None:
             return self
-        # In the batch as it was given.
         number, num_rows = (row, batch_size) if self.rows is None else (self.rows[row], self.num_rows)
         if number not in self._row_samplers:
             reading = [processor for processor in self.processors if type(processor) not in PREFIX_FREE]
@@ -105,8 +102,7 @@ class Sampler:
     def draw_noise(self, root_positions: Tensor, num_depths: int, vocab_size: int) -> Tensor | None:
         """Noise of a step's draws: [B, num_depths, V] float32, or None when greedy.
 
-        Entry d belongs to the token drawn at nodes of depth d, which stands at position root + d + 1. The same tensor
-        serves coupled drafting and acceptance.
+        Entry d belongs to the token drawn at nodes of depth d, which stands at position root + d + 1.
         """
         if not self.do_sample or self.row_seeds is None:
             return None
@@ -114,11 +110,10 @@ class Sampler:
         return gumbel_noise(self.row_seeds, root_positions[:, None] + steps, vocab_size)
 
     def warp_draft(self, logits: Tensor) -> Tensor:
-        """Draft scores [R, C] adjusted as the target's are (arXiv 2211.17192, section 2.2), by the processors that may.
+        """Draft scores [R, C], adjusted by the COLUMN_FREE processors (arXiv 2211.17192, section 2.2).
 
-        Left out are those that read the prefix, which would be asked about every drafted node, and those that name
-        tokens, of which columns know nothing: tokens they forbid may be drafted, and are never accepted. No rule needs
-        q to be processed as p is, only that drafts come from the q it is told.
+        Tokens that other processors forbid may be drafted, and are never accepted. No rule needs q to be processed as p
+        is; drafts must come from the q that the rule is told.
         """
         if not self._needs_candidates:
             return self._apply(self._draft_warpers, None, logits)

@@ -60,16 +60,16 @@ class ScratchCache(TreeCache):
     def _slots_behind(self, steps: Tensor) -> Tensor:
         """[B, W] long, the slots `steps` [W] after each row's certain tokens.
 
-        The last slot in view is for padding and may come several times. A row whose text has ended may hold tokens
-        after its end, and so be longer than the view; nobody reads its scores.
+        The last slot in view is for padding and may come several times. A row whose text has ended may be longer than
+        the view; nobody reads its scores.
         """
         return (self.lengths[:, None] + steps).clamp(max=self.view - 1)
 
     def _note_use(self, num_slots: int) -> None:
-        """Does nothing: compiled functions open slots and must not change host numbers. `reset` clears all slots."""
+        """Does nothing: compiled functions open slots, and must not change host numbers."""
 
     def reset(self, num_rows: int | None = None) -> None:
-        self._num_used = self.capacity
+        self._num_used = self.capacity  # nothing has counted them
         super().reset(num_rows)
         self.lengths = torch.zeros_like(self.lengths)  # those of `keep_certain` may be inference tensors
 

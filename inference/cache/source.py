@@ -33,7 +33,7 @@ class Source:
 
     @classmethod
     def of_call(cls, token_ids: Tensor, mask: Tensor | None, states: Tensor) -> Source:
-        """Makes the source of a call from what transformers' `generate` has prepared.
+        """The source of a call, on the device of its ids, from what transformers' `generate` has prepared.
 
         Args:
             token_ids: [B, E] long, the texts as the caller gave them.
@@ -41,13 +41,14 @@ class Source:
                 `num_return_sequences` rows of a text stand together.
             states: [rows, E, D].
         """
-        token_ids = token_ids.to(states.device).repeat_interleave(states.shape[0] // token_ids.shape[0], dim=0)
+        states = states.to(token_ids.device)
+        token_ids = token_ids.repeat_interleave(states.shape[0] // token_ids.shape[0], dim=0)
         real = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask.to(states.device).bool()
         return cls(token_ids, real, states)
 
 
 class SourceMemory:
-    """What the decoder reads of the sources of one cache's rows (`TreeCache.source`).
+    """The sources of one cache's rows, as the decoder reads them (`TreeCache.source`).
 
     Attributes:
         states: [B, E, D], E a multiple of `SOURCE_MULTIPLE`.
@@ -65,8 +66,7 @@ class SourceMemory:
         self._is_open = False
 
     def leave_open(self) -> None:
-        """Tells torch.compile that the number of source tokens will change. Called after the first pass, which writes
-        the keys and values."""
+        """Tells torch.compile, after the first pass, that the number of source tokens will change."""
         if self._is_open or torch.compiler.is_compiling():
             return
         self._is_open = True

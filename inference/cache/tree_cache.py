@@ -6,6 +6,7 @@ S slots in view, W slots of them that a layer with a sliding window sees.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ class TreeCache(Cache):
             commit raises it by the path's width. The decode loop, which reads the true lengths once per step, assigns
             the exact maximum to keep the view small.
         length_floor: a host number; no row whose result matters holds fewer tokens. 0 is always right. It sets which
-            slots the layers with a window see, so a floor that is too high loses keys: lower it before lengths shrink.
+            slots the layers with a window see. A floor that is too high loses keys: lower it before lengths shrink.
         slots: [B, N] long, the slots opened for the present forward pass.
         slots_in_view: [S] long, 0 .. S - 1, the slots that the attention of the present pass sees. It is a tensor so
             that a compiled graph reads S from its shape and serves every S.
@@ -95,24 +96,22 @@ class TreeCache(Cache):
         self.length_floor = 0
         self._num_used = self._num_rows_used = 0  # slots and rows that may hold something since the last reset
         self.source: SourceMemory | None = None
-        groups: dict[PlaneSpec, int] = {}  # planes of one shape, dtype and device share a stacked buffer
-        places: list[tuple[PlaneSpec, int]] = []
-        for spec in self.layer_specs:
-            for plane in (spec.keys, spec.values):
-                places.append((plane, groups.setdefault(plane, 0)))
-                groups[plane] += 1
+        groups: Counter[PlaneSpec] = Counter()  # planes of one shape, dtype and device share a stacked buffer
+        self._places: list[tuple[PlaneSpec, int]] = []
+        for plane in (plane for spec in self.layer_specs for plane in (spec.keys, spec.values)):
+            self._places.append((plane, groups[plane]))
+            groups[plane] += 1
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
-            buffers = {
+            self._all_buffers = {  # each [planes, B, H, C, width]
                 plane: torch.zeros(
                     (count, batch_size, plane.num_heads, capacity, plane.width), dtype=plane.dtype, device=plane.device
                 )
                 for plane, count in groups.items()
             }
-            self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device or self.layer_specs[0].keys.device)
-            self._every_slot = torch.arange(capacity, device=self.lengths.device)
-        self._all_lengths = self.lengths
-        self._all_buffers = buffers  # each [planes, B, H, C, width]
-        self._places = places
+            self._all_lengths = torch.zeros(
+                batch_size, dtype=torch.long, device=device or self.layer_specs[0].keys.device
+            )
+            self._every_slot = torch.arange(capacity, device=self._all_lengths.device)
         self._windows = tuple(spec.window for spec in self.layer_specs)
         self._show_rows(batch_size)
         self.slots = self.lengths[:, None]
@@ -294,17 +293,15 @@ class TreeCache(Cache):
         self._set_view(0, 0)
 
     def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
-        """Replaces this cache's rows with rows of another cache of the same layers. The numbers of rows and the
-        capacities may differ.
+        """Replaces this cache's rows with rows of another cache of the same layers, of any size.
 
         Worked example, rows of 5, 3 and 7 tokens in `source`, two rows here:
 
             copy_rows(source, [2, 0], [7, 4], max_length=7)     row 2, and the first 4 tokens of row 0
 
         Args:
-            source: is only read.
             rows: [B] long, the row of `source` that becomes each row; it may come several times.
-            lengths: [B] long, how many of its first tokens are kept: at most those that it has and that fit here.
+            lengths: [B] long, the number of its first tokens that are kept; `source` has them, and they fit here.
             max_length: no entry of `lengths` is larger.
         """
         width = min(max_length, self.capacity, source.capacity)

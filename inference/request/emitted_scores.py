@@ -14,7 +14,7 @@ from inference.request.request import Request
 
 
 class EmittedScores:
-    """Keeps the logits (the target's) and the scores (after logits processors) that a request asks for, in float32."""
+    """The target's logits, and the scores after logits processors, as far as a request asks for them; float32."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -22,7 +22,7 @@ class EmittedScores:
         self._scores: list[list[Tensor]] = [[] for _ in range(request.batch_size)]
 
     def gather(self, logits: Tensor, path: Tensor) -> Tensor | None:
-        """Picks from logits [B, N, V] the nodes of a path [B, P]: [B, P, V] float32, or None if nobody asked."""
+        """The logits [B, P, V] float32 of a path [B, P] among logits [B, N, V]; None if not asked for."""
         if not self.request.keeps_logits:
             return None
         return logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1])).float()
@@ -36,7 +36,7 @@ class EmittedScores:
                         kept[row].append(values[place, :count].clone())  # a view would keep all of `values`
 
     def logits(self) -> tuple[Tensor, ...] | None:
-        """[B, V] for every emitted token, zero where a row has ended; None if nobody asked for them."""
+        """[B, V] for every emitted token, zero where a row has ended; None if not asked for."""
         return self._stack(self._logits) if self.request.keeps_logits else None
 
     def scores(self) -> tuple[Tensor, ...] | None:
@@ -47,8 +47,7 @@ class EmittedScores:
     def _stack(kept: list[list[Tensor]]) -> tuple[Tensor, ...]:
         if not any(kept):
             return ()
-        rows = [torch.cat(pieces) if pieces else None for pieces in kept]
-        like = next(row for row in rows if row is not None)
-        filled = [like[:0] if row is None else row for row in rows]
-        stacked = torch.nn.utils.rnn.pad_sequence(filled, batch_first=True)  # [B, T, V]
+        nothing = next(pieces for pieces in kept if pieces)[0][:0]
+        rows = [torch.cat([nothing, *pieces]) for pieces in kept]
+        stacked = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [B, T, V]
         return tuple(stacked.clone().unbind(1))

@@ -91,11 +91,13 @@ def make_request(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Request:
-        _refuse_config(generation_config)
-        _refuse_dropped(model_kwargs.keys() & generate_kwargs.keys())
+        _refuse_options(generation_config, model_kwargs.keys() & generate_kwargs.keys())
         if streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
-        source, mask = _split_source(target, given_ids, model_kwargs)
+        mask, source = model_kwargs.get("attention_mask"), None
+        if target.is_encoder_decoder:
+            source = Source.of_call(given_ids, mask, model_kwargs["encoder_outputs"].last_hidden_state)
+            mask = model_kwargs.get("decoder_attention_mask")
         if is_healed:
             input_ids = _heal_tokens(model, input_ids, mask, tokenizer)
         request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
@@ -117,8 +119,11 @@ def make_request(
 def _take_text_options(
     target: Target, tokenizer: Any, stop_strings: str | list[str] | None, kwargs: dict[str, Any]
 ) -> tuple[list[Any], bool]:
-    """Takes out the options that need the tokenizer, which a custom_generate does not get: the stopping criteria, with
-    one for stop strings, and whether prompts are healed."""
+    """Takes out the options that need the tokenizer, which a custom_generate does not get.
+
+    Returns:
+        the stopping criteria, with one for stop strings, and whether prompts are healed.
+    """
     model = cast(Any, target.model)
     criteria = list(kwargs.pop("stopping_criteria", None) or [])
     stop_strings = _take_option("stop_strings", stop_strings, kwargs, model)
@@ -145,34 +150,21 @@ def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
         raise ValueError("cache_implementation='paged' is not supported by this decode loop: leave it out")
 
 
-def _refuse_config(config: GenerationConfig) -> None:
+def _refuse_options(config: GenerationConfig, forward_names: Set[str]) -> None:
+    """Refuses options of the config, and the call's arguments that transformers hands on to the model's forward."""
     for name, (fine, cure) in _REFUSED.items():
         if (value := getattr(config, name, None)) not in fine:
             raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
-
-
-def _refuse_dropped(names: Set[str]) -> None:
-    """Refuses arguments of the call that transformers hands on to the model's forward."""
-    if dropped := sorted(names - _READ):
+    if dropped := sorted(forward_names - _READ):
         raise ValueError(f"{', '.join(dropped)}: this decode loop gives the model only token ids; leave it out")
 
 
-def _split_source(
-    target: Target, given_ids: Tensor, model_kwargs: dict[str, Any]
-) -> tuple[Source | None, Tensor | None]:
-    """The source of an encoder-decoder target, and the mask of the ids that its decoder begins with."""
-    mask = model_kwargs.get("attention_mask")
-    if not target.is_encoder_decoder:
-        return None, mask
-    states = model_kwargs["encoder_outputs"].last_hidden_state.to(target.device)
-    return Source.of_call(given_ids, mask, states), model_kwargs.get("decoder_attention_mask")
-
-
 def _take_option(name: str, value: Any, kwargs: dict[str, Any], model: Any) -> Any:
-    """The value of a generation option: the argument's, or else that of the call's config, or else of the model's.
+    """The value of a generation option: the argument, or else the call's config, or else the model's config.
 
     Switches the option off in `kwargs`: in a copy of the call's config, and as an argument where transformers would
-    otherwise fill in the model's value."""
+    otherwise fill in the model's value.
+    """
     given = kwargs.get("generation_config")
     for config in (given, model.generation_config):
         value = getattr(config, name, None) if value is None else value

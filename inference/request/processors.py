@@ -1,13 +1,13 @@
 """Kinds of transformers' logits processors, by what they read and remember.
 
-A processor whose exact type is in none of these sets may read the text so far and may keep a state (a grammar).
+Processors of other types may read the text so far and may keep a state (a grammar).
 """
 
 from __future__ import annotations
 
 from transformers.generation import logits_process
 
-NO_TOKEN = -1  # in the place of an emitted token: all scores were NaN, or -inf
+NO_TOKEN = -1  # instead of an emitted token: all scores were NaN, or -inf
 
 
 def _find_types(*names: str) -> frozenset[type]:
@@ -29,7 +29,7 @@ PREFIX_FREE = _find_types(
     "InfNanRemoveLogitsProcessor",
     "LogitNormalization",
 )
-# They do not ask which token a column stands for, so they may also process scores over a reduced draft vocabulary.
+# They do not read which token a column stands for, so they may also process scores over a reduced draft vocabulary.
 COLUMN_FREE = PREFIX_FREE - _find_types("SuppressTokensLogitsProcessor")
 # They fail on rows in which every token is forbidden, or allow forbidden tokens there.
 NEEDS_CANDIDATES = _find_types("EtaLogitsWarper", "TopHLogitsWarper", "InfNanRemoveLogitsProcessor")

@@ -52,8 +52,7 @@ def are_tokens(ids: Tensor, num_embeddings: int) -> Tensor:
 
 
 def check_source(model: Any, source_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Refuses (ValueError) sources with invalid ids or without tokens. Padding needs valid ids too: the encoder looks
-    it up."""
+    """Refuses (ValueError) sources with invalid ids or without tokens. The encoder looks padding up too."""
     embeddings = model.get_encoder().get_input_embeddings()
     num_embeddings = embeddings.weight.shape[0]
     wrong = (~are_tokens(source_ids, num_embeddings)).nonzero().tolist()

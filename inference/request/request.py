@@ -59,7 +59,6 @@ class Request:
                 f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token"
             )
         self.prompt_counts = torch.tensor(counts, device=target.device)
-        # A stable sort moves the real tokens to the front and keeps their order, on whichever side the padding is.
         order = mask.argsort(dim=1, descending=True, stable=True)
         self.prompt_ids = (self.input_ids * mask).gather(1, order)[:, : max(counts)]
         self._left_padded = pad_left(self.input_ids, mask)[0]
@@ -68,12 +67,8 @@ class Request:
             row[:count] for row, count in zip(self.prompt_ids.tolist(), counts, strict=True)
         ]
         check_token_ids(self.prompts, target.num_embeddings)
-        keeps = bool(config.return_dict_in_generate)
-        self.keeps_scores, self.keeps_logits = (
-            keeps and bool(config.output_scores),
-            keeps and bool(config.output_logits),
-        )
-
+        self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
+        self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self.processors = processors
         self.do_sample = bool(config.do_sample)
         self.streamer = streamer
@@ -147,11 +142,8 @@ class Request:
 
     def prefixes(self, rows: Sequence[int]) -> list[Tensor]:
         """These rows as transformers shows them to a processor: padding, prompt, new tokens; each [1, L + new]."""
-        return [self._shown(row) for row in rows]
-
-    def _shown(self, row: int) -> Tensor:
-        new = torch.tensor(self._new[row], dtype=torch.long, device=self.input_ids.device)
-        return torch.cat([self._left_padded[row], new])[None]
+        new = [torch.tensor(self._new[row], dtype=torch.long, device=self.input_ids.device) for row in rows]
+        return [torch.cat([self._left_padded[row], tokens])[None] for row, tokens in zip(rows, new, strict=True)]
 
     def open_budgets(self, rows: Sequence[int]) -> list[int]:
         """The number of tokens that each of these rows may still emit."""
@@ -167,7 +159,12 @@ class Request:
         for place, row in enumerate(rows):
             for token in tokens[place]:
                 if token == NO_TOKEN:
-                    self._raise_no_token(row)
+                    raise ValueError(
+                        f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are "
+                        "NaN (a token drafted in the same pass can cause this), or logits processors forbid every "
+                        "token. Look at target(**inputs).logits (half-precision weights that overflow give NaN), and "
+                        "at the processors (bad words, prefixes, a grammar)"
+                    )
                 self._new[row].append(token)
                 kept[place].append(token)
                 self.budgets[row] -= 1
@@ -180,20 +177,12 @@ class Request:
             self.streamer.end()
         return kept
 
-    def _raise_no_token(self, row: int) -> None:
-        raise ValueError(
-            f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are NaN (a token "
-            "drafted in the same pass can cause this), or logits processors forbid every token. Look at "
-            "target(**inputs).logits (half-precision weights that overflow give NaN), and at the processors (bad "
-            "words, prefixes, a grammar)"
-        )
-
     def _meets_criteria(self, row: int) -> bool:
         if not self.criteria:
             return False
         if row not in self._row_criteria:
             self._row_criteria[row] = criteria_of_row(self.criteria) if self.batch_size > 1 else self.criteria
-        text = self._shown(row)
+        (text,) = self.prefixes([row])
         answers = [ask_criterion(criterion, text, row, self.batch_size) for criterion in self._row_criteria[row]]
         return any(answers)  # every criterion is called, because it may count calls
 

@@ -26,8 +26,8 @@ _SHARED = (nn.Module, PreTrainedTokenizerBase)
 
 
 def processors_of_row(processors: Sequence[_Processor], row: int, num_rows: int) -> list[_Processor]:
-    """Copies of the processors for row `row` of `num_rows`, to be called with [1, L] and [1, V]. State that the
-    processors share is shared by their copies too.
+    """Copies of the processors for row `row` of `num_rows`, to be called with [1, L] and [1, V]. The copies share state
+    that the processors share.
 
     Raises:
         ValueError: they cannot be copied.

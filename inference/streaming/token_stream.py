@@ -62,8 +62,10 @@ class TokenStream:
         return tokens
 
     def close(self) -> None:
-        """Ends the text here and frees the decoder, which can continue it later (`reuse_cache`). A call from within a
-        step (a logits processor, a signal handler) takes effect after the step."""
+        """Ends the text and frees the decoder, which can continue it later (`reuse_cache`).
+
+        A call from within a step (a logits processor, a signal handler) takes effect after the step.
+        """
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -93,7 +95,7 @@ class TokenStream:
 class _Steps:
     """Runs the steps of one text, one at a time, in any thread.
 
-    It is an object of its own because a thread may hold it for a while after a step; the stream can be dropped before.
+    A thread may hold this object for a while after a step; the stream itself can be dropped before.
     """
 
     def __init__(self, steps: Iterator[list[int]], release: Callable[[], None]) -> None:

@@ -42,10 +42,10 @@ def test_a_model_is_examined_once(num_examined: list[str]) -> None:
         first = Target.of(model)
         assert Target.of(model) is first
         assert Target.of(first) is first
-        specs, vocab_size = first._layer_specs, first.vocab_size
+        specs, vocab_size = first.findings.layer_specs, first.vocab_size
         del first
         again = Target.of(model)  # nobody held the first one
-        assert (again._layer_specs, again.vocab_size) == (specs, vocab_size)
+        assert (again.findings.layer_specs, again.vocab_size) == (specs, vocab_size)
         assert Target(model) is not again
         assert len(num_examined) == 2  # the last line asked for it
 
