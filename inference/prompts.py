@@ -161,7 +161,7 @@ class PromptReader:
         if cache is held.cache:
             assert reused.is_in_place
             cache.lengths.copy_(lengths)
-            cache.clear_behind(max(kept))
+            cache.clear_from(max(kept))
         else:
             cache.copy_rows(held.cache, torch.tensor(rows, device=lengths.device), lengths, max_length=max(kept))
         cache.length_bound, cache.length_floor = max(kept), 0

@@ -49,15 +49,15 @@ class ScratchCache(TreeCache):
             max_tokens: the largest number of certain tokens of any row after `keep_certain`.
         """
         self._set_view(max_tokens + self.num_scratch + 1, 0)
-        self.slots = self._slots_behind(self.first_slots(width))
+        self.slots = self._slots_after(self.first_slots(width))
         self.tree_slots = self.slots
 
     def open_level(self, rows: Tensor) -> None:
         """Opens the tree's nodes `rows` [W] long of every row."""
-        self.slots = self._slots_behind(rows)
-        self.tree_slots = self._slots_behind(self.first_slots(self.num_scratch))
+        self.slots = self._slots_after(rows)
+        self.tree_slots = self._slots_after(self.first_slots(self.num_scratch))
 
-    def _slots_behind(self, steps: Tensor) -> Tensor:
+    def _slots_after(self, steps: Tensor) -> Tensor:
         """[B, W] long, the slots `steps` [W] after each row's certain tokens.
 
         The last slot in view is for padding and may come several times. A row whose text has ended may be longer than

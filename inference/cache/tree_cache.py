@@ -270,7 +270,7 @@ class TreeCache(Cache):
             buffer[:, places, :, : self.length_bound] = buffer[:, row : row + 1, :, : self.length_bound]
         self.lengths[places] = self.lengths[row : row + 1]
 
-    def clear_behind(self, num_slots: int) -> None:
+    def clear_from(self, num_slots: int) -> None:
         """Zeroes all slots from `num_slots` on."""
         for buffer in self._all_buffers.values():
             buffer[:, : self._num_rows_used, :, num_slots : self._num_used].zero_()
@@ -283,7 +283,7 @@ class TreeCache(Cache):
         Args:
             num_rows: the number of rows to work on; None = all.
         """
-        self.clear_behind(0)
+        self.clear_from(0)
         self._num_rows_used = 0
         self._show_rows(self._all_lengths.shape[0] if num_rows is None else num_rows)
         self._all_lengths.zero_()

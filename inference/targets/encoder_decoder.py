@@ -25,7 +25,6 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from inference.cache.source import SourceMemory
-from inference.cache.tree_cache import TreeCache
 
 
 class _Places(threading.local):
@@ -96,23 +95,6 @@ class PlacedDecoder:
         source.leave_open()
         logits: Tensor = output.logits
         return logits.to(token_ids.device)
-
-    def run_opened(
-        self, cache: TreeCache, token_ids: Tensor, positions: Tensor, tree_positions: Tensor, masks: Any
-    ) -> Tensor:
-        """`run` for a cache with open slots.
-
-        Args:
-            tree_positions: [B, M], positions of the M slots of the tree.
-
-        Raises:
-            ValueError: the cache has no source.
-        """
-        if cache.source is None:
-            raise ValueError("an encoder-decoder target has no source to read: call target.read_source(cache, source)")
-        slots_seen, places = cache.slots_seen(None)
-        keys = slots_seen.expand(len(positions), -1).scatter(1, places, tree_positions.expand_as(places))
-        return self.run(cache.source, cache, token_ids, positions, keys, masks)
 
     def _place(self, module: nn.Module) -> nn.Module | None:
         """A copy of a module that counts slots, which reads true positions; None for other modules."""

@@ -358,7 +358,13 @@ class Target:
             if feature_layers:
                 self.refuse_features()
             refuse_training(self.model)
-            logits = self._placed.run_opened(cache, token_ids, positions, tree_positions, masks)
+            if cache.source is None:
+                raise ValueError(
+                    "an encoder-decoder target has no source to read: call target.read_source(cache, source)"
+                )
+            slots_seen, places = cache.slots_seen(None)
+            keys = slots_seen.expand(len(positions), -1).scatter(1, places, tree_positions.expand_as(places))
+            logits = self._placed.run(cache.source, cache, token_ids, positions, keys, masks)
             return PassOutput(logits[..., :0], None, logits)
         has_own_logits = self.findings.scale_logits is None
         return self.backbone.read(
