@@ -38,7 +38,6 @@ from training.features.store import (
     hash_tokens,
     read_settings,
     tensor_name,
-    verify_shard,
     write_settings,
     write_shard,
 )
@@ -135,8 +134,7 @@ class Extraction:
 
     def size_left(self) -> int:
         """Bytes that all processes together still have to write."""
-        shards = [self.folder / f"{name}.safetensors" for name in finished_shards(self.folder)]
-        written = sum(path.stat().st_size for path in shards if path.exists())
+        written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         return max(0, self.size() - written)
 
     def num_finished(self) -> int:
@@ -145,7 +143,7 @@ class Extraction:
     def run(
         self, *, rank: int = 0, num_processes: int = 1, progress: Callable[[int], Any] = lambda num_tokens: None
     ) -> int:
-        """Writes this process's missing or damaged shards; returns the number of tokens computed.
+        """Writes this process's missing shards; returns the number of tokens computed.
 
         Args:
             progress: called with the number of tokens that are done, computed or found.
@@ -156,7 +154,7 @@ class Extraction:
         computed = 0
         for number in range(rank, len(self.plan.shards), num_processes):
             numbers, name = self.plan.shards[number], shard_name(number)
-            if self._is_finished(name):
+            if name in finished_shards(self.folder):
                 progress(sum(len(self.rows[index]["input_ids"]) for index in numbers))
                 continue
             found: dict[int, StoredRow] = {}
@@ -166,17 +164,6 @@ class Extraction:
                 progress(len(row.input_ids))
             write_shard(self.folder, name, [found.pop(index) for index in numbers])
         return computed
-
-    def _is_finished(self, name: str) -> bool:
-        if name not in finished_shards(self.folder):
-            return False
-        try:
-            verify_shard(self.folder, name)
-        except ValueError as error:
-            logger.warning("writing %s again (%s)", name, error)
-            (self.folder / f"{name}.json").unlink()
-            return False
-        return True
 
     def _compute(self, rows: list[tuple[int, Any]]) -> Iterator[tuple[int, StoredRow]]:
         """Batches rows of similar lengths, to pad little."""

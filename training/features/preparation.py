@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,7 @@ from training.features.options import FeatureArguments
 from training.features.sharded_target import is_sharded
 from training.features.sources import FeatureSource, FlushFeatures, HybridFeatures, OnlineFeatures, StoredFeatures
 from training.features.store import FeatureStore, StoreSettings, TargetIdentity, tensor_name, write_settings
-from training.features.store_checks import (
-    RowsOfRun,
-    check_can_fill,
-    check_complete,
-    check_room,
-    check_same_target,
-    size_of_missing,
-)
-
-logger = logging.getLogger(__name__)
+from training.features.store_checks import RowsOfRun, check_can_fill, check_complete, check_same_target
 
 Collate = Callable[[Any], dict[str, Tensor]]
 
@@ -98,9 +88,6 @@ def prepare_features(
     check_same_target(folder, store.settings.target, wanted.target)
     if is_hybrid:
         check_can_fill(store, wanted)
-        size = size_of_missing(store, rows)
-        logger.info("features that are not stored yet will take about %.3g GB in %s", size / 1e9, folder)
-        check_room(folder, size)
         hybrid = HybridFeatures(online, store, rank=rank, writes=writes)
         callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
         return PreparedFeatures(hybrid, hybrid.peek, target.dtype, hybrid.collator(collate), callbacks)

@@ -230,7 +230,9 @@ class HybridFeatures:
         """Writes the rows in memory as one shard."""
         if not self._rows:
             return
-        taken = [int(path.stem.rpartition("-")[2]) for path in self.store.folder.glob(f"cache-{self.rank}-*.json")]
+        taken = [
+            int(path.stem.rpartition("-")[2]) for path in self.store.folder.glob(f"cache-{self.rank}-*.safetensors")
+        ]
         try:
             name = f"cache-{self.rank}-{max(taken, default=-1) + 1:05d}"
             write_shard(self.store.folder, name, list(self._rows.values()))

@@ -1,14 +1,13 @@
 """The target's states on disk: safetensors shards whose rows are found by their tokens.
 
-A store is a folder. `index.json` holds its `StoreSettings`. Each shard is two files: `NAME.safetensors`, and
-`NAME.json`, which is written last, so that a shard that has it is complete. A row is one tokenized conversation. Its
-states depend only on its tokens, so the tokens are the key, whatever the order, batches, packing or loss mask of a run.
+A store is a folder. `index.json` holds its `StoreSettings`. A shard gets its name when it is complete. A row is one
+tokenized conversation. Its states depend only on its tokens, so the tokens are the key, whatever the order, batches,
+packing or loss mask of a run.
 
 Legend: R rows of a shard, N tokens of all of them (no padding), T tokens of a row, D hidden size, K teacher's best
 tokens.
 
     lengths [R] int64, keys [R] int64      tokens of each row, and the hash of their ids
-    checksums [R, columns] int64           of each row's part of every tensor below, in the order of their names
     input_ids [N] int32
     hidden.I [N, D]                        the input of layer I: the residual stream, before any norm
     last [N, D]                            the last state, after the final norm
@@ -34,7 +33,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FORMAT = 2
-_ROW_TENSORS = ("lengths", "keys", "checksums")
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,7 @@ class StoreSettings:
 
     def size_of(self, num_rows: int, num_tokens: int) -> int:
         """Bytes of the tensors of so many rows; the header of each shard takes less than 2 kB more."""
-        bytes_per_row = 8 * (2 + 1 + len(self.tensors))
-        return num_tokens * self.bytes_per_token + num_rows * bytes_per_row
+        return num_tokens * self.bytes_per_token + num_rows * 16
 
 
 @dataclass(frozen=True)
@@ -102,11 +99,6 @@ class StoredRow:
     input_ids: Tensor
     tensors: Mapping[str, Tensor]
 
-    def all_tensors(self) -> dict[str, Tensor]:
-        """The tensors with a value per token, as they are stored: sorted by name, contiguous, on the CPU."""
-        row = {"input_ids": self.input_ids.int(), **self.tensors}
-        return {name: row[name].cpu().contiguous() for name in sorted(row)}
-
 
 def tensor_name(layer: int, num_layers: int) -> str:
     """The name of hidden_states[layer] in a store."""
@@ -115,16 +107,13 @@ def tensor_name(layer: int, num_layers: int) -> str:
 
 def hash_tokens(input_ids: Tensor) -> int:
     """The key of a row: a signed 64-bit hash of its ids ([T], any integer dtype)."""
-    return _digest(input_ids.int().cpu().contiguous())
+    ids = input_ids.int().cpu().contiguous()
+    unsigned = xxhash.xxh3_64_intdigest(ids.view(torch.uint8).numpy().data)
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
 
 
 def hash_text(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def _digest(tensor: Tensor) -> int:
-    unsigned = xxhash.xxh3_64_intdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
 
 
 class DiskFullError(OSError):
@@ -137,20 +126,17 @@ def write_shard(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
     Raises:
         DiskFullError: says how to go on.
     """
-    parts = [row.all_tensors() for row in rows]
-    tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    tensors = {key: torch.cat([row.tensors[key].cpu() for row in rows]).contiguous() for key in rows[0].tensors}
+    tensors["input_ids"] = torch.cat([row.input_ids.int().cpu() for row in rows])
     tensors["lengths"] = torch.tensor([len(row.input_ids) for row in rows])
-    tensors["keys"] = torch.tensor([_digest(part["input_ids"]) for part in parts])
-    tensors["checksums"] = torch.tensor([[_digest(value) for value in part.values()] for part in parts])
+    tensors["keys"] = torch.tensor([hash_tokens(row.input_ids) for row in rows])
     scratch = folder / f".{name}.{os.getpid()}.tmp"
     try:
         save_file(tensors, scratch)
         shutil.copymode(folder / "index.json", scratch)  # safetensors gives only the owner access
         with scratch.open("rb") as file:
             os.fsync(file.fileno())
-        about = {"bytes": scratch.stat().st_size, "checksum": _checksum_of_rows(tensors)}
         scratch.replace(folder / f"{name}.safetensors")
-        write_whole(folder / f"{name}.json", json.dumps(about) + "\n")
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         scratch.unlink(missing_ok=True)
         size = sum(value.nbytes for value in tensors.values())
@@ -160,34 +146,15 @@ def write_shard(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
         ) from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file completely or not at all; several processes may write the same one."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def _checksum_of_rows(tensors: Mapping[str, Tensor]) -> str:
-    """The checksum of a shard: a hash of its rows' checksums, keys and lengths."""
-    together = torch.cat([tensors[name].reshape(-1) for name in _ROW_TENSORS])
-    return f"{_digest(together) % (1 << 64):016x}"
-
-
 @dataclass(frozen=True)
 class _Shard:
-    """A finished shard. version: tells its file from a later one. columns: the tensors with checksums, in order.
-    lengths, starts, keys: [R]. checksums: [R, columns]."""
+    """A finished shard. version: tells its file from a later one. lengths, starts, keys: [R]."""
 
     path: Path
     version: tuple[int, int]
-    columns: list[str]
     lengths: list[int]
     starts: list[int]
     keys: list[int]
-    checksums: Tensor
 
 
 @lru_cache(maxsize=64)
@@ -196,31 +163,28 @@ def _open(path: Path, version: tuple[int, int]) -> Any:
 
 
 class FeatureStore:
-    """The rows of a store, memory-mapped; each read is compared with the row's checksum.
+    """The rows of a store, memory-mapped.
 
     Args:
         settings: of a store that does not exist and will not be written; None = read `index.json`.
 
     Raises:
-        ValueError: no store there, or a damaged shard: a wrong size (at once) or wrong contents (when a row is read).
+        ValueError: no store there, or a shard that is cut off.
     """
 
     def __init__(self, folder: Path, settings: StoreSettings | None = None) -> None:
         self.folder = folder
         self.settings = settings or read_settings(folder)
-        self._shards: list[_Shard] = []
-        self._places: dict[int, tuple[int, int]] = {}  # key -> (shard, row)
-        self._known: set[str] = set()
+        self._shards: dict[str, _Shard] = {}
+        self._places: dict[int, tuple[str, int]] = {}  # key -> (shard, row)
         self.refresh()
 
     def refresh(self) -> None:
         """Adds the shards that were finished since the last call."""
-        for name in sorted(finished_shards(self.folder) - self._known):
-            shard = read_shard(self.folder, name)
-            self._known.add(name)
-            self._shards.append(shard)
-            for row, key in enumerate(shard.keys):
-                self._places.setdefault(key, (len(self._shards) - 1, row))
+        for name in sorted(finished_shards(self.folder) - self._shards.keys()):
+            self._shards[name] = _read_shard(self.folder / f"{name}.safetensors")
+            for row, key in enumerate(self._shards[name].keys):
+                self._places.setdefault(key, (name, row))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -241,8 +205,10 @@ class FeatureStore:
         place = self._places.get(hash_tokens(input_ids))
         if place is None:
             return None
-        shard = self._shards[place[0]]
-        found = _read_row(shard, place[1], ["input_ids", *names])
+        name, row = place
+        shard = self._shards[name]
+        file, start = _open(shard.path, shard.version), shard.starts[row]
+        found = {key: file.get_slice(key)[start : start + shard.lengths[row]] for key in ["input_ids", *names]}
         if not torch.equal(found.pop("input_ids").long(), input_ids.cpu().long()):
             return None  # another row with the same hash
         return found
@@ -264,57 +230,28 @@ def read_settings(folder: Path) -> StoreSettings:
 
 
 def write_settings(folder: Path, settings: StoreSettings) -> None:
+    """Writes `index.json` completely or not at all; several processes may do so at once."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "index.json", json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
+    scratch = folder / f".index.json.{os.getpid()}.tmp"
+    scratch.write_text(json.dumps(dataclasses.asdict(settings), indent=2) + "\n", encoding="utf-8")
+    scratch.replace(folder / "index.json")
 
 
 def finished_shards(folder: Path) -> set[str]:
     """The names of the complete shards."""
-    return {path.stem for path in folder.glob("*.json") if path.name != "index.json"}
+    return {path.stem for path in folder.glob("*.safetensors")}
 
 
-def read_shard(folder: Path, name: str) -> _Shard:
-    """Opens a finished shard and checks its size and its table of rows; it reads no states."""
-    path, about = folder / f"{name}.safetensors", json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    if not path.is_file():
-        raise _damaged(path, "it is missing")
+def _read_shard(path: Path) -> _Shard:
+    """Opens a shard, which checks its size, and reads its table of rows."""
     stat = path.stat()
-    if stat.st_size != about["bytes"]:
-        raise _damaged(path, f"it has {stat.st_size} bytes of {about['bytes']}")
     version = (stat.st_ino, stat.st_mtime_ns)
     try:
         file = _open(path, version)
-        tensors = {key: file.get_tensor(key) for key in _ROW_TENSORS}
     except SafetensorError as error:
-        raise _damaged(path, str(error)) from error
-    if _checksum_of_rows(tensors) != about["checksum"]:
-        raise _damaged(path, "its table of rows has changed")
-    lengths = tensors["lengths"]
+        raise ValueError(
+            f"{path} is damaged ({error}): delete it and extract again, which writes only what is missing"
+        ) from error
+    lengths = file.get_tensor("lengths")
     starts = (lengths.cumsum(0) - lengths).tolist()
-    columns = sorted(set(file.keys()) - set(_ROW_TENSORS))
-    return _Shard(path, version, columns, lengths.tolist(), starts, tensors["keys"].tolist(), tensors["checksums"])
-
-
-def verify_shard(folder: Path, name: str) -> None:
-    """Reads a whole shard; raises ValueError if it is damaged."""
-    shard = read_shard(folder, name)
-    for row in range(len(shard.lengths)):
-        _read_row(shard, row, shard.columns)
-
-
-def _read_row(shard: _Shard, row: int, names: Iterable[str]) -> dict[str, Tensor]:
-    file, start = _open(shard.path, shard.version), shard.starts[row]
-    found = {}
-    for name in names:
-        value = file.get_slice(name)[start : start + shard.lengths[row]]
-        if _digest(value) != int(shard.checksums[row, shard.columns.index(name)]):
-            raise _damaged(shard.path, f"row {row} of {name} does not have the checksum it was written with")
-        found[name] = value
-    return found
-
-
-def _damaged(path: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"{path} is damaged: {reason}. Delete it and {path.stem}.json and extract again, which writes only what is "
-        "missing"
-    )
+    return _Shard(path, version, lengths.tolist(), starts, file.get_tensor("keys").tolist())

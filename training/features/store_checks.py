@@ -88,12 +88,6 @@ def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
         yield from ids.split(column.value_lengths().to_pylist())
 
 
-def size_of_missing(store: FeatureStore, rows: RowsOfRun) -> int:
-    """Bytes that the texts of a run will add to a store."""
-    missing = [ids for part in rows.known().values() for ids in iterate_ids(part) if not store.has(ids)]
-    return store.settings.size_of(len(missing), sum(map(len, missing)))
-
-
 def check_can_fill(store: FeatureStore, wanted: StoreSettings) -> None:
     """Raises ValueError when a hybrid run would add other tensors than those in the store."""
     stored = store.settings

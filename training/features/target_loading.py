@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
 
 from heads.adapter import find_adapter_of, load_adapter
@@ -49,8 +48,6 @@ def load_model(
             "spread a whole target over the same devices: start one process, split the target over the processes "
             "(--shard_target fsdp2), or train from stored features"
         )
-    if isinstance(device_map, dict) and "" in device_map and len(device_map) > 1:
-        device_map = _name_the_rest(device_map, model_args)
     with loading_whole():
         model: Any = AutoModelForCausalLM.from_pretrained(
             model_args.target,
@@ -72,26 +69,6 @@ def load_adapted_model(
     model = load_model(model_args, placement, device, num_processes=num_processes)
     adapter = None if model_args.init_heads is None else find_adapter_of(model_args.init_heads)
     return model if adapter is None else load_adapter(model, adapter, merge=False)
-
-
-def _name_the_rest(places: dict[str, Any], model_args: ModelArguments) -> dict[str, Any]:
-    """Replaces the key "" (all modules that no other key names) by names: accelerate takes "" for the whole model."""
-    config = AutoConfig.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=model_args.trust_remote_code)
-    named = {key: place for key, place in places.items() if key}
-    written = dict(named)
-
-    def place_rest(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            path = prefix + name
-            if any(key.startswith(f"{path}.") for key in named):
-                place_rest(child, f"{path}.")
-            elif path not in named:
-                written[path] = places[""]
-
-    place_rest(skeleton, "")
-    return written
 
 
 def check_placement(target: Target, device: torch.device) -> None:

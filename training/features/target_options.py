@@ -79,9 +79,8 @@ class PlacementArguments:
         default=None,
         metadata={
             "help": "Spread the target over the devices of this one process: auto, balanced, sequential, or a JSON "
-            'mapping of module names to devices, "cpu" or "disk", for example {"model.layers": "disk", "": 0} for '
-            "training from stored features. The token embedding must be on the heads' device. none = keep all of it "
-            "on that device."
+            'mapping of all modules to devices, "cpu" or "disk" (accelerate\'s). The token embedding must be on the '
+            "heads' device. none = keep all of it on that device."
         },
     )
     shard_target: Sharding = field(
@@ -111,6 +110,6 @@ class PlacementArguments:
         if not isinstance(places, dict):
             raise ValueError(
                 f"got target_device_map {value!r}: allowed are {', '.join(_MAPS)}, or a JSON mapping of module names "
-                'to devices, such as {"model.layers": "cpu", "": 0}'
+                'to devices, such as {"": "cpu"}'
             )
         return places

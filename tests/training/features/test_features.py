@@ -163,7 +163,7 @@ class TestHybrid:
             killed(killed.collator(COLLATE)([row]))
         kept = len(FeatureStore(tmp_path))
         assert 0 < kept < 4
-        (tmp_path / "cache-0-00009.safetensors").write_bytes(b"torn")  # no .json: it was not finished
+        (tmp_path / ".cache-0-00009.1.tmp").write_bytes(b"torn")  # without its name: it was not finished
         computed.clear()
         again = self.make(target, tmp_path, shard_bytes=10**4)
         for row in ROWS:

@@ -114,18 +114,18 @@ def test_processes_that_load_data_read_the_features(train: Runner, extract: Extr
 def test_a_kill_leaves_whole_shards(
     train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kill -9 while the third shard is computed; the same command then writes what is missing, and verifies the rest.
+    """kill -9 while the third shard is computed; the same command then writes what is missing.
     Two processes, one after the other, write the same."""
     options = {"shard_mb": 0.03}
     total = extract(tmp_path / "whole", **options)
     whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
-    assert len(whole) > 9
+    assert len(whole) > 5
 
     run = Extraction.run
 
     def killed(self: Extraction, *, rank: int, num_processes: int, progress: Any) -> int:
         def report(tokens: int) -> None:
-            if len(list(self.folder.glob("shard-*.json"))) == 2:
+            if len(list(self.folder.glob("shard-*.safetensors"))) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return run(self, rank=rank, num_processes=num_processes, progress=report)
@@ -136,7 +136,7 @@ def test_a_kill_leaves_whole_shards(
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     folder = tmp_path / "features"
-    assert len(list(folder.glob("shard-*.json"))) == 2
+    assert len(list(folder.glob("shard-*.safetensors"))) == 2
     before = FeatureStore(folder)
     with pytest.raises(ValueError, match=r"is not finished: it has 2 of \d+ shards\. Run the same extract_features.py"):
         train(features=folder)
@@ -224,8 +224,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"would take 0\.00028\d GB more in \S+, and 1e-05 GB are free there"):
             extract()
         assert not (tmp_path / "features").exists()
-        with pytest.raises(ValueError, match="are free there: choose another disk"):
-            train(features=tmp_path / "features", feature_mode="hybrid")
 
     def test_an_extraction_of_something_else(self, extract: Extract, other_target: Path, tmp_path: Path) -> None:
         extract()
