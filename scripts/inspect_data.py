@@ -31,7 +31,7 @@ from training.data.training_sets import cut_to_limit
 from training.options.command_line import parse_arguments
 
 GROUPS = {
-    "the data": "config target dataset dataset_format columns dataset_weights max_length max_samples",
+    "the data": "config target dataset columns dataset_weights max_length max_samples",
     "the reply": "num_rows json",
 }
 
@@ -123,8 +123,6 @@ def format_statistics(counts: SetStatistics, data_args: DataArguments) -> str:
         + ", ".join(f"{quantile}: {length}" for quantile, length in counts.lengths.items()),
         f"  {counts.num_at_max_length} have max_length ({data_args.max_length}) tokens; what follows is cut off",
     ]
-    if counts.num_lost_thoughts:
-        lines.append(f"  of {counts.num_lost_thoughts} replies the chat template drops the thoughts; none are learned")
     return "\n".join(lines)
 
 

@@ -378,8 +378,7 @@ def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_p
         ({"tree": "auto"}, "there are no heads to draft"),
         ({"endpoint_model": "m"}, "without --endpoint"),
         ({"columns": ["prompt"]}, "got columns 'prompt': write ROLE=COLUMN"),
-        ({"dataset_format": "gsm"}, "got dataset_format 'gsm': give auto"),
-        ({"mode": "self", "prompts": None, "columns": ["messages=m"]}, "--columns describe --prompts"),
+        ({"mode": "self", "prompts": None, "columns": ["messages=m"]}, "--columns describes --prompts"),
         ({"endpoint": "http://h/v1", "heads": "h"}, "--heads is for decoding here"),
     ],
 )

@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 
 from training.data.layouts import Messages
 from training.data.reply_spans import ChatRenderer, find_special_ids
-from training.data.thoughts import count_lost_thoughts, find_thought_end, find_thoughts
+from training.data.thoughts import find_thought_end
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,10 @@ _TOKENIZED = datasets.Features(
         "input_ids": datasets.Sequence(datasets.Value("int32")),
         "loss_mask": datasets.Sequence(datasets.Value("int8")),
         "problem": datasets.Value("string"),
-        "lost_thoughts": datasets.Value("int32"),
     }
 )
 # Part of the cache key of tokenized rows: raise it when the code below gives another result.
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 
 
 def tokenize_conversations(
@@ -63,18 +62,7 @@ def tokenize_conversations(
         logger.warning("dropped %d of %d conversations: %s", count, len(rows), problem)
     if problems:
         rows = rows.select([row for row, problem in enumerate(rows["problem"]) if not problem])
-    warn_of_lost_thoughts(sum(rows["lost_thoughts"]))
-    return rows.remove_columns(["problem", "lost_thoughts"])
-
-
-def warn_of_lost_thoughts(count: int) -> None:
-    """Warns once per set that its chat template drops thoughts."""
-    if count:
-        logger.warning(
-            "the chat template drops the thoughts of %d replies, even of a conversation's last reply, so they are not "
-            "learned; to train on thoughts, set a chat template that writes them (tokenizer.chat_template)",
-            count,
-        )
+    return rows.remove_columns("problem")
 
 
 def tokenize_with_problems(
@@ -130,26 +118,20 @@ def tokenize_row(
     """Tokenizes one row of `load_conversations`.
 
     Returns:
-        `input_ids` and `loss_mask`, cut to `max_length`; `problem`: why the row cannot be used, or empty;
-        `lost_thoughts`: the number of replies whose thoughts the chat template dropped (`count_lost_thoughts`).
+        `input_ids` and `loss_mask`, cut to `max_length`; `problem`: why the row cannot be used, or empty.
     """
     conversation = json.loads(row["conversation"])
     messages, tools = conversation["messages"], conversation.get("tools")
-    unusable: dict[str, Any] = {"input_ids": [], "loss_mask": [], "lost_thoughts": 0}
     try:
         input_ids, loss_mask = tokenize_conversation(
             messages, tokenizer, tools=tools, train_on_thinking=train_on_thinking
         )
-    except TemplateError as error:
-        return {**unusable, "problem": f"the chat template rejects it ({error})"}
-    except ValueError as error:
-        return {**unusable, "problem": str(error)}
+    except (TemplateError, ValueError) as error:
+        problem = f"the chat template rejects it ({error})" if isinstance(error, TemplateError) else str(error)
+        return {"input_ids": [], "loss_mask": [], "problem": problem}
     input_ids, loss_mask = input_ids[:max_length], loss_mask[:max_length]
     problem = "" if any(loss_mask) else f"no token of the assistant's within max_length={max_length}"
-    num_lost = 0
-    if train_on_thinking and find_thoughts(messages[-1]):
-        num_lost = count_lost_thoughts(messages, ChatRenderer(tokenizer, tools).render(messages))
-    return {"input_ids": input_ids, "loss_mask": loss_mask, "problem": problem, "lost_thoughts": num_lost}
+    return {"input_ids": input_ids, "loss_mask": loss_mask, "problem": problem}
 
 
 def tokenize_conversation(

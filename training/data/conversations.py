@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 # A conversation is one text, the JSON of `training.data.layouts.parse_record`: tool calls fit no fixed columns.
 _PARSED = datasets.Features({"conversation": datasets.Value("string"), "problem": datasets.Value("string")})
 # Part of the cache key of parsed files: raise it when the code below gives another result.
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 
 
 class BadLineError(ValueError):
@@ -135,55 +134,39 @@ def read_place(
     """Yields one dataset per file, or one for a repository: `conversation` (JSON) and `problem` (empty = a good line).
 
     Args:
-        max_samples: stop after so many good lines of each file, or so many rows of a repository.
+        max_samples: stop after so many good lines of each file or repository.
     """
-    if place.repository:
-        rows = place.load_repository()
-        if max_samples is not None:
-            rows = rows.select(range(min(len(rows), max_samples)))
-        yield rows.map(
-            _parse_row, with_indices=True, features=_PARSED, remove_columns=rows.column_names,
-            fn_kwargs={"name": place.label, "record_format": record_format, "version": _CACHE_VERSION},
-            desc="Reading conversations",
-        )  # fmt: skip
-    for file in place.files:
-        stat = file.stat()
+    for source in place.files or (place.load_repository(),):
+        key: dict[str, Any] = {"version": _CACHE_VERSION}
+        if isinstance(source, Path):
+            stat, source = source.stat(), source.resolve()
+            key |= {"size": stat.st_size, "changed": stat.st_mtime_ns}
         # `datasets` hashes the arguments into the cache key, so they hold everything that the result depends on.
-        key = {"size": stat.st_size, "changed": stat.st_mtime_ns, "version": _CACHE_VERSION}
-        arguments = {"file": str(file.resolve()), "record_format": record_format, "max_samples": max_samples}
+        arguments = {"source": source, "label": place.label, "record_format": record_format, "max_samples": max_samples}
         try:
             yield datasets.Dataset.from_generator(
                 _generate_rows, features=_PARSED, gen_kwargs={**arguments, "key": key}
             )
-        except DatasetGenerationError as error:
-            if isinstance(cause := error.__cause__, OSError):  # of writing: `read_records` turns read errors into rows
-                raise OSError(
-                    f"{file} cannot be written to the cache of `datasets`, {datasets.config.HF_DATASETS_CACHE} "
-                    f"({cause.strerror or cause}): free some space, or set the environment variable HF_DATASETS_CACHE"
-                ) from error
-            raise
+        except DatasetGenerationError as error:  # only of writing: `read_records` turns read errors into rows
+            raise OSError(
+                f"{place.label} cannot be written to the cache of `datasets`, {datasets.config.HF_DATASETS_CACHE} "
+                f"({error.__cause__}): free some space, or set the environment variable HF_DATASETS_CACHE"
+            ) from error
 
 
-def iterate_place(
-    place: Place, record_format: RecordFormat, files: Sequence[Path]
-) -> Iterator[Callable[[], dict[str, str]]]:
-    """Yields, without a cache, one function per record that parses it into the columns of `read_place`.
+def iterate_place(place: Place, files: Sequence[Path] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yields (file and line, record or an error) for each record, without a cache.
 
     Args:
         files: those of the place, in the order of reading.
     """
     if place.repository:
-        for index, row in enumerate(place.load_repository(streaming=True)):
-            yield partial(_parse_row, row, index, place.label, record_format, _CACHE_VERSION)
-    for file in files:
-        number = 0
-        for number, record in read_records(file):
-            yield partial(parse_row, record, f"{file}, line {number}", record_format)
-        if number == 0:
-            yield partial(parse_row, ValueError("the file is empty"), f"{file}, line 1", record_format)
+        yield from _read(place.load_repository(streaming=True), place.label)
+    for file in place.files if files is None else files:
+        yield from _read(file, place.label)
 
 
-def parse_row(record: Any, where: str, record_format: RecordFormat) -> dict[str, str]:
+def parse_row(where: str, record: Any, record_format: RecordFormat) -> dict[str, str]:
     """Returns a record as `conversation` (JSON) and `problem` (`where` and why, or empty)."""
     try:
         if isinstance(record, Exception):
@@ -195,24 +178,30 @@ def parse_row(record: Any, where: str, record_format: RecordFormat) -> dict[str,
     return {"conversation": conversation, "problem": ""}
 
 
-def _parse_row(row: dict[str, Any], index: int, name: str, record_format: RecordFormat, version: int) -> dict[str, str]:
-    record = {key: drop_nulls(value) for key, value in row.items()}
-    return parse_row(record, f"{name}, row {index + 1}", record_format)
+def _read(source: Any, label: str) -> Iterator[tuple[str, Any]]:
+    """Yields (where, record or an error) for each line of a file, or each row of a table."""
+    if not isinstance(source, Path):
+        for number, row in enumerate(source, start=1):
+            yield f"{label}, row {number}", {key: drop_nulls(value) for key, value in row.items()}
+        return
+    number = 0
+    for number, record in read_records(source):
+        yield f"{source}, line {number}", record
+    if number == 0:  # `datasets` has no tables without rows
+        yield f"{source}, line 1", ValueError("the file is empty")
 
 
 def _generate_rows(
-    file: str, record_format: RecordFormat, max_samples: int | None, key: dict[str, int]
+    source: Any, label: str, record_format: RecordFormat, max_samples: int | None, key: dict[str, int]
 ) -> Iterator[dict[str, str]]:
     """Good and bad lines, so that the cached result serves with and without `skip_bad_lines`."""
-    num_good = number = 0
-    for number, record in read_records(Path(file)):
+    num_good = 0
+    for where, record in _read(source, label):
         if num_good == max_samples:
             break
-        row = parse_row(record, f"{file}, line {number}", record_format)
+        row = parse_row(where, record, record_format)
         num_good += not row["problem"]
         yield row
-    if number == 0:  # `datasets` has no tables without rows
-        yield {"conversation": "", "problem": f"{file}, line 1: the file is empty"}
 
 
 def _has_dataset_card(folder: Path) -> bool:

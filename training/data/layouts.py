@@ -1,7 +1,7 @@
 """Turns a record of a data set, whatever its columns, into a conversation.
 
 `LAYOUTS` lists the known layouts, one line each. A record has the first layout whose columns it fills, unless the user
-names a layout (`--dataset_format`) or the columns (`--columns prompt=problem response=solution`).
+names the columns (`--columns prompt=problem response=solution`).
 
 Worked example:
 
@@ -11,7 +11,6 @@ Worked example:
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,26 +53,19 @@ class Layout:
 
 
 # In the order of the search: a list of turns says more than a prompt and a response in the same record.
-_KNOWN: dict[str, Layout] = {
-    "messages": Layout(turns="messages"),
-    "sharegpt": Layout(turns="conversations"),
-    "lmsys": Layout(turns="conversation"),
-    "ultrachat": Layout(turns="data", alternates=True),
-    "alpaca": Layout(prompt="instruction", response="output", context="input"),
-    "dolly": Layout(prompt="instruction", response="response", context="context"),
-    "gsm8k": Layout(prompt="question", response="answer"),
-    "openorca": Layout(prompt="question", response="response", system="system_prompt"),
-    "metamath": Layout(prompt="query", response="response"),
-    "prompt_completion": Layout(prompt="prompt", response="completion"),
-    "prompt_response": Layout(prompt="prompt", response="response"),
-    "preference": Layout(prompt="prompt", response="chosen"),
-}
-# The name of a data set -> the layouts in which it is published.
-LAYOUTS: dict[str, tuple[Layout, ...]] = {
-    **{name: (layout,) for name, layout in _KNOWN.items()},
-    "ultrachat": (_KNOWN["messages"], _KNOWN["ultrachat"]),
-    "magpie": (_KNOWN["sharegpt"], Layout(prompt="instruction", response="response")),
-    "codealpaca": (_KNOWN["alpaca"], _KNOWN["prompt_completion"]),
+LAYOUTS: dict[str, Layout] = {
+    "messages, Ultrachat": Layout(turns="messages"),
+    "ShareGPT, Magpie": Layout(turns="conversations"),
+    "LMSYS": Layout(turns="conversation"),
+    "Ultrachat as first published": Layout(turns="data", alternates=True),
+    "Alpaca": Layout(prompt="instruction", response="output", context="input"),
+    "Dolly": Layout(prompt="instruction", response="response", context="context"),
+    "GSM8K": Layout(prompt="question", response="answer"),
+    "OpenOrca": Layout(prompt="question", response="response", system="system_prompt"),
+    "MetaMath": Layout(prompt="query", response="response"),
+    "prompt and completion, CodeAlpaca": Layout(prompt="prompt", response="completion"),
+    "prompt and response": Layout(prompt="prompt", response="response"),
+    "preferences": Layout(prompt="prompt", response="chosen"),
 }
 COLUMN_ROLES = ("messages", "prompt", "response", "context", "system", "tools")
 
@@ -83,19 +75,17 @@ class RecordFormat:
     """How to read the records of a set.
 
     Args:
-        name: a key of `LAYOUTS`, or "auto": choose the layout of each record by its columns.
-        columns: role (of `COLUMN_ROLES`) -> column; empty = the columns of the layout.
+        columns: role (of `COLUMN_ROLES`) -> column; empty = choose the layout of each record by its columns.
     """
 
-    name: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, name: str, items: Sequence[str]) -> RecordFormat:
-        """Reads the options: columns are items ROLE=COLUMN, or one JSON object.
+    def parse(cls, items: Sequence[str]) -> RecordFormat:
+        """Reads the option `columns`: items ROLE=COLUMN, or one JSON object.
 
         Raises:
-            ValueError: an unknown layout, or columns that do not make one.
+            ValueError: columns that do not make a layout.
         """
         columns: dict[str, str] = {}
         for item in items:
@@ -108,18 +98,11 @@ class RecordFormat:
                 raise ValueError(
                     f"got columns {item!r}: write ROLE=COLUMN, for example prompt=question response=answer"
                 )
-        return cls(name, columns)
+        return cls(columns)
 
     def __post_init__(self) -> None:
-        if self.name != "auto" and self.name not in LAYOUTS:
-            near = difflib.get_close_matches(self.name, LAYOUTS, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"got dataset_format {self.name!r}: give auto, {', '.join(LAYOUTS)} (did you mean {near!r}?)"
-            )
         if not self.columns:
             return
-        if self.name != "auto":
-            raise ValueError(f"got dataset_format {self.name!r} and columns {dict(self.columns)}: give one of the two")
         for role in self.columns:
             if role not in COLUMN_ROLES:
                 raise ValueError(f"got columns {role}={self.columns[role]}: name one of {', '.join(COLUMN_ROLES)}")
@@ -135,18 +118,14 @@ class RecordFormat:
         Raises:
             ValueError: the record lacks a column; the message names the columns it has.
         """
+        if missing := [column for column in self.columns.values() if column not in record]:
+            raise ValueError(f"expected the columns {missing}, there are {sorted(record)}; name them with --columns")
         if self.columns:
-            missing = [column for column in self.columns.values() if column not in record]
-            if missing:
-                raise ValueError(_missing_columns(missing, record))
             named = {("turns" if role == "messages" else role): column for role, column in self.columns.items()}
             return Layout(**{"system": "", "tools": "", **named}, alternates=True)
-        candidates = tuple(_KNOWN.values()) if self.name == "auto" else LAYOUTS[self.name]
-        for layout in candidates:
+        for layout in LAYOUTS.values():
             if all(record.get(column) is not None for column in layout.required):
                 return layout
-        if self.name != "auto":
-            raise ValueError(_missing_columns(candidates[-1].required, record))
         filled = sorted(column for column, value in record.items() if value is not None)
         raise ValueError(
             f"got the columns {filled}, which no known layout has; name them with --columns messages=COLUMN, or "
@@ -271,12 +250,3 @@ def _parse_json(value: Any) -> Any:
         return json.loads(value) if value.strip() else None
     except json.JSONDecodeError:
         return value
-
-
-def _missing_columns(missing: Sequence[str], record: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(missing[0], list(record), n=1, cutoff=0.0)
-    return (
-        f"expected the columns {' and '.join(map(repr, missing))}; there are {sorted(record)}"
-        + (f" (nearest: {near[0]!r})" if near else "")
-        + "; name them with --columns, for example prompt=question response=answer"
-    )

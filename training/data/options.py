@@ -8,7 +8,7 @@ from typing import Literal
 from transformers import TrainingArguments
 
 from training.data.conversations import Place
-from training.data.layouts import LAYOUTS, RecordFormat
+from training.data.layouts import RecordFormat
 
 
 @dataclass
@@ -25,15 +25,11 @@ class DataArguments:
         default_factory=lambda: ["train"],
         metadata={"help": "Split of each hub id in --dataset: one for all, or one for each. Files have no splits."},
     )
-    dataset_format: str = field(
-        default="auto",
-        metadata={"help": f"Layout of the records: auto = choose by their columns, or one of {', '.join(LAYOUTS)}."},
-    )
     columns: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Columns with other names: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, "
-            "system=, tools=). In YAML: a mapping."
+            "help": "The columns to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, system=, "
+            "tools=); none = find them. In YAML: a mapping."
         },
     )
     dataset_weights: list[float] = field(
@@ -172,12 +168,8 @@ class DataArguments:
         return self.dataset_split * len(self.dataset) if len(self.dataset_split) == 1 else self.dataset_split
 
     def record_format(self) -> RecordFormat:
-        """How to read the records.
-
-        Raises:
-            ValueError: an unknown layout, or columns that do not make one.
-        """
-        return RecordFormat.parse(self.dataset_format, self.columns)
+        """How to read the records; raises ValueError for columns that do not make a layout."""
+        return RecordFormat.parse(self.columns)
 
 
 def seed_of_data(args: TrainingArguments) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 
 from training.data.chat_tokens import tokenize_with_problems
-from training.data.conversations import Place, iterate_place, read_place
+from training.data.conversations import Place, iterate_place, parse_row, read_place
 from training.data.options import DataArguments
 
 _QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
@@ -30,7 +30,6 @@ class SetStatistics:
         num_tokens: tokens of the rows, cut to `max_length`; `num_trained_tokens` of them have a loss.
         num_at_max_length: rows of `max_length` tokens; most of them were cut.
         lengths: tokens of a row by quantile (0.5 = the median).
-        num_lost_thoughts: replies whose thoughts the chat template drops, even from a conversation's last reply.
     """
 
     name: str
@@ -43,7 +42,6 @@ class SetStatistics:
     num_trained_tokens: int
     num_at_max_length: int
     lengths: dict[str, int]
-    num_lost_thoughts: int
 
     @property
     def trained_share(self) -> float:
@@ -119,18 +117,16 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
         num_trained_tokens=sum(map(sum, rows["loss_mask"])),
         num_at_max_length=lengths.count(data_args.max_length),
         lengths=_quantiles(lengths),
-        num_lost_thoughts=sum(rows["lost_thoughts"]),
     )
-    return MeasuredSet(statistics, rows.remove_columns(["problem", "lost_thoughts"]), lengths)
+    return MeasuredSet(statistics, rows.remove_columns("problem"), lengths)
 
 
 def _read(place: Place, data_args: DataArguments) -> datasets.Dataset:
+    record_format = data_args.record_format()
     if data_args.streaming:
-        records = iterate_place(place, data_args.record_format(), place.files)
-        return datasets.Dataset.from_list([record() for record in islice(records, data_args.vocabulary_rows)])
-    return datasets.concatenate_datasets(
-        list(read_place(place, data_args.record_format(), max_samples=data_args.max_samples))
-    )
+        records = islice(iterate_place(place), data_args.vocabulary_rows)
+        return datasets.Dataset.from_list([parse_row(*record, record_format) for record in records])
+    return datasets.concatenate_datasets([*read_place(place, record_format, max_samples=data_args.max_samples)])
 
 
 def _without_place(problem: str) -> str:

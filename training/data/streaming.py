@@ -21,8 +21,8 @@ import datasets
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import TrainingArguments
 
-from training.data.chat_tokens import check_tokenizer, tokenize_row, warn_of_lost_thoughts
-from training.data.conversations import BadLineError, Place, iterate_place
+from training.data.chat_tokens import check_tokenizer, tokenize_row
+from training.data.conversations import BadLineError, Place, iterate_place, parse_row
 from training.data.options import DataArguments
 from training.data.packing import WINDOW, pack_window
 from training.data.records import SUFFIXES
@@ -125,7 +125,7 @@ class ConversationStream(IterableDataset[Row]):
 
     def _tokenize(self, conversations: Iterator[dict[str, str]], *, may_be_empty: bool = False) -> Iterator[Row]:
         dropped: Counter[str] = Counter()
-        num_rows = num_lost_thoughts = 0
+        num_rows = 0
         args = self.data_args
         for conversation in conversations:
             problem = conversation["problem"]
@@ -135,7 +135,6 @@ class ConversationStream(IterableDataset[Row]):
                 dropped["malformed line"] += 1
                 continue
             row = tokenize_row(conversation, self.tokenizer, args.max_length, args.train_on_thinking)
-            num_lost_thoughts += row.pop("lost_thoughts")
             if problem := row.pop("problem"):
                 dropped[problem] += 1
                 continue
@@ -143,7 +142,6 @@ class ConversationStream(IterableDataset[Row]):
             yield row
         for problem, times in dropped.items():
             logger.warning("dropped %d of %d conversations: %s", times, num_rows + dropped.total(), problem)
-        warn_of_lost_thoughts(num_lost_thoughts)
         if not num_rows and not may_be_empty:
             worker = get_worker_info()
             raise NoConversationError(
@@ -207,10 +205,10 @@ class ConversationStream(IterableDataset[Row]):
     ) -> Iterator[dict[str, str]]:
         files = list(place.files)
         random.Random(f"{self.seed} {epoch} files").shuffle(files)  # the same order for every reader
-        for number, conversation in enumerate(iterate_place(place, self.record_format, files)):
+        for number, (where, record) in enumerate(iterate_place(place, files)):
             if number % num_readers != reader:
                 continue
-            row = conversation()
+            row = parse_row(where, record, self.record_format)
             held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
             # Training reports malformed lines; the held-out part skips them.
             if held_out == is_held_out and not (is_held_out and row["problem"]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from training.data.layouts import Messages
 
@@ -58,27 +57,3 @@ def name_thoughts(messages: Messages, template: str) -> Messages:
     if key == _KEYS[0] or not any(_KEYS[0] in message for message in messages):
         return messages
     return [{key if name == _KEYS[0] else name: value for name, value in message.items()} for message in messages]
-
-
-def count_lost_thoughts(messages: Messages, text: str) -> int:
-    """Counts the replies whose thoughts are missing in `text`, the rendered conversation.
-
-    The count is 0 if the last reply's thoughts are there: templates that keep thoughts may drop those of earlier turns.
-    """
-    found = [find_thoughts(message) for message in messages]
-    words = " ".join(text.split())  # templates change line breaks
-    lost = [bool(thoughts) and thoughts not in words for thoughts in found]
-    return sum(lost) if lost[-1] else 0
-
-
-def find_thoughts(message: dict[str, Any]) -> str:
-    """Returns the words of a message's thoughts, separated by single spaces; "" if it has none."""
-    if message["role"] != "assistant":
-        return ""
-    thoughts, content = message.get("reasoning_content"), message["content"]
-    if thoughts is None:
-        closing = next((closing for _, closing in THOUGHT_MARKS if closing in content), None)
-        thoughts = "" if closing is None else content.partition(closing)[0]
-        for opening, _ in THOUGHT_MARKS:
-            thoughts = thoughts.rpartition(opening)[2]
-    return " ".join(thoughts.split())

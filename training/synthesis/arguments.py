@@ -33,14 +33,11 @@ class SynthesisArguments:
     prompts_split: str = field(
         default="train", metadata={"help": "Split of a hub id in --prompts. Files have no splits."}
     )
-    dataset_format: str = field(
-        default="auto", metadata={"help": "Layout of the records of --prompts, as in training/train_heads.py."}
-    )
     columns: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Columns of --prompts with other names: messages=COLUMN, or prompt=COLUMN response=COLUMN (and "
-            "context=, system=, tools=)."
+            "help": "Columns of --prompts to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, "
+            "system=, tools=); none = find them."
         },
     )
     num_conversations: int | None = field(
@@ -140,9 +137,7 @@ class SynthesisArguments:
         if self.mode == "self" and self.prompts is not None:
             raise ValueError(f"--prompts is {self.prompts!r}, but --mode self reads none: leave one of the two out")
         if self.record_format() != AUTO and self.mode == "self":
-            raise ValueError(
-                "--dataset_format and --columns describe --prompts, and --mode self reads none: leave them out"
-            )
+            raise ValueError("--columns describes --prompts, and --mode self reads none: leave it out")
         if self.mode == "self" and self.num_conversations is None:
             raise ValueError("--mode self needs no prompts and never ends: give --num_conversations")
         if self.mode == "self" and self.temperature == 0:
@@ -150,7 +145,7 @@ class SynthesisArguments:
 
     def record_format(self) -> RecordFormat:
         """How to read the records of --prompts."""
-        return RecordFormat.parse(self.dataset_format, self.columns)
+        return RecordFormat.parse(self.columns)
 
     def turn_settings(self) -> TurnSettings:
         """How to draw the tokens of every turn."""

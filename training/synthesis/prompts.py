@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from training.data.conversations import Place
+from training.data.conversations import Place, iterate_place
 from training.data.layouts import AUTO, Messages, RecordFormat, parse_record
-from training.data.records import drop_nulls, read_records
 from training.synthesis.turn_template import Role
 
 # The roles that the assistant answers.
@@ -118,7 +117,7 @@ def read_prompts(
     """
     prompts: dict[str, tuple[Conversation, list[dict[str, Any] | Role]]] = {}
     place = Place.find(str(name), split, option="--prompts")
-    for where, record in _read_place(place):
+    for where, record in iterate_place(place):
         try:
             parsed = _parse_prompt(record, record_format)
         except ValueError as error:
@@ -152,16 +151,6 @@ def choose_prompts(prompts: list[Conversation], count: int | None, *, seed: int)
 def find_id(record: dict[str, Any], messages: Messages) -> str:
     """Returns the id of a record, or a hash of its messages."""
     return str(record.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
-
-
-def _read_place(place: Place) -> Iterator[tuple[str, Any]]:
-    """Yields (file and line, record or an error)."""
-    for file in place.files:
-        for number, record in read_records(file):
-            yield f"{file}, line {number}", record
-    if place.repository:
-        for number, row in enumerate(place.load_repository(streaming=True), start=1):
-            yield f"{place.label}, row {number}", drop_nulls(row)
 
 
 def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from tests.training.chat_templates import TEMPLATES
 from tests.training.conversation_cases import (
     HARMONY_TEMPLATE,
     MARKED_TEMPLATE,
@@ -20,12 +17,8 @@ from tests.training.conversation_cases import (
     TWO_TURNS,
     learned_text,
     to_dataset,
-    write,
 )
 from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
-from training.data.options import DataArguments
-from training.data.set_statistics import measure_sets
-from training.data.streaming import ConversationStream
 
 
 def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:
@@ -103,31 +96,6 @@ def test_replies_are_learned_as_they_are_rendered(tokenizer: Any, reply: str) ->
     assert learned[0].strip() == f"{reply}<|im_end|>".strip()
     assert learned[1:] == ["Yo<|im_end|>", "Hi<|im_end|>"]
     assert tokenizer.decode(tokenize_conversation(messages, tokenizer)[0]) == text
-
-
-@pytest.mark.parametrize(("name", "num_lost"), [("forgetting", 3), ("thinking", 0), ("opening", 0)])
-def test_thoughts_that_no_reply_keeps_are_counted_once(
-    tokenizer: Any, name: str, num_lost: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Read from files, from a stream and by the statistics; of templates that drop earlier thoughts nothing is said."""
-    tokenizer.chat_template = TEMPLATES[name].jinja
-    thought = {"role": "assistant", "content": "<think>\nHm,\n\nHi?\n</think>\n\nYo"}
-    apart = {"role": "assistant", "content": "Yo", "reasoning_content": "Hm, Hi?"}
-    sets = [[TWO_TURNS[0], thought] * 2, TWO_TURNS, [TWO_TURNS[0], apart], [*TWO_TURNS[:3], thought, TWO_TURNS[0]]]
-    tokenize_conversations(to_dataset(*sets), tokenizer, max_length=64)
-    message = "the chat template drops the thoughts of 3 replies"
-    assert [message in text for text in caplog.messages] == [True] * (num_lost > 0)
-    caplog.clear()
-    path = write(tmp_path / "a.jsonl", [{"messages": messages} for messages in sets])
-    args = DataArguments(dataset=[path], max_length=64, validation_fraction=0)
-    assert measure_sets(args, tokenizer)[0].statistics.num_lost_thoughts == num_lost
-    assert not caplog.messages
-    stream = ConversationStream(replace(args, streaming=True), tokenizer, seed=0, holds_out=False)
-    stream.first_rows(9)
-    assert [message in text for text in caplog.messages] == [True] * (num_lost > 0)
-    caplog.clear()
-    tokenize_conversations(to_dataset(*sets), tokenizer, max_length=64, train_on_thinking=False)
-    assert not caplog.messages
 
 
 def test_thoughts_go_under_the_name_that_the_template_reads(tokenizer: Any) -> None:

@@ -122,7 +122,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     local = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo")])
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(ArrowWriter, "finalize", raise_full)
-    with pytest.raises(OSError, match=r"to the cache of `datasets`, \S+ \(No space left on device\): .*HF_DATA"):
+    with pytest.raises(OSError, match=r"to the cache of `datasets`, \S+ \(.*No space left on device\): .*HF_DATA"):
         load_conversations([local])
 
 
@@ -159,7 +159,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "README.md").write_text(card)
     rows = [{"messages": TWO_TURNS, "conversations": None}, {"messages": None, "conversations": None}]
     write_parquet(folder / "main" / "train-00000.parquet", rows[:1] * 3)
-    write_parquet(folder / "main" / "test-00000.parquet", rows)
+    write_parquet(folder / "main" / "test-00000.parquet", rows[::-1])
     write_parquet(folder / "other" / "train-00000.parquet", [{"question": "1 + 1?", "answer": "#### 2"}])
     write(folder / "leftover.jsonl", ["not part of any subset"])
     return folder
@@ -171,9 +171,11 @@ def test_repositories_have_subsets_and_splits(repository: Path) -> None:
     assert len(load_conversations([name], max_samples=2)) == 2
     (other,) = to_messages(load_conversations([f"{repository}:other"]))
     assert [message["content"] for message in other] == ["1 + 1?", "#### 2"]
-    with pytest.raises(BadLineError, match=r":main \(test\), row 2: got the columns"):
+    with pytest.raises(BadLineError, match=r":main \(test\), row 1: got the columns"):
         load_conversations([name], split="test")
-    assert to_messages(load_conversations([name], split="test", skip_bad_lines=True)) == [TWO_TURNS]
+    for max_samples in (None, 1):  # bad rows do not count
+        good = load_conversations([name], split="test", skip_bad_lines=True, max_samples=max_samples)
+        assert to_messages(good) == [TWO_TURNS]
 
 
 def test_what_a_repository_lacks_is_named(repository: Path) -> None:

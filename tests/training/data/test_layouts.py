@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from training.data.layouts import LAYOUTS, RecordFormat, parse_conversation, parse_record
+from training.data.layouts import RecordFormat, parse_conversation, parse_record
 
 ADD = "Add the numbers."
 PLAIN = [{"role": "user", "content": ADD}, {"role": "assistant", "content": "2"}]
@@ -14,13 +14,13 @@ WITH_INPUT = [{"role": "user", "content": f"{ADD}\n\n1, 1"}, {"role": "assistant
 SYSTEM = {"role": "system", "content": "Be brief."}
 SHAREGPT = [{"from": "human", "value": ADD}, {"from": "gpt", "value": "2"}]
 
-# Columns as the sets publish them (rows of our own) -> what they mean, and under which names they can be asked for.
-RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]], set[str]]] = [
-    ({"id": "1", "conversations": SHAREGPT}, PLAIN, {"sharegpt", "magpie"}),
-    ({"conversations": SHAREGPT, "system": "Be brief."}, [SYSTEM, *PLAIN], {"sharegpt", "magpie"}),
-    ({"messages": PLAIN, "system": "Be brief."}, [SYSTEM, *PLAIN], {"messages", "ultrachat"}),
-    ({"prompt": ADD, "prompt_id": "7f", "messages": PLAIN}, PLAIN, {"messages", "ultrachat"}),
-    ({"id": "0", "data": [ADD, "2", ADD, "2"]}, PLAIN * 2, {"ultrachat"}),
+# Columns as the sets publish them (rows of our own) -> the conversations in them.
+RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    ({"id": "1", "conversations": SHAREGPT}, PLAIN),
+    ({"conversations": SHAREGPT, "system": "Be brief."}, [SYSTEM, *PLAIN]),
+    ({"messages": PLAIN, "system": "Be brief."}, [SYSTEM, *PLAIN]),
+    ({"prompt": ADD, "prompt_id": "7f", "messages": PLAIN}, PLAIN),
+    ({"id": "0", "data": [ADD, "2", ADD, "2"]}, PLAIN * 2),
     (
         {
             "conversation_id": "5",
@@ -30,40 +30,29 @@ RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]], set[str]]] = [
             "gen_tps": 3.5,
         },
         PLAIN,
-        {"magpie", "sharegpt"},
     ),
-    ({"uuid": "a", "instruction": ADD, "response": "2", "task_category": "Math"}, PLAIN, {"magpie", "dolly"}),
-    ({"question": ADD, "answer": "2"}, PLAIN, {"gsm8k"}),
-    ({"instruction": ADD, "input": "", "output": "2"}, PLAIN, {"alpaca", "codealpaca"}),
-    ({"instruction": ADD, "input": "1, 1", "output": "2", "text": "..."}, WITH_INPUT, {"alpaca", "codealpaca"}),
-    ({"instruction": ADD, "output": "2", "system": "Be brief."}, [SYSTEM, *PLAIN], {"alpaca", "codealpaca"}),
-    ({"instruction": ADD, "context": "1, 1", "response": "2", "category": "qa"}, WITH_INPUT, {"dolly"}),
-    ({"prompt": ADD, "completion": "2"}, PLAIN, {"prompt_completion", "codealpaca"}),
-    ({"prompt": PLAIN[:1], "completion": PLAIN[1:]}, PLAIN, {"prompt_completion"}),
-    ({"prompt": ADD, "response": "2"}, PLAIN, {"prompt_response"}),
-    ({"prompt": ADD, "chosen": "2", "rejected": "3"}, PLAIN, {"preference"}),
-    ({"prompt": ADD, "chosen": PLAIN, "rejected": PLAIN}, PLAIN, {"preference"}),
-    ({"prompt": ADD, "chosen": PLAIN[1:], "rejected": PLAIN[1:]}, PLAIN, {"preference"}),
-    ({"system_prompt": "Be brief.", "question": ADD, "response": "2"}, [SYSTEM, *PLAIN], {"openorca"}),
-    ({"query": ADD, "response": "2", "type": "GSM_Rephrased"}, PLAIN, {"metamath"}),
-    ({"conversation": PLAIN, "model": "x", "language": "English"}, PLAIN, {"lmsys"}),
+    ({"uuid": "a", "instruction": ADD, "response": "2", "task_category": "Math"}, PLAIN),
+    ({"question": ADD, "answer": "2"}, PLAIN),
+    ({"instruction": ADD, "input": "", "output": "2"}, PLAIN),
+    ({"instruction": ADD, "input": "1, 1", "output": "2", "text": "..."}, WITH_INPUT),
+    ({"instruction": ADD, "output": "2", "system": "Be brief."}, [SYSTEM, *PLAIN]),
+    ({"instruction": ADD, "context": "1, 1", "response": "2", "category": "qa"}, WITH_INPUT),
+    ({"prompt": ADD, "completion": "2"}, PLAIN),
+    ({"prompt": PLAIN[:1], "completion": PLAIN[1:]}, PLAIN),
+    ({"prompt": ADD, "response": "2"}, PLAIN),
+    ({"prompt": ADD, "chosen": "2", "rejected": "3"}, PLAIN),
+    ({"prompt": ADD, "chosen": PLAIN, "rejected": PLAIN}, PLAIN),
+    ({"prompt": ADD, "chosen": PLAIN[1:], "rejected": PLAIN[1:]}, PLAIN),
+    ({"system_prompt": "Be brief.", "question": ADD, "response": "2"}, [SYSTEM, *PLAIN]),
+    ({"query": ADD, "response": "2", "type": "GSM_Rephrased"}, PLAIN),
+    ({"conversation": PLAIN, "model": "x", "language": "English"}, PLAIN),
 ]
 
 
-@pytest.mark.parametrize(("record", "messages", "names"), RECORDS)
-def test_layouts_of_known_sets(record: dict[str, Any], messages: list[dict[str, Any]], names: set[str]) -> None:
+@pytest.mark.parametrize(("record", "messages"), RECORDS)
+def test_layouts_of_known_sets(record: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     as_table = {"id": None, "messages": None, "input": None, "system": None, "tools": None, **record}
-    for name in ("auto", *names):
-        assert parse_conversation(record, RecordFormat(name)) == messages
-        assert parse_conversation(as_table, RecordFormat(name)) == messages
-    for name in LAYOUTS.keys() - names:
-        if not any(set(layout.required) <= record.keys() for layout in LAYOUTS[name]):
-            with pytest.raises(ValueError, match=r"expected the columns .*; there are \['"):
-                parse_conversation(record, RecordFormat(name))
-
-
-def test_every_layout_is_tried() -> None:
-    assert set(LAYOUTS) == set().union(*(names for *_, names in RECORDS))
+    assert parse_conversation(record) == parse_conversation(as_table) == messages
 
 
 def test_columns_can_be_named() -> None:
@@ -89,17 +78,12 @@ def test_columns_can_be_named() -> None:
         (
             {"problem": "", "solution": ""},
             {"columns": {"prompt": "problme", "response": "solution"}},
-            r"'problme'; there are \['problem', 'solution'\] \(nearest: 'problem'\); name them with --columns",
+            r"'problme'\], there are \['problem', 'solution'\]; name them with --columns",
         ),
         (
             {"problem": "", "solution": ""},
             {"columns": {"prompt": "problem", "response": "solution", "system": "sys"}},
-            r"expected the columns 'sys'",
-        ),
-        (
-            {"question": "", "anwser": ""},
-            {"name": "gsm8k"},
-            r"'question' and 'answer'; .*nearest: 'question'",
+            r"expected the columns \['sys'\]",
         ),
         ({"question": "", "anwser": ""}, {}, r"which no known layout has; name them with --columns"),
         ({"prompt": 3, "response": ""}, {}, "`prompt` is int, expected text"),
@@ -120,11 +104,9 @@ def test_what_cannot_be_read_is_named(record: dict[str, Any], settings: dict[str
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "alpacca"}, r"did you mean 'alpaca'\?"),
         ({"columns": {"prompt": "a"}}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
         ({"columns": {"prompt": "a", "response": "b", "messages": "c"}}, "name messages=COLUMN, or"),
         ({"columns": {"promt": "a", "response": "b"}}, "got columns promt=a: name one of messages, prompt"),
-        ({"name": "gsm8k", "columns": {"messages": "c"}}, "give one of the two"),
     ],
 )
 def test_formats_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -221,7 +221,6 @@ def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
         ({"dataset_split": ["a", "b", "c"]}, "got 3 of dataset_split for 2 of dataset"),
         ({"columns": ["prompt"]}, "got columns 'prompt': write ROLE=COLUMN"),
         ({"columns": ["prompt=a"]}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
-        ({"dataset_format": "sharegtp"}, r"did you mean 'sharegpt'\?"),
         (
             {"dataset_split": ["a", "b"], "eval_dataset": ["some/b"], "eval_split": "b"},
             "the evaluation would read training rows",
