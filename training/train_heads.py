@@ -42,6 +42,7 @@ def main() -> int:
     from training.run.smoke_run import smoke_run
     from training.run.stopping import TrainingStoppedError
 
+    program = sys.argv[0] if sys.argv[0].startswith("draftsmith ") else "train_heads.py"
     is_main_process = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_main_process else logging.ERROR  # only the main process speaks
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
@@ -51,17 +52,17 @@ def main() -> int:
     except (ValueError, OSError, TrainingStoppedError) as error:
         if not is_main_process:
             time.sleep(5)  # the main process prints the same message first; then the launcher ends this one
-        sys.exit(f"train_heads.py: {error}")
+        sys.exit(f"{program}: {error}")
     try:
         if options.run.dry_run:
             words = smoke_run(run).describe()
         else:
             words = describe_outcome(run.output_dir, options.model.target, run.finish())
     except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # bad lines of a stream show late
-        sys.exit(f"train_heads.py: {error}")
+        sys.exit(f"{program}: {error}")
     except torch.OutOfMemoryError as error:
         sys.exit(
-            f"train_heads.py: out of memory ({str(error).splitlines()[0]}): lower per_device_train_batch_size (and "
+            f"{program}: out of memory ({str(error).splitlines()[0]}): lower per_device_train_batch_size (and "
             "raise gradient_accumulation_steps), or max_length"
         )
     if is_main_process:

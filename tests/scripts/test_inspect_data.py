@@ -149,7 +149,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
             "dataset": write(folder / "a.jsonl", [GOOD]),
             "columns": ["prompt=promt", "response=response"],
         },
-        r"a.jsonl, line 1: expected the columns 'promt'; there are \['prompt', 'response'\] \(nearest: 'prompt'\)",
+        r"a.jsonl, line 1: expected the columns 'promt'; there are \['prompt', 'response'\]; name them",
     ),
     "broken JSON": (lambda folder, _: {"dataset": write(folder / "a.jsonl", ["{"])}, "a.jsonl, line 1: Expecting prop"),
     "a damaged gzip file": (

@@ -119,7 +119,10 @@ class RecordFormat:
             ValueError: the record lacks a column; the message names the columns it has.
         """
         if missing := [column for column in self.columns.values() if column not in record]:
-            raise ValueError(f"expected the columns {missing}, there are {sorted(record)}; name them with --columns")
+            raise ValueError(
+                f"expected the columns {' and '.join(map(repr, missing))}; there are {sorted(record)}; name them with "
+                "--columns, for example prompt=question response=answer"
+            )
         if self.columns:
             named = {("turns" if role == "messages" else role): column for role, column in self.columns.items()}
             return Layout(**{"system": "", "tools": "", **named}, alternates=True)

@@ -16,8 +16,7 @@ from heads import DraftHeads
 from heads.adapter import FOLDER
 from training.losses.draft_loss import LossOutput
 from training.options.training_options import goes_by_metric
-from training.run.adapters import load_adapter_weights
-from training.run.joint_model import JointModel, JointOutput
+from training.run.joint_model import JointModel, JointOutput, load_adapter_weights
 from training.run.optimizer import MuonWithAdamW
 from training.run.trainer import HeadsTrainer
 

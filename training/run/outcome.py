@@ -1,19 +1,24 @@
-"""What a finished run leaves beside the heads: its record, `report.html` and the model card; and its last words."""
+"""A run that is ready: trains, measures and saves the heads, their record, `report.html` and the model card."""
 
 from __future__ import annotations
 
 import json
 import logging
 import platform
+import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import torch
+from torch import nn
+from transformers import TrainerState
 
 from training.distributed.launch import describe_launch
 from training.features.sharded_target import count_held
@@ -21,36 +26,95 @@ from training.reporting.examples import Example, decode_examples
 from training.reporting.model_card import render_card
 from training.reporting.report import render_report
 from training.reporting.row_counts import count_rows
-from training.run.checkpoints import write_file
+from training.run.checkpoints import read_run_file, write_file
 from training.run.evaluation import AcceptanceMeter
+from training.run.resume import is_finished
 from training.run.stopping import explain_full_disk
 from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows
 
 logger = logging.getLogger(__name__)
 NUM_EXAMPLES = 4  # prompts that the report shows with their replies
+_SECRET = re.compile(r"(--\w*token[= ])('[^']*'|\S+)")  # records are uploaded
 
 
-def hide_secrets(words: Sequence[str]) -> list[str]:
-    """A command line without the values of options that end in `token`, because records are uploaded.
+@dataclass(frozen=True)
+class PreparedRun:
+    """Everything is loaded and checked; no step has been made.
 
-    >>> hide_secrets(["--hub_token", "hf_1", "--push_to_hub_token=hf_2", "--max_steps", "3"])
-    ['--hub_token', '...', '--push_to_hub_token=...', '--max_steps', '3']
+    Attributes:
+        checkpoint: the run goes on from here; None = from the beginning.
+        settings: every option, as `training_config.yaml` holds it.
+        wants_report: write `report.html` at the end.
+        makes_folder: `output_dir` did not exist before the run.
     """
-    shown, is_secret = [], False
-    for word in words:
-        option, equals, _ = word.partition("=")
-        is_option = option.startswith("--") and option.endswith("token")
-        shown.append(f"{option}=..." if is_option and equals else "..." if is_secret else word)
-        is_secret = is_option and not equals
-    return shown
+
+    trainer: HeadsTrainer
+    output_dir: Path
+    checkpoint: Path | None
+    tokenizer: Any
+    settings: dict[str, Any]
+    wants_report: bool = True
+    makes_folder: bool = True
+
+    def finish(self) -> dict[str, float]:
+        """Trains, saves the heads, the record and the report, and returns the final metrics."""
+        trainer = self.trainer
+        seconds = self._train()
+        metrics = self._measure()
+        with explain_full_disk(trainer, "the trained heads"):
+            trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
+        record = make_record(trainer, metrics, seconds)
+        write_record(trainer, record)
+        write_pages(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
+        if trainer.args.push_to_hub:
+            trainer.push_to_hub()
+        return metrics
+
+    def _train(self) -> float:
+        """Returns the seconds of training, evaluations and the time before an interruption included."""
+        trainer = self.trainer
+        trainer.start = time.perf_counter()
+        if self.checkpoint is None:
+            trainer.train()
+            return time.perf_counter() - trainer.start
+        seconds_before: float = (read_run_file(self.checkpoint) or {}).get("seconds", 0.0)
+        trainer.start -= seconds_before
+        trainer.args.eval_on_start = False  # the first step was made before the interruption
+        state = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))
+        if not is_finished(state, trainer.args):
+            trainer.train(resume_from_checkpoint=str(self.checkpoint))
+            return time.perf_counter() - trainer.start
+        # The run was interrupted after its last step: Trainer would make one more.
+        trainer.state = state
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            # Only steps split the heads. Here each process holds whole heads, as loaded, to measure and save them.
+            trainer.is_deepspeed_enabled = trainer.is_fsdp_enabled = False
+            cast(nn.Module, trainer.model).to(trainer.args.device)
+        if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
+            trainer._load_best_model()
+        return seconds_before
+
+    def _measure(self) -> dict[str, float]:
+        """Metrics of the heads as they are now, measured unless the run has done so at this very step."""
+        trainer, state = self.trainer, self.trainer.state
+        if trainer.eval_dataset is None:
+            cast(nn.Module, trainer.model).eval()  # adapters may have dropout
+            return {f"eval_{name}": value for name, value in (trainer.measure_acceptance or dict)().items()}
+        is_best = trainer.args.load_best_model_at_end and state.best_global_step
+        step = state.best_global_step if is_best else state.global_step
+        for entry in reversed(state.log_history):
+            if entry["step"] == step and "eval_loss" in entry:
+                return {key: value for key, value in entry.items() if key.startswith("eval_")}
+        metrics: dict[str, float] = trainer.evaluate()
+        return metrics
 
 
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
     """`training_record.json`: command, cost of the training, processes, versions, metrics."""
     state = trainer.state
     return {
-        "command": shlex.join(["train_heads.py", *hide_secrets(sys.argv[1:])]),
+        "command": _SECRET.sub(r"\1...", shlex.join(["train_heads.py", *sys.argv[1:]])),
         "training": {
             "seconds": round(seconds, 1),
             "threads": torch.get_num_threads(),
@@ -78,7 +142,7 @@ def write_record(trainer: HeadsTrainer, record: Mapping[str, Any]) -> None:
 
 def write_text(trainer: HeadsTrainer, name: str, text: str) -> None:
     """Writes a file into the output folder; a full disk is a clear error."""
-    with explain_full_disk(trainer, name, len(text)):
+    with explain_full_disk(trainer, name):
         write_file(Path(str(trainer.args.output_dir)) / name, text)
 
 

@@ -30,12 +30,10 @@ from training.losses.depth_weights import parse_depth_weights
 from training.options.checks import check_options
 from training.options.resolved import resolve_arguments
 from training.options.run_options import RunOptions
-from training.run.adapters import adapt_target
 from training.run.evaluation import AcceptanceMeter, eval_prompts
-from training.run.joint_model import JointModel
+from training.run.joint_model import JointModel, adapt_target
 from training.run.joint_trainer import JointTrainer
-from training.run.outcome import write_text
-from training.run.prepared_run import PreparedRun
+from training.run.outcome import PreparedRun, write_text
 from training.run.resume import check_same_heads, check_same_run, describe_run, find_checkpoint
 from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows, WriteReplies, check_on_policy
@@ -79,6 +77,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
     """
     options = RunOptions.collect(parts)
     args = options.training
+    makes_folder = not Path(args.output_dir).exists()
     if options.placement.target_device_map is not None and args.n_gpu > 1:
         args._n_gpu = 1  # the other GPUs hold parts of the target
     check_options(options)
@@ -104,7 +103,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
     if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
         output_dir.mkdir(parents=True, exist_ok=True)
         write_text(trainer, "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
-    return PreparedRun(trainer, output_dir, checkpoint, models.tokenizer, settings, options.run.report)
+    return PreparedRun(trainer, output_dir, checkpoint, models.tokenizer, settings, options.run.report, makes_folder)
 
 
 def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:

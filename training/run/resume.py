@@ -88,8 +88,8 @@ def find_newest(output_dir: Path, *, warns: bool = False) -> Path | None:
 def find_damage(folder: Path) -> str | None:
     """What a checkpoint lacks, or None when it is complete.
 
-    A run's own checkpoints are complete when they have their names (`training.run.checkpoints`); but one may have been
-    copied or deleted halfway, or be transformers' own, which writes `trainer_state.json` last.
+    A run's own checkpoints are complete when they have their names (`training.run.checkpoints`), but one may have been
+    copied or deleted halfway.
     """
     for name in _NEEDED:
         if not (folder / name).is_file():
@@ -122,15 +122,10 @@ def _adapter_of(folder: Path) -> Path | None:
 
 
 def _is_cut_off(file: Path) -> bool:
-    if file.suffix == ".json":
-        try:
-            json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            return True
-    elif file.suffix == ".safetensors":
+    if file.suffix == ".safetensors":
         try:
             with safe_open(file, framework="pt"):
-                pass
+                return False
         except SafetensorError:
             return True
     return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)  # what torch.save writes
@@ -193,17 +188,15 @@ def _hash_prompts(prompts: Sequence[list[int]]) -> str:
 
 
 def fingerprint(rows: datasets.Dataset | None) -> str:
-    """Number of rows, and a hash of all columns in order."""
+    """Number of tokenized rows, and a hash of all columns in order."""
     if rows is None:
         return "none"
     digest = hashlib.blake2b(digest_size=16)
     for batch in rows.with_format("arrow").iter(1000):
         for name in sorted(batch.column_names):
             column = batch[name].combine_chunks()
-            is_list = hasattr(column, "value_lengths")
-            for part in (column.value_lengths(), column.flatten()) if is_list else (column,):
-                values = part.to_numpy(zero_copy_only=False)
-                digest.update(repr(part.to_pylist()).encode() if values.dtype == object else values.tobytes())
+            for part in (column.value_lengths(), column.flatten()):
+                digest.update(part.to_numpy().tobytes())
     return f"{len(rows)} rows, {digest.hexdigest()}"
 
 
@@ -225,9 +218,6 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
     different = []
     for key in sorted((one.keys() | other.keys()) - {"options", "seconds"}):
         before, after = (run.get(key, default_of(key)) for run in (one, other))
-        if key == "training data" and isinstance(before, list) and isinstance(after, list):  # the files of a stream
-            gone, new = [file for file in before if file not in after], [file for file in after if file not in before]
-            before, after = (gone, new) if gone or new else (before, after)  # else the same in another order
         if before != after:
             different.append(f"{key} {before!r} (now {after!r})")
     if not different:

@@ -25,7 +25,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from training.reporting.row_counts import row_lengths
 from training.run.joint_trainer import JointTrainer
-from training.run.prepared_run import PreparedRun
+from training.run.outcome import PreparedRun
 from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
@@ -74,7 +74,7 @@ def smoke_run(run: PreparedRun) -> SmokeRun:
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     longest = sorted(range(len(rows)), key=lambda row: -lengths[row])[:per_step]
     clock = _StepClock()
-    with _temporary_folder(trainer, run.output_dir) as folder:
+    with _temporary_folder(run) as folder:
         _make_short(trainer, folder)
         trainer.train_dataset = rows.select(longest * NUM_STEPS)
         trainer.add_callback(clock)
@@ -143,19 +143,17 @@ def _peak_bytes() -> int:
 
 
 @contextmanager
-def _temporary_folder(trainer: HeadsTrainer, output_dir: Path) -> Iterator[Path]:
-    """One folder for all processes of a machine; an `output_dir` that is still empty goes with it."""
-    names = [tempfile.mkdtemp(prefix="dry-run-")]
-    own = names[0]
+def _temporary_folder(run: PreparedRun) -> Iterator[Path]:
+    """One folder for all processes of a machine; an `output_dir` that this run has made goes with it."""
+    names = [tempfile.mkdtemp(prefix="dry-run-") if run.trainer.args.process_index == 0 else ""]
     broadcast_object_list(names)
     folder = Path(names[0])
-    if own != names[0]:
-        Path(own).rmdir()
     try:
         yield folder
-        trainer.accelerator.wait_for_everyone()
+        run.trainer.accelerator.wait_for_everyone()
     finally:
-        if trainer.args.local_process_index == 0:
+        if run.trainer.args.local_process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # not empty
-                output_dir.rmdir()  # made by Trainer
+            if run.makes_folder:
+                with suppress(OSError):  # not empty
+                    run.output_dir.rmdir()

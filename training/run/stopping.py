@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from training.features.sources import TargetStates
 from training.losses.draft_loss import LossOutput
@@ -28,6 +28,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_TEXT = re.compile(
     r"No space left|File too large|quota exceeded|PytorchStreamWriter|unexpected pos|iostream error", re.IGNORECASE
 )
+_CURE = "a lower learning_rate, more warmup_steps, a smaller max_grad_norm, or bf16 false"
 
 
 class TrainingStoppedError(RuntimeError):
@@ -59,7 +60,7 @@ class FiniteWatch:
                 skips steps that overflow.
 
         Raises:
-            TrainingStoppedError: naming the step, the depths, the learning rate, and the parts that are finite.
+            TrainingStoppedError: naming the step, what is not finite, and a cure.
         """
         losses = torch.stack(self._losses).isfinite()
         are_states_finite = bool(torch.stack(self._states_are_finite).all())
@@ -68,32 +69,16 @@ class FiniteWatch:
         if bool(losses.all()) and are_states_finite and math.isfinite(norm):
             return
         depths = [str(k + 1) for k, is_finite in enumerate(losses.all(0).tolist()) if not is_finite]
-        if depths:
-            where = f"the loss at depth {', '.join(depths)} is"
+        if not are_states_finite:
+            where, cure = "the target's states are", "target_dtype bfloat16 or float32"
+        elif depths:
+            where, cure = f"the loss at depth {', '.join(depths)} is", _CURE
         else:
-            where = "the target's states are" if math.isfinite(norm) else f"the gradient (its norm is {norm}) is"
-        named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-        weights = [name for name, weight in named if not bool(weight.isfinite().all())]
-        rates = dict.fromkeys(group["lr"] for group in trainer.optimizer.param_groups)
+            where, cure = f"the gradient (its norm is {norm}) is", _CURE
         raise TrainingStoppedError(
-            f"stopped at step {trainer.state.global_step + 1}: {where} NaN or infinite ({trainer.loss_type}). "
-            f"Learning rate {', '.join(f'{rate:.3g}' for rate in rates)}; the target's states of the batch are "
-            f"{'finite' if are_states_finite else 'NaN or infinite'}; the heads' weights before this step are "
-            f"{'finite' if not weights else 'NaN or infinite in ' + ', '.join(weights[:5])}. "
-            f"Try {_advice(trainer, are_states_finite, weights)}. {_last_checkpoint(trainer)}"
+            f"stopped at step {trainer.state.global_step + 1}: {where} NaN or infinite ({trainer.loss_type}). Try "
+            f"{cure}. {_last_checkpoint(trainer)}"
         )
-
-
-def _advice(trainer: Any, are_states_finite: bool, weights: list[str]) -> str:
-    if not are_states_finite:
-        return (
-            f"another target_dtype (it computes in {str(trainer.target.dtype).removeprefix('torch.')}; bfloat16 and "
-            "float32 have a larger range than float16), or look for damaged weights in the target"
-        )
-    if weights and trainer.state.global_step == 0:
-        return "other --init_heads: these are damaged"
-    low_precision = ", bf16 false" if trainer.args.bf16 else ", bf16 instead of fp16" if trainer.args.fp16 else ""
-    return f"a lower learning_rate, more warmup_steps, a smaller max_grad_norm{low_precision}"
 
 
 def _last_checkpoint(trainer: Any) -> str:
@@ -107,14 +92,11 @@ def _last_checkpoint(trainer: Any) -> str:
 
 
 @contextmanager
-def explain_full_disk(trainer: Any, name: str, size: int | None = None) -> Iterator[None]:
+def explain_full_disk(trainer: Any, name: str) -> Iterator[None]:
     """Turns the errors of a full disk, a quota or a limit on file sizes, while `name` is written, into a clear one.
 
-    Args:
-        size: bytes of the file; None = bytes of a checkpoint.
-
     Raises:
-        TrainingStoppedError: with the free and the needed space, and the last complete checkpoint.
+        TrainingStoppedError: with the free space, and the last complete checkpoint.
     """
     try:
         yield
@@ -124,16 +106,7 @@ def explain_full_disk(trainer: Any, name: str, size: int | None = None) -> Itera
         folder = Path(trainer.args.output_dir)
         free = shutil.disk_usage(folder).free / 2**20
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        needed = _checkpoint_size(trainer.model) if size is None else size
         raise TrainingStoppedError(
-            f"{name} could not be written into {folder}: {reason}. {free:,.0f} MiB are free, and it needs about "
-            f"{math.ceil(needed / 2**20):,} MiB. {_last_checkpoint(trainer)} Make room first (save_total_limit is the "
-            "number of checkpoints that stay)."
+            f"{name} could not be written into {folder}: {reason}. {free:,.0f} MiB are free. "
+            f"{_last_checkpoint(trainer)} Make room first (save_total_limit is the number of checkpoints that stay)."
         ) from error
-
-
-def _checkpoint_size(heads: nn.Module) -> int:
-    """Bytes of a checkpoint, about: the heads, and two float32 moments of each trained weight."""
-    weights = sum(int(tensor.nbytes) for tensor in heads.state_dict().values())
-    trained = sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
-    return weights + 2 * 4 * trained

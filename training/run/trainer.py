@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState, ProgressCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
 from heads import DraftHeads
 from inference.targets.target import Target
@@ -27,7 +28,7 @@ from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from training.losses.teacher import compute_teacher
 from training.options.training_options import goes_by_metric
-from training.run.checkpoints import ExactEpochs, RunClock, remove_old, write_run_file, write_whole
+from training.run.checkpoints import ExactEpochs, write_run_file, write_whole
 from training.run.evaluation import check_best_metric
 from training.run.optimizer import MuonWithAdamW
 from training.run.progress import RunProgress
@@ -90,7 +91,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.model_accepts_loss_kwargs = True
         self.accelerator.gradient_accumulation_steps = 1  # in older releases accelerate divides once more
         self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # by "is training"
-        self.clock = RunClock()
+        self.start = time.perf_counter()  # of training; a resumed run counts the seconds before
         self.watch = FiniteWatch()
         self._checkpoint_parent: Path | None = None  # set while a checkpoint is written aside
         self.add_callback(ExactEpochs())
@@ -304,12 +305,12 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 self.state.best_model_checkpoint = str(folder)
             if self.args.should_save:
                 self.state.save_to_json(str(written / "trainer_state.json"))
-                write_run_file(written, self.run_description, self.clock.seconds)
+                write_run_file(written, self.run_description, time.perf_counter() - self.start)
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(folder))
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            remove_old(folder.parent, save_total_limit=self.args.save_total_limit, best=best)
+            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+            rotate_checkpoints(str(folder.parent), limit, best, use_mtime=True)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._checkpoint_parent or super()._get_output_dir(trial))

@@ -78,12 +78,12 @@ def test_columns_can_be_named() -> None:
         (
             {"problem": "", "solution": ""},
             {"columns": {"prompt": "problme", "response": "solution"}},
-            r"'problme'\], there are \['problem', 'solution'\]; name them with --columns",
+            r"'problme'; there are \['problem', 'solution'\]; name them with --columns",
         ),
         (
             {"problem": "", "solution": ""},
             {"columns": {"prompt": "problem", "response": "solution", "system": "sys"}},
-            r"expected the columns \['sys'\]",
+            r"expected the columns 'sys'",
         ),
         ({"question": "", "anwser": ""}, {}, r"which no known layout has; name them with --columns"),
         ({"prompt": 3, "response": ""}, {}, "`prompt` is int, expected text"),

@@ -29,8 +29,7 @@ from training.losses.draft_loss import LossOutput, draft_loss
 from training.losses.teacher import compute_teacher
 from training.options.command_line import parse_arguments
 from training.options.joint_options import JointArguments
-from training.run.adapters import add_adapter
-from training.run.joint_model import JointModel
+from training.run.joint_model import JointModel, add_adapter
 from training.run.joint_trainer import JointTrainer
 from training.run.preparation import prepare_run
 

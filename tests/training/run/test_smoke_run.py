@@ -54,6 +54,9 @@ def test_it_measures_the_longest_rows_and_leaves_nothing(
     assert found.checkpoint_bytes > sum(weight.nbytes for weight in run.trainer.heads.parameters())
     assert not train.output_dir.exists()
     assert not [*scratch.iterdir()]
+    train.output_dir.mkdir()
+    try_out(train)
+    assert train.output_dir.exists(), "the user's own folder"
 
 
 @pytest.mark.parametrize(
