@@ -70,8 +70,11 @@ def generate_data(args: SynthesisArguments) -> None:
     try:
         if todo:
             source = make_source(args)
+            start = time.perf_counter()
             write(todo, Synthesizer(source, seed=args.seed, keep_truncated=args.keep_truncated), output)
             source.close()
+            speed = f"{source.stats.num_new_tokens / (time.perf_counter() - start):.4g} tokens a second"
+            print(speed + f", acceptance length {source.stats.acceptance_length:.2f}" * bool(args.heads))
     finally:
         output.close()
     stats = output.merge(names)
@@ -125,10 +128,10 @@ def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: Synthe
                 progress.update(len(more))
                 if time.monotonic() - last_write > SECONDS_BETWEEN_WRITES:
                     batch, finished = finished, []
-                    output.append(batch, synthesizer.source.take_effort())
+                    output.append(batch)
                     last_write = time.monotonic()
         finally:
-            output.append(finished, synthesizer.source.take_effort())
+            output.append(finished)
 
 
 def report(stats: dict[str, Any], title: str) -> None:
@@ -138,10 +141,6 @@ def report(stats: dict[str, Any], title: str) -> None:
     for name in ("dropped", "shortened"):
         for reason, entry in stats[name].items():
             print(f"  {name:9} {entry['count']:8} ({entry['share']:6.1%})  {reason}")
-    speed = stats["last_run"]
-    if "tokens_per_process_second" in speed:
-        acceptance = f", acceptance length {speed['acceptance_length']}" if "acceptance_length" in speed else ""
-        print(f"  {speed['tokens_per_process_second']} tokens a second for each process{acceptance}")
 
 
 if __name__ == "__main__":

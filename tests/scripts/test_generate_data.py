@@ -150,13 +150,10 @@ def test_heads_batches_and_shards_change_nothing(
         assert ("or a rerun, puts them together" in told) == (index < 2)
     assert results(output) == expected
     assert journals(output) == []
-    stats = json.loads(output.with_name(f"{output.name}.stats.json").read_text())
-    assert stats["last_run"]["acceptance_length"] > 1.0
-    assert f"acceptance length {stats['last_run']['acceptance_length']}" in told
+    assert float(told.partition("acceptance length ")[2].split()[0]) > 1.0
     written = output.read_bytes()
     assert "0 begun by this process" in run(output, "--prompts", prompts)
     assert output.read_bytes() == written
-    assert json.loads(output.with_name(f"{output.name}.stats.json").read_text())["last_run"] == stats["last_run"]
 
 
 class KilledError(Exception):
@@ -256,7 +253,7 @@ def test_an_endpoint_writes_the_same(
     written = results(output)
     assert written.pop("stats")["settings"].pop("is_from_endpoint")
     assert written == {"out": expected["out"], "dropped": expected["dropped"]}
-    assert "tokens a second for each process" in told
+    assert "tokens a second" in told
 
 
 # What goes wrong

@@ -81,6 +81,16 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
             f"got shard_target {options.placement.shard_target} with lora_r {joint.lora_r}: a target that is trained "
             "stays whole on every process; leave one of the two out"
         )
+    if options.on_policy.is_on:
+        excluded = {
+            "streaming": (options.data.streaming, "whose conversations have no numbers"),
+            "packing": (options.data.packing, "which runs before training (group_by_length saves padding too)"),
+            "features": (options.features.features, "which are stored only for the data's own texts"),
+            "dataloader_persistent_workers": (training.dataloader_persistent_workers, "which keep the first replies"),
+        }
+        for name, (is_given, reason) in excluded.items():
+            if is_given:
+                yield f"got on_policy_fraction with {name}, {reason}: leave one out"
     if options.data.packing and training.train_sampling_strategy == "group_by_length":
         yield (
             "got packing and train_sampling_strategy group_by_length: packed rows all have the same length; leave one "

@@ -36,7 +36,7 @@ from training.run.joint_trainer import JointTrainer
 from training.run.outcome import PreparedRun, write_text
 from training.run.resume import check_same_heads, check_same_run, describe_run, find_checkpoint
 from training.run.trainer import HeadsTrainer
-from training.synthesis.on_policy import OnPolicyRows, WriteReplies, check_on_policy
+from training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 
 def run_training(*parts: Any) -> dict[str, float]:
@@ -185,12 +185,6 @@ def _arrange_rows(options: RunOptions, rows: _Rows) -> None:
                 rows.train_set = pack(rows.train_set)
             rows.eval_set = None if rows.eval_set is None else pack(rows.eval_set)
     if options.on_policy.is_on:
-        check_on_policy(
-            rows.train_set,
-            has_packing=data.packing,
-            has_stored_features=options.features.features is not None,
-            has_persistent_workers=args.dataloader_persistent_workers,
-        )
         rows.train_set = OnPolicyRows(rows.train_set)
 
 

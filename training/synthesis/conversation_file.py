@@ -67,22 +67,17 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return _read_whole_lines(path)[0]
 
 
-def read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yields (parsed line, its bytes) of a file that `replacing` wrote, gzipped if its name ends in .gz.
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of a file that `replacing` wrote, gzipped if its name ends in .gz.
 
     Raises:
         ValueError: a line is not JSON, or the file is not gzipped.
     """
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-        number = 1
         try:
-            for line in lines:
-                yield _parse_object(line), line.rstrip(b"\n") + b"\n"
-                number += 1
-        except (ValueError, EOFError, gzip.BadGzipFile) as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error}): correct it, or choose another output"
-            ) from error
+            yield from _parse_lines(lines, path)
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} cannot be read ({error}): choose another output") from error
 
 
 @contextmanager
@@ -108,20 +103,23 @@ def _read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], bytes, int]:
     """Returns whole lines (the last may lack its line break), parsed and as bytes, and the size of the file."""
     data = path.read_bytes()
     *lines, tail = data.split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(_parse_object(line))
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error}): correct it, or choose another output"
-            ) from error
+    rows = list(_parse_lines(lines, path))
     if tail:
         try:
             rows.append(_parse_object(tail))  # a torn object is never a whole one
         except ValueError:
             return rows, data[: len(data) - len(tail)], len(data)
     return rows, data, len(data)
+
+
+def _parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield _parse_object(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is not JSON ({error}): correct it, or choose another output"
+            ) from error
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:

@@ -8,13 +8,13 @@ header, so it comes from `/completions`, whose prompt is token ids. Thoughts tha
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from jinja2 import TemplateError
 
+from inference import GenerationStats
 from training.synthesis.reply_decoding import TurnSettings, find_problem
 from training.synthesis.reply_sources import Reply, TurnRequest, make_reply
 from training.synthesis.turn_template import Role, TurnTemplate
@@ -81,12 +81,11 @@ class EndpointReplies:
             max_retries=max_retries,
         )
         self.url, self.model, self.template, self.stop_ids = url.rstrip("/"), model, template, stop_ids
-        self.settings, self.capacity = settings, concurrency
+        self.settings, self.capacity, self.stats = settings, concurrency, GenerationStats()
         self._thoughts = "reasoning_content"  # the server's key for thoughts, in both directions
         self._all_tokens = self._check_model()
         self._pool = ThreadPoolExecutor(concurrency)
         self._waiting: dict[Future[Reply], TurnRequest] = {}
-        self._last_time, self._num_tokens = time.perf_counter(), 0
 
     def exchange(self, requests: Sequence[TurnRequest]) -> list[tuple[TurnRequest, Reply]]:
         self._waiting |= {self._pool.submit(self._write, request): request for request in requests}
@@ -96,14 +95,8 @@ class EndpointReplies:
             if future.exception() is not None:
                 self.close()
             replies.append((request, future.result()))
-            self._num_tokens += replies[-1][1].num_tokens
+            self.stats.num_new_tokens += replies[-1][1].num_tokens
         return replies
-
-    def take_effort(self) -> dict[str, float]:
-        now = time.perf_counter()
-        effort = {"seconds": now - self._last_time, "num_tokens": self._num_tokens}
-        self._last_time, self._num_tokens = now, 0
-        return effort
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

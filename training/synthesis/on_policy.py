@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from accelerate.utils import gather_object
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.numpy import load_file, save_file
+from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -55,11 +56,9 @@ class OnPolicyArguments:
     def __post_init__(self) -> None:
         if not 0 <= self.on_policy_fraction <= 1:
             raise ValueError(f"got on_policy_fraction {self.on_policy_fraction}: it must be from 0 to 1")
-        if self.on_policy_temperature < 0:
-            raise ValueError(f"got on_policy_temperature {self.on_policy_temperature}: give 0 for greedy, or more")
-        for name in ("on_policy_max_new_tokens", "on_policy_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"got {name} {getattr(self, name)}: it must be at least 1")
+        if self.on_policy_batch_size < 1:
+            raise ValueError(f"got on_policy_batch_size {self.on_policy_batch_size}: it must be at least 1")
+        self.turn_settings()
         changed = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
         if not self.is_on and changed:
             raise ValueError(
@@ -70,6 +69,9 @@ class OnPolicyArguments:
     @property
     def is_on(self) -> bool:
         return self.on_policy_fraction > 0
+
+    def turn_settings(self) -> TurnSettings:
+        return TurnSettings(self.on_policy_max_new_tokens, self.on_policy_temperature)
 
 
 @dataclass(frozen=True)
@@ -158,20 +160,15 @@ class OnPolicyRows(Dataset[Any]):
     def __init__(self, rows: datasets.Dataset) -> None:
         self.rows = rows
         self.epoch: int | None = None  # of the replaced rows
-        self._places: dict[int, slice] = {}  # row -> where in the next two
-        self._input_ids = torch.zeros(0, dtype=torch.int32)
-        self._loss_mask = torch.zeros(0, dtype=torch.int8)
-        self._resumed: dict[str, Tensor] | None = None
+        self.new: dict[int, dict[str, np.ndarray]] = {}  # by index
+        self._resumed: dict[str, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row: dict[str, Any] = self.rows[index]
-        if (place := self._places.get(int(index))) is None:
-            return row
-        new = {"input_ids": self._input_ids[place].tolist(), "loss_mask": self._loss_mask[place].tolist()}
-        return {**row, **new}
+        return {**row, **{name: values.tolist() for name, values in self.new.get(int(index), {}).items()}}
 
     def choose(self, fraction: float, *, seed: int, epoch: int) -> list[int]:
         """Draws the rows to replace in an epoch: the same in every process, different in every epoch."""
@@ -181,30 +178,17 @@ class OnPolicyRows(Dataset[Any]):
     def replace(self, epoch: int, rewritten: Sequence[Rewritten]) -> None:
         """Replaces these rows from now on, instead of the earlier ones."""
         rows = {one.index: one.row for one in rewritten if one.row is not None}
-        self._set(
-            {
-                "epoch": torch.tensor(epoch),
-                "rows": torch.tensor([*rows], dtype=torch.int64),
-                "lengths": torch.tensor([len(row["input_ids"]) for row in rows.values()], dtype=torch.int64),
-                "input_ids": torch.tensor([i for row in rows.values() for i in row["input_ids"]], dtype=torch.int32),
-                "loss_mask": torch.tensor([i for row in rows.values() for i in row["loss_mask"]], dtype=torch.int8),
-            }
-        )
-
-    def _set(self, stored: dict[str, Tensor]) -> None:
-        self._stored = stored
-        self.epoch = int(stored["epoch"])
-        self._input_ids, self._loss_mask = stored["input_ids"], stored["loss_mask"]
-        ends, lengths = stored["lengths"].cumsum(0).tolist(), stored["lengths"].tolist()
-        self._places = {
-            row: slice(end - length, end)
-            for row, end, length in zip(stored["rows"].tolist(), ends, lengths, strict=True)
+        self.epoch = epoch
+        self.new = {
+            index: {name: np.asarray(values, dtype=np.int32) for name, values in row.items()}
+            for index, row in rows.items()
         }
 
     def save(self, folder: Path) -> None:
         """Saves the replaced rows into a checkpoint."""
         if self.epoch is not None:
-            save_file(self._stored, folder / FILE)
+            rows = {f"{index}.{name}": values for index, row in self.new.items() for name, values in row.items()}
+            save_file({"epoch": np.array(self.epoch), **rows}, folder / FILE)
 
     def load(self, checkpoint: Path) -> None:
         """Reads the replaced rows of a checkpoint, for `resume`.
@@ -219,32 +203,13 @@ class OnPolicyRows(Dataset[Any]):
     def resume(self, epoch: int) -> bool:
         """Whether the checkpoint has the rows of `epoch`; then it puts them in place."""
         stored, self._resumed = self._resumed, None  # not in `load`: Trainer reads lengths before
-        if stored is None or int(stored["epoch"]) != epoch:
+        if stored is None or int(stored.pop("epoch")) != epoch:
             return False
-        self._set(stored)
+        self.epoch, self.new = epoch, {}
+        for key, values in stored.items():
+            index, _, name = key.partition(".")
+            self.new.setdefault(int(index), {})[name] = values
         return True
-
-
-def check_on_policy(
-    train_set: Any, *, has_packing: bool, has_stored_features: bool, has_persistent_workers: bool
-) -> None:
-    """Raises ValueError for options that exclude on-policy replies."""
-    if not isinstance(train_set, datasets.Dataset):
-        raise ValueError("got on_policy_fraction with streaming, whose conversations have no numbers: leave one out")
-    if has_packing:
-        raise ValueError(
-            "got on_policy_fraction with packing, which runs before training: leave one out "
-            "(train_sampling_strategy group_by_length saves padding too)"
-        )
-    if has_stored_features:
-        raise ValueError(
-            "got on_policy_fraction with features, which are stored only for the data's own texts: leave one out"
-        )
-    if has_persistent_workers:
-        raise ValueError(
-            "got on_policy_fraction with dataloader_persistent_workers, which would keep the first epoch's replies: "
-            "leave one out"
-        )
 
 
 class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -277,7 +242,7 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.template = TurnTemplate(tokenizer)
         generation_config = trainer.target.model.generation_config
         self.stop_ids = self.template.find_stop_ids(generation_config.eos_token_id)["assistant"]
-        self.settings = TurnSettings(args.on_policy_max_new_tokens, args.on_policy_temperature)
+        self.settings = args.turn_settings()
         self._make_writer(None)
 
     def on_epoch_begin(

@@ -13,8 +13,8 @@ and are removed. Each file is written at once. A larger plan (more conversations
 
 from __future__ import annotations
 
+import glob
 import json
-import logging
 import shlex
 import sys
 from collections import Counter
@@ -26,9 +26,6 @@ from typing import Any
 
 from training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, replacing
 from training.synthesis.prompts import Conversation
-from training.synthesis.reply_sources import describe_effort
-
-logger = logging.getLogger(__name__)
 
 
 class SynthesisOutput:
@@ -52,7 +49,7 @@ class SynthesisOutput:
         own_path = path.with_name(f"{path.name}.shard-{index:05}-of-{count:05}")
         if path.exists() and self.stats_path.exists():
             self._check_settings(json.loads(self.stats_path.read_text(encoding="utf-8"))["settings"], self.stats_path)
-        self.done = self._find_done()
+        self.done = {name for found in self._collect(self.shard_paths()) for name in found}
         with _naming_file(own_path):
             self._shard = JsonLinesJournal(own_path)
             if not self._shard.rows:
@@ -60,9 +57,9 @@ class SynthesisOutput:
 
     def shard_paths(self) -> list[Path]:
         """The journals of all processes, also of interrupted runs."""
-        return sorted(self.path.parent.glob(f"{_escape(self.path.name)}.shard-*-of-*"))
+        return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.shard-*-of-*"))
 
-    def append(self, finished: Iterable[Conversation], effort: dict[str, float]) -> None:
+    def append(self, finished: Iterable[Conversation]) -> None:
         """Writes finished conversations; when it returns, they are on the disk."""
         lines: list[dict[str, Any]] = []
         for conversation in finished:
@@ -73,7 +70,7 @@ class SynthesisOutput:
                 lines.append({"dropped": dropped})
         if lines:
             with _naming_file(self._shard.path):
-                self._shard.append([*lines, {"effort": effort}])
+                self._shard.append(lines)
 
     def close(self) -> None:
         self._shard.close()
@@ -84,35 +81,26 @@ class SynthesisOutput:
         Several processes may do so at once.
         """
         shards = self.shard_paths()
-        lines, dropped, efforts = self._collect(shards)
-        if not all(name in lines or name in dropped for name in plan):
+        rows, dropped = self._collect(shards)
+        if not all(name in rows or name in dropped for name in plan):
             return None
-        order = [name for name in plan if name in lines] + sorted(lines.keys() - set(plan))
-        stats = self._describe([json.loads(lines[name]) for name in order], dropped, efforts)
-        records = (json.dumps(dropped[name], ensure_ascii=False).encode() + b"\n" for name in sorted(dropped))
-        text = json.dumps(stats, indent=2, ensure_ascii=False).encode() + b"\n"
-        for path, parts in (
-            (self.path, (lines[name] for name in order)),
-            (self.dropped_path, records),
-            (self.stats_path, iter([text])),
+        order = [name for name in plan if name in rows] + sorted(rows.keys() - set(plan))
+        stats = self._describe([rows[name] for name in order], dropped)
+        for path, lines in (
+            (self.path, map(_dump, (rows[name] for name in order))),
+            (self.dropped_path, map(_dump, (dropped[name] for name in sorted(dropped)))),
+            (self.stats_path, iter([json.dumps(stats, indent=2, ensure_ascii=False).encode() + b"\n"])),
         ):
             with _naming_file(path), replacing(path) as file:
-                file.writelines(parts)
+                file.writelines(lines)
         for shard in shards:
             shard.unlink(missing_ok=True)
         return stats
 
-    def _find_done(self) -> set[str]:
-        lines, dropped, _ = self._collect(self.shard_paths())
-        return lines.keys() | dropped.keys()
-
-    def _collect(
-        self, shards: Iterable[Path]
-    ) -> tuple[dict[str, bytes], dict[str, dict[str, Any]], list[dict[str, float]]]:
-        """Returns lines of good conversations and records of dropped ones, by id, and the efforts."""
-        lines: dict[str, bytes] = {}
+    def _collect(self, shards: Iterable[Path]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """Returns good conversations and records of dropped ones, by id."""
+        rows: dict[str, dict[str, Any]] = {}
         dropped: dict[str, dict[str, Any]] = {}
-        efforts: list[dict[str, float]] = []
         for shard in shards:  # before the merged files: a merge removes the journals last
             try:
                 entries = read_journal(shard)
@@ -122,17 +110,13 @@ class SynthesisOutput:
                 if "settings" in entry:
                     self._check_settings(entry["settings"], shard)
                 elif "row" in entry:
-                    lines[entry["row"]["id"]] = json.dumps(entry["row"], ensure_ascii=False).encode() + b"\n"
-                elif "dropped" in entry:
+                    rows[entry["row"]["id"]] = entry["row"]
+                else:
                     dropped[entry["dropped"]["id"]] = entry["dropped"]
-                elif "effort" in entry:
-                    efforts.append(entry["effort"])
-        if self.path.exists():
-            for row, line in read_lines(self.path):
-                lines[str(row.get("id"))] = line
-        if self.dropped_path.exists():
-            dropped.update((str(row["id"]), row) for row, _ in read_lines(self.dropped_path))
-        return lines, dropped, efforts
+        for path, found in ((self.path, rows), (self.dropped_path, dropped)):
+            if path.exists():
+                found.update((str(row.get("id")), row) for row in read_lines(path))
+        return rows, dropped
 
     def _check_settings(self, written: dict[str, Any], path: Path) -> None:
         different = [
@@ -145,14 +129,7 @@ class SynthesisOutput:
                 f"{path} was written with other settings ({'; '.join(different)}): use those, or name another --output"
             )
 
-    def _describe(
-        self, rows: Sequence[dict[str, Any]], dropped: dict[str, dict[str, Any]], efforts: Sequence[dict[str, float]]
-    ) -> dict[str, Any]:
-        """Counts everything but the speed from the rows."""
-        if efforts or not self.stats_path.exists():
-            last_run = describe_effort(efforts)
-        else:
-            last_run = json.loads(self.stats_path.read_text(encoding="utf-8"))["last_run"]
+    def _describe(self, rows: Sequence[dict[str, Any]], dropped: dict[str, dict[str, Any]]) -> dict[str, Any]:
         total = len(rows) + len(dropped)
         reasons = Counter(record["dropped"] for record in dropped.values())
         shortened = Counter(row["ended_by"] for row in rows if "ended_by" in row)
@@ -163,11 +140,14 @@ class SynthesisOutput:
             "tokens": sum(turn_tokens),
             "dropped": {reason: _share(count, total) for reason, count in reasons.most_common()},
             "shortened": {reason: _share(count, total) for reason, count in shortened.most_common()},
-            "last_run": last_run,
             "settings": self.settings,
             "versions": {name: version(name) for name in ("torch", "transformers")},
             "command": shlex.join(["generate_data.py", *sys.argv[1:]]),
         }
+
+
+def _dump(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
 def _share(count: int, total: int) -> dict[str, float]:
@@ -184,8 +164,3 @@ def _naming_file(path: Path) -> Iterator[None]:
             f"{path} cannot be written ({error.strerror or error}). Finished conversations are safe: solve the problem "
             "and run the same command again"
         ) from error
-
-
-def _escape(name: str) -> str:
-    """Escapes a name for `glob`."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -6,7 +6,6 @@ Each turn has its own seed, so the order does not change the text.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -69,12 +68,13 @@ class ReplySource(Protocol):
         """Takes further requests; returns finished ones, at least one if any is outstanding."""
         ...
 
-    def take_effort(self) -> dict[str, float]:
-        """Returns the effort since the last call in numbers that add up: seconds, num_tokens, and more."""
-        ...
-
     def close(self) -> None:
         """Ends the source: no request follows."""
+        ...
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Tokens so far, and verify steps where the target decodes here."""
         ...
 
 
@@ -107,7 +107,6 @@ class DecodedReplies:
     def __init__(self, writer: TurnDecoder, template: TurnTemplate, stop_ids: Mapping[Role, set[int]]) -> None:
         self.writer, self.template, self.stop_ids = writer, template, stop_ids
         self.capacity = 2 * writer.batch_size
-        self._last_time = time.perf_counter()
 
     def exchange(self, requests: Sequence[TurnRequest]) -> list[tuple[TurnRequest, Reply]]:
         replies: list[tuple[TurnRequest, Reply]] = []
@@ -136,35 +135,9 @@ class DecodedReplies:
                 replies.append((request, make_reply(self.template, request, written, ids)))
         return replies
 
-    def take_effort(self) -> dict[str, float]:
-        stats, self.writer.stats = self.writer.stats, GenerationStats()
-        now, last = time.perf_counter(), self._last_time
-        self._last_time = now
-        return {
-            "seconds": now - last,
-            "num_tokens": stats.num_new_tokens,
-            "num_verify_steps": stats.num_verify_steps,
-            "num_accepted": sum(accepted * count for accepted, count in enumerate(stats.accepted_histogram)),
-        }
+    @property
+    def stats(self) -> GenerationStats:
+        return self.writer.stats
 
     def close(self) -> None:
         pass
-
-
-def describe_effort(efforts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Adds up the efforts of several processes.
-
-    Returns:
-        process_seconds and num_tokens of all of them; tokens_per_process_second; and acceptance_length, if drafts were
-        verified.
-    """
-    total: dict[str, float] = {
-        name: sum(effort.get(name, 0) for effort in efforts)
-        for name in ("seconds", "num_tokens", "num_verify_steps", "num_accepted")
-    }
-    described = {"process_seconds": round(total["seconds"], 3), "num_tokens": total["num_tokens"]}
-    if total["seconds"]:
-        described["tokens_per_process_second"] = round(total["num_tokens"] / total["seconds"], 2)
-    if total["num_verify_steps"]:
-        described["acceptance_length"] = round(1 + total["num_accepted"] / total["num_verify_steps"], 4)
-    return described

@@ -80,7 +80,7 @@ def test_a_server_writes_what_decoding_here_writes(
     source = connect()
     assert write(source, plan()) == expected
     assert not server.faults
-    assert source.take_effort()["num_tokens"] == writer.stats.num_new_tokens
+    assert source.stats.num_new_tokens == writer.stats.num_new_tokens
     assert 1 < server.max_in_flight <= 3
     paths = {body["path"] for body in server.bodies}
     assert paths == {"/v1/chat/completions", *(["/v1/completions"] if mode == "self" else [])}

@@ -202,7 +202,7 @@ class TestRuns:
         collate, seen, fresh = trainer.data_collator, [], {}
 
         def note(batch: list[dict[str, list[int]]]) -> Any:
-            fresh[rows.epoch] = [rows[index]["input_ids"] for index in rows._places]
+            fresh[rows.epoch] = [rows[index]["input_ids"] for index in rows.new]
             seen.extend((rows.epoch, row["input_ids"]) for row in batch)
             return collate(batch)
 
@@ -259,7 +259,7 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"on_policy_fraction": 1.5}, r"got on_policy_fraction 1\.5: it must be"),
-            ({"on_policy_temperature": -1.0}, r"got on_policy_temperature -1\.0"),
+            ({"on_policy_temperature": -1.0}, r"temperature is -1\.0"),
             ({"on_policy_batch_size": 0}, "got on_policy_batch_size 0"),
             ({"on_policy_temperature": 0.5}, "got on_policy_temperature without on_policy_fraction: give the share"),
         ],

@@ -18,7 +18,7 @@ from training.data.chat_tokens import tokenize_conversation
 from training.data.layouts import parse_conversation
 from training.synthesis.prompts import Conversation, read_prompts
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, WrittenTurn, find_problem, turn_seed
-from training.synthesis.reply_sources import UNWRITABLE, DecodedReplies, Reply, TurnRequest, describe_effort
+from training.synthesis.reply_sources import UNWRITABLE, DecodedReplies, Reply, TurnRequest
 from training.synthesis.synthesizer import Synthesizer
 from training.synthesis.turn_template import TurnTemplate
 
@@ -169,6 +169,7 @@ class ScriptedSource:
     """Answers one request at a time, the newest first, with what `problems` says of each turn's place."""
 
     capacity = 4
+    stats = GenerationStats()
 
     def __init__(self, problems: dict[int, str]) -> None:
         self.problems = problems
@@ -182,9 +183,6 @@ class ScriptedSource:
         self.most_open = max(self.most_open, len(self.open))
         request = self.open.pop()
         return [(request, Reply("text", 2, self.problems.get(len(request.messages), "")))]
-
-    def take_effort(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         pass
@@ -220,13 +218,3 @@ def test_a_turn_of_no_use_ends_its_conversation(
     assert {request.seed for request in source.asked} == {
         turn_seed(5, f"c{i}", place) for i in range(9) for place in range(len(source.asked) // 9)
     }
-
-
-def test_efforts_of_processes_add_up() -> None:
-    one = {"seconds": 2.0, "num_tokens": 30, "num_verify_steps": 10, "num_accepted": 5}
-    two = {"seconds": 3.0, "num_tokens": 20, "num_verify_steps": 10, "num_accepted": 15}
-    described = describe_effort([one, two])
-    assert described["process_seconds"] == 5.0
-    assert described["tokens_per_process_second"] == 10.0
-    assert described["acceptance_length"] == 2.0
-    assert describe_effort([]) == {"process_seconds": 0, "num_tokens": 0}
