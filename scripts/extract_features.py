@@ -29,7 +29,7 @@ from training.options.command_line import parse_arguments
 
 GROUPS = {
     "what is read": "config target dataset max_length max_samples",
-    "what is stored": "output_dir head_type feature_layers features_dtype teacher_top_k",
+    "what is stored": "output_dir head_type feature_layers teacher_top_k",
     "how": "target_dtype target_device_map batch_size shard_mb",
 }
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = {
-    "target and heads": "config target head_type head_overrides init_heads",
-    "data": "dataset eval_dataset max_length features on_policy_fraction",
-    "steps": "num_train_epochs max_steps per_device_train_batch_size learning_rate loss_type lora_r bf16 use_cpu",
-    "files": "output_dir save_steps eval_steps resume_from_checkpoint report_to push_to_hub dry_run",
+    "Target and heads": "config target head_type head_overrides init_heads",
+    "Conversations to learn from": "dataset eval_dataset max_length features on_policy_fraction",
+    "Training": "num_train_epochs max_steps per_device_train_batch_size learning_rate loss_type lora_r bf16 use_cpu",
+    "Results and checkpoints": "output_dir save_steps eval_steps resume_from_checkpoint report_to push_to_hub dry_run",
 }
 
 

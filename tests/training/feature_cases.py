@@ -35,7 +35,7 @@ def make_extraction(
     settings = StoreSettings(
         target=identify_target(target, "tiny"),
         tensors=plan_tensors(layers, args, target.num_layers),
-        dtype="float32" if args.features_dtype == "auto" else args.features_dtype,
+        dtype="float32",
         teacher_top_k=args.teacher_top_k,
         dataset=["rows"],
         max_length=64,

@@ -105,7 +105,6 @@ class Extraction:
         self.settings = replace(settings, num_shards=len(self.plan.shards), data_hash=self.plan.data_hash)
         self.target, self.rows, self.layers = target, rows, list(layers)
         self.folder, self.batch_size = Path(args.output_dir), args.batch_size
-        self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.collate = ConversationCollator(pad_token_id=0)
         self.online = OnlineFeatures(target, layers)
         is_new = not (self.folder / "index.json").exists()
@@ -136,9 +135,6 @@ class Extraction:
         """Bytes that all processes together still have to write."""
         written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         return max(0, self.size() - written)
-
-    def num_finished(self) -> int:
-        return len(finished_shards(self.folder) & {shard_name(number) for number in range(len(self.plan.shards))})
 
     def run(
         self, *, rank: int = 0, num_processes: int = 1, progress: Callable[[int], Any] = lambda num_tokens: None
@@ -183,14 +179,14 @@ class Extraction:
         encoded = self.online({name: value.to(self.target.device) for name, value in batch.items()})
         width = self.target.hidden_size
         tensors = {
-            tensor_name(layer, self.target.num_layers): self._narrow(encoded.features[..., i * width : (i + 1) * width])
+            tensor_name(layer, self.target.num_layers): encoded.features[..., i * width : (i + 1) * width]
             for i, layer in enumerate(self.layers)
         }
         if "last" in self.settings.tensors:
-            tensors["last"] = self._narrow(encoded.last_hidden)
+            tensors["last"] = encoded.last_hidden
         if self.settings.teacher_top_k is not None:
             top = self._take_top(encoded.last_hidden, self.settings.teacher_top_k)
-            tensors["top.values"] = self._narrow(top.values)
+            tensors["top.values"] = top.values
             tensors["top.token_ids"] = top.token_ids.int()
             tensors["top.log_sum_exp"] = top.log_sum_exp
         return tensors
@@ -207,16 +203,6 @@ class Extraction:
             for name in ("values", "token_ids", "log_sum_exp")
         )
         return TopLogits(values, ids, sums)
-
-    def _narrow(self, values: Tensor) -> Tensor:
-        stored = values.to(self.dtype)
-        if not bool(stored.isfinite().all()):
-            cause = "the target gives such values" if not bool(values.isfinite().all()) else "too large for that dtype"
-            raise ValueError(
-                f"a state or logit of {float(values.abs().max()):.3g} is not finite in {self.dtype} ({cause}): give "
-                "--features_dtype bfloat16, which has the range of float32"
-            )
-        return stored
 
 
 def extract_features(
@@ -248,7 +234,7 @@ def extract_features(
     settings = StoreSettings(
         target=identify_target(target, model_args.target),
         tensors=plan_tensors(layers, args, target.num_layers),
-        dtype=str(target.dtype).removeprefix("torch.") if args.features_dtype == "auto" else args.features_dtype,
+        dtype=str(target.dtype).removeprefix("torch."),
         teacher_top_k=args.teacher_top_k,
         dataset=[*data_args.dataset, *data_args.eval_dataset],
         max_length=data_args.max_length,
@@ -264,7 +250,7 @@ def extract_features(
     mine = sum(len(extraction.rows[row]["input_ids"]) for shard in plan.shards[rank::num_processes] for row in shard)
     with tqdm(total=mine, unit=" tokens", unit_scale=True, disable=rank != 0) as progress:
         computed = extraction.run(rank=rank, num_processes=num_processes, progress=progress.update)
-    done = extraction.num_finished()
+    done = len(finished_shards(extraction.folder))
     say(f"{extraction.folder}: {done} of {len(plan.shards)} shards are complete, {computed} tokens computed now")
     return computed
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from transformers import PreTrainedConfig
 
@@ -32,9 +31,6 @@ class ExtractionArguments:
     feature_layers: list[int] = field(
         default_factory=list,
         metadata={"help": "Hidden states to store (0 = embeddings), besides those of --head_type and the last one."},
-    )
-    features_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Dtype of stored states; auto = the target's, which loses nothing."}
     )
     store_last_hidden: bool = field(
         default=True,

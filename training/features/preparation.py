@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
 from heads import DraftHeads
 from inference.targets.target import Target
-from training.features.options import FeatureArguments
 from training.features.sharded_target import is_sharded
 from training.features.sources import FeatureSource, FlushFeatures, HybridFeatures, OnlineFeatures, StoredFeatures
 from training.features.store import FeatureStore, StoreSettings, TargetIdentity, tensor_name, write_settings
 from training.features.store_checks import RowsOfRun, check_can_fill, check_complete, check_same_target
+from training.features.target_options import FeatureArguments
 
 Collate = Callable[[Any], dict[str, Tensor]]
 
@@ -29,14 +28,12 @@ class PreparedFeatures:
     Attributes:
         source: gives the states of a batch; None = the trainer's own, online.
         peek: the source without its writes, for the self-check.
-        dtype: the narrowest dtype that the states pass through.
         collate: the collator, which reads stored states ahead.
         callbacks: of the trainer.
     """
 
     source: FeatureSource | None
     peek: FeatureSource
-    dtype: torch.dtype
     collate: Collate
     callbacks: list[TrainerCallback]
 
@@ -64,7 +61,7 @@ def prepare_features(
     """
     online = OnlineFeatures(target, heads.feature_layers)
     if args.features is None:
-        return PreparedFeatures(None, online, target.dtype, collate, [])
+        return PreparedFeatures(None, online, collate, [])
     folder = Path(args.features)
     wanted = StoreSettings(
         target=identify(),
@@ -90,8 +87,7 @@ def prepare_features(
         check_can_fill(store, wanted)
         hybrid = HybridFeatures(online, store, rank=rank, writes=writes)
         callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
-        return PreparedFeatures(hybrid, hybrid.peek, target.dtype, hybrid.collator(collate), callbacks)
+        return PreparedFeatures(hybrid, hybrid.peek, hybrid.collator(collate), callbacks)
     check_complete(store, heads, loss_type, rows)
     stored = StoredFeatures(target, heads.feature_layers, store)
-    narrow: torch.dtype = min(target.dtype, getattr(torch, store.settings.dtype), key=lambda dtype: dtype.itemsize)
-    return PreparedFeatures(stored, stored, narrow, stored.collator(collate), [])
+    return PreparedFeatures(stored, stored, stored.collator(collate), [])

@@ -31,7 +31,7 @@ def check_first_row(target: Target, features: PreparedFeatures, rows: Any, featu
     """Runs `check_features` on the first of a run's rows, collated as the trainer will do it."""
     row = rows.first_rows(1)[0] if isinstance(rows, ConversationStream) else rows[0]
     batch = {name: value.to(target.device) for name, value in features.collate([row]).items()}
-    return check_features(target, features.peek, feature_layers, batch, dtype=features.dtype)
+    return check_features(target, features.peek, feature_layers, batch)
 
 
 @torch.no_grad()
@@ -40,14 +40,11 @@ def check_features(
     source: FeatureSource,
     feature_layers: Sequence[int],
     batch: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype,
 ) -> float:
     """Compares the states of a batch's first row with a pass of the stock model over its first tokens.
 
     Args:
         batch: the trainer's, on the target's device.
-        dtype: of the states; the stored dtype, if that is narrower than the target's.
 
     Returns:
         the largest difference of log-probabilities.
@@ -66,7 +63,9 @@ def check_features(
         use_cache=False,
         return_dict=True,
     )
-    _check_tapped(target, states.features[0, :count], output.hidden_states, feature_layers, STATE_TOLERANCE[dtype])
+    _check_tapped(
+        target, states.features[0, :count], output.hidden_states, feature_layers, STATE_TOLERANCE[target.dtype]
+    )
     wanted = output.logits[0].to(target.device).float().log_softmax(-1)
     found = _log_probabilities(target, states, count)
     num_best = min(NUM_BEST, wanted.shape[-1])
@@ -74,11 +73,11 @@ def check_features(
         num_best = min(num_best, states.top_logits.values.shape[-1])
     best = wanted.topk(num_best, dim=-1).indices
     difference = float((found.gather(1, best) - wanted.gather(1, best)).abs().max())
-    if not difference <= LOG_PROB_TOLERANCE[dtype]:
+    if not difference <= LOG_PROB_TOLERANCE[target.dtype]:
         raise ValueError(
             f"the states to train on do not give the target's distribution: log-probabilities of its {num_best} best "
-            f"tokens differ by up to {difference:.3g} (allowed {LOG_PROB_TOLERANCE[dtype]:g}) over {count} tokens of "
-            "the first row. Stored features: they are of another checkpoint or text; extract them again. Online: the "
+            f"tokens differ by up to {difference:.3g} (allowed {LOG_PROB_TOLERANCE[target.dtype]:g}) over "
+            f"{count} tokens of the first row. Stored features: they are of another checkpoint or text; extract them again. Online: the "
             "model changes its states or logits in a way that is not known here; please report the model"
         )
     logger.info("self-check: log-probabilities from the states differ by at most %.2g from the target's", difference)

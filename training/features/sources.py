@@ -162,7 +162,7 @@ class StoredFeatures:
         return TargetStates(torch.cat(features, -1) if features else some[..., :0], last_hidden, top)
 
     def _floats(self, batch: Mapping[str, Tensor], name: str) -> Tensor:
-        return batch[f"stored.{name}"].view(getattr(torch, self.settings.dtype)).to(self.target.dtype)
+        return batch[f"stored.{name}"].view(self.target.dtype)
 
 
 class HybridFeatures:

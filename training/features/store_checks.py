@@ -67,8 +67,8 @@ def check_room(folder: Path, size: int) -> None:
     if size > (free := free_space(folder)):
         raise ValueError(
             f"features would take {size / 1e9:.3g} GB more in {folder}, and {free / 1e9:.3g} GB are free there: choose "
-            "another disk, fewer texts (--max_samples), fewer layers, a narrower --features_dtype, or --teacher_top_k "
-            "64 --store_last_hidden false; or train online, which stores nothing"
+            "another disk, fewer texts (--max_samples), fewer layers, or --teacher_top_k 64 --store_last_hidden false; "
+            "or train online, which stores nothing"
         )
 
 

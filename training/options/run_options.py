@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from training.data.options import DataArguments
-from training.features.options import FeatureArguments
-from training.features.target_options import ModelArguments, PlacementArguments
+from training.features.target_options import FeatureArguments, ModelArguments, PlacementArguments
 from training.options.joint_options import JointArguments
 from training.options.training_options import HeadsTrainingArguments
 from training.synthesis.on_policy import OnPolicyArguments

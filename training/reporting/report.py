@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow.compute
 from jinja2 import Environment, FileSystemLoader
 
 from inference import GenerationStats
@@ -25,7 +27,6 @@ _PLOTS = {
     "acceptance length": {"eval_acceptance_length": ""},
     "best drafted token is the target's own": {f"eval_top1_depth{depth}": f"depth {depth}" for depth in range(1, 9)},
     "learning rate": {"learning_rate": ""},
-    "tokens a second": {"tokens_per_second": ""},
 }
 
 
@@ -65,13 +66,12 @@ def draw_plots(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Returns name -> data URI of an SVG, for every plot that has values."""
     from matplotlib.figure import Figure
 
-    lines = add_throughput(history)
     plots = {}
     for name, curves in _PLOTS.items():
         figure = Figure(figsize=(4.6, 2.8), layout="constrained")
         axes = figure.subplots()
         for key, label in curves.items():
-            points = [(line["step"], line[key]) for line in lines if key in line]
+            points = [(line["step"], line[key]) for line in history if key in line]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else "", label=label)
         if not axes.lines:
@@ -83,21 +83,6 @@ def draw_plots(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         figure.savefig(file, format="svg")
         plots[name] = f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
     return plots
-
-
-def add_throughput(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Adds `tokens_per_second` since the previous line to log lines; a resumed run's clock starts at 0 again."""
-    lines: list[dict[str, Any]] = []
-    tokens, seconds = 0, 0.0
-    for entry in history:
-        line = dict(entry)
-        if "loss" in line and "train_runtime" in line and "num_input_tokens_seen" in line:
-            new_tokens, new_seconds = line["num_input_tokens_seen"] - tokens, line["train_runtime"] - seconds
-            tokens, seconds = line["num_input_tokens_seen"], line["train_runtime"]
-            if new_seconds > 0:
-                line["tokens_per_second"] = new_tokens / new_seconds
-        lines.append(line)
-    return lines
 
 
 def _by_depth(history: Sequence[Mapping[str, Any]], stats: GenerationStats | None) -> list[tuple[int, str, str]]:
@@ -112,3 +97,26 @@ def _by_depth(history: Sequence[Mapping[str, Any]], stats: GenerationStats | Non
         )
         for depth in range(1, max(len(accepted), num_right) + 1)
     ]
+
+
+def row_lengths(rows: datasets.Dataset) -> list[int]:
+    """Tokens of each row."""
+    lengths: list[int] = []
+    for batch in rows.with_format("arrow").iter(1000):
+        lengths += batch["input_ids"].combine_chunks().value_lengths().to_pylist()
+    return lengths
+
+
+def count_rows(rows: datasets.Dataset) -> dict[str, int]:
+    """The numbers that a report shows: rows, tokens, and tokens in the loss."""
+    lengths = sorted(row_lengths(rows))
+    learned = 0
+    for batch in rows.with_format("arrow").iter(1000):
+        learned += pyarrow.compute.sum(batch["loss_mask"].combine_chunks().flatten()).as_py() or 0
+    return {
+        "rows": len(lengths),
+        "tokens": sum(lengths),
+        "tokens in the loss": learned,
+        "median row, tokens": lengths[len(lengths) // 2],
+        "longest row, tokens": lengths[-1],
+    }

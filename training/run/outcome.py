@@ -24,8 +24,7 @@ from training.distributed.launch import describe_launch
 from training.features.sharded_target import count_held
 from training.reporting.examples import Example, decode_examples
 from training.reporting.model_card import render_card
-from training.reporting.report import render_report
-from training.reporting.row_counts import count_rows
+from training.reporting.report import count_rows, render_report
 from training.run.checkpoints import read_run_file, write_file
 from training.run.evaluation import AcceptanceMeter
 from training.run.resume import is_finished

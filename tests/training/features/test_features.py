@@ -91,16 +91,16 @@ def test_offline_equals_online_for_every_kind(target: Target, everything: Featur
         assert_same(computed, read)
 
 
-def test_other_shapes_and_dtypes_agree_within_rounding(target: Target, tmp_path: Path) -> None:
-    """Extracted one row at a time and in bfloat16: relative to the states' length, 2^-9 and below."""
-    store = store_rows(target, tmp_path, [2], batch_size=1, features_dtype="bfloat16")
+def test_other_shapes_agree_within_rounding(target: Target, tmp_path: Path) -> None:
+    """Extracted one row at a time: relative to the states' length."""
+    store = store_rows(target, tmp_path, [2], batch_size=1)
     stored = StoredFeatures(target, (2,), store)
     batch = stored.collator(COLLATE)(ROWS)
     found, wanted = stored(batch), OnlineFeatures(target, (2,))(batch)
     real = batch["attention_mask"].bool()
     assert found.features.dtype == torch.float32
     for one, other in ((found.features, wanted.features), (found.last_hidden, wanted.last_hidden)):
-        assert float((one[real] - other[real]).norm() / other[real].norm()) < 2**-9
+        assert float((one[real] - other[real]).norm() / other[real].norm()) < 1e-5
 
 
 def test_packed_documents_are_found_one_by_one(target: Target, everything: FeatureStore) -> None:

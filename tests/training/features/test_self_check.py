@@ -24,8 +24,8 @@ def target() -> Target:
     return Target(tiny_target("llama").requires_grad_(False))
 
 
-def check(target: Target, source: FeatureSource | None = None, dtype: torch.dtype = torch.float32) -> float:
-    return check_features(target, source or OnlineFeatures(target, LAYERS), LAYERS, COLLATE(ROWS[-1:]), dtype=dtype)
+def check(target: Target, source: FeatureSource | None = None) -> float:
+    return check_features(target, source or OnlineFeatures(target, LAYERS), LAYERS, COLLATE(ROWS[-1:]))
 
 
 class Wrong:
@@ -56,7 +56,7 @@ class Wrong:
 )
 def test_right_states_pass(family: str, dtype: torch.dtype) -> None:
     """Scaled logits, soft-capped ones, scaled embeddings, and what bfloat16 rounds."""
-    assert check(Target(tiny_target(family).to(dtype)), dtype=dtype) < 0.5
+    assert check(Target(tiny_target(family).to(dtype))) < 0.5
 
 
 def test_it_is_one_short_pass(target: Target) -> None:

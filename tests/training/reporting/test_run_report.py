@@ -18,7 +18,7 @@ from inference import GenerationStats
 from tests.training.runner import Runner, assert_same, write_conversations
 from training.reporting.examples import Example, Piece
 from training.reporting.model_card import render_card
-from training.reporting.report import add_throughput, render_report
+from training.reporting.report import render_report
 from training.run import outcome
 
 
@@ -130,16 +130,6 @@ class TestReport:
         assert "<img" not in text
         assert "pip install &#34;draftsmith[bench]&#34;" in text
         assert "matplotlib is not installed" in caplog.text
-
-    def test_the_clock_of_a_resumed_run_starts_anew(self) -> None:
-        history: list[dict[str, Any]] = [
-            {"loss": 1, "num_input_tokens_seen": 100, "train_runtime": 2.0},
-            {"eval_loss": 1},
-            {"loss": 1, "num_input_tokens_seen": 300, "train_runtime": 4.0},
-            {"loss": 1, "num_input_tokens_seen": 400, "train_runtime": 1.0},
-            {"loss": 1, "num_input_tokens_seen": 500, "train_runtime": 2.0},
-        ]
-        assert [line.get("tokens_per_second") for line in add_throughput(history)] == [50, None, 100, None, 100]
 
     def test_what_goes_wrong_here_leaves_the_heads(
         self, train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
