@@ -67,6 +67,7 @@ class AutoregressionHeads(DraftHeads):
 
     config_class = AutoregressionConfig
     detaches_steps: ClassVar[bool] = False
+    row_tensors: ClassVar[tuple[str, ...]] = ("hidden", "ancestors")
 
     @property
     @abstractmethod

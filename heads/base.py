@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -27,7 +27,7 @@ from heads.checkpoint import check_tensors, read_head_type, replace_checkpoint
 from heads.config import DraftHeadsConfig
 from heads.modules.draft_step import DraftStep, join_documents
 from heads.modules.layers import DraftCache
-from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.base import Drafter, DraftLogits, first_rows
 from inference.targets.documents import split_documents
 from inference.targets.target import Target
 
@@ -44,7 +44,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
 
     A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
-    and `expand` (decoding, see `inference.Drafter`) and `draft_caches` (for `copy_rows`).
+    and `expand` (decoding, see `inference.Drafter`) and `draft_caches` (for `copy_rows` and `keep_rows`).
 
     Attributes:
         default_loss: the kind's usual objective, in the words of the training option `loss_type`.
@@ -53,6 +53,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             `smooth_l1` can compare the two.
         runs_target_layers: whether drafted tokens pass through layers of the target and so have features. Then one step
             of `unroll` serves every depth, and it reads features up to t + 1.
+        row_tensors: names of the tensors [B, ...] or None, beside the caches, that a state keeps from step to step.
     """
 
     config_class = DraftHeadsConfig
@@ -64,6 +65,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     estimates_states: ClassVar[bool] = False
     runs_target_layers: ClassVar[bool] = False
     can_copy_rows = True
+    row_tensors: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: DraftHeadsConfig) -> None:
         super().__init__(config)
@@ -112,6 +114,13 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def copy_rows(self, state: Any, source: Any, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
         for cache, other in zip(self.draft_caches(state), self.draft_caches(source), strict=True):
             cache.copy_rows(other, rows, lengths, max_slots)
+
+    def keep_rows(self, state: Any, rows: Sequence[int]) -> None:
+        for cache in self.draft_caches(state):
+            cache.keep_rows(rows)
+        for name in self.row_tensors:
+            if (values := getattr(state, name)) is not None:
+                setattr(state, name, first_rows(values, rows))
 
     # Training.
 

@@ -172,6 +172,7 @@ class BlockHeads(DraftHeads):
     """All depths from one pass: `extend` computes them, `expand` reads one and adds the bias of each parent's token."""
 
     config_class = BlockConfig
+    row_tensors = ("chances",)
     default_loss = "cross_entropy"
 
     def __init__(self, config: BlockConfig) -> None:

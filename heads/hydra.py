@@ -203,6 +203,7 @@ class HydraHeads(DraftHeads):
     the heads."""
 
     config_class = HydraConfig
+    row_tensors = ("hidden", "paths")
     default_step_decay = 1.0
 
     def __init__(self, config: HydraConfig) -> None:

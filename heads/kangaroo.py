@@ -149,6 +149,7 @@ class KangarooHeads(DraftHeads):
     """The adapter between the exit layer and the target's frozen LM head."""
 
     config_class = KangarooConfig
+    row_tensors = ("ancestors", "confidence")
     default_loss = "distillation"  # section 3.1: cross-entropy to the target's distribution
     runs_target_layers = True
     shares_target_cache = True

@@ -136,6 +136,7 @@ class MTPHeads(DraftHeads):
     """One MTP block that drafts any number of tokens, or one for each of K."""
 
     config_class = MTPConfig
+    row_tensors = ("states", "trail", "ancestors")
     default_loss = "distillation"
     # FastMTP, section 3.2: beta 0.6. (FastMTP divides by the sum of all weights, which only scales the learning rate.)
     default_step_decay = 0.6

@@ -112,6 +112,7 @@ class ParallelHeads(Eagle3Heads):
     """EAGLE-3's projection, first layer, norm, LM head and draft vocabulary; `expand` only reads."""
 
     config_class = ParallelConfig
+    row_tensors = ("hidden",)
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(config)

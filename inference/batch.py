@@ -63,7 +63,7 @@ class Batch:
         self.sampler = self.sampler.select(places, len(self.rows))
         self.rows = [self.rows[place] for place in places]
         self.cache.keep_rows(places)
-        self.drafting.keep_rows(places, self.cache, [self._num_taken[row] for row in self.rows])
+        self.drafting.keep_rows(places, self.cache)
 
     def note_drafted(self) -> None:
         """After a draft: the drafter may hold every certain slot now."""

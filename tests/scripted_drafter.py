@@ -99,6 +99,10 @@ class ScriptedDrafter(Drafter):
         if not source.is_prefix:  # else each row has a text of its own, which begins so
             state.rows, state.is_prefix = source.rows[rows], False
 
+    def keep_rows(self, state: ScriptedState, rows: Sequence[int]) -> None:
+        """Row i takes the text and the slots of row rows[i]."""
+        state.rows, state.lengths = state.rows[list(rows)], state.lengths[list(rows)]
+
     def extend(
         self, state: ScriptedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:

@@ -6,6 +6,7 @@ H query heads, G key/value heads, d head size, D hidden size, K unroll steps, A 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads.modules.unrolled_attention import QUERY_CHUNK, attend_unrolled
+from inference.drafters.base import first_rows
 from inference.targets.attention import attend_masked
 
 
@@ -174,6 +176,11 @@ class DraftCache:
                 other.narrow(2, source.num_scratch, width).index_select(0, here)
             )
         self.lengths.copy_(lengths)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Row i becomes the present row rows[i] >= i, in place; the others are forgotten."""
+        self.keys, self.values = first_rows(self.keys, rows), first_rows(self.values, rows)
+        self.lengths, self.rows = self.lengths[list(rows)], self.rows[: len(rows)]
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The second half of both: fills the opened columns, and returns keys and values up to the last column in

@@ -77,6 +77,11 @@ class ScratchCache(TreeCache):
         super().copy_rows(source, rows, lengths, max_length=max_length)
         self.length_bound = 0  # compiled passes must not see a host number change
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        lengths, self.length_bound = self.lengths, self.view
+        super().keep_rows(rows)
+        self.lengths, self.length_bound = lengths[list(rows)], 0
+
     def keep_certain(self, counts: Tensor) -> None:
         """Keeps the first counts[b] tokens of the last `open_certain` pass."""
         self.lengths = self.lengths + counts

@@ -12,6 +12,7 @@ accepted token.
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,8 @@ class Drafter(metaclass=ABCMeta):
     `share_cache`."""
 
     can_copy_rows: bool = False
-    """Whether `copy_rows` works. Without it finished rows stay in the batch, a shared beginning of several prompts is
-    read once for each of them, and `reuse_cache` is refused."""
+    """Whether `copy_rows` and `keep_rows` work. Without them finished rows stay in the batch, a shared beginning of
+    several prompts is read once for each of them, and `reuse_cache` is refused."""
 
     def for_target(self, target: Target) -> Drafter:
         """The drafter that a decoder of this target uses. The default is the drafter itself; trained heads return a
@@ -83,7 +84,8 @@ class Drafter(metaclass=ABCMeta):
         all levels together."""
 
     def share_cache(self, state: Any, cache: TreeCache) -> None:
-        """Lends the target's cache to a drafter with `shares_target_cache`. Called once, after `start`.
+        """Lends the target's cache to a drafter with `shares_target_cache`. Called after `start` and
+        after `keep_rows`.
 
         Whenever `extend` or `expand` is called, `cache` holds the accepted tokens without the root, and every row has
         `num_scratch` + 1 free slots after them for the draft. When prompts are read in chunks, a row that ends within a
@@ -150,3 +152,23 @@ class Drafter(metaclass=ABCMeta):
             NotImplementedError: `can_copy_rows` is false.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot copy rows: can_copy_rows is False")
+
+    def keep_rows(self, state: Any, rows: Sequence[int]) -> None:
+        """Keeps some rows of a state, in place: row i becomes the present row rows[i] >= i. The others are forgotten.
+
+        The draft is not kept, so the next call is an `extend`. Called only with `can_copy_rows`. A drafter with
+        `shares_target_cache` is lent the cache, which has lost the same rows, again.
+
+        Raises:
+            NotImplementedError: `can_copy_rows` is false.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot drop rows: can_copy_rows is False")
+
+
+def first_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Moves row rows[i] >= i of `values` [B, ...] to row i, in place, and returns a view of these rows."""
+    for place, row in enumerate(rows):
+        assert row >= place, "an earlier row would have been overwritten"
+        if row > place:
+            values[place] = values[row]
+    return values[: len(rows)]

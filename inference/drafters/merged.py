@@ -15,6 +15,8 @@ V target vocabulary.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.cache.tree_cache import TreeCache
-from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.base import Drafter, DraftLogits, first_rows
 from inference.targets.target import Target
 
 # No weight falls to zero: a text may begin to repeat itself at any time.
@@ -72,8 +74,7 @@ class MergedDrafter(Drafter, nn.Module):
             raise ValueError(
                 f"got weight={weight} and rate={rate}; allowed are weights between 0 and 1 and rates from 0 to below 1"
             )
-        self.drafters = (first, second)
-        self.modules_of_drafters = nn.ModuleList(part for part in self.drafters if isinstance(part, nn.Module))
+        self._hold(first, second)
         self.weight = weight
         self.rate = rate
         self.feature_layers = tuple(dict.fromkeys((*first.feature_layers, *second.feature_layers)))
@@ -89,9 +90,18 @@ class MergedDrafter(Drafter, nn.Module):
         self.max_depth = min(depths, default=None)
         self.drafts_chains_only = any(drafter.drafts_chains_only for drafter in self.drafters)
 
+    def _hold(self, first: Drafter, second: Drafter) -> None:
+        self.drafters = (first, second)
+        self.modules_of_drafters = nn.ModuleList(part for part in self.drafters if isinstance(part, nn.Module))
+
     def for_target(self, target: Target) -> MergedDrafter:
         first, second = (drafter.for_target(target) for drafter in self.drafters)
-        return MergedDrafter(first, second, weight=self.weight, rate=self.rate)
+        if (first, second) == self.drafters:
+            return self
+        view = copy.copy(self)
+        view._modules = dict(self._modules)
+        view._hold(first, second)
+        return view
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MergedState:
         first, second = (drafter.start(batch_size, max_length, num_scratch) for drafter in self.drafters)
@@ -116,6 +126,18 @@ class MergedDrafter(Drafter, nn.Module):
         state.weights = source.weights.index_select(0, here)
         state.has_root = source.has_root[here] & (source.lengths[here] == state.lengths)
         first, second = (_select_rows(root, here) for root in source.roots)
+        state.roots = (first, second)
+
+    def keep_rows(self, state: MergedState, rows: Sequence[int]) -> None:
+        for drafter, own in zip(self.drafters, state.states, strict=True):
+            drafter.keep_rows(own, rows)
+        if state.weights is None or state.roots is None or state.has_root is None or state.lengths is None:
+            return
+        state.weights, state.has_root, state.lengths = (
+            first_rows(values, rows) for values in (state.weights, state.has_root, state.lengths)
+        )
+        kept = torch.tensor(rows, device=state.weights.device)
+        first, second = (_select_rows(root, kept) for root in state.roots)
         state.roots = (first, second)
 
     def read_source(self, state: MergedState, token_ids: Tensor, mask: Tensor) -> None:

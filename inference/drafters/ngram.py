@@ -13,12 +13,13 @@ Legend: B batch, S slots of one call, W frontier nodes, C candidate columns, E p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.base import Drafter, DraftLogits, first_rows
 
 BACKOFF = 0.4  # for each token that a match is shorter (the paper's)
 RECENCY = 1.0  # an occurrence at the end weighs 1 + RECENCY, one at the beginning 1
@@ -107,6 +108,9 @@ class NgramDrafter(Drafter):
         state.history = state.history.to(device)
         state.history[:, :width] = source.history[:, :width].index_select(0, rows.to(device))
         state.lengths = torch.zeros_like(state.lengths, device=device).copy_(lengths)
+
+    def keep_rows(self, state: NgramState, rows: Sequence[int]) -> None:
+        state.history, state.lengths = first_rows(state.history, rows), first_rows(state.lengths, rows)
 
     def expand(self, state: NgramState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         """Looks up the children of the frontier (`Drafter.expand`)."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from inference.cache.scratch_cache import ScratchCache
 from inference.cache.tree_cache import VIEW_MULTIPLE
-from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.base import Drafter, DraftLogits, first_rows
 from inference.targets.target import Target
 
 EXTEND_CHUNK = 512  # tokens of a prompt per pass
@@ -169,6 +170,10 @@ class SmallModelDrafter(Drafter, nn.Module):
     ) -> None:
         num_first = state.num_first = source.num_first
         state.cache.copy_rows(source.cache, rows, lengths + num_first, max_length=max_slots + num_first)
+
+    def keep_rows(self, state: SmallModelState, rows: Sequence[int]) -> None:
+        state.cache.keep_rows(rows)
+        state.ancestors = first_rows(state.ancestors, rows)
 
     def extend(
         self,

@@ -6,6 +6,8 @@ Legend: B batch, S slots of one call, G guesses, Vs the small model's vocabulary
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +72,15 @@ class StagedDrafter(Drafter, nn.Module):
         self.small = small
         self.ngrams = ngrams or NgramDrafter()
         self.num_guesses = num_guesses
-        self.num_passes = self.num_saved = 0
+        self._counts: Counter[str] = Counter()  # shared with the views of `for_target`
+
+    @property
+    def num_passes(self) -> int:
+        return self._counts["passes"]
+
+    @property
+    def num_saved(self) -> int:
+        return self._counts["saved"]
 
     @property
     def name(self) -> str:
@@ -87,7 +97,11 @@ class StagedDrafter(Drafter, nn.Module):
 
     def for_target(self, target: Target) -> StagedDrafter:
         small = self.small.for_target(target)
-        return self if small is self.small else StagedDrafter(small, self.ngrams, num_guesses=self.num_guesses)
+        if small is self.small:
+            return self
+        view = copy.copy(self)
+        view._modules = {**self._modules, "small": small}
+        return view
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> StagedState:
         small = self.small.start(batch_size, max_length, num_scratch + self.num_guesses)
@@ -108,6 +122,10 @@ class StagedDrafter(Drafter, nn.Module):
         self.small.copy_rows(state.small, source.small, rows, lengths, max_slots=max_slots)
         self.ngrams.copy_rows(state.ngram, source.ngram, rows, lengths, max_slots=max_slots)
 
+    def keep_rows(self, state: StagedState, rows: Sequence[int]) -> None:
+        self.small.keep_rows(state.small, rows)
+        self.ngrams.keep_rows(state.ngram, rows)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def extend(
         self, state: StagedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -118,7 +136,7 @@ class StagedDrafter(Drafter, nn.Module):
         state.is_active, state.first_depth = counts > 0, 0
         self.small.check_length(max_slots)
         num_slots, num_guesses = next_token_ids.shape[1], self.num_guesses
-        self.num_passes += -(-num_slots // EXTEND_CHUNK)
+        self._counts["passes"] += -(-num_slots // EXTEND_CHUNK)
         if num_slots > EXTEND_CHUNK:  # a prompt in several passes gets no guesses
             state.guesses = torch.full_like(state.guesses, -1)
             known = self.small.extend(state.small, None, next_token_ids, counts, max_slots=max_slots)
@@ -142,9 +160,9 @@ class StagedDrafter(Drafter, nn.Module):
             is_guess = state.guesses[:, place - 1] == token_ids[:, 0]
             # Without active rows (costs are measured so) every level makes its pass.
             if bool((is_guess | ~state.is_active).all() & state.is_active.any()):
-                self.num_saved += 1
+                self._counts["saved"] += 1
                 return self.small.to_draft(state.logits[:, place : place + 1])
-        self.num_passes += 1
+        self._counts["passes"] += 1
         state.guesses, state.first_depth = self._guess(state.ngram, own, depth + 1), depth
         state.logits = self._read_drafted(state.small, torch.cat([token_ids, state.guesses.clamp(min=0)], 1), depth)
         return self.small.to_draft(state.logits[:, :1])

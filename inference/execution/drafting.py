@@ -90,8 +90,8 @@ class Drafting:
         self._active = active
         self._waiting[-1:] = [slots.masked(active) for slots in self._waiting[-1:]]
 
-    def keep_rows(self, places: Sequence[int], cache: TreeCache, num_taken: Sequence[int]) -> None:
-        """The batch consists of these of its rows only, of which the drafter holds `num_taken` slots each."""
+    def keep_rows(self, places: Sequence[int], cache: TreeCache) -> None:
+        """Row i becomes the present row places[i] >= i. The other rows have left the batch, and its cache."""
         self._waiting = [slots.select(places) for slots in self._waiting]
-        self.state = self.step.copy_state(cache, self.state, places, num_taken)
+        self.step.keep_rows(cache, self.state, places)
         self._active = None

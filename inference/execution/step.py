@@ -113,6 +113,14 @@ class DecodeStep:
         self.drafter.copy_rows(state, source, index, slots, max_slots=max(num_slots))
         return state
 
+    def keep_rows(self, cache: TreeCache, state: Any, rows: Sequence[int]) -> None:
+        """Keeps these rows of the drafter's state, in place; `cache` holds only them by now."""
+        if self.drafter is None:
+            return
+        self.drafter.keep_rows(state, rows)
+        if self.drafter.shares_target_cache:
+            self.drafter.share_cache(state, cache)
+
     def read_source(self, state: Any, cache: TreeCache, source: Source) -> None:
         """Gives an encoder-decoder target, and its drafter, the sources of the texts in this cache."""
         self.target.read_source(cache, source)

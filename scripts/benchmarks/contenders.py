@@ -109,6 +109,9 @@ class TimedDrafter(Drafter):
     def copy_rows(self, *args: Any, **kwargs: Any) -> None:
         self.drafter.copy_rows(*args, **kwargs)
 
+    def keep_rows(self, *args: Any) -> None:
+        self.drafter.keep_rows(*args)
+
     def extend(self, *args: Any, **kwargs: Any) -> DraftLogits:
         return self._timed(self.drafter.extend, *args, **kwargs)
 

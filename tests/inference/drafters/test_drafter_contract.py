@@ -147,6 +147,15 @@ class Batch:
         counts.zero_()
         return copied, fresh.read_first()
 
+    def keep_rows(self, rows: list[int]) -> None:
+        """Row i becomes the present row rows[i]."""
+        self.drafter.keep_rows(self.state, rows)
+        if self.drafter.shares_target_cache:
+            self.cache.keep_rows(rows)
+            self.drafter.share_cache(self.state, self.cache)
+        self.texts, self.features = self.texts[rows], self.features[rows]
+        self.ends = [self.ends[row] for row in rows]
+
 
 def draw_levels(drafter: Drafter, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Tokens and parents of two levels, for more rows than any batch has: all batches draw the same."""
@@ -212,6 +221,40 @@ def test_copied_rows_are_rows_read_from_the_start(make: Maker, tmp_path: Path) -
     ends = [16, 16, 23]
     for one, other in zip(source.draft(ends, seed=7), untouched.draft(ends, seed=7), strict=True):
         assert torch.equal(one.logits, other.logits)
+
+
+@every_drafter
+def test_kept_rows_stay_in_their_memory_and_go_on(make: Maker, tmp_path: Path) -> None:
+    """Two of four rows leave, one of them in front, then one more. The rest goes on as in a batch of its own."""
+    target, drafter = make(tmp_path)
+    texts = draw_texts(4, 40, seed=0)
+    sizes: dict[str, Any] = {"max_length": 39, "num_scratch": 6, "has_first": True}
+    batch = Batch(target, drafter, texts, **sizes).read_first()
+    batch.draft([9, 6, 9, 9], seed=1)
+    batch.draft([12, 9, 10, 13], seed=2)
+    for rows, ends in (([3, 1], [15, 9]), ([1], [12])):
+        memory, last = find_memory(batch.state), batch.ends
+        batch.keep_rows(rows)
+        assert find_memory(batch.state) <= memory, "nothing large is allocated"
+        fresh = Batch(target, drafter, batch.texts, **sizes).read_first()
+        fresh.draft([last[row] for row in rows], seed=2)
+        kept = [place for place, (row, end) in enumerate(zip(rows, ends, strict=True)) if end > last[row]]
+        assert_same_drafts(batch.draft(ends, seed=3), fresh.draft(ends, seed=3), kept)
+
+
+def find_memory(state: Any) -> set[int]:
+    """The addresses of what a state's large tensors are stored in."""
+    return {x.untyped_storage().data_ptr() for x in find_tensors(state) if x.numel() > 1000}
+
+
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from find_tensors(part)
+    elif hasattr(value, "__dict__"):
+        yield from find_tensors(list(vars(value).values()))
 
 
 @pytest.mark.parametrize("num_scratch", [0, 4])

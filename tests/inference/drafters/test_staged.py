@@ -14,6 +14,7 @@ from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter, SmallModelState
 from inference.drafters.staged import StagedDrafter
+from inference.targets.target import Target
 from tests.inference.drafters.test_small_model import check, rough_copy
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -103,6 +104,31 @@ def test_levels_of_no_row_are_passes() -> None:
         for depth in (1, 2, 3):
             drafter.expand(state, zeros[:, :1], zeros[:, :1], depth)
     assert (drafter.num_passes, drafter.num_saved) == (8, 0)
+
+
+@pytest.mark.parametrize("outer", ["staged", "merged"])
+def test_a_view_for_a_target_is_of_the_same_class_and_counts_here(outer: str) -> None:
+    """A target with a vocabulary of another size gets a view of the small model, and so of every drafter around it."""
+
+    class Staged(StagedDrafter):
+        pass
+
+    class Merged(MergedDrafter):
+        pass
+
+    target = Target(tiny_target("llama", vocab_size=160))
+    small = SmallModelDrafter(tiny_target("llama"))
+    small.has_compared = True  # the vocabularies differ by padding
+    staged = Staged(small, num_guesses=2)
+    drafter = staged if outer == "staged" else Merged(staged, NgramDrafter())
+    view = drafter.for_target(target)
+    assert type(view) is type(drafter)
+    assert view is not drafter
+    assert view.for_target(target) is view
+    state = view.start(1, 16, 4)
+    view.extend(state, None, random_prompt(4), torch.tensor([4]), max_slots=4)
+    assert staged.num_passes == 1
+    assert staged.small is small
 
 
 def test_refusals() -> None:
