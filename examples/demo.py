@@ -62,7 +62,7 @@ class DemoArguments:
     train_options: list[str] = field(
         default_factory=list, metadata={"help": "Further training options, key=value (see train_heads.py --help)."}
     )
-    # In float32, where texts are identical to the last token, a CPU pays for every further node of a tree.
+    # In float32, where texts are identical to the last token, every further node of a tree costs a CPU time.
     tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree (see scripts/benchmark.py --help)."})
     dtype: str = field(default="float32", metadata={"help": "Weights while decoding.", "choices": list(DTYPES)})
     compile: bool = field(default=True, metadata={"help": "Compile the decoding: small targets gain most."})

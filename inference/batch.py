@@ -56,8 +56,8 @@ class Batch:
         num_left = sum(row in unfinished for row in self.rows)
         if num_left == len(self.rows):
             return
-        behind = [place for place in range(num_left, len(self.rows)) if self.rows[place] in unfinished]
-        places = [place if self.rows[place] in unfinished else behind.pop() for place in range(num_left)]
+        last = [place for place in range(num_left, len(self.rows)) if self.rows[place] in unfinished]
+        places = [place if self.rows[place] in unfinished else last.pop() for place in range(num_left)]
         for place in set(range(len(self.rows))) - set(places):
             self._is_damaged[self.rows[place]] = True
         self.sampler = self.sampler.select(places, len(self.rows))

@@ -251,7 +251,7 @@ class Decoder:
 
     @contextmanager
     def _holding(self, loop: DecodeLoop) -> Iterator[None]:
-        """What the loop leaves behind is there for the next call, unless a step was interrupted."""
+        """Keeps what the loop leaves in the cache for the next call, unless a step was interrupted."""
         self._held = None
         try:
             yield

@@ -216,7 +216,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
                     trees=args.tree,
                     acceptance=args.acceptance,
                     is_compiled=is_compiled,
-                    alone=group[0].alone if group else None,
+                    single_texts=group[0].single_texts if group else None,
                 )
                 publication.add(measured)
                 group.append(replace(measured, contenders=[]))  # their buffers are not needed any more

@@ -63,7 +63,7 @@ def build(args: TreeArguments) -> None:
     rows = tokenize_conversations(conversations, tokenizer, max_length=max_length)
     batches = DataLoader(rows, batch_size=8, collate_fn=ConversationCollator(tokenizer.pad_token_id or 0))
     accuracy = measure_rank_accuracy(heads, batches, num_ranks=args.num_ranks).tolist()
-    # One step that serves every depth; a tree of so many nodes is no deeper.
+    # One step that serves every depth; a tree of this many nodes is no deeper.
     depths = accuracy * args.num_nodes if heads.runs_target_layers else accuracy
     paths = best_static_tree(depths, args.num_nodes)
     lines = [

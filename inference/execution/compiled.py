@@ -91,7 +91,7 @@ class _CompiledFunction:
         self.compiled = self._compile(executor.options)
 
     def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
-        """In one piece: behind a break of the graph, the guards that are dropped would be missed (`_keep_guards`)."""
+        """In one piece: after a break of the graph, the guards that are dropped would be missed (`_keep_guards`)."""
         if _CAN_FILTER_GUARDS:
             options = {**options, "guard_filter_fn": _keep_guards}
         return torch.compile(self.function, dynamic=self.dynamic, fullgraph=True, options=options)

@@ -57,8 +57,8 @@ class Drafting:
         state: the drafter's; None without one.
 
     Attributes:
-        has_taken_all: whether the last `draft` handed all certain slots to the drafter. Steps without drafting leave
-            them as arrears.
+        has_taken_all: whether the last `draft` handed all certain slots to the drafter. After
+            steps without drafting they wait.
     """
 
     def __init__(self, step: DecodeStep, choice: TreeChoice, state: Any) -> None:

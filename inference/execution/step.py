@@ -39,7 +39,7 @@ class DecodeStep:
         drafter, policy: None for plain decoding.
         is_coupled: drafts read the target's own noise (see `Decoder`), if the rule allows it.
         rule: which drafted tokens are kept.
-        executor: runs the parts. Prompts, arrears and processors that read the prefix always run eagerly.
+        executor: runs the parts. Prompts, slots that waited, and processors that read the prefix always run eagerly.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class DecodeStep:
         assert self.policy is not None
         in_view = self.executor.mark_open(cache.view_slots(cache.length_bound))
         num_depths, vocab_size = self.policy.max_depth + 1, self.target.vocab_size
-        # Prompts and arrears have another width each time: a graph for each is not worth it.
+        # Prompts, and slots that waited, have another width each time: a graph for each is not worth it.
         run = self.executor.run_fixed if slots.width == self.num_depths else run_eagerly
         root_ids, draft, noise = run(
             _extend, self.drafter, state, sampler, slots, cache.lengths, in_view, num_depths, vocab_size

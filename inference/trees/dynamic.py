@@ -19,7 +19,7 @@ from inference.drafters.sampling import DraftSampling
 from inference.trees.policy import Run, TreePolicy, mask_absent, run_eagerly
 from inference.trees.token_tree import TokenTree
 
-# The root has up to so many times as many children as a beam is wide: their scores are known anyway.
+# The root has up to this many times as many children as a beam is wide: their scores are known anyway.
 ROOT_FACTOR = 2
 
 
@@ -31,7 +31,7 @@ class DynamicTree(TreePolicy):
         depth: levels of the tree.
         top_k: beam width and children per node.
         num_nodes: nodes verified, root included.
-        root_factor: the root has up to so many times as many children, whose scores are known anyway.
+        root_factor: the root has up to root_factor x top_k children, whose scores are known anyway.
 
     More children of the root than the paper's top_k cost nothing and help heads that are often wrong at once.
 
@@ -146,7 +146,7 @@ class Pool:
 
 
 def choose_best(root_ids: Tensor, pool: Pool, num_nodes: int, max_depth: int) -> TokenTree:
-    """The tree of the pool's best nodes, behind `root_ids` [B].
+    """The tree of the pool's best nodes, with the roots `root_ids` [B].
 
     A stable sort breaks ties by index, so that a parent always outranks its child, even one of probability 1.
 

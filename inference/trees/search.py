@@ -1,4 +1,6 @@
-"""The static tree that pays most, from how often each candidate is right (Medusa, arXiv 2401.10774, section 2.3.3).
+"""The static tree that is expected to accept most, from how often each candidate is right.
+
+Medusa, arXiv 2401.10774, section 2.3.3.
 
 Legend: K depths, R ranks.
 """

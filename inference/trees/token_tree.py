@@ -34,7 +34,7 @@ class TokenTree:
 
     Node 0 is the root: the last accepted token, not yet in the KV cache, depth 0, parent -1. Rows with fewer nodes
     are padded with nodes that hang on nothing: parent -1, depth 0, any valid token id, log-probability -inf. They see
-    themselves alone and are never accepted.
+    only themselves and are never accepted.
 
     Worked example: after "the", the drafts "cat sat", "cat ran" and "dog":
 
@@ -69,7 +69,7 @@ class TokenTree:
 
     @classmethod
     def from_root(cls, token_ids: Tensor) -> TokenTree:
-        """The tree of plain decoding: nothing drafted behind the root tokens [B]."""
+        """The tree of plain decoding: nothing is drafted after the root tokens [B]."""
         zeros = torch.zeros_like(token_ids)[:, None]
         return cls(token_ids[:, None], zeros - 1, zeros, zeros.float(), max_depth=0)
 
@@ -145,7 +145,7 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """Candidates a node must have at most: the largest rank plus one (0 for a root alone)."""
+        """Candidates a node must have at most: the largest rank plus one (0 for a tree of the root only)."""
         return max((rank + 1 for rank, depth in zip(self.ranks, self.depths, strict=True) if depth), default=0)
 
     @cached_property

@@ -166,7 +166,7 @@ class OurDecoding:
         if self.timed is not None:
             self.timed.seconds, self.timed.is_synchronised = 0.0, is_synchronised
         seeds = None
-        if settings.is_sampled:  # each row draws what it draws alone
+        if settings.is_sampled:  # each row draws what it draws by itself
             seeds = [int(row_seeds(settings.seed + prompt.index, 1, "cpu")) for prompt in batch.prompts]
         start = read_clock(device)
         output = self.decoder.generate(

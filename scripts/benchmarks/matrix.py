@@ -19,7 +19,7 @@ from inference.drafters.ngram import NgramDrafter
 from scripts.benchmarks.contenders import OurDecoding, TransformersDecoding, count_work, make_contenders
 from scripts.benchmarks.environment import describe_environment
 from scripts.benchmarks.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
-from scripts.benchmarks.report import make_rows, texts_alone
+from scripts.benchmarks.report import make_rows, texts_of_one_row
 from scripts.benchmarks.roofline import Hardware, count_weight_bytes, measure_hardware
 from scripts.benchmarks.rows import Row
 from scripts.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
@@ -52,12 +52,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Measured:
-    """One combination: environment, and a row for each contender. alone: as in `measure_combination`."""
+    """One combination: environment, and a row for each contender. single_texts: as in `measure_combination`."""
 
     environment: dict[str, Any]
     rows: list[Row]
     contenders: list[Contender]
-    alone: list[list[int]] | None
+    single_texts: list[list[int]] | None
 
 
 def load_subject(
@@ -177,7 +177,7 @@ def measure_combination(
     acceptance: Sequence[str] = ("exact",),
     is_each_once: bool = False,
     earlier: Sequence[Contender] | None = None,
-    alone: list[list[int]] | None = None,
+    single_texts: list[list[int]] | None = None,
 ) -> Measured:
     """Everybody on one file's prompts at one temperature and batch size, interleaved.
 
@@ -186,8 +186,8 @@ def measure_combination(
         is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
         earlier: the contenders of an earlier combination of the same subject, which keep what they have compiled; only
             with `is_each_once`, where temperatures have the same contenders.
-        alone: the reference's text of each prompt alone, which rows of batches are compared with; None = those of this
-            combination if its batches are of 1, else they are made.
+        single_texts: the reference's text of each prompt by itself, to compare rows of batches with; None = those of
+            this combination if its batches are of 1, else they are made.
     """
     target = subject.target
     if earlier is not None:
@@ -209,7 +209,9 @@ def measure_combination(
     prompts, num_too_long = subject.prompts[path]
     _measure_with_progress(contenders, prompts, settings)
     count_work(contenders, prompts)
-    alone = alone or texts_alone(contenders, settings) or _decode_alone(target, prompts, settings)
+    single_texts = (
+        single_texts or texts_of_one_row(contenders, settings) or _decode_one_by_one(target, prompts, settings)
+    )
     environment = describe_environment(
         target,
         settings,
@@ -222,12 +224,12 @@ def measure_combination(
         num_prompts_again=-len(prompts) % settings.batch_size,
         **asdict(subject.hardware),
     )
-    rows = make_rows(contenders, prompts, settings, target, hardware=subject.hardware, alone=alone)
-    return Measured(environment, rows, contenders, alone)
+    rows = make_rows(contenders, prompts, settings, target, hardware=subject.hardware, single_texts=single_texts)
+    return Measured(environment, rows, contenders, single_texts)
 
 
-def _decode_alone(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
-    """What the reference writes for each prompt alone."""
+def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
+    """What the reference writes for each prompt by itself."""
     decode = OurDecoding(target, None) if settings.is_sampled else TransformersDecoding(target)
     return [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
 

@@ -103,7 +103,7 @@ def _draw_steps(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _label_ends(axis: Any, tops: Sequence[float], texts: Sequence[str], least: float = 0.0) -> None:
-    """Writes a number behind the end of each bar, and leaves room for it."""
+    """Writes a number after the end of each bar, and leaves room for it."""
     for place, (top, text) in enumerate(zip(tops, texts, strict=True)):
         # On white, so that the line at 1 does not run through a number.
         axis.annotate(text, (top, place), (5, 0), textcoords="offset points", va="center", fontsize=9,

@@ -27,17 +27,18 @@ def make_rows(
     target: Target,
     *,
     hardware: Hardware | None = None,
-    alone: Sequence[list[int]] | None = None,
+    single_texts: Sequence[list[int]] | None = None,
 ) -> list[Row]:
     """Rows in the contenders' order; with their share of the roofline if the hardware was measured.
 
     Args:
-        alone: the reference's text of each prompt decoded alone; None = what the runs say (see `texts_alone`).
+        single_texts: the reference's text of each prompt by itself; None = what the runs say
+            (`texts_of_one_row`).
     """
     transformers = next((one for one in contenders if one.name == TRANSFORMERS and one.runs), None)
     references = transformers, find_fastest_plain(contenders)
-    alone = alone or texts_alone(contenders, settings)
-    rows = [_make_row(contender, references, prompts, settings, target, alone) for contender in contenders]
+    single_texts = single_texts or texts_of_one_row(contenders, settings)
+    rows = [_make_row(contender, references, prompts, settings, target, single_texts) for contender in contenders]
     if hardware is not None:
         set_rooflines(rows, contenders, hardware)
     return rows
@@ -57,7 +58,7 @@ def set_rooflines(rows: Sequence[Row], contenders: Sequence[Contender], hardware
         row.roofline_share = row.limit_milliseconds / row.step_milliseconds["step"]
 
 
-def texts_alone(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
+def texts_of_one_row(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
     """The reference's text of each prompt, from runs of single prompts; None when there are none.
 
     At T = 0 the reference is transformers' `generate`; at T > 0 our plain decoding with the same seed (transformers
@@ -101,7 +102,7 @@ def _make_row(
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
-    alone: Sequence[list[int]] | None,
+    single_texts: Sequence[list[int]] | None,
 ) -> Row:
     row = Row(contender.name, contender.tree, contender.problem, contender.warm_up_seconds)
     if contender.problem:
@@ -114,8 +115,8 @@ def _make_row(
     row.over_plain, row.over_plain_quartiles = _ratio(contender, references[1])
     row.repeated_4grams = share_of_repeated_ngrams([text for run in contender.runs[0] for text in run.texts])
     _count_steps(row, contender)
-    if alone is not None:
-        _compare_texts(row, contender, alone, prompts, settings, target)
+    if single_texts is not None:
+        _compare_texts(row, contender, single_texts, prompts, settings, target)
     return row
 
 
@@ -179,13 +180,13 @@ def split_step(stats: GenerationStats, draft_forward_seconds: float) -> dict[str
 def _compare_texts(
     row: Row,
     contender: Contender,
-    alone: Sequence[list[int]],
+    single_texts: Sequence[list[int]],
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
 ) -> None:
-    """Every row of every batch against its prompt's text alone: at T = 0 everybody's, at T > 0 ours (rules other than
-    exact acceptance give other texts)."""
+    """Compares every row of every batch with its prompt's text by itself: at T = 0 everybody's rows, at T > 0 ours
+    (rules other than exact acceptance give other texts)."""
     is_ours = any(run.stats is not None for run in contender.runs[0])
     if settings.is_sampled and not (is_ours and contender.is_exact):
         return
@@ -194,7 +195,7 @@ def _compare_texts(
     for place, batch in enumerate(make_batches(prompts, settings.batch_size)):
         row.num_compared += len(batch.prompts)
         for number, prompt in enumerate(batch.prompts):
-            expected = alone[prompt.index]
+            expected = single_texts[prompt.index]
             texts = [runs[place].texts[number] for runs in contender.runs]
             found = next((text for text in texts if text != expected), None)
             if found is not None:

@@ -30,7 +30,7 @@ class Row:
         host_syncs_per_step: how often the host waited to read a tensor (see `GenerationStats.num_host_syncs`).
         round_weight_bytes, round_flops: what a draft phase and a verify pass must read and multiply (see `roofline`).
         limit_milliseconds: the shortest time the hardware could do that in; roofline_share: that / the measured step.
-        num_identical: rows whose text equals in every repeat what the reference writes for their prompt alone.
+        num_identical: rows whose text equals in every repeat what the reference writes for their prompt by itself.
         repeated_4grams: the share of 4-grams of the new text that stood there before: looping text flatters drafters.
     """
 
