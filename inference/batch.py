@@ -16,7 +16,7 @@ from inference.request.request import Request
 
 
 class Batch:
-    """The rows in the cache, with what belongs to them.
+    """The rows in the cache, with their sampler and drafting.
 
     Attributes:
         cache, sampler, drafting: of these rows.
@@ -72,7 +72,7 @@ class Batch:
                 self._num_taken[row] = self.request.num_committed(row)
 
     def held_texts(self) -> HeldTexts:
-        """What the next call may find in the cache."""
+        """The texts that the next call may find in the cache."""
         return HeldTexts(
             self.cache,
             self.drafting.state,

@@ -65,7 +65,8 @@ class Decoder:
             texts depend on the drafts.
         is_coupled: at temperature > 0 and with exact acceptance, let the drafter read the target's own Gumbel noise.
             More drafts are accepted, and the text is the same either way.
-        is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` splits time truly.
+        is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` holds the true time
+            of each phase.
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
             then take tens of seconds (`stats.seconds["compile"]`). Compiled numbers are rounded differently from the
             eager model's, so a near-tie may fall the other way. Weights and active adapters are read when a graph is
@@ -134,11 +135,12 @@ class Decoder:
             attention_mask: [B, L], 0 on padding, left or right. Without it transformers takes pad tokens for padding,
                 but not in sources.
             seed: one integer (row b uses hash(seed, b)), one per row, or None to draw from torch's global generator.
-            reuse_cache: do not read again what this decoder's last call has left in its cache of the prompts'
-                beginnings: a conversation goes on, or every row begins with the same instructions. The text is the
-                same up to rounding (its keys and values may come from a pass over other rows). Rows that finished
-                before others leave nothing. Do not use it after a change of weights or adapters.
-            streamer: a transformers streamer (batch 1). It gets every token as it is emitted, and its end in any case.
+            reuse_cache: skip the beginning of each prompt that the last call of this decoder left in its cache, such as
+                the earlier turns of a conversation or common instructions. The text is the same up to rounding, since
+                the keys and values may come from a pass over other rows. Rows that finished before others leave
+                nothing. Do not use it after a change of weights or adapters.
+            streamer: a transformers streamer (batch 1). It gets every token as it is emitted. Its `end` is called even
+                when a step fails.
             on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
             tokenizer, stop_strings: as in transformers; `token_healing` needs the tokenizer, too.
             **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). Stopping
@@ -185,7 +187,7 @@ class Decoder:
     ) -> TokenStream:
         """`generate` of one row, step by step: `for tokens in decoder.stream(...)`, or `async for`.
 
-        Arguments and errors are those of `generate`, but for `streamer` and `on_step`. The decoder is taken until the
+        Arguments and errors are those of `generate`, without `streamer` and `on_step`. The decoder is busy until the
         stream is read to its end, closed or dropped.
         """
         for name in ("streamer", "on_step"):
@@ -232,7 +234,7 @@ class Decoder:
         return PhaseClock(GenerationStats(), self.target.device, is_synchronised=self.is_synchronised)
 
     def _take(self) -> Callable[[], None]:
-        """Makes this decoder busy; returns what ends that, and may be called more than once."""
+        """Makes this decoder busy; returns a function that frees it, and that may be called more than once."""
         if not self._is_free.acquire(blocking=False):
             raise RuntimeError(
                 "this Decoder is in the middle of another text (in another thread, or of a stream that was neither "
@@ -284,7 +286,7 @@ class Decoder:
         return DecodeLoop(self._step, request, sampler, reader, self._choice, clock, on_step=on_step)
 
     def _open_prompts(self, request: Request, stats: GenerationStats, *, reuse_cache: bool) -> PromptReader:
-        """The cache that the prompts are read into, and what need not be read."""
+        """A reader of the prompts: with the cache to fill, and the beginnings that it holds already."""
         held, self._held = self._held, None
         if reuse_cache:
             self._check_reuse(request)

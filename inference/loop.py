@@ -32,13 +32,13 @@ StepCallback = Callable[[list[int], int], None]
 
 @dataclass
 class GenerationOutput(Mapping[str, Any]):
-    """What a call returns. Like transformers' outputs it may also be read by name (`output["sequences"]`), without the
+    """The result of a call. Like transformers' outputs it may also be read by name (`output["sequences"]`), without the
     fields that are None.
 
     Attributes:
         sequences: [B, L + new] int64, as transformers' generate returns them: the prompts as given (of an
-            encoder-decoder target: what its decoder began with), then the new tokens, padded on the right.
-        stats: what it took.
+            encoder-decoder target: the first tokens of its decoder), then the new tokens, padded on the right.
+        stats: counts and times.
         scores, logits: with `return_dict_in_generate` and `output_scores` or `output_logits`, one [B, V] float32 per
             new token, as processors left them and as the target gave them (zeros for rows that had ended); else None.
         stopped_at_position_limit: of each row, whether it took all positions that the target is exact for
@@ -66,7 +66,7 @@ class GenerationOutput(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Emission:
-    """What a step, or the prompts, gave.
+    """The tokens that a step, or the prompts, gave.
 
     Attributes:
         tokens: [B, P] int64; counts: [B] int64, how many of them are real (0: a finished row).
@@ -95,8 +95,8 @@ class DecodeLoop:
 
     Attributes:
         request: the call's rows, and what they have emitted.
-        scores: what was kept of logits and scores.
-        stats: what it took so far.
+        scores: the logits and scores that were kept.
+        stats: counts and times so far.
     """
 
     def __init__(
@@ -217,16 +217,16 @@ class DecodeLoop:
         return Emission(accepted.next_tokens, counts, logits, accepted.scores, counted)
 
     def held_texts(self) -> HeldTexts | None:
-        """What the next call may find in the cache; None when the loop was interrupted within a step."""
+        """The texts that the next call may find in the cache; None when the loop was interrupted within a step."""
         return self.batch.held_texts() if self._is_between_steps else None
 
     def output(self) -> GenerationOutput:
-        """What there is so far."""
+        """The output so far."""
         return gather_output(self.request, self.scores, self.stats)
 
 
 def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:
-    """What there is so far. Unlike its method, it holds no loop, so none of the loop's buffers either."""
+    """The output so far. It holds no loop, so none of the loop's buffers."""
     stats.num_new_tokens = request.num_new_tokens
     return GenerationOutput(
         request.sequences(), stats, scores.scores(), scores.logits(), request.stopped_at_position_limit

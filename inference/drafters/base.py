@@ -1,4 +1,4 @@
-"""Drafter: what the decode loop knows about a model or method that proposes tokens.
+"""Drafter: the interface between the decode loop and a model or method that proposes tokens.
 
 Legend: B batch, S slots of one call, W frontier nodes of one tree level, C candidate columns, F feature width.
 
@@ -41,7 +41,7 @@ class DraftLogits:
 
 # Not a subclass of `ABC`: its `__slots__` would keep FSDP from changing the class of heads.
 class Drafter(metaclass=ABCMeta):
-    """What the decode loop calls. Trained heads are drafters, and so are drafters without training.
+    """The methods that the decode loop calls. Trained heads are drafters, and so are drafters without training.
 
     A subclass implements `start`, `extend` and `expand`. Everything else has a default that suits most kinds.
 
@@ -107,7 +107,7 @@ class Drafter(metaclass=ABCMeta):
         """Reads accepted slots, forgets the last draft, and scores the children of the root.
 
         Args:
-            state: what `start` returned; updated in place.
+            state: from `start`; updated in place.
             features: [B, S, F] the target's features of the S positions, or None when `feature_layers` is empty.
             next_token_ids: [B, S] int64, the token one position after each feature; the last real one is the root.
             counts: [B] int64; only the first counts[b] slots of row b are real. 0 leaves the row as it was; its scores

@@ -1,4 +1,4 @@
-"""NewSlots: what became certain and the drafter has not seen.
+"""NewSlots: certain slots that the drafter has not seen.
 
 Legend: B batch, S slots, F feature width.
 """

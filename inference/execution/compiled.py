@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 class CompiledExecutor(Executor):
     """Compiles each function at its first call.
 
-    A graph holds the weights as they were when it was made, and the attributes of modules (which adapters are switched
-    on, for one). A compiled decoder does not see later changes.
+    A graph holds the weights as they were when it was made, and the attributes of modules, such as the active
+    adapters. A compiled decoder does not see later changes.
 
     Args:
         modules: their weights are what the functions read.

@@ -1,4 +1,4 @@
-"""Drafting: makes one call's trees, and holds what became certain until the drafter takes it in."""
+"""Drafting: makes one call's trees, and holds certain slots until the drafter takes them in."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TreeChoice:
         """Takes in the outcome of the last step.
 
         Args:
-            counted: for each unfinished row, what `TreePolicy.count_accepted` says; empty for a step without a tree.
+            counted: `TreePolicy.count_accepted` of each unfinished row; empty for a step without a tree.
         """
 
     def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> Any:
