@@ -83,10 +83,6 @@ class StagedDrafter(Drafter, nn.Module):
         return self._counts["saved"]
 
     @property
-    def name(self) -> str:
-        return f"staged, {self.num_guesses} guesses"
-
-    @property
     def config(self) -> Any:
         """The small model's."""
         return self.small.config

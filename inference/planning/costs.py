@@ -25,7 +25,7 @@ from inference.execution.step import DecodeStep
 from inference.targets.target import Target
 from inference.trees.policy import TreePolicy
 
-MEASUREMENT = 10  # raise it with every change that makes stored costs wrong
+MEASUREMENT = 11  # raise it with every change that makes stored costs wrong
 CONTEXTS = (64, 896)  # both fit in the smallest cache of compiled decoding, so that its graphs are measured
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 7
 # Long steps vary little: after this many seconds, this many measured rounds are enough.
@@ -92,7 +92,7 @@ def measure_costs(step: DecodeStep, batch_size: int, sampler: Sampler, *, num_ro
     trees = step.policy.candidates
     largest = max(trees, key=lambda tree: tree.num_nodes)
     plans = [(None, short), (None, long), (largest, short), (largest, long), *((tree, short) for tree in trees)]
-    slots = _blank_slots(step, cache, sampler)
+    slots = _blank_slots(step, batch_size)
 
     def stepping(policy: TreePolicy | None, context: int) -> Callable[[], Any]:
         return lambda: _make_step(step, state, cache, sampler, slots, policy, context)
@@ -109,8 +109,8 @@ def _make_step(
     slots: NewSlots,
     policy: TreePolicy | None,
     context: int,
-) -> torch.Tensor | None:
-    """One step of the decode loop that keeps nothing; returns the features of its nodes."""
+) -> None:
+    """One step of the decode loop that keeps nothing."""
     cache.lengths.fill_(context)
     cache.length_bound = cache.length_floor = context
     if policy is None:
@@ -121,17 +121,17 @@ def _make_step(
     accepted = step.accept(sampler, tree, output.logits, cache.lengths, noise=noise)
     step.commit(cache, tree, accepted, torch.zeros_like(accepted.counts), output.features)
     accepted.next_tokens.tolist()
-    return output.features
 
 
-def _blank_slots(step: DecodeStep, cache: TreeCache, sampler: Sampler) -> NewSlots:
-    """As wide as those of a step, of which none is real."""
-    width, zeros = step.num_depths, torch.zeros_like(cache.lengths)
-    next_ids = zeros[:, None].repeat(1, width)
-    features = _make_step(step, None, cache, sampler, NewSlots(None, next_ids, zeros), None, CONTEXTS[0])
-    if features is not None:
-        features = features[:, :1].expand(-1, width, -1).contiguous()
-    return NewSlots(features, next_ids, zeros)
+def _blank_slots(step: DecodeStep, batch_size: int) -> NewSlots:
+    """As wide as those of a step. None of them is real."""
+    target, width = step.target, step.num_depths
+    zeros = torch.zeros(batch_size, dtype=torch.long, device=target.device)
+    features = None
+    if step.feature_layers:
+        size = len(step.feature_layers) * target.hidden_size
+        features = torch.zeros(batch_size, width, size, dtype=target.dtype, device=target.device)
+    return NewSlots(features, zeros[:, None].repeat(1, width), zeros)
 
 
 def _blank_source(target: Target, batch_size: int) -> Source:
@@ -188,27 +188,21 @@ def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
 
 
 def _describe_drafter(drafter: Any) -> list[Any]:
-    """Its name, settings and dtype; then the same of the drafters it is made of. A wrapper (`__wrapped__`) is left
+    """Its class, settings and dtype; then the same of the drafters it is made of. A wrapper (`__wrapped__`) is left
     out."""
     drafter = inspect.unwrap(drafter)
     config = getattr(drafter, "config", None)
     return [
-        getattr(drafter, "name", type(drafter).__name__),
-        _describe_settings(drafter) if config is None else _digest(config),
+        type(drafter).__name__,
+        sorted((name, value) for name, value in vars(drafter).items() if isinstance(value, int | float)),
+        None if config is None else _digest(config),
         str(getattr(drafter, "dtype", "")),
         *(_describe_drafter(part) for part in getattr(drafter, "drafters", ())),
     ]
 
 
-def _describe_settings(drafter: Any) -> str:
-    """The plain values that a drafter without a config holds."""
-    plain = (bool, int, float, str, tuple)
-    kept = [(name, value) for name, value in vars(drafter).items() if isinstance(value, plain) and name != "drafters"]
-    return repr(sorted(kept))
-
-
 def _digest(config: Any) -> str:
-    """A config's shape, without where it was loaded from."""
+    """A config's values, without where it was loaded from."""
     values = {name: value for name, value in config.to_dict().items() if not name.endswith("name_or_path")}
     return hashlib.sha256(repr(sorted(values.items(), key=lambda item: item[0])).encode()).hexdigest()
 
