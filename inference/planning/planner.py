@@ -45,8 +45,14 @@ class TreePlanner(TreeChoice):
     def __init__(self, policy: TreePolicy) -> None:
         super().__init__(policy)
         self.trees = policy.candidates
-        self.accepted = [0.0] * len(self.trees)  # mean drafted tokens that each candidate accepts
-        self._weights = [0.0] * len(self.trees)
+        # For each candidate the mean of drafted tokens it accepts, and how many rows this is the mean of.
+        self.accepted, self._weights = self._learn_nothing()
+        self._learned: dict[bool, tuple[list[float], list[float]]] = {}
+        # For each candidate those that it contains, without itself.
+        self._contents = [
+            [index for index, other in enumerate(self.trees) if tree.contains(other) and other is not tree]
+            for tree in self.trees
+        ]
         self._costs: dict[tuple[object, ...], StepCosts] = {}
         self._by_rows: dict[int, StepCosts] = {}  # of the present text's sampling, by batch size
         self._chosen: int | None = None  # the present choice: an index, or None for plain decoding
@@ -55,7 +61,12 @@ class TreePlanner(TreeChoice):
         self._rest_steps = REST_STEPS
         self._is_resting = False
 
+    def _learn_nothing(self) -> tuple[list[float], list[float]]:
+        return [0.0] * len(self.trees), [0.0] * len(self.trees)
+
     def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
+        # Greedy and sampled texts accept differently.
+        self.accepted, self._weights = self._learned.setdefault(sampler.do_sample, self._learn_nothing())
         # Finished rows leave; costs in between are interpolated.
         sizes = {batch_size, 1} if step.rows_may_leave else {batch_size}
         self._by_rows = {size: self.find_costs(step, sampler, size) for size in sizes}
@@ -96,7 +107,7 @@ class TreePlanner(TreeChoice):
                 return best, CHOICE_STEPS
             if self._is_resting:  # a probe, before another rest
                 self._is_resting = False
-                self._weights = [min(weight, PROBE_WINDOW) for weight in self._weights]
+                self._weights[:] = [min(weight, PROBE_WINDOW) for weight in self._weights]
                 return best, PROBE_STEPS
         self._is_resting = True
         rest, self._rest_steps = self._rest_steps, min(2 * self._rest_steps, MAX_REST_STEPS)
@@ -135,8 +146,10 @@ class TreePlanner(TreeChoice):
             for index in itertools.compress(range(len(self.trees)), contained):
                 self._weights[index] = min(self._weights[index] + 1.0, WINDOW)
                 self.accepted[index] += (row[index] - self.accepted[index]) / self._weights[index]
-        # The step says nothing about how much more larger trees accept: they rise and fall with the one it drafted.
+        # The step says nothing about how much more larger trees accept: they rise and fall with the one it drafted, but
+        # not below the trees that they contain.
         change = self.accepted[self._chosen] - before
         for index, is_known in enumerate(contained):
             if not is_known and self._weights[index]:
-                self.accepted[index] += change
+                least = max((self.accepted[smaller] for smaller in self._contents[index]), default=0.0)
+                self.accepted[index] = max(self.accepted[index] + change, least)
