@@ -139,7 +139,7 @@ class Decoder:
                 the earlier turns of a conversation or common instructions. The text is the same up to rounding, since
                 the keys and values may come from a pass over other rows. Rows that finished before others leave
                 nothing. Do not use it after a change of weights or adapters.
-            streamer: a transformers streamer (batch 1). It gets every token when it is emitted; its end is always called.
+            streamer: a transformers streamer (batch 1). It gets every emitted token; its end is always called.
             on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
             tokenizer, stop_strings: as in transformers; `token_healing` needs the tokenizer, too.
             **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). Stopping

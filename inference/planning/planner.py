@@ -21,12 +21,15 @@ from inference.trees.policy import TreePolicy
 
 # Steps that a choice holds.
 CHOICE_STEPS = 16
-# Only a large tree tells what trees larger than the chosen one would accept. So the largest is tried until this many
-# rows have shown what it accepts, then for one step before each choice while a larger tree may be faster, and for one
-# step every so many steps at least.
-FIRST_TRIALS, TRIAL_EVERY = 4, 256
-# A tree may be faster if it is so with this many more tokens, over the square root of the rows it was seen on.
-HOPE = 1.5
+# A step tells nothing about trees that its tree does not contain. So the largest tree is drafted first, until this many
+# rows have shown how much it accepts.
+FIRST_TRIALS = 4
+# Later the most promising of the trees that the chosen one does not contain is tried for one step: before a choice, if
+# it may be faster, and every 256 steps at least.
+TRIAL_EVERY = 256
+# A tree may be faster if HOPE / sqrt(rows it was seen on) more tokens would make it faster. HOPE is about the spread of
+# the difference between two trees in one step.
+HOPE = 0.5
 # Acceptance is averaged over about this many rows and steps.
 WINDOW = 128
 # Drafting must be expected to gain this much over plain decoding.
@@ -97,11 +100,11 @@ class TreePlanner(TreeChoice):
         if affordable:
             if untried := [i for i in affordable if self._weights[i] < FIRST_TRIALS]:
                 return self._find_largest(untried), 1
-            trial = self._find_largest(affordable)
             best = max(affordable, key=lambda i: (1.0 + self.accepted[i]) / seconds[i])
             if (1.0 + self.accepted[best]) / seconds[best] > (1.0 + MIN_GAIN) / plain:
                 self._rest_steps, self._is_resting = REST_STEPS, False
-                if self._is_trial_due(best, affordable, seconds):
+                trial = self._find_trial(best, affordable, seconds)
+                if trial is not None:
                     self._steps_since_trial = 0
                     return trial, 1
                 return best, CHOICE_STEPS
@@ -116,14 +119,15 @@ class TreePlanner(TreeChoice):
     def _find_largest(self, indices: Sequence[int]) -> int:
         return max(indices, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth))
 
-    def _is_trial_due(self, best: int, affordable: Sequence[int], seconds: Sequence[float]) -> bool:
-        """Whether to try the largest tree for a step; never twice without a choice in between."""
-        larger = [i for i in affordable if not self.trees[best].contains(self.trees[i])]
-        if not larger or self._steps_since_trial <= CHOICE_STEPS:
-            return False
-        rate = (1.0 + self.accepted[best]) / seconds[best]
-        hopes = ((1.0 + self.accepted[i] + HOPE / self._weights[i] ** 0.5) / seconds[i] for i in larger)
-        return self._steps_since_trial > TRIAL_EVERY or max(hopes) > rate
+    def _find_trial(self, best: int, affordable: Sequence[int], seconds: Sequence[float]) -> int | None:
+        """The tree to try for a step, if any; never twice without a choice in between."""
+        others = [i for i in affordable if not self.trees[best].contains(self.trees[i])]
+        if not others or self._steps_since_trial <= CHOICE_STEPS:
+            return None
+        hopes = {i: (1.0 + self.accepted[i] + HOPE / self._weights[i] ** 0.5) / seconds[i] for i in others}
+        trial = max(others, key=lambda i: hopes[i])
+        is_due = self._steps_since_trial > TRIAL_EVERY or hopes[trial] > (1.0 + self.accepted[best]) / seconds[best]
+        return trial if is_due else None
 
     def _plain_seconds(self, num_rows: int, length: int) -> float:
         return self._mix(num_rows, lambda costs: costs.plain_seconds(length))

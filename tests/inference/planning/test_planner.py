@@ -55,6 +55,20 @@ def test_it_finds_the_best_chain(chance: float, level: float) -> None:
     assert tokens > 0.96 * max(rates.values())
 
 
+def test_a_larger_tree_never_accepts_less_than_those_it_contains() -> None:
+    """Also while only small trees are drafted, whose means fall one after another."""
+    planner = TreePlanner(auto_tree((1, 2, 4), (4, 8), (2, 4)))
+    numbers = random.Random(0)
+    for index in range(len(planner.trees)):
+        planner._chosen = index
+        planner.learn([[min(3, tree.max_depth) for tree in planner.trees]] * 2)
+    for _ in range(30):
+        planner._chosen = numbers.choice([i for i, tree in enumerate(planner.trees) if tree.num_nodes == 4])
+        planner.learn([[min(1, tree.max_depth) for tree in planner.trees]])
+    for index, contained in enumerate(planner._contents):
+        assert all(planner.accepted[index] >= planner.accepted[smaller] - 1e-9 for smaller in contained)
+
+
 def test_dear_nodes_make_small_trees() -> None:
     sizes = []
     for node in (0.001, 0.05):
