@@ -17,10 +17,10 @@ from inference.trees.dynamic import DynamicTree
 from inference.trees.policy import Run, TreePolicy, run_eagerly
 from inference.trees.token_tree import TokenTree
 
-# (depth, top_k, nodes): from the cheapest tree to the default of `DynamicTree`.
+# (depth, top_k, nodes): from the cheapest tree to the default of `DynamicTree`. Batches need those with few nodes.
 SIZES = (
-    *((1, 2, 4), (2, 2, 4), (2, 4, 8), (3, 2, 6), (3, 4, 8), (3, 4, 12), (4, 2, 8), (4, 4, 12), (4, 8, 16)),
-    *((4, 8, 24), (6, 2, 12), (6, 4, 16), (6, 8, 24), (6, 8, 32)),
+    *((2, 1, 3), (3, 1, 4), (4, 1, 5), (1, 2, 4), (2, 2, 4), (3, 2, 6), (4, 2, 8), (2, 4, 8), (3, 4, 8), (4, 4, 12)),
+    *((4, 8, 16), (6, 2, 12), (6, 4, 16), (6, 8, 24), (6, 8, 32)),
 )
 MAX_GAMMA = 8
 
