@@ -197,7 +197,7 @@ class TestLMHeadThatHasNoPlainWeight:
         ids=["medusa", "hydra", "eagle3", "eagle3-reduced"],
     )
     def test_quantised(self, head_type: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("inference.targets.lm_head._ROWS", 10)  # parts of unequal size
+        monkeypatch.setattr("inference.targets.parts._ROWS", 10)  # parts of unequal size
         model: Any = tiny_target("llama")
         model.lm_head = Int8Head(model.lm_head)
         wanted = model.lm_head.weight.float() * model.lm_head.scale
