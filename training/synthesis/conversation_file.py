@@ -133,13 +133,11 @@ def _lock(file: IO[bytes], path: Path) -> None:
     """Keeps a second program from appending to the file."""
     try:
         import fcntl
-    except ImportError:  # Windows has no fcntl
-        return
-    try:
+
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
             f"another process is writing {path}: wait for it, or give every process its own --shard_index"
         ) from None
-    except OSError as error:  # some network file systems have no locks
+    except (ImportError, OSError) as error:  # Windows; some network file systems
         logger.info("%s cannot be locked (%s)", path, error)

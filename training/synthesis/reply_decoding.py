@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from inference import Decoder, GenerationStats
 
@@ -177,39 +175,25 @@ class TurnDecoder:
     def _write_batch(
         self, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], seeds: Sequence[int]
     ) -> list[list[int]]:
-        input_ids, mask = _pad_left(prompts, pad_id=min(stop_ids))
-        device = self.decoder.target.device
-        settings = self.settings
-        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if settings.temperature > 0:  # top_k always: transformers' default keeps only 50 tokens
-            sampling = {
-                "do_sample": True,
-                "temperature": settings.temperature,
-                "top_p": settings.top_p,
-                "top_k": settings.top_k,
-            }
+        """Returns the new tokens of each prompt, up to the first one that ends a turn."""
+        width, device, settings = max(map(len, prompts)), self.decoder.target.device, self.settings
+        pads = [width - len(prompt) for prompt in prompts]
+        input_ids = [[min(stop_ids)] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
+        mask = [[0] * pad + [1] * (width - pad) for pad in pads]
+        is_drawn = settings.temperature > 0
         output = self.decoder.generate(
-            input_ids.to(device),
-            mask.to(device),
+            torch.tensor(input_ids, device=device),
+            torch.tensor(mask, device=device),
             seed=list(seeds),
             max_new_tokens=settings.max_new_tokens,
             eos_token_id=sorted(stop_ids),
             pad_token_id=min(stop_ids),
-            **sampling,
+            do_sample=is_drawn,
+            temperature=settings.temperature if is_drawn else None,
+            top_p=settings.top_p if is_drawn else None,
+            top_k=settings.top_k if is_drawn else None,  # always: transformers' default keeps only 50 tokens
         )
         self.stats += output.stats
-        return [_cut(row, stop_ids) for row in output.sequences[:, input_ids.shape[1] :].tolist()]
-
-
-def _pad_left(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Returns token ids and mask, both [B, longest prompt] int64."""
-    width = max(map(len, prompts))
-    input_ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return input_ids, mask
-
-
-def _cut(ids: list[int], stop_ids: Collection[int]) -> list[int]:
-    """Cuts after the first token that ends a turn."""
-    end = next((count for count, token in enumerate(ids, start=1) if token in stop_ids), len(ids))
-    return ids[:end]
+        rows = output.sequences[:, width:].tolist()
+        ends = [next((n for n, token in enumerate(ids, start=1) if token in stop_ids), len(ids)) for ids in rows]
+        return [ids[:end] for ids, end in zip(rows, ends, strict=True)]

@@ -110,26 +110,24 @@ class DecodedReplies:
 
     def exchange(self, requests: Sequence[TurnRequest]) -> list[tuple[TurnRequest, Reply]]:
         replies: list[tuple[TurnRequest, Reply]] = []
-        for role in ("user", "assistant"):
-            prompts = []
+        for role, stop_ids in self.stop_ids.items():
+            prompts: dict[TurnRequest, list[int]] = {}
             for request in requests:
                 if request.role == role:
                     try:
-                        prompts.append((request, self.template.encode_prompt(request.messages, role, request.tools)))
+                        prompts[request] = self.template.encode_prompt(request.messages, role, request.tools)
                     except TemplateError as error:
                         replies.append((request, Reply("", 0, f"rejected by the chat template ({error})")))
-            turns = (
-                self.writer.write(
-                    [prompt for _, prompt in prompts],
-                    stop_ids=self.stop_ids[role],
-                    seeds=[request.seed for request, _ in prompts],
-                    marks=self.template.marks if role == "assistant" else (),
-                )
-                if prompts
-                else []
+            if not prompts:
+                continue
+            turns = self.writer.write(
+                [*prompts.values()],
+                stop_ids=stop_ids,
+                seeds=[request.seed for request in prompts],
+                marks=self.template.marks if role == "assistant" else (),
             )
-            for (request, _), turn in zip(prompts, turns, strict=True):
-                has_end = bool(turn.token_ids) and turn.token_ids[-1] in self.stop_ids[role]
+            for request, turn in zip(prompts, turns, strict=True):
+                has_end = bool(turn.token_ids) and turn.token_ids[-1] in stop_ids
                 ids = turn.token_ids[: -1 if has_end else None]
                 written = Reply(self.template.decode(ids), len(turn.token_ids), turn.problem)
                 replies.append((request, make_reply(self.template, request, written, ids)))

@@ -99,8 +99,8 @@ class TurnTemplate:
     def find_turn_end(self, role: Role) -> int | None:
         """Returns the special token right after a turn's text; None if ordinary text follows."""
         opening = [] if role == "user" else [{"role": "user", "content": "Hi"}]
-        _, behind = self._render_around([*opening, {"role": role, "content": _SENTINEL}])
-        ids = self.encode(behind.lstrip())
+        _, after = self._render_around([*opening, {"role": role, "content": _SENTINEL}])
+        ids = self.encode(after.lstrip())
         return ids[0] if ids and ids[0] in self.special_ids else None
 
     def find_stop_ids(self, eos_token_id: int | list[int] | None, *, needs_user: bool = False) -> dict[Role, set[int]]:
@@ -113,12 +113,11 @@ class TurnTemplate:
         Raises:
             ValueError: nothing ends a reply, or a user turn that is needed.
         """
-        reply_ends = {*(eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])}
-        found = {"user": {self.find_turn_end("user")}, "assistant": {self.find_turn_end("assistant"), *reply_ends}}
-        stop_ids: dict[Role, set[int]] = {
-            "user": {token_id for token_id in found["user"] if token_id is not None},
-            "assistant": {token_id for token_id in found["assistant"] if token_id is not None},
-        }
+        reply_ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+        found = {"user": [self.find_turn_end("user")], "assistant": [self.find_turn_end("assistant"), *reply_ends]}
+        stop_ids: dict[Role, set[int]] = {"user": set(), "assistant": set()}
+        for role, ends in stop_ids.items():
+            ends |= {token_id for token_id in found[role] if token_id is not None}
         if not stop_ids["assistant"]:
             raise ValueError("neither the target's generation_config nor its chat template names an end of turn")
         if needs_user and not stop_ids["user"]:
@@ -148,8 +147,8 @@ class TurnTemplate:
         rendered = self._render(messages)
         if rendered.count(_SENTINEL) != 1:
             raise ValueError(f"the chat template writes one turn's text {rendered.count(_SENTINEL)} times: use another")
-        before, _, behind = rendered.partition(_SENTINEL)
-        return before, behind
+        before, _, after = rendered.partition(_SENTINEL)
+        return before, after
 
 
 def _split_channels(text: str) -> Iterator[tuple[str, str]]:
