@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from transformers import TrainingArguments
 from training.features.sharded_target import import_deepspeed
 
 
-def _is_requested(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    return (os.environ if environ is None else environ).get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"
+def _is_requested(name: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,12 @@ class Launch:
     strategy: str
 
     @classmethod
-    def read(cls, args: TrainingArguments, environ: Mapping[str, str] | None = None) -> Launch:
-        environ = os.environ if environ is None else environ
+    def read(cls, args: TrainingArguments) -> Launch:
         strategy = "ddp"
         for name, option in (("deepspeed", args.deepspeed), ("fsdp", args.fsdp)):
-            if option or _is_requested(name, environ):
+            if option or _is_requested(name):
                 strategy = name
-        sizes = [environ[key] for key in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if key in environ]
+        sizes = [os.environ[key] for key in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if key in os.environ]
         return cls(int(sizes[0]) if sizes else 1, strategy)
 
 

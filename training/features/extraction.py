@@ -154,22 +154,23 @@ class Extraction:
                 progress(sum(len(self.rows[index]["input_ids"]) for index in numbers))
                 continue
             found: dict[int, StoredRow] = {}
-            for index, row in self._compute([(index, self.rows[index]) for index in numbers]):
+            for index, row in self._compute(numbers):
                 found[index] = row
                 computed += len(row.input_ids)
                 progress(len(row.input_ids))
             write_shard(self.folder, name, [found.pop(index) for index in numbers])
         return computed
 
-    def _compute(self, rows: list[tuple[int, Any]]) -> Iterator[tuple[int, StoredRow]]:
+    def _compute(self, indices: list[int]) -> Iterator[tuple[int, StoredRow]]:
         """Batches rows of similar lengths, to pad little."""
-        rows = sorted(rows, key=lambda row: len(row[1]["input_ids"]))
-        for start in range(0, len(rows), self.batch_size):
-            part = rows[start : start + self.batch_size]
-            batch = self.collate([row for _, row in part])
+        rows = {index: self.rows[index] for index in indices}
+        indices = sorted(rows, key=lambda index: len(rows[index]["input_ids"]))
+        for start in range(0, len(indices), self.batch_size):
+            part = indices[start : start + self.batch_size]
+            batch = self.collate([rows[index] for index in part])
             tensors = self._encode(batch)
-            for place, (index, row) in enumerate(part):
-                count = len(row["input_ids"])
+            for place, index in enumerate(part):
+                count = len(rows[index]["input_ids"])
                 values = {name: value[place, :count].cpu().clone() for name, value in tensors.items()}
                 yield index, StoredRow(batch["input_ids"][place, :count], values)
 
@@ -194,15 +195,11 @@ class Extraction:
     def _take_top(self, last_hidden: Tensor, top_k: int) -> TopLogits:
         """Works in chunks, so that no [B, T, V] tensor is ever alive."""
         parts = [
-            take_top_logits(self.target.compute_logits(part), min(top_k, self.target.vocab_size))
+            vars(take_top_logits(self.target.compute_logits(part), min(top_k, self.target.vocab_size)))
             for part in last_hidden.flatten(0, 1).split(rows_per_chunk(self.target.vocab_size))
         ]
         shape = last_hidden.shape[:2]
-        values, ids, sums = (
-            torch.cat([getattr(part, name) for part in parts]).unflatten(0, shape)
-            for name in ("values", "token_ids", "log_sum_exp")
-        )
-        return TopLogits(values, ids, sums)
+        return TopLogits(**{name: torch.cat([part[name] for part in parts]).unflatten(0, shape) for name in parts[0]})
 
 
 def extract_features(
@@ -266,12 +263,11 @@ def load_rows(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
             "got streaming: an extraction reads the set to its end; leave streaming out, or let training store the "
             "rows it reads (--feature_mode hybrid)"
         )
-    strategy = DataArguments.stopping_strategy
-    every = replace(data_args, validation_fraction=0, packing=False, dataset_weights=[], stopping_strategy=strategy)
-    selected = [every]
+    selected = [replace(data_args, validation_fraction=0, packing=False)]
     if data_args.dataset_weights:  # max_samples counts for each set of a mixture
+        single = replace(selected[0], dataset_weights=[], stopping_strategy=DataArguments.stopping_strategy)
         sets = zip(data_args.dataset, data_args.splits, strict=True)
-        selected = [replace(every, dataset=[name], dataset_split=[split]) for name, split in sets]
+        selected = [replace(single, dataset=[name], dataset_split=[split]) for name, split in sets]
         selected[1:] = [replace(args, eval_dataset=[], eval_split=DataArguments.eval_split) for args in selected[1:]]
     parts = [part for args in selected for part in load_datasets(args, tokenizer, seed=0) if part is not None]
     return datasets.concatenate_datasets(cast(list[datasets.Dataset], parts))

@@ -48,13 +48,11 @@ def prepare_features(
     collate: Collate,
     identify: Callable[[], TargetIdentity],
     rank: int = 0,
-    writes: bool = True,
 ) -> PreparedFeatures:
     """Returns online features, or those of `args.features` after all checks that are possible now.
 
     Args:
         identify: returns the target's identity; called only if there is a store.
-        writes: False: a hybrid run leaves the folder as it is.
 
     Raises:
         ValueError: features of another target, of other layers or of other texts, or no room for new ones.
@@ -78,14 +76,13 @@ def prepare_features(
             "got feature_mode hybrid with a target whose weights the processes share: all processes must run it "
             "together, and a hybrid run lets each compute what it lacks. Extract the features first, or train online"
         )
-    is_new = is_hybrid and not (folder / "index.json").exists()
-    if is_new and writes:
+    if is_hybrid and not (folder / "index.json").exists():
         write_settings(folder, wanted)
-    store = FeatureStore(folder, wanted if is_new and not writes else None)
+    store = FeatureStore(folder)
     check_same_target(folder, store.settings.target, wanted.target)
     if is_hybrid:
         check_can_fill(store, wanted)
-        hybrid = HybridFeatures(online, store, rank=rank, writes=writes)
+        hybrid = HybridFeatures(online, store, rank=rank)
         callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
         return PreparedFeatures(hybrid, hybrid.peek, hybrid.collator(collate), callbacks)
     check_complete(store, heads, loss_type, rows)

@@ -76,10 +76,9 @@ def check_features(
     if not difference <= LOG_PROB_TOLERANCE[target.dtype]:
         raise ValueError(
             f"the states to train on do not give the target's distribution: log-probabilities of its {num_best} best "
-            f"tokens differ by up to {difference:.3g} (allowed {LOG_PROB_TOLERANCE[target.dtype]:g}) over "
-            f"{count} tokens of the first row. Stored features: they are of another checkpoint or text; extract "
-            "them again. Online: the model changes its states or logits in a way that is not known here; please report "
-            "the model"
+            f"tokens differ by up to {difference:.3g} (allowed {LOG_PROB_TOLERANCE[target.dtype]:g}) over {count} "
+            "tokens of the first row. Stored features: they are of another checkpoint or text; extract them again. "
+            "Online: the model changes its states or logits in a way that is not known here; please report the model"
         )
     logger.info("self-check: log-probabilities from the states differ by at most %.2g from the target's", difference)
     return difference

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-Sharding = Literal["none", "fsdp2", "zero3"]
+Sharding = Literal["none", "fsdp2"]
 
 
 def shard_target(model: Any, sharding: Sharding, device: torch.device) -> None:
-    """Moves a frozen, whole model to `device` and splits its layers over all processes as `sharding` says.
+    """Moves a frozen, whole model to `device`; with `fsdp2`, its layers are split over all processes.
 
     Raises:
         ValueError: one process, quantised weights, or no list of layers in the model.
@@ -43,7 +43,7 @@ def shard_target(model: Any, sharding: Sharding, device: torch.device) -> None:
                 f"got shard_target {sharding} for {type(model).__name__} with quantised weights, which cannot be "
                 "split: load it in bfloat16, or leave shard_target out"
             )
-        (_split_with_fsdp if sharding == "fsdp2" else _split_with_zero)(layers, world_size, device)
+        _split(layers, world_size, device)
     model.to(device)
 
 
@@ -73,7 +73,7 @@ def _find_layers(model: Any) -> nn.ModuleList:
     )
 
 
-def _split_with_fsdp(layers: nn.ModuleList, world_size: int, device: torch.device) -> None:
+def _split(layers: nn.ModuleList, world_size: int, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (world_size,))
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
@@ -90,35 +90,6 @@ class _GatherAhead:
     def __call__(self, layer: nn.Module, args: Any) -> None:
         assert isinstance(self.following, FSDPModule)
         self.following.unshard(async_op=True)
-
-
-def _split_with_zero(layers: nn.ModuleList, world_size: int, device: torch.device) -> None:
-    """Uses ZeRO-3's primitives: an engine would also split the embedding and the LM head."""
-    deepspeed = import_deepspeed(device.type)
-    deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    for layer in layers:
-        weights = list(layer.parameters())
-        deepspeed.zero.Init(module=layer, config_dict_or_path=config, dtype=weights[0].dtype)
-        gathering = _Gathering(deepspeed, weights)
-        layer.register_forward_pre_hook(gathering.begin)
-        layer.register_forward_hook(gathering.end, always_call=True)
-
-
-class _Gathering:
-    """Gathers the weights of a layer that ZeRO-3 has split, for as long as the layer runs."""
-
-    def __init__(self, deepspeed: Any, weights: list[nn.Parameter]) -> None:
-        self.deepspeed = deepspeed
-        self.weights = weights
-        self.context: Any = None
-
-    def begin(self, layer: nn.Module, args: Any) -> None:
-        self.context = self.deepspeed.zero.GatheredParameters(self.weights)
-        self.context.__enter__()
-
-    def end(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self.context.__exit__(None, None, None)
 
 
 def import_deepspeed(device_type: str) -> Any:

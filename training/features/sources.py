@@ -175,7 +175,6 @@ class HybridFeatures:
     Args:
         rank: of this process, which writes its own shards.
         shard_bytes: bytes of states in memory at which a shard is written.
-        writes: False: leave the store as it is.
     """
 
     def __init__(
@@ -185,14 +184,13 @@ class HybridFeatures:
         *,
         rank: int = 0,
         shard_bytes: int = SHARD_BYTES,
-        writes: bool = True,
     ) -> None:
         self.online = online
         self.store = store
         self.stored = StoredFeatures(online.target, online.feature_layers, store)
         self.rank = rank
         self.shard_bytes = shard_bytes
-        self.writes = writes
+        self.writes = True  # until the disk is full
         self._rows: dict[int, StoredRow] = {}
         self._written: set[int] = set()  # keys of flushed rows: the store reads new shards only at an epoch's end
         self._size = 0

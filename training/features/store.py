@@ -165,16 +165,13 @@ def _open(path: Path, version: tuple[int, int]) -> Any:
 class FeatureStore:
     """The rows of a store, memory-mapped.
 
-    Args:
-        settings: of a store that does not exist and will not be written; None = read `index.json`.
-
     Raises:
         ValueError: no store there, or a shard that is cut off.
     """
 
-    def __init__(self, folder: Path, settings: StoreSettings | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.settings = settings or read_settings(folder)
+        self.settings = read_settings(folder)
         self._shards: dict[str, _Shard] = {}
         self._places: dict[int, tuple[str, int]] = {}  # key -> (shard, row)
         self.refresh()

@@ -87,7 +87,7 @@ class PlacementArguments:
         default="none",
         metadata={
             "help": "For a target too large for one device: each process keeps a share of the layers' weights and "
-            "gathers a layer when it runs. fsdp2 (torch) or zero3 (DeepSpeed), independent of the heads' strategy."
+            "gathers a layer when it runs. fsdp2, independent of the heads' strategy."
         },
     )
 

@@ -1,11 +1,9 @@
-"""The weight of each drafting step in the loss: a fixed decay, a list, or D-PACE.
+"""The weight of each drafting step in the loss: a fixed decay, or D-PACE.
 
 Legend: B batch, T sequence length, K steps.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,48 +12,12 @@ D_PACE = "d_pace"
 SMOOTHING = 0.5  # alpha of D-PACE (arXiv 2605.18810): the part of a step's weight that a wrong draft keeps
 
 
-def parse_depth_weights(text: str | None) -> str | tuple[float, ...] | None:
-    """Reads `d_pace`, or one number for each step.
+def fixed_weights(num_steps: int, *, step_decay: float, depth_weights: str | None) -> tuple[float, ...]:
+    """Returns the fixed weight of each step: step_decay^k (Medusa, section 2.2.1: lambda 0.8; EAGLE-3: 0.8^k).
 
-    >>> parse_depth_weights("1, 0.8, 0.5")
-    (1.0, 0.8, 0.5)
-
-    Raises:
-        ValueError: anything else, negative numbers, or only zeros.
+    Under D-PACE it is 1, because D-PACE weighs each position.
     """
-    if text is None or text == D_PACE:
-        return text
-    try:
-        weights = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        weights = ()
-    if not weights or not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
-        raise ValueError(
-            f"got depth_weights {text!r}: give d_pace, or one number of at least 0 for each drafting step, not all 0, "
-            "such as 1,0.8,0.5"
-        )
-    return weights
-
-
-def fixed_weights(
-    num_steps: int, *, step_decay: float, depth_weights: str | Sequence[float] | None
-) -> tuple[float, ...]:
-    """Returns the fixed weight of each step: step_decay^k (Medusa, section 2.2.1: lambda 0.8; EAGLE-3: 0.8^k), or the
-    list's. Under D-PACE it is 1, because D-PACE weighs each position.
-
-    Raises:
-        ValueError: the list has another length.
-    """
-    if depth_weights is None:
-        return tuple(step_decay**k for k in range(num_steps))
-    if depth_weights == D_PACE:
-        return (1.0,) * num_steps
-    if len(depth_weights) != num_steps:
-        raise ValueError(
-            f"got {len(depth_weights)} depth_weights for heads that are trained over {num_steps} drafting steps: give "
-            f"{num_steps} numbers"
-        )
-    return tuple(float(weight) for weight in depth_weights)
+    return tuple(1.0 if depth_weights == D_PACE else step_decay**k for k in range(num_steps))
 
 
 @torch.no_grad()

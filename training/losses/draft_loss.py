@@ -53,7 +53,7 @@ def draft_loss(
     *,
     loss_type: str,
     step_decay: float = 1.0,
-    depth_weights: str | Sequence[float] | None = None,
+    depth_weights: str | None = None,
     keeps_graph: bool = False,
 ) -> LossOutput:
     """Returns the sum over steps of the step's weight x the mean loss of the step.
@@ -65,7 +65,7 @@ def draft_loss(
             losses of only the data's tokens: its label) is outside the draft vocabulary. The mean is over the
             positions with a loss.
         step_decay: the weight of step k is step_decay^k, unless `depth_weights` is given.
-        depth_weights: one weight per step, or `d_pace` (`training.losses.depth_weights`).
+        depth_weights: `d_pace` (`training.losses.depth_weights`), or None.
         keeps_graph: compute all gradients in the backward pass, which runs the LM head again where its logits do not
             fit: for heads whose parameters are whole only inside passes (FSDP, ZeRO-3). `d_pace` needs this too, and
             float16, whose gradients underflow before the loss is scaled.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import torch
@@ -12,14 +11,6 @@ from heads import HEAD_TYPES
 from training.data.streaming import check_streaming
 from training.distributed.launch import Launch, check_launch
 from training.options.run_options import RunOptions
-
-# Name in `report_to` -> the packages of which one is needed, and the command that installs one.
-_REPORTERS = {
-    "tensorboard": (("tensorboard", "tensorboardX"), "pip install tensorboard"),
-    "wandb": (("wandb",), 'pip install "draftsmith[wandb]"'),
-    "mlflow": (("mlflow",), 'pip install "draftsmith[mlflow]"'),
-    "trackio": (("trackio",), "pip install trackio"),
-}
 
 
 def check_options(options: RunOptions) -> None:
@@ -71,6 +62,9 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
             f"one process sees {training.n_gpu} GPUs, and heads do not train under DataParallel: start with "
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
         )
+    schedule = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
+    if schedule in ("reduce_lr_on_plateau", "greedy"):
+        yield f"got lr_scheduler_type {schedule}, which follows a metric: give one of the steps, such as cosine"
     if joint.is_on and options.features.features is not None:
         yield (
             f"got features {options.features.features} with lora_r {joint.lora_r}: stored features are stale after the "
@@ -102,18 +96,3 @@ def _missing(options: RunOptions) -> Iterator[str]:
     kind = options.model.head_type
     if kind is not None and kind not in HEAD_TYPES:
         yield f"unknown head_type {kind!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}"
-    for name in options.training.report_to:
-        packages, hint = _REPORTERS.get(name, ((), ""))
-        if packages and not any(importlib.util.find_spec(package) for package in packages):
-            yield f"got report_to {name}, which is not installed: {hint}, or leave it out of report_to"
-    places = options.placement.parse_device_map()
-    on_gpu = [place for place in places.values() if _is_gpu(place)] if isinstance(places, dict) else []
-    if on_gpu and not torch.cuda.is_available():
-        yield (
-            f"got target_device_map with device {on_gpu[0]!r}, and torch sees no CUDA device on this machine: map to "
-            '"cpu" or "disk", or leave it out'
-        )
-
-
-def _is_gpu(place: object) -> bool:
-    return isinstance(place, int) or str(place).startswith("cuda")

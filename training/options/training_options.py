@@ -12,7 +12,6 @@ import torch
 from transformers import TrainingArguments
 
 from training.distributed.launch import settle_devices
-from training.losses.depth_weights import parse_depth_weights
 from training.losses.terms import LOSSES, parse_loss
 
 
@@ -88,9 +87,8 @@ class HeadsTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Drafting step k has weight step_decay**k in the loss; none = the kind's own value."},
     )
-    depth_weights: str | None = field(
-        default=None,
-        metadata={"help": "Weights of the drafting steps instead: d_pace, or one number each, such as 1,0.8,0.5."},
+    depth_weights: Literal["d_pace"] | None = field(
+        default=None, metadata={"help": "Instead of step_decay: d_pace weighs each position by its gain in tokens."}
     )
 
     def __post_init__(self) -> None:
@@ -108,7 +106,7 @@ class HeadsTrainingArguments(TrainingArguments):
             raise ValueError(f"got step_decay {self.step_decay}: it must be above 0 and at most 1")
         if self.loss_type is not None:
             parse_loss(self.loss_type)
-        if parse_depth_weights(self.depth_weights) is not None and self.step_decay is not None:
+        if self.depth_weights is not None and self.step_decay is not None:
             raise ValueError(
                 f"got depth_weights {self.depth_weights!r} and step_decay {self.step_decay}: both set the weights of "
                 "the drafting steps; leave one out"
@@ -132,11 +130,3 @@ class HeadsTrainingArguments(TrainingArguments):
             super()._validate_args()
         finally:
             self.use_cpu = given
-
-
-BY_METRIC = ("reduce_lr_on_plateau", "greedy")
-
-
-def goes_by_metric(args: TrainingArguments) -> bool:
-    """Whether the learning rate depends on the metrics of evaluations, not on the step."""
-    return getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type) in BY_METRIC

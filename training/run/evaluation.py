@@ -19,7 +19,6 @@ from inference import Decoder, GenerationStats, Target
 from inference.targets.model_config import LengthLimit
 from training.data.options import DataArguments
 from training.distributed.whole_heads import whole_heads
-from training.options.training_options import goes_by_metric
 
 
 def eval_prompts(
@@ -98,7 +97,7 @@ def check_best_metric(args: TrainingArguments, metrics: Collection[str], *, can_
         raise ValueError(f"got metric_for_best_model {given}, which these heads do not have; they have {known}")
     if can_decode or metric != "acceptance_length":
         return
-    is_read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST or goes_by_metric(args)
+    is_read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
     if is_read or getattr(args, "early_stopping_patience", None):
         raise ValueError(
             f"metric_for_best_model is {given}, but there is no prompt to measure it on: give num_eval_prompts above "

@@ -10,12 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import SchedulerType
 
 from heads import DraftHeads
 from heads.adapter import FOLDER
 from training.losses.draft_loss import LossOutput
-from training.options.training_options import goes_by_metric
 from training.run.joint_model import JointModel, JointOutput, load_adapter_weights
 from training.run.optimizer import MuonWithAdamW
 from training.run.trainer import HeadsTrainer
@@ -37,12 +35,6 @@ class JointTrainer(HeadsTrainer):
             raise ValueError(
                 "lora_r trains heads and target as one module, which FSDP and ZeRO-3 cannot split: train under DDP, "
                 "ZeRO-1 or ZeRO-2"
-            )
-        if self.joint.args.heads_warmup_steps and goes_by_metric(self.args):
-            name = SchedulerType(self.args.lr_scheduler_type).value
-            raise ValueError(
-                f"got lr_scheduler_type {name} with heads_warmup_steps: its learning rates follow a metric, so the "
-                "adapters' rate cannot wait for the warm-up; give another schedule, or heads_warmup_steps 0"
             )
         self.num_warmup_steps = 0
 

@@ -64,7 +64,10 @@ class PreparedRun:
         with explain_full_disk(trainer, "the trained heads"):
             trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
         record = make_record(trainer, metrics, seconds)
-        write_record(trainer, record)
+        if trainer.args.process_index == 0:
+            # transformers' pickle of the options, which training_config.yaml holds as text
+            (self.output_dir / "training_args.bin").unlink(missing_ok=True)
+            write_text(trainer, "training_record.json", json.dumps(record, indent=2) + "\n")
         write_pages(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
         if trainer.args.push_to_hub:
             trainer.push_to_hub()
@@ -129,14 +132,6 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
         "platform": platform.platform(),
         "metrics": metrics,
     }
-
-
-def write_record(trainer: HeadsTrainer, record: Mapping[str, Any]) -> None:
-    """Writes the record on the main process."""
-    if trainer.args.process_index == 0:
-        # transformers' pickle of the options, which training_config.yaml holds as text
-        (Path(str(trainer.args.output_dir)) / "training_args.bin").unlink(missing_ok=True)
-        write_text(trainer, "training_record.json", json.dumps(record, indent=2) + "\n")
 
 
 def write_text(trainer: HeadsTrainer, name: str, text: str) -> None:

@@ -26,9 +26,9 @@ from training.features.self_check import check_first_row
 from training.features.store_checks import RowsOfRun
 from training.features.target_identity import hash_tokenizer, identify_target
 from training.features.target_loading import check_placement, load_model, loading_whole
-from training.losses.depth_weights import parse_depth_weights
+from training.features.target_options import FeatureArguments
 from training.options.checks import check_options
-from training.options.resolved import resolve_arguments
+from training.options.command_line import resolve_arguments
 from training.options.run_options import RunOptions
 from training.run.evaluation import AcceptanceMeter, eval_prompts
 from training.run.joint_model import JointModel, adapt_target
@@ -90,7 +90,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
     rows = _load_rows(options, models)
     settings = resolve_arguments(*options.parts())
     prompts = eval_prompts(options.data, rows.eval_set, models.tokenizer, limit)
-    description = describe_run(settings, rows.train_set, args.world_size, eval_set=rows.eval_set, prompts=prompts)
+    description = describe_run(settings, rows.train_set, args.world_size)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
     meter = AcceptanceMeter(models.target, models.heads, prompts, options.data.eval_max_new_tokens) if prompts else None
@@ -160,8 +160,9 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
 
 def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> PreparedFeatures:
     tokenizer = models.tokenizer
+    is_trial = options.run.dry_run and options.features.feature_mode == "hybrid"  # stores nothing
     return prepare_features(
-        options.features,
+        FeatureArguments() if is_trial else options.features,
         target=models.target,
         heads=models.heads,
         rows=RowsOfRun(
@@ -171,7 +172,6 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
         collate=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
         identify=partial(identify_target, models.target, options.model.target),
         rank=options.training.process_index,
-        writes=not options.run.dry_run,
     )
 
 
@@ -202,7 +202,7 @@ def _make_trainer(
         features=features.source,
         loss_type=args.loss_type or heads.default_loss,
         step_decay=args.step_decay or heads.default_step_decay,
-        depth_weights=parse_depth_weights(args.depth_weights),
+        depth_weights=args.depth_weights,
         measure_acceptance=meter,
         muon_learning_rate=args.muon_learning_rate,
         run_description=description,

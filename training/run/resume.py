@@ -11,7 +11,6 @@ import json
 import logging
 import re
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 from heads.adapter import CONFIG_FILE, WEIGHTS_FILE
 from training.data.streaming import ConversationStream
 from training.options.command_line import default_of
-from training.options.training_options import BY_METRIC
 from training.run.checkpoints import RUN_FILE, read_run_file
 
 logger = logging.getLogger(__name__)
@@ -147,21 +145,12 @@ def check_same_heads(folder: Path, stored: PreTrainedConfig, wanted: PreTrainedC
         )
 
 
-def describe_run(
-    settings: dict[str, Any],
-    train_set: Any,
-    num_processes: int,
-    *,
-    eval_set: datasets.Dataset | None,
-    prompts: Sequence[list[int]],
-) -> dict[str, Any]:
+def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -> dict[str, Any]:
     """The properties that two runs must share to be the same run, as JSON values.
 
     Args:
-        settings: every option, from `training.options.resolved.resolve_arguments`.
+        settings: every option, from `training.options.command_line.resolve_arguments`.
         train_set: the tokenized conversations, or a stream, which is described by its files.
-        eval_set: the rows of evaluations.
-        prompts: the prompts of evaluations.
     """
     is_stream = isinstance(train_set, ConversationStream)
     data = train_set.describe() if is_stream else fingerprint(train_set)
@@ -174,23 +163,12 @@ def describe_run(
         options["dataloader_num_workers"] = settings.get("dataloader_num_workers")
         options["eval_dataset"] = bool(settings.get("eval_dataset"))
     described = {"num_processes": num_processes, "training data": data, "options": options}
-    if settings.get("lr_scheduler_type") in BY_METRIC:  # the weights then depend on the evaluations
-        by_decoding = str(settings.get("metric_for_best_model")).endswith("acceptance_length")
-        names = ("eval_strategy", "eval_steps", *(("eval_max_new_tokens",) if by_decoding else ()))
-        options |= {name: settings.get(name) for name in names}
-        described["held-out data"] = _hash_prompts(prompts) if by_decoding else fingerprint(eval_set)
     found: dict[str, Any] = json.loads(json.dumps(described, default=str))
     return found
 
 
-def _hash_prompts(prompts: Sequence[list[int]]) -> str:
-    return f"{len(prompts)} prompts, {hashlib.blake2b(repr(prompts).encode(), digest_size=16).hexdigest()}"
-
-
-def fingerprint(rows: datasets.Dataset | None) -> str:
+def fingerprint(rows: datasets.Dataset) -> str:
     """Number of tokenized rows, and a hash of all columns in order."""
-    if rows is None:
-        return "none"
     digest = hashlib.blake2b(digest_size=16)
     for batch in rows.with_format("arrow").iter(1000):
         for name in sorted(batch.column_names):

@@ -124,16 +124,12 @@ class _StepClock(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.seconds: list[float] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds.append(-_now())
+        self.seconds.append(-time.perf_counter())
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds[-1] += _now()
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[-1] += time.perf_counter()
 
 
 def _peak_bytes() -> int:

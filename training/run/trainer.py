@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -27,7 +27,6 @@ from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatu
 from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from training.losses.teacher import compute_teacher
-from training.options.training_options import goes_by_metric
 from training.run.checkpoints import ExactEpochs, write_run_file, write_whole
 from training.run.evaluation import check_best_metric
 from training.run.optimizer import MuonWithAdamW
@@ -47,7 +46,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         features: the source of the target's states; None = the target runs on every batch.
         loss_type: see `training.losses.draft_loss`, also for the next two.
         step_decay: the weight of depth k is step_decay^k.
-        depth_weights: weights of the depths instead of `step_decay`.
+        depth_weights: `d_pace` instead of `step_decay`, or None.
         measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
             decoding prompts with the heads as they are.
         muon_learning_rate: trains hidden matrices with Muon (`training.run.optimizer`); None = AdamW for all.
@@ -64,7 +63,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         target: Target,
         loss_type: str,
         step_decay: float,
-        depth_weights: str | Sequence[float] | None = None,
+        depth_weights: str | None = None,
         features: FeatureSource | None = None,
         measure_acceptance: Callable[[], dict[str, float]] | None = None,
         muon_learning_rate: float | None = None,
@@ -83,7 +82,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         check_loss(loss_type, self.heads)
         self.measure_acceptance = measure_acceptance
         num_steps = self.heads.num_unrolled_steps
-        fixed_weights(num_steps, step_decay=step_decay, depth_weights=depth_weights)  # raises on a wrong number
         ranks = [f"top{n}_depth{k + 1}" for k in range(num_steps) for n in (1, 5)]
         metrics = ["loss", *ranks, *self.more_metrics]
         check_best_metric(self.args, metrics, can_decode=measure_acceptance is not None)
@@ -139,12 +137,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 more_groups=self.make_more_groups(),
             )
         return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As Trainer's, but a schedule that follows a metric knows whether the metric should rise."""
-        if goes_by_metric(self.args) and self.args.greater_is_better:  # torch expects a metric that falls
-            self.args.lr_scheduler_kwargs = {"mode": "max", **cast(dict[str, Any], self.args.lr_scheduler_kwargs or {})}
-        return super().create_scheduler(num_training_steps, optimizer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         if not isinstance(self.train_dataset, ConversationStream):

@@ -22,10 +22,10 @@ def args(tmp_path: Path) -> HeadsTrainingArguments:
 
 def test_one_process_is_what_it_says(args: HeadsTrainingArguments) -> None:
     check_launch(args)
-    assert Launch.read(args, {}) == Launch(num_processes=1, strategy="ddp")
+    assert Launch.read(args) == Launch(num_processes=1, strategy="ddp")
 
 
-def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments) -> None:
+def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
     for environ, expected in (
         ({"WORLD_SIZE": "8"}, Launch(8, "ddp")),
@@ -33,7 +33,10 @@ def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments) -
         ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", **accelerate}, Launch(2, "fsdp")),
         ({"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true", **accelerate}, Launch(2, "deepspeed")),
     ):
-        assert Launch.read(args, environ) == expected
+        with monkeypatch.context() as patch:
+            for key, value in environ.items():
+                patch.setenv(key, value)
+            assert Launch.read(args) == expected
 
 
 @pytest.mark.parametrize(

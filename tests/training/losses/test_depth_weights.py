@@ -8,7 +8,7 @@ import torch
 from heads import DraftStep
 from tests.training.loss_cases import BATCH, LENGTH, Case, every_loss
 from tests.training.losses.test_losses_of_slots import gather_slots
-from training.losses.depth_weights import fixed_weights, parse_depth_weights, weigh_by_d_pace
+from training.losses.depth_weights import weigh_by_d_pace
 from training.losses.draft_loss import LossOutput, draft_loss
 
 
@@ -105,21 +105,3 @@ def test_d_pace_finds_the_steps_of_a_slot_wherever_their_columns_are() -> None:
     found = run(case, "distillation", "d_pace")
     assert found.loss_counts[2] < expected.loss_counts[2]
     assert found.loss_sums[0] < expected.loss_sums[0], "drafts that stop earlier are worth less"
-
-
-def test_a_list_weighs_each_step() -> None:
-    case = Case()
-    found = run(case, "distillation", (1.0, 0.0, 0.25))
-    alone = [total / count for total, count in zip(found.loss_sums, found.loss_counts, strict=True)]
-    torch.testing.assert_close(found.loss.detach(), alone[0] + 0.25 * alone[2])
-    with pytest.raises(ValueError, match="got 2 depth_weights for heads that are trained over 3 drafting steps"):
-        run(case, "distillation", (1.0, 0.5))
-
-
-def test_options() -> None:
-    assert parse_depth_weights("1, 0.8,0") == (1.0, 0.8, 0.0)
-    assert (parse_depth_weights(None), parse_depth_weights("d_pace")) == (None, "d_pace")
-    assert fixed_weights(3, step_decay=0.5, depth_weights=None) == (1.0, 0.5, 0.25)
-    for text in ("dpace", "", "1,", "-1,2", "0,0", "nan", "inf,1"):
-        with pytest.raises(ValueError, match="give d_pace, or one number of at least 0 for each"):
-            parse_depth_weights(text)

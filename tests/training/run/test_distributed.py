@@ -118,7 +118,7 @@ def start(words: list[str]) -> str:
             "deepspeed_zero2", {"distributed_type": "DEEPSPEED", "zero_stage": 2}, "none", marks=needs_deepspeed
         ),
         pytest.param(
-            "deepspeed_zero3", {"distributed_type": "DEEPSPEED", "zero_stage": 3}, "zero3", marks=needs_deepspeed
+            "deepspeed_zero3", {"distributed_type": "DEEPSPEED", "zero_stage": 3}, "fsdp2", marks=needs_deepspeed
         ),
     ],
 )

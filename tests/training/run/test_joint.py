@@ -419,8 +419,3 @@ class TestRefusals:
     def test_unknown_layers(self) -> None:
         with pytest.raises(ValueError, match="nowhere"):
             add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=["nowhere"]))
-
-    def test_a_schedule_that_is_no_function_of_the_step(self, train: Runner) -> None:
-        options = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "validation_fraction": 0.25}
-        with pytest.raises(ValueError, match="reduce_lr_on_plateau with heads_warmup_steps"):
-            train(**{**JOINT, **options, "heads_warmup_steps": 2, "metric_for_best_model": "loss"})

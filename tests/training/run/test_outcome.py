@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.conftest import REPOSITORY
 from tests.training.runner import Runner, interrupt_at_step
@@ -61,11 +60,6 @@ class TestBadInput:
             ({"target": "./nowhere"}, "./nowhere"),
             ({"resume_from_checkpoint": "nowhere"}, "cannot resume from nowhere: config.json is missing"),
             ({"output_dir": "wrong.jsonl/heads"}, "Not a directory"),
-            pytest.param(
-                {"target_device_map": '{"": 0}'},
-                "with device 0, and torch sees no CUDA device on this machine: map to",
-                marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA"),
-            ),
         ],
     )
     def test_the_program_ends_in_one_line(
