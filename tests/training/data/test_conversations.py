@@ -178,16 +178,6 @@ def test_repositories_have_subsets_and_splits(repository: Path) -> None:
         assert to_messages(good) == [TWO_TURNS]
 
 
-def test_what_a_repository_lacks_is_named(repository: Path) -> None:
-    for name, split, message in (
-        (f"{repository}", "train", "pick one among the available configs.*. A subset is named"),
-        (f"{repository}:major", "train", "'major' not found. Available: .'main', 'other'"),
-        (f"{repository}:main", "validation", r"Unknown split \"validation\". Should be one of .'train', 'test'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_conversations([name], split=split)
-
-
 def test_parquet_files_read_as_json_does(tmp_path: Path) -> None:
     """A table has every key in every row, null where there is none; nested ones are dropped."""
     calls = [{"type": "function", "function": {"name": "look", "arguments": json.dumps({"at": "x"})}}]

@@ -42,12 +42,6 @@ def test_unusable_conversations_are_dropped_and_counted(tokenizer: Any, caplog: 
     assert any("a user must begin" in warning for warning in warnings)
 
 
-def test_rows_are_the_same_with_several_processes(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = to_dataset(*[TWO_TURNS] * 5)
-    single = tokenize_conversations(conversations, tokenizer, max_length=64).to_dict()
-    assert tokenize_conversations(conversations, tokenizer, max_length=64, num_proc=2).to_dict() == single
-
-
 def test_tokenizers_that_cannot_mask_are_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="max_length is 0"):
         tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=0)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from hashlib import blake2b
 from itertools import islice
@@ -13,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from tests.conftest import REPOSITORY
 from tests.training.conversation_cases import sharegpt, write
 from tests.training.runner import WORDS, InterruptedRunError, Runner, assert_same, interrupt_at_step
 from training.data.conversations import BadLineError
@@ -227,32 +222,3 @@ class TestRuns:
     def test_what_a_stream_cannot_do_is_refused(self, train: Runner, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             train(**{**self.STREAMED, **options})
-
-    @pytest.mark.slow
-    def test_two_processes_train_as_one_with_batches_of_twice_the_size(self, train: Runner) -> None:
-        """In order, process r reads the conversations r, r + 2, ...: together the batches of a single process."""
-        exact: dict[str, Any] = {
-            "streaming": True,
-            "shuffle_buffer": 1,
-            "head_overrides": ["ttt_steps=2"],
-            "optim": "sgd",
-            "learning_rate": 0.02,
-            "max_grad_norm": 0.0,
-            "lr_scheduler_type": "constant",
-            "max_steps": 4,
-            "validation_fraction": 0,
-            "num_eval_prompts": 0,
-        }
-        arguments = train.arguments(**exact, per_device_train_batch_size=2)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [*launcher, "training/train_heads.py", *arguments]
-        result = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=500
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        two = train.weights()
-        shutil.rmtree(train.output_dir)
-        train(**exact, per_device_train_batch_size=4)
-        for name, tensor in train.weights().items():
-            torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)

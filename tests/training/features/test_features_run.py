@@ -215,10 +215,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"do not give the target's distribution: .* extract them again"):
             train(features=tmp_path / "features")
 
-    def test_a_target_that_is_trained(self, train: Runner, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"got features \S+ with lora_r 4: .* leave one of the two out"):
-            train(features=tmp_path / "features", lora_r=4)
-
     def test_no_room(self, train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store_checks, "free_space", lambda folder: 10**4)
         with pytest.raises(ValueError, match=r"would take 0\.00028\d GB more in \S+, and 1e-05 GB are free there"):

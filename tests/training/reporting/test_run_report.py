@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from heads import DraftHeads
-from inference import GenerationStats
-from tests.training.runner import Runner, assert_same, write_conversations
-from training.reporting.examples import Example, Piece
+from tests.training.runner import Runner, write_conversations
 from training.reporting.model_card import render_card
 from training.reporting.report import render_report
 from training.run import outcome
@@ -103,25 +100,6 @@ class TestReport:
         assert "runtime" not in card
         assert "report.html" not in card
 
-    def test_texts_are_escaped(self) -> None:
-        example = Example("<script>alert(1)</script>", [Piece("<b>a & b</b>", True), Piece('"', False)], 2.0)
-        stats = GenerationStats()
-        stats.count_step(1)
-        text = render_report(
-            "<i>",
-            summary={"command": "<img src=x>"},
-            history=[{"step": 1, "loss": 2.0}],
-            options={"target": "</td>"},
-            data={},
-            examples=[example],
-            stats=stats,
-        )
-        page = Page(text)
-        assert not {"script", "b", "i"} & {tag for tag, _ in page.tags}
-        assert [attrs for tag, attrs in page.tags if tag == "img" and attrs.get("src") == "x"] == []
-        assert {"<script>alert(1)</script>", "<b>a & b</b>", "<img src=x>", "</td>"} < set(page.texts)
-        assert page.drafted[-1] == "<b>a & b</b>"
-
     def test_without_matplotlib_there_are_no_curves(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -174,8 +152,3 @@ class TestProgress:
             r"100%.*8/8 \[.*tokens/s=[\d,]+, loss=\d+\.\d+, first draft=[\d.]+%, acceptance length=\d\.\d\d",
             line,
         )
-
-
-def test_the_heads_are_those_of_the_run(train: Runner) -> None:
-    train(report=True, save_strategy="steps", save_steps=8)
-    assert_same(train.weights(), load_file(train.output_dir / "checkpoint-8" / "model.safetensors"))

@@ -115,6 +115,7 @@ def kill(processes: Any, train: Runner, options: dict[str, Any], last: int, firs
     return max((int(folder.name.removeprefix("checkpoint-")) for folder in folders), default=0)
 
 
+@pytest.mark.slow
 @needs_muon
 def test_a_run_that_is_killed_twice_goes_on_as_if_it_had_not_been(train: Runner, processes: Any) -> None:
     expected, num_moments, draw = uninterrupted(processes, train, EAGLE)

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from heads import HEAD_TYPES, DraftHeads, create_heads
+from heads import DraftHeads, create_heads
 from inference import Target, generate
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import (
@@ -37,7 +37,7 @@ LEARNABLE: dict[str, dict[str, Any]] = {
 
 
 class TestARun:
-    @pytest.mark.parametrize("head_type", HEAD_TYPES)
+    @pytest.mark.parametrize("head_type", ["medusa", "eagle3", "block"])
     def test_learns_evaluates_and_saves(self, train: Runner, target_path: Path, head_type: str) -> None:
         options = {"max_steps": 30, "save_strategy": "steps", "save_steps": 30, **LEARNABLE.get(head_type, {})}
         metrics = train(head_type=head_type, head_overrides=None, **options)
@@ -98,7 +98,6 @@ class TestARun:
         ("options", "evaluations"),
         [
             ({"eval_strategy": "no"}, 1),
-            ({"eval_strategy": "steps", "eval_steps": 2}, 2),
             ({"eval_strategy": "steps", "eval_steps": 3}, 2),
             ({"eval_strategy": "no", "validation_fraction": 0.0}, 0),
         ],
@@ -139,13 +138,6 @@ class TestARun:
         assert not torch.equal(again.weights()["fc.weight"], before["fc.weight"])
         train(max_steps=1, dataset=others)
         assert not torch.equal(train.weights()["d2t"], before["d2t"]), "the data would give another one"
-
-    def test_tensorboard_is_opt_in_and_works_offline(self, train: Runner) -> None:
-        pytest.importorskip("tensorboard")
-        train(max_steps=1)
-        assert not list(train.output_dir.rglob("events.out.tfevents.*"))
-        train(max_steps=1, report_to="tensorboard")
-        assert list(train.output_dir.rglob("events.out.tfevents.*"))
 
 
 class TestHeldOutConversations:

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.conftest import needs_muon
 from tests.training.runner import (
     WORDS,
     InterruptedRunError,
@@ -23,7 +22,6 @@ from tests.training.runner import (
     write_conversations,
 )
 from training.run import preparation
-from training.run.stopping import TrainingStoppedError
 from training.run.trainer import HeadsTrainer
 
 
@@ -78,17 +76,6 @@ class TestResume:
         assert measured(12) == [5, 10, 12]
         assert_same(train.weights(), weights)
 
-    @needs_muon
-    def test_goes_on_with_muon(self, train: Runner, uninterrupted: dict[str, Tensor]) -> None:
-        options = {**self.SAVED, "muon_learning_rate": 0.02}
-        train(**options)
-        weights = train.weights()
-        assert not torch.equal(weights["fc.weight"], uninterrupted["fc.weight"]), "that is what AdamW learns"
-        shutil.rmtree(train.output_dir)
-        self.interrupt(train, 5, muon_learning_rate=0.02)
-        train(**options, resume_from_checkpoint=True)
-        assert_same(train.weights(), weights)
-
     def test_passes_over_a_torn_checkpoint(
         self, train: Runner, uninterrupted: dict[str, Tensor], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -100,28 +87,6 @@ class TestResume:
             train(**self.SAVED, resume_from_checkpoint=True)
         assert "checkpoint-6 is skipped: model.safetensors is cut off" in caplog.text
         assert "checkpoint-4 is skipped: trainer_state.json is missing" in caplog.text
-        assert_same(train.weights(), uninterrupted)
-
-    def test_a_full_disk_leaves_the_checkpoint_before(
-        self, train: Runner, uninterrupted: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        save = torch.save
-        written: list[str] = []
-
-        def fail_at_the_third_optimizer(content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-            written.append(Path(path).name)
-            if written.count("optimizer.pt") == 3:
-                Path(path).write_bytes(b"half")
-                raise OSError(28, "No space left on device")
-            save(content, path, *args, **kwargs)
-
-        monkeypatch.setattr(torch, "save", fail_at_the_third_optimizer)
-        with pytest.raises(TrainingStoppedError, match=r"checkpoint-6 could not be written .*No space left"):
-            train(**self.SAVED)
-        monkeypatch.setattr(torch, "save", save)
-        assert not (train.output_dir / "checkpoint-6").exists()
-        assert not (train.output_dir / ".incomplete-checkpoint").exists(), "the space is needed"
-        train(**self.SAVED, resume_from_checkpoint=True)
         assert_same(train.weights(), uninterrupted)
 
     def test_keeps_the_draft_vocabulary_of_the_checkpoint(
@@ -136,15 +101,6 @@ class TestResume:
         train(max_steps=1)
         assert not torch.equal(train.weights()["d2t"], vocabulary), "the data would give another one"
 
-    def test_counts_no_tokens(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.interrupt(train, 5)
-
-        def fail(*args: Any) -> Tensor:
-            raise AssertionError("the vocabulary is stored with the heads")
-
-        monkeypatch.setattr(preparation, "count_tokens", fail)
-        train(**self.SAVED, resume_from_checkpoint=True)
-
     def test_a_finished_run_trains_and_evaluates_nothing(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         metrics = train(**self.SAVED)
         weights = train.weights()
@@ -152,11 +108,6 @@ class TestResume:
         monkeypatch.setattr(HeadsTrainer, "evaluation_loop", None)
         assert train(**self.SAVED, resume_from_checkpoint=True) == pytest.approx(metrics, abs=1e-4)
         assert_same(train.weights(), weights)
-
-    def test_other_heads_are_refused(self, train: Runner) -> None:
-        self.interrupt(train, 5)
-        with pytest.raises(ValueError, match=r"checkpoint-4 holds heads with ttt_steps 2 \(now 3\): resume"):
-            train(resume_from_checkpoint=True, head_overrides=["ttt_steps=3", "draft_vocab_size=40"])
 
     def test_another_run_is_refused(self, train: Runner) -> None:
         """Everything that differs is named at once."""
@@ -196,12 +147,6 @@ class TestResume:
             train(**self.SAVED, resume_from_checkpoint=True, dataset=moved)
         train(**self.SAVED, resume_from_checkpoint=True, resume_with_changes=True, dataset=moved)
         assert "num_processes 2 (now 1): this is no exact resume" in caplog.text
-
-    def test_nothing_to_resume_starts_from_the_beginning(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.WARNING):
-            train(max_steps=1, resume_from_checkpoint=True)
-        assert "no complete checkpoint in" in caplog.text
-        assert train.weights()
 
 
 def test_what_is_learned_does_not_depend_on_what_is_measured(train: Runner) -> None:
@@ -260,18 +205,6 @@ class TestBestCheckpoint:
         interrupt_at_step(4, monkeypatch)  # stopped is finished
         train(**options, resume_from_checkpoint=True)
         assert_same(train.weights(), weights)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"early_stopping_patience": 0}, "early_stopping_patience 0: it must be at least 1"),
-            ({"early_stopping_patience": 2, "eval_strategy": "no"}, "2 without evaluations: give eval_strategy"),
-            ({"early_stopping_patience": 2, "num_eval_prompts": 0}, "acceptance_length, but there is no prompt to"),
-        ],
-    )
-    def test_what_cannot_be_measured_is_refused(self, train: Runner, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            train(**{**self.WORSE, **options})
 
     def test_without_prompts_there_is_no_best_one(self, train: Runner) -> None:
         train(**self.WORSE, num_eval_prompts=0, max_steps=1)

@@ -44,18 +44,9 @@ class TestNotFinite:
             run.finish()
         return str(error.value)
 
-    def test_weights_of_the_heads(self, train: Runner) -> None:
-        run = prepare(train)
-        with torch.no_grad():
-            run.trainer.model.fc.weight[0, 0] = torch.nan
-        message = self.stop(run)
-        assert message.startswith("stopped at step 1: the loss at depth 1, 2 is NaN or infinite (distillation). ")
-        assert message.endswith("There is no complete checkpoint.")
-
-    @pytest.mark.parametrize("accumulated", [1, 2])
-    def test_a_huge_learning_rate(self, train: Runner, accumulated: int) -> None:
+    def test_a_huge_learning_rate(self, train: Runner) -> None:
         """Three good steps; the fourth throws the weights away, and at the fifth the optimizer is stopped."""
-        run = prepare(train, gradient_accumulation_steps=accumulated)
+        run = prepare(train, gradient_accumulation_steps=2)
         run.trainer.add_callback(HugeRate())
         message = self.stop(run)
         assert message.startswith("stopped at step 5: the loss at depth 1, 2 is NaN or infinite (distillation). ")
@@ -109,12 +100,11 @@ class TestFullDisk:
         with pytest.raises(TrainingStoppedError, match=rf"{name} could not be written into .* MiB are free\."):
             train(max_steps=1)
 
-    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
-    def test_the_checkpoint_before_stays_and_is_resumed(self, train: Runner, tmp_path: Path, name: str) -> None:
+    def test_the_checkpoint_before_stays_and_is_resumed(self, train: Runner, tmp_path: Path) -> None:
         """The kernel itself refuses to write the file any further."""
         train(**SAVED)
         weights = train.weights()
-        num_bytes = (train.output_dir / "checkpoint-8" / name).stat().st_size - 100
+        num_bytes = (train.output_dir / "checkpoint-8" / "optimizer.pt").stat().st_size - 100
         train.output_dir.rename(tmp_path / "uninterrupted")
         message = tmp_path / "message"
         context = multiprocessing.get_context("forkserver")

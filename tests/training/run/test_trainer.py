@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from heads import HEAD_TYPES, DraftHeads, create_heads
+from heads import DraftHeads, create_heads
 from inference import Target
 from inference.targets.encoding import encode
-from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from training.data.collation import ConversationCollator
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
 from training.options.training_options import HeadsTrainingArguments
-from training.run.optimizer import MuonWithAdamW
 from training.run.trainer import HeadsTrainer
 
 Rows = list[dict[str, list[int]]]
@@ -105,8 +103,7 @@ def mean_loss(target: Target, heads: DraftHeads, rows: Rows, step_decay: float =
 
 
 class TestAccumulation:
-    @pytest.mark.parametrize("head_type", ["medusa", "eagle3"])
-    @pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 4), (2, 2)])
+    @pytest.mark.parametrize(("head_type", "batch_size", "accumulation"), [("medusa", 2, 2), ("eagle3", 1, 4)])
     def test_equals_one_big_batch(
         self, target: Target, head_type: str, batch_size: int, accumulation: int, tmp_path: Path
     ) -> None:
@@ -213,12 +210,6 @@ class TestEvaluation:
         assert first["eval_loss"] == again["eval_loss"] != other["other_loss"]
         assert not [key for key in other if key.startswith("eval_")]
 
-    def test_gathers_no_logits(self, target: Target, tmp_path: Path) -> None:
-        trainer = make_trainer(target, make_heads(target, "medusa"), tmp_path, [], eval_rows=make_rows(UNEVEN))
-        output = trainer.predict(make_rows(UNEVEN))
-        assert output.predictions is None
-        assert output.label_ids is None
-
     def test_heads_measure_in_eval_mode_and_go_on_in_training_mode(self, target: Target, tmp_path: Path) -> None:
         heads = make_heads(target, "medusa")
         modes = []
@@ -270,39 +261,6 @@ def test_the_acceptance_length_reaches_the_logs_and_early_stopping(target: Targe
     logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert [entry["eval_acceptance_length"] for entry in logged] == [2.0, 1.5]
     assert {"eval_top1_depth1", "eval_top5_depth5", "step"} <= logged[0].keys()
-
-
-class TestMuon:
-    @needs_muon
-    @pytest.mark.parametrize("head_type", HEAD_TYPES)
-    def test_hidden_matrices_are_muons_and_the_rest_is_adamws(
-        self, target: Target, head_type: str, tmp_path: Path
-    ) -> None:
-        """LM heads are told by their shape here: one row for each token."""
-        heads = make_heads(target, head_type)
-        options = {"learning_rate": 0.003, "adam_beta1": 0.8, "adam_beta2": 0.7, "adam_epsilon": 1e-6}
-        trainer = make_trainer(target, heads, tmp_path, [], muon_learning_rate=0.02, weight_decay=0.125, **options)
-        optimizer = trainer.create_optimizer()
-        assert isinstance(optimizer, MuonWithAdamW)
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        kinds = []
-        for name, parameter in heads.named_parameters():
-            group = groups.pop(id(parameter))
-            is_matrix, is_lm_head = parameter.ndim == 2, parameter.shape == (target.vocab_size, target.hidden_size)
-            kinds.append("LM head" if is_lm_head else "hidden" if is_matrix else "vector")
-            assert group["weight_decay"] == (0.125 if is_matrix else 0), name
-            if kinds[-1] == "hidden":
-                assert (group["lr"], "momentum" in group, "betas" in group) == (0.02, True, False), name
-            else:
-                assert (group["lr"], group["betas"], group["eps"]) == (0.003, (0.8, 0.7), 1e-6), name
-        assert not groups
-        assert "hidden" in kinds
-        has_own_lm_head = any("lm_head" in name.split(".") for name, _ in heads.named_parameters())
-        assert ("LM head" in kinds) == has_own_lm_head, "some kinds borrow the target's"
-
-    def test_without_its_learning_rate_adamw_trains_all(self, target: Target, tmp_path: Path) -> None:
-        optimizer = make_trainer(target, make_heads(target, "medusa"), tmp_path, []).create_optimizer()
-        assert isinstance(optimizer, torch.optim.AdamW)
 
 
 def test_training_logs_accuracy_of_the_steps_since_the_last_line(target: Target, tmp_path: Path) -> None:

@@ -272,14 +272,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match="on_policy_fraction with streaming"):
             train(**ON_POLICY, streaming=True)
 
-    def test_workers_that_outlive_an_epoch(self, train: Runner) -> None:
-        with pytest.raises(ValueError, match=r"on_policy_fraction with dataloader_persistent_workers.*: leave one out"):
-            train(**ON_POLICY, dataloader_persistent_workers=True, dataloader_num_workers=1)
-
-    def test_packing(self, train: Runner) -> None:
-        with pytest.raises(ValueError, match="on_policy_fraction with packing"):
-            train(**ON_POLICY, packing=True)
-
     def test_replies_as_long_as_the_target(self, train: Runner) -> None:
         with pytest.raises(ValueError, match=r"max_new_tokens is 4096, but the target has \d+ positions"):
             train(**{**ON_POLICY, "on_policy_max_new_tokens": 4096})
