@@ -200,11 +200,7 @@ def _make_trainer(
     return (JointTrainer if joint.is_on else HeadsTrainer)(
         target=models.target,
         features=features.source,
-        loss_type=args.loss_type or heads.default_loss,
-        step_decay=args.step_decay or heads.default_step_decay,
-        depth_weights=args.depth_weights,
         measure_acceptance=meter,
-        muon_learning_rate=args.muon_learning_rate,
         run_description=description,
         model=JointModel(heads, models.target, joint) if joint.is_on else heads,
         args=args,

@@ -44,14 +44,10 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     Args:
         target: the frozen target that the heads are bound to.
         features: the source of the target's states; None = the target runs on every batch.
-        loss_type: see `training.losses.draft_loss`, also for the next two.
-        step_decay: the weight of depth k is step_decay^k.
-        depth_weights: `d_pace` instead of `step_decay`, or None.
         measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
             decoding prompts with the heads as they are.
-        muon_learning_rate: trains hidden matrices with Muon (`training.run.optimizer`); None = AdamW for all.
         run_description: from `training.run.resume.describe_run`; stored with every checkpoint.
-        **kwargs: arguments of `transformers.Trainer`.
+        **kwargs: arguments of `transformers.Trainer`; `args` are `HeadsTrainingArguments`.
     """
 
     logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # prefixes of metrics in training logs
@@ -61,25 +57,22 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self,
         *,
         target: Target,
-        loss_type: str,
-        step_decay: float,
-        depth_weights: str | None = None,
         features: FeatureSource | None = None,
         measure_acceptance: Callable[[], dict[str, float]] | None = None,
-        muon_learning_rate: float | None = None,
         run_description: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.run_description = run_description or {}
-        self.muon_learning_rate = muon_learning_rate
         self.target = target
         self._is_target_split = is_sharded(target.model)
         self.features = features
-        self.loss_type = loss_type
-        self.step_decay = step_decay
-        self.depth_weights = depth_weights
-        check_loss(loss_type, self.heads)
+        options: Any = self.args
+        self.loss_type: str = options.loss_type or self.heads.default_loss
+        self.muon_learning_rate: float | None = options.muon_learning_rate
+        self.step_decay: float = options.step_decay or self.heads.default_step_decay
+        self.depth_weights: str | None = options.depth_weights
+        check_loss(self.loss_type, self.heads)
         self.measure_acceptance = measure_acceptance
         num_steps = self.heads.num_unrolled_steps
         ranks = [f"top{n}_depth{k + 1}" for k in range(num_steps) for n in (1, 5)]

@@ -56,9 +56,7 @@ def make_heads(target: Target, head_type: str, **overrides: Any) -> DraftHeads:
 def make_trainer(
     target: Target, heads: DraftHeads, output_dir: Path, rows: Rows, *, eval_rows: Rows | None = None, **options: Any
 ) -> HeadsTrainer:
-    names = ("depth_weights", "measure_acceptance", "muon_learning_rate", "callbacks")
-    ours = {name: options.pop(name) for name in names if name in options}
-    step_decay = options.pop("step_decay", 0.8)
+    ours = {name: options.pop(name) for name in ("measure_acceptance", "callbacks") if name in options}
     defaults = {
         "output_dir": str(output_dir),
         "use_cpu": True,
@@ -70,11 +68,10 @@ def make_trainer(
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
         "max_grad_norm": 0.0,
+        "step_decay": None if "depth_weights" in options else 0.8,
     }
     return HeadsTrainer(
         target=target,
-        loss_type=heads.default_loss,
-        step_decay=step_decay,
         model=heads,
         args=HeadsTrainingArguments(**{**defaults, **options}),
         train_dataset=rows,
