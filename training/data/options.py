@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Collection
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
 
 from transformers import TrainingArguments
 
 from training.data.conversations import Place
 from training.data.layouts import RecordFormat
+
+
+def refuse_without(options: Any, switch: str, names: Collection[str]) -> None:
+    """Raises ValueError for options that mean nothing without `switch`, another option of the same dataclass."""
+    given = [
+        key.name
+        for key in fields(options)
+        if key.name in names
+        and getattr(options, key.name) != (key.default if key.default_factory is MISSING else key.default_factory())
+    ]
+    if given and not getattr(options, switch):
+        raise ValueError(f"got {', '.join(given)} without {switch}: give {switch} too, or leave them out")
 
 
 @dataclass
@@ -115,11 +128,12 @@ class DataArguments:
         self._check_numbers()
         self.record_format()
         self._check_sets()
-        for name in ("shuffle_buffer", "vocabulary_rows"):
-            if not self.streaming and getattr(self, name) != getattr(DataArguments, name):
-                raise ValueError(
-                    f"got {name} {getattr(self, name)} without streaming: leave it out, or give --streaming true"
-                )
+        for switch, names in (
+            ("streaming", ("shuffle_buffer", "vocabulary_rows")),
+            ("dataset_weights", ("stopping_strategy",)),
+            ("eval_dataset", ("eval_split",)),
+        ):
+            refuse_without(self, switch, names)
         if self.streaming and self.max_samples is not None:
             raise ValueError(f"got streaming and max_samples {self.max_samples}: limit a stream with --max_steps")
 
@@ -147,12 +161,6 @@ class DataArguments:
             )
         if any(not 0 < weight < float("inf") for weight in self.dataset_weights):
             raise ValueError(f"got dataset_weights {self.dataset_weights}: each must be above 0; leave out unused sets")
-        if self.stopping_strategy != DataArguments.stopping_strategy and not self.dataset_weights:
-            raise ValueError(
-                f"got stopping_strategy {self.stopping_strategy!r} without dataset_weights: give both or neither"
-            )
-        if self.eval_split != DataArguments.eval_split and not self.eval_dataset:
-            raise ValueError(f"got eval_split {self.eval_split!r} without eval_dataset: give both or neither")
         for name, split in zip(self.dataset, self.splits, strict=True):
             # Files have no splits.
             if name in self.eval_dataset and (self.eval_split == split or Place.find(name).files):

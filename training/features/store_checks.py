@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +35,12 @@ class RowsOfRun:
 
 def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentity) -> None:
     """Raises ValueError, with the differences and the cure, when stored states are not this target's."""
-    if stored.dtype != found.dtype:
-        raise ValueError(
-            f"{folder} holds states of {stored.name} in {stored.dtype}, this run's target is in {found.dtype}: give "
-            f"--target_dtype {stored.dtype}, or extract again"
-        )
-    if different := [
-        key
-        for key in ("hidden_size", "num_layers", "vocab_size", "config_hash", "weights_hash")
-        if getattr(stored, key) != getattr(found, key)
-    ]:
+    one, other = asdict(stored), asdict(found)
+    if different := [f"{key} {one[key]} (now {other[key]})" for key in one if key != "name" and one[key] != other[key]]:
         raise ValueError(
             f"{folder} holds states of another target ({stored.name}) than this run's ({found.name}): they differ in "
-            f"{', '.join(different)}. Train for the stored target, or extract the states of this one "
-            "(scripts/extract_features.py)"
-        )
-    if stored.adapter_hash != found.adapter_hash:
-        kinds = [
-            f"with the adapter {each.adapter_hash}" if each.adapter_hash else "without an adapter"
-            for each in (stored, found)
-        ]
-        raise ValueError(
-            f"{folder} holds states of {stored.name} {kinds[0]}, this run's target is the one {kinds[1]}, which gives "
-            "other states (heads trained with lora_r bring their adapter along): extract into another folder with the "
-            "same --init_heads as in training"
+            f"{', '.join(different)}. Give the target, --target_dtype and --init_heads of the extraction, or extract "
+            "the states of this target into another folder (scripts/extract_features.py)"
         )
 
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from training.data.options import refuse_without
 from training.features.sharded_target import Sharding
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -134,5 +135,4 @@ class FeatureArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.features is None and self.feature_mode != "offline":
-            raise ValueError(f"got feature_mode {self.feature_mode!r} without features: name the folder to fill")
+        refuse_without(self, "features", ("feature_mode",))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal
+
+from training.data.options import refuse_without
 
 # Weight of the heads' loss beside each target loss: section 2.2.2 of the paper, and its appendix.
 _HEADS_LOSS_WEIGHTS = {"lm": 0.2, "self_distillation": 0.01}
@@ -39,9 +40,8 @@ class JointArguments:
     )
 
     def __post_init__(self) -> None:
-        changed = [key.name for key in dataclasses.fields(self) if getattr(self, key.name) != _default(key)]
-        if self.lora_r is None and changed:
-            raise ValueError(f"got {', '.join(changed)} without lora_r: give lora_r (the paper: 32), or leave them out")
+        if self.lora_r is None:
+            refuse_without(self, "lora_r", self.__dataclass_fields__.keys())
         if self.lora_r is not None and self.lora_r < 1:
             raise ValueError(f"got lora_r {self.lora_r}: it must be at least 1; leave it out to train only the heads")
         if not 0 <= self.lora_dropout < 1:
@@ -65,7 +65,3 @@ class JointArguments:
         """Optimizer steps, of `num_steps`, that train only the heads."""
         share = self.heads_warmup_steps
         return round(share * num_steps) if share < 1 else int(share)
-
-
-def _default(key: dataclasses.Field[Any]) -> Any:
-    return key.default if key.default is not dataclasses.MISSING else cast(Any, key.default_factory)()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from heads import DraftHeads
 from inference import Decoder, DynamicTree, GenerationStats, Target
-from training.data.options import seed_of_data
+from training.data.options import refuse_without, seed_of_data
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
 from training.synthesis.turn_template import TurnTemplate
 
@@ -59,12 +59,7 @@ class OnPolicyArguments:
         if self.on_policy_batch_size < 1:
             raise ValueError(f"got on_policy_batch_size {self.on_policy_batch_size}: it must be at least 1")
         self.turn_settings()
-        changed = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
-        if not self.is_on and changed:
-            raise ValueError(
-                f"got {', '.join(changed)} without on_policy_fraction: give the share of conversations to rewrite, or "
-                "leave them out"
-            )
+        refuse_without(self, "on_policy_fraction", self.__dataclass_fields__.keys())
 
     @property
     def is_on(self) -> bool:

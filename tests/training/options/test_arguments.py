@@ -79,8 +79,8 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
         ([*REQUIRED, "--max_length", "many"], "max_length.*invalid int value: 'many'"),
         ([*REQUIRED, "--max_length", "none"], "got max_length none: it always has a value; .* the default, 2048"),
         ([*REQUIRED, "--max_length", "0"], "got max_length 0: it must be at least 1"),
-        ([*REQUIRED, "--shuffle_buffer", "5"], "got shuffle_buffer 5 without streaming"),
-        ([*REQUIRED, "--eval_split", "test"], "got eval_split 'test' without eval_dataset"),
+        ([*REQUIRED, "--shuffle_buffer", "5"], "got shuffle_buffer without streaming"),
+        ([*REQUIRED, "--eval_split", "test"], "got eval_split without eval_dataset"),
         (
             [*REQUIRED[:5], "some/set", "--eval_dataset", "other", "some/set", "--eval_split", "train"],
             "got some/set as dataset and as eval_dataset, with the splits 'train' and 'train': the evaluation would",

@@ -261,7 +261,7 @@ class TestRefusals:
             ({"on_policy_fraction": 1.5}, r"got on_policy_fraction 1\.5: it must be"),
             ({"on_policy_temperature": -1.0}, r"temperature is -1\.0"),
             ({"on_policy_batch_size": 0}, "got on_policy_batch_size 0"),
-            ({"on_policy_temperature": 0.5}, "got on_policy_temperature without on_policy_fraction: give the share"),
+            ({"on_policy_temperature": 0.5}, "got on_policy_temperature without on_policy_fraction: give"),
         ],
     )
     def test_options(self, options: dict[str, Any], message: str) -> None:
