@@ -78,7 +78,6 @@ def tokenize_with_problems(
     Args:
         conversations: the column `conversation` of `load_conversations`.
         max_length: cut rows to so many tokens.
-        num_proc: processes that tokenize.
         train_on_thinking: learn the thoughts at the beginning of replies.
 
     Raises:

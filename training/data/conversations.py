@@ -32,11 +32,8 @@ class Place:
     """Where conversations are: local files, or a repository that `datasets.load_dataset` reads.
 
     Args:
-        name: as the user gave it.
-        files: the local files in order; empty = read `repository`.
         repository: a hub id, or a folder with a copy of a hub repository.
-        subset: name of its configuration, "" = its only one.
-        split: of the repository; files have no splits.
+        subset, split: of the repository; "" = its only subset.
     """
 
     name: str

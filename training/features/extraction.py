@@ -86,10 +86,9 @@ def shard_name(number: int) -> str:
 
 
 class Extraction:
-    """Computes the states of rows and writes them shard by shard.
+    """Computes the states of rows (column `input_ids`) and writes them shard by shard.
 
     Args:
-        rows: with the column `input_ids`.
         settings: of the store; the plan's numbers are added here.
         layers: the hidden states to store, without the last (`choose_layers`).
 
@@ -141,11 +140,7 @@ class Extraction:
     ) -> int:
         """Writes this process's missing shards; returns the number of tokens computed.
 
-        Args:
-            progress: called with the number of tokens that are done, computed or found.
-
-        Raises:
-            DiskFullError: the shards before are complete.
+        `progress` is called with the number of tokens that are computed or found. A full disk raises DiskFullError.
         """
         computed = 0
         for number in range(rank, len(self.plan.shards), num_processes):

@@ -28,8 +28,6 @@ class PreparedFeatures:
     Attributes:
         source: gives the states of a batch; None = the trainer's own, online.
         peek: the source without its writes, for the self-check.
-        collate: the collator, which reads stored states ahead.
-        callbacks: of the trainer.
     """
 
     source: FeatureSource | None

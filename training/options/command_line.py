@@ -210,11 +210,7 @@ class _StockArguments(TrainingArguments):
 def resolve_arguments(*parts: Any) -> dict[str, Any]:
     """Returns the options as one flat mapping that, written as YAML, `--config` reads back to the same run.
 
-    Of `TrainingArguments` the mapping holds our own fields and those that differ from transformers' defaults. Secrets
-    are left out.
-
-    Args:
-        parts: objects of `ARGUMENT_CLASSES`.
+    Of `TrainingArguments` it holds our own fields and those that differ from transformers' defaults; no secrets.
     """
     options = RunOptions.collect(parts)
     settings: dict[str, Any] = {}

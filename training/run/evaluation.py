@@ -81,12 +81,8 @@ class AcceptanceMeter:
 def check_best_metric(args: TrainingArguments, metrics: Collection[str], *, can_decode: bool) -> None:
     """Checks `metric_for_best_model`. The acceptance length becomes None where it is neither measured nor needed.
 
-    Args:
-        metrics: names of the metrics that evaluations of the held-out conversations return.
-        can_decode: whether there are prompts to decode.
-
     Raises:
-        ValueError: a metric that is unknown or cannot be measured.
+        ValueError: a metric that is not in `metrics`, or that cannot be measured without prompts to decode.
     """
     given: str | None = args.metric_for_best_model
     if given is None:

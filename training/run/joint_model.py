@@ -33,11 +33,9 @@ from training.options.joint_options import JointArguments
 
 @dataclass
 class JointOutput:
-    """The losses of a batch.
+    """The losses of a batch: the minimised sum, and the heads' loss by depth.
 
     Attributes:
-        loss: the minimised sum.
-        heads: the heads' loss by depth.
         target_sum: the target's loss summed over the P predicted positions, detached; None while only heads train.
         target_count: P.
     """
@@ -49,13 +47,9 @@ class JointOutput:
 
 
 class JointModel(nn.Module):
-    """Heads and the adapters of their target as one module, whose `forward` computes both losses.
+    """Heads and the LoRA adapters of their target (a PEFT model) as one module, whose `forward` computes both losses.
 
     The hooks of DDP and ZeRO so see every trained parameter, and no frozen one.
-
-    Args:
-        heads: bound to `target`.
-        target: a PEFT model with the adapter "default".
     """
 
     def __init__(self, heads: DraftHeads, target: Target, args: JointArguments) -> None:

@@ -43,8 +43,6 @@ class PreparedRun:
 
     Attributes:
         checkpoint: the run goes on from here; None = from the beginning.
-        settings: every option, as `training_config.yaml` holds it.
-        wants_report: write `report.html` at the end.
         makes_folder: `output_dir` did not exist before the run.
     """
 

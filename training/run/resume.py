@@ -44,7 +44,6 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
 
     Args:
         wanted: None or false; true = the newest complete checkpoint in `output_dir`; else a folder.
-        is_main_process: whether to warn about skipped checkpoints.
 
     Raises:
         ValueError: the given folder is missing or incomplete.
@@ -179,11 +178,7 @@ def fingerprint(rows: datasets.Dataset) -> str:
 
 
 def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> None:
-    """Refuses to resume a checkpoint with other data, options or processes.
-
-    Args:
-        now: from `describe_run`.
-        may_differ: warn instead (`--resume_with_changes`).
+    """Refuses to resume a checkpoint with other data, options or processes; with `may_differ` it only warns.
 
     Raises:
         ValueError: naming what differs, and both values.

@@ -38,10 +38,9 @@ class SmokeRun:
     """The cost of steps on the longest rows, for one process.
 
     Attributes:
-        row_lengths: tokens of the longest rows, which made up each step (all processes together).
+        row_lengths: tokens of the rows of one step (all processes together).
         step_seconds: the fastest timed optimizer step.
-        peak_bytes: of the GPU, or without a GPU of the whole process (target and libraries included).
-        checkpoint_bytes: one checkpoint on disk.
+        peak_bytes: of the GPU, or without a GPU of the whole process.
         num_steps: optimizer steps that the run itself will take.
     """
 

@@ -16,10 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLinesJournal:
-    """JSON lines to append to, one process at a time.
+    """JSON lines to append to, one process at a time; `rows` are the lines that were there at the start.
 
-    A kill or a full disk leaves at most one torn line, at the end; the next start cuts it off. `rows` are the lines
-    that were there at the start.
+    A kill or a full disk leaves at most one torn line, at the end; the next start cuts it off.
 
     Raises:
         ValueError: a line before the last is not JSON, or another process has the file open.

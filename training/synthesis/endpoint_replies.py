@@ -45,11 +45,8 @@ class EndpointReplies:
 
     Args:
         url: the base URL, up to and with `/v1`.
-        model: the name under which it serves the target.
-        template: of the target's tokenizer, which renders user headers and finds bad replies.
-        stop_ids: the tokens that end a turn of each role.
+        model: the name under which it serves the target, whose tokenizer's `template` renders user headers.
         settings: how to draw tokens; a `top_k` of 0 is sent only to servers that are known to take one.
-        concurrency: requests in flight.
 
     Raises:
         ValueError: not a URL, no `openai` package, or a model that the server does not serve.

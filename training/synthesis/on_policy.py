@@ -107,12 +107,7 @@ def rewrite_rows(
 ) -> list[Rewritten]:
     """Replaces the replies of rows (by index) by the target's; a row with a useless reply stays unchanged.
 
-    All tokens between replies are kept.
-
-    Args:
-        seed: gives, with the row's index and the turn, the seed of each reply (`turn_seed`).
-        max_length: cut rows to so many tokens.
-        marks: special tokens that a reply may hold (`TurnTemplate.marks`).
+    All tokens between replies are kept. The run's seed, the row's index and the turn give the seed of each reply.
     """
     scripts = {index: split_turns(row) for index, row in rows.items()}
     new: dict[int, Row] = {index: {"input_ids": [], "loss_mask": []} for index in rows}
@@ -210,8 +205,7 @@ class OnPolicyRows(Dataset[Any]):
 class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Replaces rows at the beginning of an epoch: every process writes its share and gets all.
 
-    Args:
-        drafts_at_once: the heads are already trained, so they draft before the first step too.
+    Heads that are already trained (`drafts_at_once`) draft before the first step too.
 
     Raises:
         ValueError: nothing ends a reply, the target has too few positions, or processes share its weights.

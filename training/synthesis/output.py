@@ -32,9 +32,7 @@ class SynthesisOutput:
     """One process's part of the output, and a view of all of it.
 
     Args:
-        path: OUT.
-        settings: those that determine the text (`SynthesisArguments.settings_of_the_data`); existing lines must have
-            the same ones.
+        settings: those that determine the text; existing lines must have the same ones.
         shard: (this part, number of parts).
 
     Raises:

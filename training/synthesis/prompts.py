@@ -39,10 +39,8 @@ class Conversation:
         id: its name, from which its seeds are made.
         source: the origin of its prompt.
         script: the rest: given messages, and roles whose turns are to be written.
-        messages: the messages so far.
         turn_tokens: the number of tokens of each written turn.
         problem: why it ended before its script, or "".
-        tools: JSON schemas of the functions that the assistant may call.
     """
 
     id: str

@@ -18,13 +18,9 @@ from inference import Decoder, GenerationStats
 
 @dataclass(frozen=True)
 class TurnSettings:
-    """How to draw the tokens of a turn.
+    """How to draw the tokens of a turn; temperature 0 = greedy, top_p 1 and top_k 0 = all tokens.
 
-    Attributes:
-        max_new_tokens: longest turn in tokens, its end included.
-        temperature: 0 = greedy.
-        top_p: probability mass to keep; 1 = all of it.
-        top_k: keep so many most likely tokens; 0 = all.
+    `max_new_tokens` counts the token that ends the turn.
     """
 
     max_new_tokens: int = 256
@@ -115,11 +111,7 @@ def drop_marks(token_ids: Sequence[int], marks: Sequence[Sequence[int]]) -> list
 class TurnDecoder:
     """Writes turns with a `Decoder`, batch by batch; `stats` adds up the decoding statistics.
 
-    Args:
-        decoder: the target with or without a drafter, which changes the speed and not the text.
-        settings: how to draw tokens.
-        batch_size: rows decoded together.
-        special_ids: tokens that must not occur inside a turn.
+    A drafter changes the speed and not the text. `special_ids` must not occur inside a turn.
 
     Raises:
         ValueError: the target has no positions left for any prompt.

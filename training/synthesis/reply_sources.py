@@ -23,14 +23,7 @@ UNWRITABLE = "with thoughts or calls that the chat template does not write back"
 
 @dataclass(frozen=True, eq=False)
 class TurnRequest:
-    """A turn to write.
-
-    Attributes:
-        messages: everything before it.
-        role: the writer.
-        seed: of the sampling (`reply_decoding.turn_seed`).
-        tools: JSON schemas of the functions that the assistant may call.
-    """
+    """A turn to write: by `role`, after `messages`, drawn with `seed` (`reply_decoding.turn_seed`)."""
 
     messages: Messages
     role: Role
@@ -43,10 +36,9 @@ class Reply:
     """A written turn.
 
     Attributes:
-        text: without the token that ended it.
+        text: without the token that ended it, and without `thoughts` that are separate.
         num_tokens: with that token, and with the thoughts.
         problem: why it is useless, or "" (see `reply_decoding.WrittenTurn`).
-        thoughts: if they are separate from the text.
     """
 
     text: str
@@ -79,13 +71,9 @@ class ReplySource(Protocol):
 
 
 def make_reply(template: TurnTemplate, request: TurnRequest, written: Reply, token_ids: Sequence[int]) -> Reply:
-    """Separates the thoughts of a reply as the chat template needs it.
+    """Separates the thoughts of a reply as the chat template needs it; `token_ids` are those of its text.
 
     A reply whose marked thoughts or calls the template would write differently is useless.
-
-    Args:
-        written: the reply, with the problem of its tokens.
-        token_ids: of its text.
     """
     problem = written.problem
     if request.role == "assistant" and problem in ("", "truncated") and template.has_marks(token_ids):

@@ -19,12 +19,8 @@ from training.synthesis.reply_sources import ReplySource, TurnRequest
 class Synthesizer:
     """Writes conversations turn by turn, as many at a time as the capacity of its source.
 
-    A useless turn ends its conversation, which keeps its messages up to the last reply.
-
-    Args:
-        source: writes the turns.
-        seed: of the run.
-        keep_truncated: keep a reply that was cut at the length limit, as the last one.
+    A useless turn ends its conversation, which keeps its messages up to the last reply; with `keep_truncated` also a
+    reply that was cut at the length limit.
     """
 
     def __init__(self, source: ReplySource, *, seed: int, keep_truncated: bool = False) -> None:

@@ -42,9 +42,7 @@ class TurnTemplate:
     """The beginnings and the ends of turns under a tokenizer's chat template.
 
     Attributes:
-        special_ids: of the tokenizer.
-        marks: token ids of the special tokens that a reply may hold: the target's marks of thoughts, channels and tool
-            calls, the longest first.
+        marks: token ids of the marks that a reply may hold (thoughts, channels, tool calls), the longest first.
 
     Raises:
         ValueError: there is no template.
@@ -106,12 +104,10 @@ class TurnTemplate:
     def find_stop_ids(self, eos_token_id: int | list[int] | None, *, needs_user: bool = False) -> dict[Role, set[int]]:
         """Returns the tokens that end a turn of each role; empty for the user if nothing marks the end.
 
-        Args:
-            eos_token_id: of the generation config; these tokens end a reply as well.
-            needs_user: the target is to write user turns.
+        Those of the generation config (`eos_token_id`) end a reply as well.
 
         Raises:
-            ValueError: nothing ends a reply, or a user turn that is needed.
+            ValueError: nothing ends a reply, or a user turn where the target writes them (`needs_user`).
         """
         reply_ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
         found = {"user": [self.find_turn_end("user")], "assistant": [self.find_turn_end("assistant"), *reply_ends]}
