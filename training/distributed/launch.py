@@ -27,10 +27,12 @@ class Launch:
     Attributes:
         num_processes: of all machines together.
         strategy: "deepspeed", "fsdp", or "ddp" for everything else.
+        is_alone: `accelerate launch` was told of several processes and started one, as `MULTI_CPU` without MPI does.
     """
 
     num_processes: int
     strategy: str
+    is_alone: bool = False
 
     @classmethod
     def read(cls, args: TrainingArguments) -> Launch:
@@ -39,7 +41,8 @@ class Launch:
             if option or _is_requested(name):
                 strategy = name
         sizes = [os.environ[key] for key in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if key in os.environ]
-        return cls(int(sizes[0]) if sizes else 1, strategy)
+        is_told_of_others = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+        return cls(int(sizes[0]) if sizes else 1, strategy, is_told_of_others and not sizes)
 
 
 def settle_devices(args: TrainingArguments) -> None:
@@ -70,6 +73,12 @@ def check_launch(args: TrainingArguments) -> None:
     """
     launch = Launch.read(args)
     state = args.distributed_state
+    if launch.is_alone:
+        raise ValueError(
+            f"accelerate was told of several processes (MASTER_ADDR is {os.environ['MASTER_ADDR']}) and started one: "
+            "`distributed_type: MULTI_CPU` needs MPI. Use configs/accelerate/multi_gpu.yaml, which runs on CPUs too "
+            "(for a single process: unset MASTER_ADDR)"
+        )
     if state.num_processes != launch.num_processes:
         # transformers gives DeepSpeed no backend where accelerate does not.
         cure = (

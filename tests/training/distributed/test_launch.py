@@ -43,6 +43,10 @@ def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments, m
     ("environ", "message"),
     [
         ({"WORLD_SIZE": "2"}, "started 2 processes, and this one sees 1 .* would train on all of the data by itself"),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "1.2.3.4"},
+            "told of several processes .MASTER_ADDR is 1.2.3.4. and started one",
+        ),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed was requested, and accelerate set up .*NO with 1 processes"),
     ],
 )
