@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy, sort_checkpoints
 
 from training.data.options import seed_of_data
 
@@ -54,6 +54,25 @@ def _rename(written: Path, folder: Path) -> None:
     if folder.exists():  # of an earlier run, or of this run before it was resumed from an older checkpoint
         folder.rename(written.with_name("replaced"))
     written.rename(folder)
+
+
+def remove_old(output_dir: Path, *, save_total_limit: int | None, best: str | None) -> None:
+    """Keeps the newest checkpoints and the best one, as transformers' `rotate_checkpoints` does.
+
+    A checkpoint that goes is renamed first, so that half-deleted folders never carry a checkpoint's name.
+
+    Args:
+        save_total_limit: how many stay; None or 0 = all.
+        best: folder of the best one.
+    """
+    checkpoints = [Path(folder) for folder in sort_checkpoints(str(output_dir), use_mtime=True)]
+    protected = {checkpoints[-1], *([Path(best)] if best else [])}
+    surplus = len(checkpoints) - max(save_total_limit or len(checkpoints), len(protected))
+    aside = output_dir / INCOMPLETE
+    for folder in [folder for folder in checkpoints if folder not in protected][: max(0, surplus)]:
+        aside.mkdir(exist_ok=True)
+        folder.rename(aside / folder.name)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_file(path: Path, text: str) -> None:

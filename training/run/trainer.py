@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState, ProgressCallback
-from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput
 
 from heads import DraftHeads
 from inference.targets.target import Target
@@ -27,7 +27,7 @@ from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatu
 from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from training.losses.teacher import compute_teacher
-from training.run.checkpoints import ExactEpochs, write_run_file, write_whole
+from training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
 from training.run.evaluation import check_best_metric
 from training.run.optimizer import MuonWithAdamW
 from training.run.progress import RunProgress
@@ -294,8 +294,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(folder))
         if self.args.should_save:
-            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-            rotate_checkpoints(str(folder.parent), limit, best, use_mtime=True)
+            best = self.state.best_model_checkpoint
+            remove_old(folder.parent, save_total_limit=self.args.save_total_limit, best=best)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._checkpoint_parent or super()._get_output_dir(trial))
