@@ -128,7 +128,7 @@ class Decoder:
         **generate_kwargs: Any,
     ) -> GenerationOutput:
         """Generates through transformers' own `generate`: its config, processors and stopping criteria mean what they
-        do there.
+        do there; but a GenerationOutput is returned whatever `return_dict_in_generate` says.
 
         Args:
             input_ids: [B, L] int64; for an encoder-decoder target, the sources.
@@ -294,7 +294,7 @@ class Decoder:
                     "reuse_cache has nothing to reuse: this decoder holds no text yet (or a step of its last call was "
                     "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
                 )
-        capacity = request.max_length + self._step.num_slots_behind
+        capacity = request.max_length + self._step.num_slots_after
         reused = self._match(held, request.prompts, capacity) if held is not None and reuse_cache else None
         if reused is not None and not (reused.is_in_place and reused.held.cache.capacity >= capacity):
             # The rows are copied into another cache.

@@ -71,7 +71,7 @@ class DecodeStep:
         return 1 + min(self.policy.max_depth, self.num_nodes - 1) if self.policy is not None else 1
 
     @property
-    def num_slots_behind(self) -> int:
+    def num_slots_after(self) -> int:
         """Cache slots that a step may write to after a row's committed tokens."""
         if self.policy is None or self.drafter is None or not self.drafter.shares_target_cache:
             return self.num_nodes

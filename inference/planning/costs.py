@@ -85,7 +85,7 @@ def measure_costs(step: DecodeStep, batch_size: int, sampler: Sampler, *, num_ro
     assert step.policy is not None
     target, limit = step.target, step.target.max_length
     short, long = (context if limit is None else min(context, limit) for context in CONTEXTS)
-    cache = step.new_cache(batch_size, long + step.num_slots_behind)
+    cache = step.new_cache(batch_size, long + step.num_slots_after)
     state = step.start_drafter(cache)
     if target.is_encoder_decoder:
         step.read_source(state, cache, _blank_source(target, batch_size))
@@ -192,9 +192,10 @@ def _describe_drafter(drafter: Any) -> list[Any]:
     out."""
     drafter = inspect.unwrap(drafter)
     config = getattr(drafter, "config", None)
+    kinds = int | float | str if config is None else int | float  # a config names its own texts, and its folder
     return [
         type(drafter).__name__,
-        sorted((name, value) for name, value in vars(drafter).items() if isinstance(value, int | float)),
+        sorted((name, value) for name, value in vars(drafter).items() if isinstance(value, kinds)),
         None if config is None else _digest(config),
         str(getattr(drafter, "dtype", "")),
         *(_describe_drafter(part) for part in getattr(drafter, "drafters", ())),

@@ -180,8 +180,8 @@ class TestTheSharedCache:
         tree = DynamicTree(depth=3, top_k=4, num_nodes=4)
         step = DecodeStep(target, heads, tree, is_coupled=True)
         assert (step.num_nodes, step.num_depths, tree.num_scratch) == (4, 4, 8)
-        assert step.num_slots_behind == 4 + 1 + 8
-        assert DecodeStep(target, None, None, is_coupled=True).num_slots_behind == 1
+        assert step.num_slots_after == 4 + 1 + 8
+        assert DecodeStep(target, None, None, is_coupled=True).num_slots_after == 1
 
     def test_text_up_to_the_caches_last_slot(self, target: Target) -> None:
         """A batch whose rows end at the target's last position, at different steps, with more drafted than fits."""
