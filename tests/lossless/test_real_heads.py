@@ -26,6 +26,8 @@ POLICIES: dict[str, TreePolicy] = {
     "static": StaticTree.from_file(REPOSITORY / "configs" / "trees" / "static12.yaml"),
     "dynamic": DynamicTree(depth=4, top_k=6, num_nodes=24),
 }
+TRAINED = REPOSITORY / "examples" / "heads"
+TRAINED_KINDS = sorted(path.parent.name for path in TRAINED.glob("*/config.json"))
 PROMPT_LINES = (REPOSITORY / "examples" / "prompts.jsonl").read_text().splitlines()
 # `make lossless` runs 20 prompts per kind and policy; continuous integration has time for fewer.
 NUM_LONG = int(os.environ.get("LOSSLESS_PROMPTS", "2"))
@@ -42,10 +44,7 @@ def chat_target(dtype: torch.dtype) -> Target:
 
 
 def chat_heads(kind: str, target: Target) -> DraftHeads:
-    path = REPOSITORY / "examples" / "heads" / kind
-    if not path.is_dir():
-        pytest.skip(f"{path} is absent: the repository has no trained heads of this kind")
-    heads: DraftHeads = DraftHeads.from_pretrained(path, dtype=target.dtype)
+    heads: DraftHeads = DraftHeads.from_pretrained(TRAINED / kind, dtype=target.dtype)
     return heads.bind(target)
 
 
@@ -92,7 +91,7 @@ def check_greedy(target: Target, decoder: Decoder, prompt: Tensor, **options: An
 
 
 @pytest.mark.parametrize("policy", ["chain", "dynamic"])
-@pytest.mark.parametrize("kind", HEAD_TYPES)
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_chat_greedy(kind: str, policy: str) -> None:
     target = chat_target(torch.float32)
     decoder = Decoder(target, chat_heads(kind, target), tree=POLICIES[policy])
@@ -102,7 +101,7 @@ def test_chat_greedy(kind: str, policy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", HEAD_TYPES)
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_chat_greedy_200_tokens(kind: str, policy: str) -> None:
     target = chat_target(torch.float32)
     decoder = Decoder(target, chat_heads(kind, target), tree=POLICIES[policy])
@@ -118,7 +117,7 @@ def plain_text(target: Target, prompt: int, options: tuple[tuple[str, Any], ...]
 
 
 @pytest.mark.parametrize(("policy", "is_coupled"), [("static", True), ("dynamic", False)])
-@pytest.mark.parametrize("kind", HEAD_TYPES)
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_chat_sampled(kind: str, policy: str, is_coupled: bool) -> None:
     target = chat_target(torch.float32)
     decoder = Decoder(target, chat_heads(kind, target), tree=POLICIES[policy], is_coupled=is_coupled)

@@ -40,7 +40,8 @@ def test_kept_memory_grows_with_the_length() -> None:
     assert long.unroll > short.unroll  # per token: attention
 
 
-def test_more_gpus_take_less_time_and_shards_less_memory() -> None:
+def test_more_gpus_take_less_time_and_shards_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.benchmarks.training_cost.LENGTH", 256)
     one = estimate(CostArguments("small", conversations=1_000_000_000), SMALL)
     eight = estimate(CostArguments("small", conversations=1_000_000_000, num_gpus=8, num_shards=8), SMALL)
     title = "training, hours (2 epochs)"
