@@ -31,14 +31,14 @@ from heads import DraftHeads
 from inference import Decoder, Drafter, Target
 from inference.streaming.detokenizer import IncrementalDetokenizer
 from inference.trees.options import resolve_policy
-from scripts.benchmarks.contenders import make_contenders
-from scripts.benchmarks.environment import describe_environment
-from scripts.benchmarks.measure import Contender, Prompt, Settings, load_prompts, measure
-from scripts.benchmarks.plot import draw_plot
-from scripts.benchmarks.render import make_grids
-from scripts.benchmarks.report import headline, make_report, make_rows, write_json
-from scripts.benchmarks.rows import Row
 from scripts.generate import DRAFTED_STYLE
+from scripts.measuring.contenders import make_contenders
+from scripts.measuring.environment import describe_environment
+from scripts.measuring.measure import Contender, Prompt, Settings, load_prompts, measure
+from scripts.measuring.plot import draw_plot
+from scripts.measuring.render import make_grids
+from scripts.measuring.report import headline, make_report, make_rows, write_json
+from scripts.measuring.rows import Row
 from scripts.model_loading import DTYPES, encode_messages, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
 from scripts.side_by_side import Recording, record_side_by_side

@@ -27,12 +27,12 @@ import torch
 from rich.console import Console
 
 from inference.acceptance.rules import RULES, resolve_rule
-from scripts.benchmarks.batches import make_batch_grid
-from scripts.benchmarks.matrix import Measured, check_matrix, is_faster_compiled, load_subject, measure_combination
-from scripts.benchmarks.measure import Settings
-from scripts.benchmarks.plot import draw_batch_plot, draw_plot
-from scripts.benchmarks.render import Grid, make_grids
-from scripts.benchmarks.report import headline, make_report, write_json, write_text
+from scripts.measuring.batches import make_batch_grid
+from scripts.measuring.matrix import Measured, check_matrix, is_faster_compiled, load_subject, measure_combination
+from scripts.measuring.measure import Settings
+from scripts.measuring.plot import draw_batch_plot, draw_plot
+from scripts.measuring.render import Grid, make_grids
+from scripts.measuring.report import headline, make_report, write_json, write_text
 from scripts.model_loading import DTYPES, TREE_HELP
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser

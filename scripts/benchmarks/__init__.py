@@ -1,1 +1,1 @@
-"""Programs that measure: speed, memory, training, precision; and the tables and charts they write."""
+"""Programs that measure: one file each."""

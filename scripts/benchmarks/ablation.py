@@ -25,10 +25,10 @@ import torch
 from rich.console import Console
 
 from inference import Decoder, GenerationStats, Target
-from scripts.benchmarks.environment import describe_environment
-from scripts.benchmarks.measure import Prompt, Settings, load_prompts
-from scripts.benchmarks.render import Grid
-from scripts.benchmarks.report import write_text
+from scripts.measuring.environment import describe_environment
+from scripts.measuring.measure import Prompt, Settings, load_prompts
+from scripts.measuring.render import Grid
+from scripts.measuring.report import write_text
 from scripts.model_loading import TREE_HELP, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser

@@ -26,13 +26,13 @@ from rich.progress import track
 
 from inference import Drafter, Target
 from inference.drafters.ngram import NgramDrafter
-from scripts.benchmarks.contenders import OurDecoding, TransformersDecoding
-from scripts.benchmarks.environment import describe_environment
-from scripts.benchmarks.matrix import load_all_heads
-from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Batch, Prompt, Run, Settings, load_prompts
-from scripts.benchmarks.render import Grid
-from scripts.benchmarks.report import write_text
-from scripts.benchmarks.texts import find_step
+from scripts.measuring.contenders import OurDecoding, TransformersDecoding
+from scripts.measuring.environment import describe_environment
+from scripts.measuring.matrix import load_all_heads
+from scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Prompt, Run, Settings, load_prompts
+from scripts.measuring.render import Grid
+from scripts.measuring.report import write_text
+from scripts.measuring.texts import find_step
 from scripts.model_loading import fit_tree, load_target
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser

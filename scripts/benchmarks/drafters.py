@@ -25,12 +25,12 @@ import torch
 from rich.console import Console
 
 from inference.drafters.ngram import NgramDrafter
-from scripts.benchmarks.contenders import NGRAMS
-from scripts.benchmarks.environment import describe_machine
-from scripts.benchmarks.matrix import Measured, Subject, check_matrix, load_subject, measure_combination, name_heads
-from scripts.benchmarks.measure import PLAIN, Contender, Settings
-from scripts.benchmarks.render import Grid, format_number
-from scripts.benchmarks.report import write_text
+from scripts.measuring.contenders import NGRAMS
+from scripts.measuring.environment import describe_machine
+from scripts.measuring.matrix import Measured, Subject, check_matrix, load_subject, measure_combination, name_heads
+from scripts.measuring.measure import PLAIN, Contender, Settings
+from scripts.measuring.render import Grid, format_number
+from scripts.measuring.report import write_text
 from scripts.model_loading import DTYPES, TREE_HELP
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser

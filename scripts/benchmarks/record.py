@@ -21,8 +21,8 @@ import torch
 
 from inference import Decoder
 from inference.streaming.detokenizer import IncrementalDetokenizer
-from scripts.benchmarks.environment import describe_machine
-from scripts.benchmarks.report import write_text
+from scripts.measuring.environment import describe_machine
+from scripts.measuring.report import write_text
 from scripts.model_loading import encode_messages, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
 from scripts.side_by_side import Recording, record_side_by_side

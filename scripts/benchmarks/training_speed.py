@@ -27,10 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
-from scripts.benchmarks.environment import describe_machine, describe_program
 from scripts.benchmarks.plain_training import plain_loss, run_target
-from scripts.benchmarks.render import Grid
-from scripts.benchmarks.report import write_text
+from scripts.measuring.environment import describe_machine, describe_program
+from scripts.measuring.render import Grid
+from scripts.measuring.report import write_text
 from scripts.one_line_errors import one_line_errors
 from training.data.collation import ConversationCollator, find_documents
 from training.features.sources import OnlineFeatures

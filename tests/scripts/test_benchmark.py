@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from heads import create_heads
 from inference import GenerationStats, Target
 from inference.drafters.ngram import NgramDrafter
-from scripts.benchmarks.contenders import make_contenders
-from scripts.benchmarks.environment import describe_environment
-from scripts.benchmarks.matrix import name_heads
-from scripts.benchmarks.measure import (
+from scripts.measuring.contenders import make_contenders
+from scripts.measuring.environment import describe_environment
+from scripts.measuring.matrix import name_heads
+from scripts.measuring.measure import (
     PLAIN,
     TRANSFORMERS,
     Batch,
@@ -29,9 +29,9 @@ from scripts.benchmarks.measure import (
     load_prompts,
     measure,
 )
-from scripts.benchmarks.render import make_grids
-from scripts.benchmarks.report import headline, make_report, make_rows, write_json
-from scripts.benchmarks.texts import find_difference, share_of_repeated_ngrams
+from scripts.measuring.render import make_grids
+from scripts.measuring.report import headline, make_report, make_rows, write_json
+from scripts.measuring.texts import find_difference, share_of_repeated_ngrams
 from scripts.model_loading import encode_messages, load_assistant
 from tests.tiny_targets import random_prompt, tiny_target
 

@@ -17,8 +17,8 @@ from inference import Target
 from scripts import benchmark
 from scripts.benchmark import BenchmarkArguments
 from scripts.benchmarks import matrix
-from scripts.benchmarks.measure import PLAIN, TRANSFORMERS
-from scripts.benchmarks.roofline import Hardware
+from scripts.measuring.measure import PLAIN, TRANSFORMERS
+from scripts.measuring.roofline import Hardware
 from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
 

@@ -10,7 +10,7 @@ import torch
 
 from heads import DraftHeads, create_heads
 from inference import Decoder, Target
-from scripts.benchmarks.matrix import load_all_heads
+from scripts.measuring.matrix import load_all_heads
 from scripts.model_loading import load_drafter, load_heads
 from tests.tiny_targets import random_prompt, tiny_target
 

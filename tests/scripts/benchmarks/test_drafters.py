@@ -16,11 +16,11 @@ from heads import HEAD_TYPES, create_heads
 from inference import DynamicTree, Target
 from inference.trees.options import resolve_policy
 from scripts.benchmarks import drafters, matrix
-from scripts.benchmarks.contenders import NGRAMS
 from scripts.benchmarks.drafters import DraftersArguments, find_means, make_grid
-from scripts.benchmarks.measure import PLAIN, TRANSFORMERS
-from scripts.benchmarks.render import Grid
-from scripts.benchmarks.roofline import Hardware
+from scripts.measuring.contenders import NGRAMS
+from scripts.measuring.measure import PLAIN, TRANSFORMERS
+from scripts.measuring.render import Grid
+from scripts.measuring.roofline import Hardware
 from scripts.model_loading import fit_tree
 from tests.conftest import CHAT_TARGET
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scripts.benchmarks.texts import Difference
+from scripts.measuring.texts import Difference
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from inference import GenerationStats, Target
 from inference.execution.compiled import count_graphs
-from scripts.benchmarks.roofline import Work
+from scripts.measuring.roofline import Work
 from scripts.model_loading import encode_messages
 from training.synthesis.prompts import read_prompts
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.rows import Row
+from scripts.measuring.rows import Row
 
 STEP_PARTS = ("step", "draft", "grow", "verify", "accept", "commit", "other")
 

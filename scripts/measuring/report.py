@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from inference import GenerationStats, Target
-from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
-from scripts.benchmarks.roofline import Hardware, Work
-from scripts.benchmarks.rows import Row
-from scripts.benchmarks.texts import find_difference, share_of_repeated_ngrams
+from scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
+from scripts.measuring.roofline import Hardware, Work
+from scripts.measuring.rows import Row
+from scripts.measuring.texts import find_difference, share_of_repeated_ngrams
 
 
 def make_rows(

@@ -16,12 +16,12 @@ from heads import DraftHeads
 from inference import Drafter, Target
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
-from scripts.benchmarks.contenders import OurDecoding, TransformersDecoding, count_work, make_contenders
-from scripts.benchmarks.environment import describe_environment
-from scripts.benchmarks.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
-from scripts.benchmarks.report import make_rows, texts_of_one_row
-from scripts.benchmarks.roofline import Hardware, count_weight_bytes, measure_hardware
-from scripts.benchmarks.rows import Row
+from scripts.measuring.contenders import OurDecoding, TransformersDecoding, count_work, make_contenders
+from scripts.measuring.environment import describe_environment
+from scripts.measuring.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
+from scripts.measuring.report import make_rows, texts_of_one_row
+from scripts.measuring.roofline import Hardware, count_weight_bytes, measure_hardware
+from scripts.measuring.rows import Row
 from scripts.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
 
 Heads = dict[str, DraftHeads]

@@ -9,10 +9,10 @@ from heads import create_heads
 from inference import Target, chain
 from inference.drafters.ngram import NgramDrafter
 from scripts.benchmarks import roofline
-from scripts.benchmarks.contenders import count_work, make_contenders
-from scripts.benchmarks.measure import TRANSFORMERS, Contender, Prompt, Settings
-from scripts.benchmarks.report import set_rooflines
-from scripts.benchmarks.roofline import (
+from scripts.measuring.contenders import count_work, make_contenders
+from scripts.measuring.measure import TRANSFORMERS, Contender, Prompt, Settings
+from scripts.measuring.report import set_rooflines
+from scripts.measuring.roofline import (
     Hardware,
     Work,
     count_round,
@@ -20,7 +20,7 @@ from scripts.benchmarks.roofline import (
     measure_bandwidth,
     measure_hardware,
 )
-from scripts.benchmarks.rows import Row
+from scripts.measuring.rows import Row
 from tests.tiny_targets import NUM_LAYERS, VOCAB_SIZE, random_prompt, tiny_target
 
 CPU = torch.device("cpu")

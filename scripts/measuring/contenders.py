@@ -18,9 +18,9 @@ from inference.drafters.ngram import NgramDrafter
 from inference.noise import row_seeds
 from inference.trees.auto import AutoTree
 from inference.trees.options import resolve_policy
-from scripts.benchmarks.clock import read_clock
-from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
-from scripts.benchmarks.roofline import Work, count_round
+from scripts.measuring.clock import read_clock
+from scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
+from scripts.measuring.roofline import Work, count_round
 from scripts.model_loading import fit_tree
 
 NGRAMS = "n-gram drafter"

@@ -18,12 +18,12 @@ from inference import GenerationStats, NgramDrafter, Target
 from scripts import benchmark
 from scripts.benchmark import BenchmarkArguments
 from scripts.benchmarks import matrix
-from scripts.benchmarks.batches import MARK, choose_trees, make_batch_grid
-from scripts.benchmarks.contenders import TimedDrafter
-from scripts.benchmarks.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
-from scripts.benchmarks.report import make_rows, set_rooflines
-from scripts.benchmarks.roofline import Hardware, Work
-from scripts.benchmarks.rows import Row
+from scripts.measuring.batches import MARK, choose_trees, make_batch_grid
+from scripts.measuring.contenders import TimedDrafter
+from scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
+from scripts.measuring.report import make_rows, set_rooflines
+from scripts.measuring.roofline import Hardware, Work
+from scripts.measuring.rows import Row
 from tests.conftest import CHAT_TARGET
 
 TURNS = ["Count to two", "The sea", "Tell me about a dog who gets lost"]

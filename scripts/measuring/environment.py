@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from inference import Target
-from scripts.benchmarks.measure import Settings
+from scripts.measuring.measure import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 # Instruction sets that decide what a wide forward pass costs on a CPU.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from inference import Target
-from scripts.benchmarks.measure import Prompt
+from scripts.measuring.measure import Prompt
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What the benchmarks are made of: contenders, clocks, rooflines, tables and plots."""
