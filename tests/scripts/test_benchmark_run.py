@@ -16,7 +16,7 @@ from heads import create_heads
 from inference import Target
 from scripts import benchmark
 from scripts.benchmark import BenchmarkArguments
-from scripts.benchmarks import matrix
+from scripts.measuring import matrix
 from scripts.measuring.measure import PLAIN, TRANSFORMERS
 from scripts.measuring.roofline import Hardware
 from tests.conftest import CHAT_TARGET

@@ -179,6 +179,17 @@ def test_plain_decoding_compiles_once(target: Target) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tree", [chain(3), DynamicTree(3, 2, 6)], ids=["chain", "dynamic"])
+def test_sampled_drafting_compiles_once(target: Target, tree: Any) -> None:
+    decoder = Decoder(target, tiny_heads("eagle3", target), tree=tree, compile=True)
+    numbers = []
+    for seed in range(3):
+        decoder.generate(random_prompt(6 + seed), max_new_tokens=30, do_sample=True, temperature=0.7, seed=seed)
+        numbers.append(count_graphs())
+    assert len(set(numbers)) == 1, "neither another prompt nor another seed may make another graph"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [5, 100])
 def test_windows_of_any_length_share_one_graph(first: int) -> None:
     """Whether the first pass is within the window, where its view is the whole view, or far beyond it."""

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from heads import HEAD_TYPES, create_heads
 from inference import DynamicTree, Target
 from inference.trees.options import resolve_policy
-from scripts.benchmarks import drafters, matrix
+from scripts.benchmarks import drafters
 from scripts.benchmarks.drafters import DraftersArguments, find_means, make_grid
+from scripts.measuring import matrix
 from scripts.measuring.contenders import NGRAMS
 from scripts.measuring.measure import PLAIN, TRANSFORMERS
 from scripts.measuring.render import Grid

@@ -17,7 +17,7 @@ from heads import create_heads
 from inference import GenerationStats, NgramDrafter, Target
 from scripts import benchmark
 from scripts.benchmark import BenchmarkArguments
-from scripts.benchmarks import matrix
+from scripts.measuring import matrix
 from scripts.measuring.batches import MARK, choose_trees, make_batch_grid
 from scripts.measuring.contenders import TimedDrafter
 from scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches

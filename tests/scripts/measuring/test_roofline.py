@@ -8,7 +8,7 @@ import torch
 from heads import create_heads
 from inference import Target, chain
 from inference.drafters.ngram import NgramDrafter
-from scripts.benchmarks import roofline
+from scripts.measuring import roofline
 from scripts.measuring.contenders import count_work, make_contenders
 from scripts.measuring.measure import TRANSFORMERS, Contender, Prompt, Settings
 from scripts.measuring.report import set_rooflines
