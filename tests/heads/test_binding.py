@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +82,6 @@ class TestBinding:
         expected = heads.unroll(features, input_ids)[-1].hidden
         assert torch.equal(copied.bind(target).unroll(features, input_ids)[-1].hidden, expected)
 
-    def test_borrowed_modules_are_not_registered(self, target: Target) -> None:
-        heads = create_heads("eagle3", target)
-        modules = set(map(id, heads.modules()))
-        assert not modules & {id(module) for module in target.model.modules()}
-        assert isinstance(heads.target.embed_tokens, nn.Embedding)
-
 
 class TestViews:
     """What a decoder drafts with: the heads' own weights, bound to its target."""
@@ -103,18 +96,6 @@ class TestViews:
         assert [id(p) for p in view.state_dict(keep_vars=True).values()] == [
             id(p) for p in heads.state_dict(keep_vars=True).values()
         ]
-
-    def test_one_set_of_heads_serves_several_models_and_threads(self, saved: Path) -> None:
-        heads = DraftHeads.from_pretrained(saved)
-        models = [tiny_target("llama", seed=seed) for seed in range(3)]
-        prompt, options = random_prompt(9), {"max_new_tokens": 24, "do_sample": False}
-        expected = [generate(model, None, prompt, **options).sequences for model in models]
-        decoders = [Decoder(model, heads) for model in models]
-        with ThreadPoolExecutor(3) as pool:
-            for _ in range(3):
-                found = list(pool.map(lambda decoder: decoder.generate(prompt, **options).sequences, decoders))
-                assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        assert not torch.equal(expected[0], expected[1])
 
     def test_a_dropped_target_is_freed(self, saved: Path) -> None:
         heads = DraftHeads.from_pretrained(saved)

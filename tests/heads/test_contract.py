@@ -336,50 +336,6 @@ class TestDrafting:
         assert_tree_matches(prefix, state, seed=1)
 
     @every_kind
-    def test_a_second_tree_knows_nothing_of_the_first(self, head_type: str, overrides: dict[str, Any]) -> None:
-        heads = tiny_heads(head_type, Target(tiny_target("qwen3")), **overrides)
-        prefix = Prefix(heads, [12, 8])
-        state = prefix.start(32, 32)
-        prefix.extend(state, [0, 0], [6, 2])
-        tokens, parents = draw_tree([5, 5], 2, heads.target.vocab_size, seed=5)
-        for level in range(2):
-            heads.expand(state, tokens[level], parents[level], level + 1)
-        found = prefix.extend(state, [6, 2], [11, 7])
-        for row in range(2):
-            assert_scores(found[row], prefix.expected(row, []))
-        assert_tree_matches(prefix, state, seed=2)
-
-    @every_kind
-    @pytest.mark.parametrize(
-        "ends",
-        [
-            pytest.param([[1, 1, 1], [2, 3, 4], [2, 8, 4], [9, 8, 4], [13, 8, 19]], id="some rows wait"),
-            pytest.param([[min(n, end) for end in (13, 8, 19)] for n in range(1, 20)], id="one by one"),
-        ],
-    )
-    def test_arrears(self, head_type: str, overrides: dict[str, Any], ends: list[list[int]]) -> None:
-        heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
-        prefix = Prefix(heads, [14, 9, 20])
-        state = prefix.start(32, 32)
-        before = [0, 0, 0]
-        for after in ends:
-            found = prefix.extend(state, before, after)
-            for row in range(3):
-                if after[row] > before[row] and after[row] == prefix.counts[row]:
-                    assert_scores(found[row], prefix.expected(row, []))
-            before = after
-        # A row without new slots has unspecified scores, so all rows read their last slot together.
-        state = prefix.start(32, 32)
-        before = [0, 0, 0]
-        last = [int(count) - 1 for count in prefix.counts]
-        for after in ends:
-            after = [min(a, b) for a, b in zip(after, last, strict=True)]
-            prefix.extend(state, before, after)
-            before = after
-        prefix.extend(state, last, prefix.counts.tolist())
-        assert_tree_matches(prefix, state, seed=3)
-
-    @every_kind
     def test_long_prompts_are_read_in_chunks(self, head_type: str, overrides: dict[str, Any]) -> None:
         target = Target(tiny_target("llama", max_position_embeddings=1024))
         heads = tiny_heads(head_type, target, **overrides)
@@ -391,18 +347,6 @@ class TestDrafting:
         for row in range(3):
             assert_scores(found[row], prefix.expected(row, []))
             assert_scores(below[row, -1], prefix.expected(row, tokens[0][row, -1:].tolist()))
-
-    @every_kind
-    def test_a_full_row_may_be_padded(self, head_type: str, overrides: dict[str, Any]) -> None:
-        """Row 0 fills its last slot while row 1 gets many: the padding of row 0 has no slot to go to."""
-        heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
-        prefix = Prefix(heads, [12, 12])
-        state = prefix.start(11, 32)
-        prefix.extend(state, [0, 0], [10, 2])
-        found = prefix.extend(state, [10, 2], [11, 11])
-        for row in range(2):
-            assert_scores(found[row], prefix.expected(row, []))
-        assert_tree_matches(prefix, state, seed=6)
 
 
 STATIC_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]

@@ -13,10 +13,8 @@ from heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, DraftStep, create_he
 from heads.modules.layers import DraftCache
 from inference import Target, generate
 from inference.drafters.base import DraftLogits
-from inference.targets.encoding import encode
+from tests.heads.test_overfit import learn
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
 
 
 class BigramConfig(DraftHeadsConfig):
@@ -72,21 +70,7 @@ def test_is_created_trained_saved_loaded_and_drafts(tmp_path: Path, monkeypatch:
     assert type(heads) is kind
     prompt = random_prompt(8, vocab_size=40)
     text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=100, do_sample=False)
-    mask = torch.ones_like(text)
-    encoded = encode(target, text, mask, feature_layers=heads.feature_layers)
-    teacher = compute_teacher(target, encoded.last_hidden, text, mask, None, loss_type="distillation")
-    optimizer = torch.optim.Adam(heads.parameters(), lr=0.1)
-    losses = []
-    for _ in range(30):
-        output = heads(
-            encoded.features,
-            text,
-            loss_fn=lambda steps: draft_loss(steps, teacher, mask, loss_type="distillation", step_decay=1.0),
-        )
-        optimizer.zero_grad()
-        output.loss.backward()
-        optimizer.step()
-        losses.append(output.loss.item())
+    losses = learn(heads, text, num_steps=30, loss_type="distillation", learning_rate=0.1)
     assert losses[-1] < 0.8 * losses[0]
 
     heads.save_pretrained(tmp_path)

@@ -29,8 +29,10 @@ def text(target: Target) -> Tensor:
     return generate(target, None, random_prompt(PROMPT_LENGTH), max_new_tokens=NUM_NEW + 8, do_sample=False).sequences
 
 
-def learn(heads: DraftHeads, text: Tensor, *, num_steps: int, loss_type: str) -> None:
-    """Trains on the reply, as the trainer does."""
+def learn(
+    heads: DraftHeads, text: Tensor, *, num_steps: int, loss_type: str, learning_rate: float = 1e-2
+) -> list[float]:
+    """Trains on the reply, as the trainer does; returns the losses."""
     loss_mask = torch.ones_like(text)
     loss_mask[:, :PROMPT_LENGTH] = 0
     if heads.wants_token_counts:
@@ -39,7 +41,7 @@ def learn(heads: DraftHeads, text: Tensor, *, num_steps: int, loss_type: str) ->
     teacher = compute_teacher(
         heads.target, encoded.last_hidden, text, loss_mask, heads.draft_token_ids, loss_type=loss_type
     )
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-2)
+    optimizer, losses = torch.optim.AdamW(heads.parameters(), lr=learning_rate), []
     for _ in range(num_steps):
         steps = heads.train().unroll_where(encoded.features, text, loss_mask)
         decay = heads.default_step_decay
@@ -47,7 +49,9 @@ def learn(heads: DraftHeads, text: Tensor, *, num_steps: int, loss_type: str) ->
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        losses.append(loss.item())
     heads.eval()
+    return losses
 
 
 def draft_text(heads: DraftHeads, text: Tensor, depth: int) -> GenerationStats:

@@ -211,22 +211,6 @@ class TestTheConfidenceHead:
             if threshold == 1.0 and drafter is heads:
                 assert not any(output.stats.accepted_histogram[2:]), "only the root's children are left"
 
-    def test_levels_are_traced_whole(self, target: Target) -> None:
-        heads = block(target, block_size=4, markov_rank=5, has_confidence=True, confidence_threshold=0.1)
-        features, next_ids = torch.randn(2, 5, 96), random_prompt(5, batch_size=2)
-        tokens, parents = random_prompt(3, batch_size=2), torch.tensor([[0, 2, 1], [1, 1, 0]])
-
-        def draft(extend: Any, expand: Any) -> list[Tensor]:
-            state = heads.start(2, 64, 12)
-            scores = [extend(state, features, next_ids, torch.tensor([5, 3]), max_slots=20).logits]
-            scores.append(expand(state, tokens, torch.zeros_like(parents), 1).logits)
-            return [*scores, expand(state, tokens, parents, 2).logits]
-
-        with torch.no_grad():
-            expected = draft(heads.extend, heads.expand)
-            traced = draft(*(torch.compile(x, backend="eager", fullgraph=True) for x in (heads.extend, heads.expand)))
-        torch.testing.assert_close(traced, expected)
-
     def test_is_set_when_heads_are_loaded(self, target: Target, tmp_path: Path) -> None:
         block(target, block_size=4, has_confidence=True).save_pretrained(tmp_path)
         assert DraftHeads.from_pretrained(tmp_path).config.confidence_threshold is None

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from heads import DraftHeads, create_heads
 from heads.eagle import EagleHeads
-from heads.modules import layers as layers_module
 from inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.tiny_heads import tiny_heads
@@ -54,12 +53,8 @@ def unroll_slowly(heads: EagleHeads, features: Tensor, token_ids: list[int]) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("query_chunk", [256, 3])
 @pytest.mark.parametrize("overrides", [{}, {"fc_bias": True, "num_key_value_heads": 4}], ids=["plain", "bias"])
-def test_unroll_equals_the_slow_reference(
-    target: Target, overrides: dict[str, Any], query_chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
+def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
     heads = eagle(target, ttt_steps=4, **overrides)
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 32)
     steps = heads.unroll(features, input_ids)

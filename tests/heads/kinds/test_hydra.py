@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from heads import create_heads
 from heads.hydra import HydraHeads
-from heads.modules import layers as layers_module
 from inference import Target
 from inference.targets.encoding import encode
 from tests.heads.kinds import slow_layer
@@ -67,12 +66,8 @@ VARIANTS = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("query_chunk", [256, 3])
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
-def test_unroll_equals_the_slow_reference(
-    target: Target, overrides: dict[str, Any], query_chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
+def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
     heads = hydra(target, **overrides)
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 32)
     steps = heads.unroll(features, input_ids)

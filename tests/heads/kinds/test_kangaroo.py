@@ -157,23 +157,6 @@ def test_drafts_equal_plain_passes_over_each_path(family: str, attn_implementati
 
 
 class TestTheSharedCache:
-    def test_keeps_what_is_committed(self, target: Target) -> None:
-        heads = kangaroo(target, exit_layer=3)
-        cache = target.new_cache(1, 32)
-        state = heads.start(1, 32, 4)
-        heads.share_cache(state, cache)
-        prompt = random_prompt(9)
-        with torch.no_grad():
-            features = target.prefill(cache, prompt[:, :-1], torch.tensor([8]), feature_layers=(3,)).features
-            before = [buffer.clone() for buffer in cache._buffers]
-            heads.extend(state, features, prompt[:, 1:], torch.tensor([8]), max_slots=8)
-            for depth in (1, 2):
-                heads.expand(state, random_prompt(2), torch.zeros(1, 2, dtype=torch.long), depth)
-        assert cache.lengths.tolist() == [8]
-        changed = torch.stack([(a != b).any(-1).any(2) for a, b in zip(before, cache._buffers, strict=True)])
-        where = changed[0, :, 0].nonzero().tolist()  # planes: keys, values of each layer; slots
-        assert where == [[plane, slot] for plane in range(6) for slot in range(8, 13)]
-
     def test_has_room_for_the_largest_draft(self, target: Target) -> None:
         """Few nodes chosen from a wide beam: more rows are drafted than verified."""
         heads = kangaroo(target)
@@ -182,17 +165,6 @@ class TestTheSharedCache:
         assert (step.num_nodes, step.num_depths, tree.num_scratch) == (4, 4, 8)
         assert step.num_slots_after == 4 + 1 + 8
         assert DecodeStep(target, None, None, is_coupled=True).num_slots_after == 1
-
-    def test_text_up_to_the_caches_last_slot(self, target: Target) -> None:
-        """A batch whose rows end at the target's last position, at different steps, with more drafted than fits."""
-        prompt = random_prompt(256 - 14, batch_size=3)
-        mask = torch.ones_like(prompt)
-        mask[1, :9] = mask[2, :100] = 0
-        options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
-        expected = generate(target, None, prompt, mask, **options).sequences
-        for tree in ("dynamic", chain(4)):
-            found = generate(target, kangaroo(target), prompt, mask, tree=tree, **options).sequences
-            assert torch.equal(found, expected)
 
 
 class TestTheSecondExit:

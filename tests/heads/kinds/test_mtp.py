@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from heads import create_heads
-from heads.modules import layers as layers_module
 from heads.mtp import MTPHeads
-from inference import Decoder, DynamicTree, Target, generate
+from inference import Target, generate
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import target_with_gains, tiny_heads
@@ -69,12 +68,8 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("query_chunk", [256, 3])
 @pytest.mark.parametrize("overrides", VARIANTS, ids=["shared", "shared, as MiMo", "apart", "apart, as MiMo"])
-def test_unroll_equals_the_slow_reference(
-    target: Target, overrides: dict[str, Any], query_chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
+def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
     heads = mtp(target, **overrides)
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 32)
     steps = heads.unroll(features, input_ids)
@@ -137,17 +132,3 @@ class TestDepths:
         assert heads.max_depth == 2
         with pytest.raises(ValueError, match="2"):
             generate(target, heads, random_prompt(6), tree=[[0], [0, 0], [0, 0, 0]], max_new_tokens=4)
-
-
-@pytest.mark.usefixtures("traced_alone")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_compiled_blocks_of_their_own_draft_what_they_draft_eagerly() -> None:
-    """Each level runs other blocks: a graph of its own, none in pieces."""
-    target = Target(tiny_target("llama", num_hidden_layers=1))
-    heads = mtp(target, num_steps=3, share_block=False)
-    prompt = random_prompt(6)
-    compiled, eager = (Decoder(target, heads, tree=DynamicTree(3, 2, 6), compile=flag) for flag in (True, False))
-    one, other = (decoder.generate(prompt, max_new_tokens=30, do_sample=False) for decoder in (compiled, eager))
-    assert one.sequences.tolist() == other.sequences.tolist()
-    assert one.stats.accepted_histogram == other.stats.accepted_histogram
-    assert one.stats.seconds["compile"] > 0

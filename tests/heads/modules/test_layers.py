@@ -62,14 +62,6 @@ class TestRotaryEmbedding:
         expected = model.model.rotary_emb(torch.zeros(1), positions, "full_attention")
         torch.testing.assert_close((cos[:, 0], sin[:, 0]), expected)
 
-    def test_the_halves_of_a_head_are_turned_as_a_complex_number(self) -> None:
-        rope = RotaryEmbedding(attention_config())
-        positions = torch.tensor([[0, 3, 1000]])
-        x = torch.randn(1, 2, 3, 8)
-        frequencies = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-        turned = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * positions[0, :, None] * frequencies)
-        torch.testing.assert_close(rotate(x, *rope(positions)), torch.cat([turned.real, turned.imag], dim=-1))
-
     def test_low_precision_is_turned_in_float32(self) -> None:
         rope = RotaryEmbedding(attention_config())
         positions = torch.tensor([[4001]])
@@ -163,21 +155,3 @@ class TestDraftCache:
             ValueError, match=r"more than num_scratch=3 frontier nodes: start\(\) the drafter with more"
         ):
             cache.append_scratch(rows, rows, torch.ones(1, 2, 4, dtype=torch.bool))
-
-    def test_masks(self) -> None:
-        """Two rows with 2 and 0 accepted slots get 3 more, of which 1 and 3 are real; then a level of two nodes."""
-        cache = DraftCache((2, 1, 1), num_slots=5, num_scratch=2, device=torch.device("cpu"), dtype=torch.float32)
-        one = torch.ones(2, 1, 2, 1)
-        cache.append(one, one, torch.tensor([2, 0]), max_slots=2)
-        three = torch.arange(6.0).view(2, 1, 3, 1)
-        keys, _, mask = cache.append(three, three, torch.tensor([1, 3]), max_slots=3)
-        assert cache.lengths.tolist() == [3, 3]
-        # Columns: 2 scratch rows, then slots 0 to 2.
-        assert mask[1, 0].int().tolist() == [[0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
-        assert mask[0, 0, 0].int().tolist() == [0, 0, 1, 1, 1]
-        assert keys[0, 0, 2:, 0].tolist() == [1, 1, 0]
-        assert keys[1, 0, 2:, 0].tolist() == [3, 4, 5]
-        nodes = torch.full((2, 1, 2, 1), 9.0)
-        keys, _, mask = cache.append_scratch(nodes, nodes, torch.eye(2, dtype=torch.bool).expand(2, -1, -1))
-        assert mask[0, 0].int().tolist() == [[1, 0, 1, 1, 1], [0, 1, 1, 1, 1]]
-        assert keys[0, 0, :, 0].tolist() == [9, 9, 1, 1, 0]

@@ -71,11 +71,6 @@ def test_equals_dense_attention(attend: Attend, groups: int, query_chunk: int, m
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-def test_gradients_are_exact_in_float64() -> None:
-    q, k, v = draw(3, 2, 5, torch.float64)
-    assert torch.autograd.gradcheck(lambda *x: attend_unrolled(x[0], x[1:4], x[4:]), [q[2], *k, *v])
-
-
 @both_ways
 def test_bfloat16_is_as_near_as_its_rounding(attend: Attend) -> None:
     """Longer than the kernel's own blocks."""

@@ -18,16 +18,6 @@ def test_the_worked_example() -> None:
     assert (torch.arange(3) + d2t).tolist() == [1, 4, 5]
 
 
-def test_the_map_is_what_a_loop_finds() -> None:
-    token_ids = torch.randperm(50)[:20].sort().values
-    d2t, t2d = map_tensors(token_ids, 50)
-    assert d2t.dtype == torch.long
-    assert t2d.dtype == torch.bool
-    for draft_id, token_id in enumerate(token_ids.tolist()):
-        assert draft_id + int(d2t[draft_id]) == token_id
-    assert [token_id for token_id in range(50) if t2d[token_id]] == token_ids.tolist()
-
-
 @pytest.mark.parametrize(
     ("counts", "size", "expected"),
     [

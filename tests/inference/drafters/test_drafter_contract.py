@@ -92,7 +92,7 @@ class Batch:
         self.features = encode(target, texts, mask, feature_layers=drafter.feature_layers).features
         self.ends = [0] * len(texts)
         self.state = drafter.start(len(texts), max_length, num_scratch)
-        self.cache = target.new_cache(len(texts), max_length + num_scratch + 1)
+        self.cache = target.new_cache(len(texts), max_length + texts.shape[1])  # room for padding
         if drafter.shares_target_cache:
             drafter.share_cache(self.state, self.cache)
 
@@ -190,15 +190,14 @@ def draw_texts(batch_size: int, length: int, seed: int) -> Tensor:
 @every_drafter
 def test_copied_rows_are_rows_read_from_the_start(make: Maker, tmp_path: Path) -> None:
     """Rows taken twice, left out, cut short, cut to nothing, in another order, into a larger state; then into a smaller
-    one. The source goes on as one that was never copied."""
+    one. The source goes on as one that was never copied, until a row is full and another still gets many slots."""
     target, drafter = make(tmp_path)
     texts = draw_texts(3, 30, seed=0)
-    sizes: dict[str, Any] = {"max_length": 29, "num_scratch": 6, "has_first": True}
-    source, untouched = (Batch(target, drafter, texts, **sizes).read_first() for _ in range(2))
+    sizes: dict[str, Any] = {"max_length": 23, "num_scratch": 6, "has_first": True}
+    source = Batch(target, drafter, texts, **sizes).read_first()
     # A prompt in parts, of which not every row has one, then one slot of every row.
-    for each in (source, untouched):
-        for ends in ([6, 6, 6], [12, 8, 12], [12, 8, 19], [13, 9, 20]):
-            drafts = each.draft(ends, seed=1)
+    for ends in ([6, 6, 6], [12, 8, 12], [12, 8, 19], [13, 9, 20]):
+        drafts = source.draft(ends, seed=1)
     at_once = Batch(target, drafter, texts, **sizes).read_first()
     assert_same_drafts(at_once.draft([13, 9, 20], seed=1), drafts, [0, 1, 2])
 
@@ -216,11 +215,10 @@ def test_copied_rows_are_rows_read_from_the_start(make: Maker, tmp_path: Path) -
     assert_same_drafts(copied.draft(ends, seed=4), fresh.draft(ends, seed=4), [0, 1, 2, 3, 4])
     assert_same_drafts(smaller.draft([13], seed=5), small_fresh.draft([13], seed=5), [0])
 
-    for one, other in zip(source.draft([14, 15, 20], seed=6), untouched.draft([14, 15, 20], seed=6), strict=True):
-        assert torch.equal(one.logits[:2], other.logits[:2])
-    ends = [16, 16, 23]
-    for one, other in zip(source.draft(ends, seed=7), untouched.draft(ends, seed=7), strict=True):
-        assert torch.equal(one.logits, other.logits)
+    source.draft([14, 10, 22], seed=6)
+    ends = [15, 20, 23]
+    untouched = Batch(target, drafter, texts, **sizes | {"max_length": 29}).read_first()
+    assert_same_drafts(source.draft(ends, seed=7), untouched.draft(ends, seed=7), [0, 1, 2])
 
 
 @every_drafter

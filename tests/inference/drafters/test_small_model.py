@@ -196,18 +196,6 @@ def test_copies_come_without_the_cache() -> None:
     assert drafter.start(1, 16, 2).cache is cache
 
 
-def test_rows_are_copied_between_caches_that_live_together() -> None:
-    drafter = SmallModelDrafter(tiny_target("llama"))
-    source = drafter.start(2, 16, 2)
-    state = drafter.start(2, 16, 2)
-    assert state.cache is not source.cache
-    drafter.extend(source, None, torch.full((2, 5), 7), torch.tensor([5, 3]), max_slots=5)
-    drafter.copy_rows(state, source, torch.tensor([1, 0]), torch.tensor([3, 4]), max_slots=4)
-    del source
-    assert drafter.start(2, 16, 2).cache is not state.cache, "the text that goes on"
-    assert state.cache.lengths.tolist() == [3, 4]
-
-
 @pytest.mark.parametrize("small_size", [96, 160])
 def test_vocabularies_may_differ_by_padding(small_size: int) -> None:
     """Columns the target does not have are never drafted, and tokens the small model does not know do no harm."""

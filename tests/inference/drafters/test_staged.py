@@ -149,16 +149,3 @@ def test_refusals() -> None:
         StagedDrafter(SmallModelDrafter(model), num_guesses=0)
     with pytest.raises(ValueError, match="vocabulary of 128 tokens, the small model one of 64"):
         Decoder(model, StagedDrafter(SmallModelDrafter(tiny_target("llama", vocab_size=64))))
-
-
-@pytest.mark.usefixtures("traced_alone")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_compiled_decoder_runs_it_eagerly() -> None:
-    model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
-    drafter = StagedDrafter(SmallModelDrafter(rough_copy(model)))
-    compiled, eager = (Decoder(model, drafter, tree=chain(3), compile=flag) for flag in (True, False))
-    one, other = (
-        decoder.generate(repeating_prompt(), max_new_tokens=30, do_sample=False) for decoder in (compiled, eager)
-    )
-    assert one.sequences.tolist() == other.sequences.tolist()
-    assert one.stats.accepted_histogram == other.stats.accepted_histogram

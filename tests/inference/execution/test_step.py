@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,16 @@ from transformers import TemperatureLogitsWarper
 
 from heads import HEAD_TYPES
 from inference import Decoder, DynamicTree, StaticTree, Target, chain
+from inference.drafters.base import Drafter
+from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter
+from inference.drafters.staged import StagedDrafter
 from inference.execution.compiled import CompiledExecutor, count_graphs
 from inference.execution.step import DecodeStep
 from inference.trees.token_tree import TokenTree, compute_depths
 from tests.heads.tiny_heads import tiny_heads
+from tests.inference.drafters.test_small_model import rough_copy
 from tests.lossless.restless import auto_tree
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
@@ -69,10 +75,10 @@ def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -
 def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
     settings = SETTINGS["sampled"]
     prompt = random_prompt(12)
-    expected = Decoder(target).generate(prompt, max_new_tokens=90, **settings).sequences
+    expected = Decoder(target).generate(prompt, max_new_tokens=60, **settings).sequences
     drafter = HostDrafter([expected[0]], VOCAB_SIZE)
-    decoder = Decoder(target, drafter, tree=auto_tree((1, 2), (4, 6), (2, 3)), compile=True)
-    output = decoder.generate(prompt, max_new_tokens=90, **settings)
+    decoder = Decoder(target, drafter, tree=auto_tree((1, 2), (4,), (2, 3)), compile=True)
+    output = decoder.generate(prompt, max_new_tokens=60, **settings)
     assert output.sequences.tolist() == expected.tolist()
     assert output.stats.num_host_syncs == output.stats.num_verify_steps
 
@@ -98,23 +104,36 @@ def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
     assert len(set(numbers)) == 1
 
 
+DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
+    **{kind: partial(tiny_heads, kind) for kind in HEAD_TYPES},
+    # Each level runs another block: a graph of its own.
+    "mtp, blocks of their own": partial(tiny_heads, "mtp", num_steps=3, share_block=False),
+    "block, confident": partial(
+        tiny_heads, "block", block_size=4, markov_rank=5, has_confidence=True, confidence_threshold=0.1
+    ),
+    "merged": lambda target: MergedDrafter(tiny_heads("eagle3", target), NgramDrafter()),
+    "staged": lambda target: StagedDrafter(SmallModelDrafter(rough_copy(target.model))),
+}
+
+
 @pytest.mark.slow
 def test_compiled_heads_draft_what_they_draft_eagerly(target: Target) -> None:
-    check_compiled_heads(target, "eagle3")
+    check_compiled_drafter(target, "eagle3")
 
 
 @pytest.mark.usefixtures("traced_alone")
-@pytest.mark.parametrize("kind", HEAD_TYPES)
-def test_heads_of_every_kind_are_traced_whole(target: Target, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_every_drafter_is_traced_whole(target: Target, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "inference.execution.compiled")
-    check_compiled_heads(target, kind)
-    assert "in pieces" not in "".join(caplog.messages)
+    check_compiled_drafter(target, kind)
+    is_whole = kind != "staged"  # what it guesses decides which passes run: it drafts eagerly
+    assert ("in pieces" not in "".join(caplog.messages)) == is_whole
 
 
-def check_compiled_heads(target: Target, kind: str) -> None:
-    heads = tiny_heads(kind, target)
-    prompt = random_prompt(6)
-    compiled, eager = (Decoder(target, heads, tree=DynamicTree(3, 2, 6), compile=flag) for flag in (True, False))
+def check_compiled_drafter(target: Target, kind: str) -> None:
+    drafter, prompt = DRAFTERS[kind](target), random_prompt(6).repeat(1, 2)
+    tree = chain(3) if drafter.drafts_chains_only else DynamicTree(3, 2, 6)
+    compiled, eager = (Decoder(target, drafter, tree=tree, compile=flag) for flag in (True, False))
     one, other = (decoder.generate(prompt, max_new_tokens=40, **SETTINGS["sampled"]) for decoder in (compiled, eager))
     assert one.sequences.tolist() == other.sequences.tolist()
     assert one.stats.accepted_histogram == other.stats.accepted_histogram
@@ -296,10 +315,10 @@ def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
 
 
 @pytest.mark.usefixtures("traced_alone")
-def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(target: Target) -> None:
-    compiled, eager = (
-        Decoder(target, tiny_heads("eagle3", target), tree=DynamicTree(2, 2, 4), compile=flag) for flag in (True, False)
-    )
+def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches() -> None:
+    target = Target(tiny_target("llama", num_hidden_layers=1))
+    heads = tiny_heads("medusa", target, num_heads=2)
+    compiled, eager = (Decoder(target, heads, tree=DynamicTree(2, 2, 4), compile=flag) for flag in (True, False))
     prompt = random_prompt(6)
     calls: list[tuple[Any, dict[str, Any]]] = [
         (prompt, SETTINGS["greedy"]),
