@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 
 from heads import HEAD_TYPES
 from inference import StaticTree
+from inference.trees.search import best_static_tree
 from tests.conftest import REPOSITORY
 from training.options.command_line import parse_arguments
 
@@ -38,18 +37,9 @@ def load_tree(path: Path) -> list[list[int]]:
 
 def likeliest_paths(num_nodes: int, max_depth: int) -> list[list[int]]:
     """The rule in configs/trees/static*.yaml: best first by the product of 0.6 * 0.9**(depth - 1) * 0.4**rank."""
-
-    def chance(path: tuple[int, ...]) -> float:
-        return math.prod(0.6 * 0.9**depth * 0.4**rank for depth, rank in enumerate(path))
-
-    chosen, candidates = [], [(-chance((0,)), (0,))]
-    while len(chosen) < num_nodes:
-        _, path = heapq.heappop(candidates)
-        chosen.append(path)
-        nearest = [(*path[:-1], path[-1] + 1)] + ([(*path, 0)] if len(path) < max_depth else [])
-        for other in nearest:
-            heapq.heappush(candidates, (-chance(other), other))
-    return [list(path) for path in sorted(chosen, key=lambda path: (len(path), path))]
+    return best_static_tree(
+        [[0.6 * 0.9**depth * 0.4**rank for rank in range(9)] for depth in range(max_depth)], num_nodes
+    )
 
 
 def test_every_file_is_covered_by_a_test_here() -> None:

@@ -10,37 +10,23 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from heads import create_heads
-from inference import Target
 from scripts import benchmark
 from scripts.benchmark import BenchmarkArguments
-from scripts.measuring import matrix
+from scripts.measuring.batches import MARK
 from scripts.measuring.measure import PLAIN, TRANSFORMERS
-from scripts.measuring.roofline import Hardware
-from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
 
-
-@pytest.fixture(autouse=True)
-def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the machine can do is another test's business."""
-    monkeypatch.setattr(matrix, "measure_hardware", lambda target: Hardware(10.0, 100.0))
+pytestmark = pytest.mark.usefixtures("known_hardware")
 
 
 @pytest.fixture(scope="module")
-def heads_path(chat_target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def heads_path(small_chat: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("heads") / "untrained"
-    create_heads("medusa", Target(chat_target), num_heads=2).save_pretrained(path)
-    return path
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"id": str(n), "turns": [f"Count to {n}"]}) + "\n" for n in range(2)))
+    create_heads("medusa", AutoModelForCausalLM.from_pretrained(small_chat).eval(), num_heads=2).save_pretrained(path)
     return path
 
 
@@ -50,60 +36,74 @@ def decode_all(**options: Any) -> tuple[list[dict[str, Any]], str]:
     return reports, console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_small_run(temperature: float, heads_path: Path, prompts: Path, tmp_path: Path) -> None:
-    files = {name: str(tmp_path / "out" / f"report.{name}") for name in ("json", "plot", "markdown")}
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_run_over_batch_sizes(
+    temperature: float, small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Every row of every batch has the text of its prompt alone, and what cannot do batches says so."""
+    # Sampled, nobody is measured alone: the reference is made.
+    sizes, trees = ([2], ["chain:1"]) if temperature else ([1, 2], ["chain:1", "dynamic:2,2,4"])
+    names = ("json",) if temperature else ("json", "plot", "markdown")
+    files = {name: str(tmp_path / "out" / f"report.{name}") for name in names}
     _, printed = decode_all(
-        target=[str(CHAT_TARGET)],
+        target=[small_chat],
         prompts=[str(prompts)],
         heads=[str(heads_path)],
-        max_new_tokens=8,
         temperature=[temperature],
-        tree=["chain", "dynamic:2,2,4"],
-        repeats=2,
+        batch_size=sizes,
+        max_new_tokens=4,
+        tree=trees,
+        repeats=1,
         **files,
     )
-    (report,) = json.loads(Path(files["json"]).read_text())["reports"]
-    rows = {row["name"] + row["tree"]: row for row in report["rows"]}
-    assert {TRANSFORMERS, PLAIN, "transformers prompt look-up", "n-gram drafterchain", "untraineddynamic:2,2,4"} <= set(
-        rows
-    )
-    assert ("untrained, uncoupledchain" in rows) == (temperature > 0)
-    for row in rows.values():
-        assert row["tokens_per_second"] > 0
-        assert row["over_transformers"] > 0
-        assert row["warm_up_seconds"] > 0
-        is_ours = not row["name"].startswith("transformers")
-        is_compared = temperature == 0 or is_ours
-        assert (row["num_identical"], row["num_compared"]) == ((2, 2) if is_compared else (None, 0))
-        assert row["host_syncs_per_step"] == (1.0 if is_ours else None)
-        assert (row["roofline_share"] is not None) == is_ours
-    environment = report["environment"]
-    assert (environment["dtype"], environment["num_prompts"], environment["temperature"]) == ("float32", 2, temperature)
-    assert (environment["bandwidth_gb_s"], environment["matmul_gflop_s"]) == (10.0, 100.0)
-    assert environment["cpu"]
-    assert Path(files["plot"]).read_bytes().startswith(b"\x89PNG")
-    markdown = Path(files["markdown"]).read_text()
-    for column in ("× generate", "× fastest plain", "overhead", "of the roofline"):
-        assert f"| {column} |" in markdown
-    assert "| untrained, chain |" in markdown
-    assert "untrained, chain" in printed
-    assert "Fastest drafter: " in printed
-    assert "Wrote " in printed
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "report.json",
-        "report.markdown",
-        "report.plot",
-    ]
+    reports = json.loads(Path(files["json"]).read_text())["reports"]
+    for size, report in zip(sizes, reports, strict=True):
+        environment, num_rows = report["environment"], 3 + -3 % size
+        assert (environment["batch"], environment["num_prompts_again"]) == (size, -3 % size)
+        assert (environment["dtype"], environment["num_prompts"], environment["temperature"]) == (
+            "float32", 3, temperature,
+        )  # fmt: skip
+        assert (environment["bandwidth_gb_s"], environment["matmul_gflop_s"]) == (10.0, 100.0)
+        assert environment["cpu"]
+        rows = {row["name"] + row["tree"]: row for row in report["rows"]}
+        assert {TRANSFORMERS, PLAIN, "n-gram drafterchain:1", *(f"untrained{tree}" for tree in trees)} <= rows.keys()
+        assert ("untrained, uncoupledchain:1" in rows) == (temperature > 0)
+        problem = rows["transformers prompt look-up"]["problem"]
+        if size > 1:
+            assert problem == f"transformers speculates for one row at a time, and the batch has {size}"
+            del rows["transformers prompt look-up"]
+        for name, row in rows.items():
+            is_ours = not name.startswith("transformers")
+            is_compared = temperature == 0 or is_ours
+            assert (row["num_identical"], row["num_compared"]) == ((num_rows,) * 2 if is_compared else (None, 0)), name
+            assert row["host_syncs_per_step"] == (1.0 if is_ours else None)
+            assert (row["roofline_share"] is not None) == is_ours
+            assert not is_ours or 1 <= row["rows_per_step"] <= size
+            assert row["num_new_tokens"] <= 4 * num_rows
+            assert min(row["tokens_per_second"], row["over_transformers"], row["warm_up_seconds"]) > 0
+            if name in (TRANSFORMERS, PLAIN):
+                assert row["acceptance_length"] == 1.0
+    for text in ("prompts from the start again", "untrained, chain:1", "Fastest drafter: ", "Wrote "):
+        assert text in printed
+    if temperature:
+        return
+    page = Path(files["markdown"]).read_text()
+    columns = ("× generate", "× fastest plain", "overhead", "of the roofline")
+    told = ("batches of 1, 2**", "untrained, fastest tree by batch size: ", MARK, "| untrained, chain:1 |")
+    for text in (*(f"| {column} |" for column in columns), *told):
+        assert text in page
+    pictures = {file.name for file in (tmp_path / "out").iterdir()} - {"report.json", "report.markdown"}
+    assert pictures == {"report-1.plot", "report-2.plot", "report-batches.plot"}
+    assert (tmp_path / "out" / "report-batches.plot").read_bytes().startswith(b"\x89PNG")
 
 
-def test_other_drafters_are_measured_beside_heads(heads_path: Path, prompts: Path) -> None:
+def test_other_drafters_are_measured_beside_heads(small_chat: str, heads_path: Path, prompts: Path) -> None:
     """A small model, and everybody merged with n-grams: their texts are the target's."""
     (report,), _ = decode_all(
-        target=[str(CHAT_TARGET)],
+        target=[small_chat],
         prompts=[str(prompts)],
         heads=[str(heads_path)],
-        drafter_model=str(CHAT_TARGET),
+        drafter_model=small_chat,
         ngrams=True,
         max_new_tokens=8,
         tree=["chain:2"],
@@ -111,15 +111,15 @@ def test_other_drafters_are_measured_beside_heads(heads_path: Path, prompts: Pat
     )
     rows = {row["name"]: row for row in report["rows"]}
     for name in ("untrained", "untrained + n-grams", "small model", "small model + n-grams"):
-        assert (rows[name]["num_identical"], rows[name]["num_compared"]) == (2, 2)
+        assert (rows[name]["num_identical"], rows[name]["num_compared"]) == (3, 3)
     assert rows["small model"]["acceptance_length"] > 2, "the target drafts for itself"
-    assert report["environment"]["drafter_model"] == str(CHAT_TARGET)
+    assert report["environment"]["drafter_model"] == small_chat
 
 
-def test_acceptance_rules_are_measured_beside_one_another(heads_path: Path, prompts: Path) -> None:
+def test_acceptance_rules_are_measured_beside_one_another(small_chat: str, heads_path: Path, prompts: Path) -> None:
     """Texts of rules that draw other ones are not compared."""
     (report,), printed = decode_all(
-        target=[str(CHAT_TARGET)],
+        target=[small_chat],
         prompts=[str(prompts)],
         heads=[str(heads_path)],
         max_new_tokens=6,
@@ -129,7 +129,7 @@ def test_acceptance_rules_are_measured_beside_one_another(heads_path: Path, prom
         repeats=1,
     )
     rows = {(row["name"], row["tree"]): row for row in report["rows"]}
-    assert rows["untrained", "chain:2"]["num_identical"] == 2
+    assert rows["untrained", "chain:2"]["num_identical"] == 3
     blocks = rows["untrained, block_verification", "chain:2"]
     assert (blocks["num_identical"], blocks["num_compared"]) == (None, 0)
     assert blocks["acceptance_length"] >= 1
@@ -139,11 +139,11 @@ def test_acceptance_rules_are_measured_beside_one_another(heads_path: Path, prom
 
 
 def test_a_matrix_is_one_report_for_each_combination(
-    heads_path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two targets, two files, two temperatures; the heads fit the first target only, and no assistant fits both."""
     other = tmp_path / "other"
-    tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
+    tokenizer = AutoTokenizer.from_pretrained(small_chat)
     # Prompt look-up of older transformers needs an EOS token.
     eos = tokenizer.eos_token_id
     tiny_target("llama", vocab_size=len(tokenizer) + 8, initializer_range=0.02, eos_token_id=eos).save_pretrained(other)
@@ -153,7 +153,7 @@ def test_a_matrix_is_one_report_for_each_combination(
     files = {"json": str(tmp_path / "report.json"), "plot": str(tmp_path / "plot.png")}
     plots: list[str] = []
     monkeypatch.setattr(benchmark, "draw_plot", lambda path, rows, title: plots.append(path.name))
-    targets, paths, temperatures = [str(CHAT_TARGET), str(other)], [str(prompts), str(more)], [0.0, 0.7]
+    targets, paths, temperatures = [small_chat, str(other)], [str(prompts), str(more)], [0.0, 0.7]
     reports, _ = decode_all(
         target=targets,
         prompts=paths,
@@ -181,10 +181,10 @@ def test_a_matrix_is_one_report_for_each_combination(
 
 
 def test_heads_for_another_target_than_the_only_one_are_an_error(
-    heads_path: Path, prompts: Path, tmp_path: Path
+    small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
 ) -> None:
     tiny_target("llama").save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(CHAT_TARGET).save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(small_chat).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="these medusa heads were made for a target with hidden size"):
         decode_all(target=[str(tmp_path / "other")], prompts=[str(prompts)], heads=[str(heads_path)])
 

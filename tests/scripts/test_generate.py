@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -197,19 +195,3 @@ def test_a_rule_that_cannot_judge_the_tree_says_so(run_program: Callable[..., st
     for tree in (None, "auto", "gamma"):
         with pytest.raises(ValueError, match=r"acceptance='rejection' needs a tree whose shape.*use tree='chain'"):
             run_program(prompt="Hi", ngrams=True, tree=tree, acceptance="rejection", temperature=1.0)
-
-
-def test_a_mistake_ends_the_program_with_one_line() -> None:
-    command = [sys.executable, "scripts/generate.py", "--target", "examples/chat-13m", "--top_k", "3"]
-    run = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert run.returncode == 1
-    assert run.stderr.strip().splitlines()[-1].startswith("generate.py: --top_k and --top_p change sampled text only")
-    assert "Traceback" not in run.stderr

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-import os
 import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -390,34 +388,3 @@ def test_the_program_finds_its_packages_without_being_installed(tmp_path: Path) 
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert "--max_turns" in finished.stdout
-
-
-@pytest.mark.slow
-def test_processes_that_are_killed_go_on(run: Run, target: Path, tmp_path: Path) -> None:
-    """Two processes, killed with SIGKILL while they write; then started again by torchrun."""
-    plain, output = tmp_path / "plain.jsonl", tmp_path / "out.jsonl"
-    options = ("--mode", "self", "--num_conversations", "200")
-    run(plain, *options, "--batch_size", "64")
-    command = [str(PROGRAM), "--target", str(target), *SETTINGS, "--output", str(output), *options, "--batch_size", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
-    processes = [subprocess.Popen([sys.executable, *command], env=environment | rank) for rank in ranks]
-    deadline = time.monotonic() + 240
-    try:
-        for rank, process in enumerate(processes):  # each as soon as it has written, however late the other starts
-            journal = tmp_path / f"out.jsonl.shard-{rank:05}-of-00002"
-            while not (journal.exists() and b'"id"' in journal.read_bytes()):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            process.kill()
-            assert process.wait() == -signal.SIGKILL, "it must be killed while it runs for this test to mean anything"
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert not output.exists()
-    assert len(journals(output)) == 2
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*launch, *command], env=environment, check=True)
-    assert results(output) == results(plain)
-    assert journals(output) == []

@@ -10,51 +10,37 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from heads import HEAD_TYPES, create_heads
 from inference import DynamicTree, Target
 from inference.trees.options import resolve_policy
 from scripts.benchmarks import drafters
 from scripts.benchmarks.drafters import DraftersArguments, find_means, make_grid
-from scripts.measuring import matrix
 from scripts.measuring.contenders import NGRAMS
 from scripts.measuring.measure import PLAIN, TRANSFORMERS
 from scripts.measuring.render import Grid
-from scripts.measuring.roofline import Hardware
 from scripts.model_loading import fit_tree
-from tests.conftest import CHAT_TARGET
 
-
-@pytest.fixture(autouse=True)
-def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test measures the hardware."""
-    monkeypatch.setattr(matrix, "measure_hardware", lambda target: Hardware(10.0, 100.0))
+pytestmark = pytest.mark.usefixtures("known_hardware")
 
 
 @pytest.fixture(scope="module")
-def heads_folder(chat_target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def heads_folder(small_chat: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Untrained Medusa heads of one level, and EAGLE-3 heads with a training record."""
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("heads")
-    create_heads("medusa", Target(chat_target), num_heads=1).save_pretrained(folder / "medusa")
-    create_heads("eagle3", Target(chat_target)).save_pretrained(folder / "eagle3")
+    folder, target = tmp_path_factory.mktemp("heads"), Target(AutoModelForCausalLM.from_pretrained(small_chat).eval())
+    create_heads("medusa", target, num_heads=1).save_pretrained(folder / "medusa")
+    create_heads("eagle3", target).save_pretrained(folder / "eagle3")
     (folder / "eagle3" / "training_record.json").write_text(json.dumps({"training": {"tokens": 3_000_000}}))
     return folder
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"id": str(n), "turns": [f"Count to {n}"]}) + "\n" for n in range(2)))
-    return path
-
-
-def measure_table(folder: Path, prompts: Path, output: Path, **options: Any) -> Grid:
+def measure_table(target: str, folder: Path, prompts: Path, output: Path, **options: Any) -> Grid:
     settings: dict[str, Any] = {"temperature": [0.0, 1.0], "max_new_tokens": 6, "repeats": 1, **options}
     args = DraftersArguments(
         heads=[str(folder / name) for name in ("medusa", "eagle3")],
-        target=str(CHAT_TARGET),
+        target=target,
         prompts=[str(prompts)],
         output=str(output),
         device="cpu",
@@ -66,10 +52,10 @@ def measure_table(folder: Path, prompts: Path, output: Path, **options: Any) -> 
 
 
 def test_one_table_of_all_drafters(
-    heads_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_chat: str, heads_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out" / "table"
-    grid = measure_table(heads_folder, prompts, output)
+    grid = measure_table(small_chat, heads_folder, prompts, output)
     lines = {line[0]: line[1:] for line in grid.cells}
     assert set(lines) == {NGRAMS, "medusa", "eagle3", TRANSFORMERS, "transformers prompt look-up", PLAIN}
     assert list(lines)[-1] == PLAIN, "baselines come last"
@@ -78,20 +64,20 @@ def test_one_table_of_all_drafters(
     assert lines["medusa"][1] == lines[PLAIN][0] == "–"
     assert lines[PLAIN][2] == "1.00"
     assert lines[PLAIN][4] == lines[PLAIN][8] == "1.00", "the only plain decoding is the fastest"
-    assert all(lines[name][5] == lines[name][9] == "2/2" for name in (NGRAMS, "medusa", "eagle3"))
+    assert all(lines[name][5] == lines[name][9] == "3/3" for name in (NGRAMS, "medusa", "eagle3"))
     content = json.loads(output.with_suffix(".json").read_text())
     trees = {row["name"]: row["tree"] for row in content["reports"][0]["rows"]}
     assert (trees["eagle3"], trees["medusa"]) == ("dynamic:2,2,6", "dynamic:1,3,6")
     page = output.with_suffix(".md").read_text()
     assert grid.to_markdown() in page
-    assert "2 of prompts.jsonl; up to 6 tokens" in page
+    assert "3 of prompts.jsonl; up to 6 tokens" in page
 
     monkeypatch.setattr(drafters, "load_subject", lambda *_, **__: pytest.fail("there is nothing to measure"))
-    assert measure_table(heads_folder, prompts, output).cells == grid.cells
+    assert measure_table(small_chat, heads_folder, prompts, output).cells == grid.cells
     with pytest.raises(ValueError, match=r"under other conditions \(max_new_tokens 6 there, 7 now\)"):
-        measure_table(heads_folder, prompts, output, max_new_tokens=7)
+        measure_table(small_chat, heads_folder, prompts, output, max_new_tokens=7)
     with pytest.raises(pytest.fail.Exception, match="nothing to measure"):
-        measure_table(heads_folder, prompts, output, overwrite=True)
+        measure_table(small_chat, heads_folder, prompts, output, overwrite=True)
 
 
 def make_content() -> dict[str, Any]:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel
 
-from heads import create_heads
 from inference import GenerationStats, NgramDrafter, Target
-from scripts import benchmark
-from scripts.benchmark import BenchmarkArguments
-from scripts.measuring import matrix
 from scripts.measuring.batches import MARK, choose_trees, make_batch_grid
 from scripts.measuring.contenders import TimedDrafter
 from scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from scripts.measuring.report import make_rows, set_rooflines
 from scripts.measuring.roofline import Hardware, Work
 from scripts.measuring.rows import Row
-from tests.conftest import CHAT_TARGET
-
-TURNS = ["Count to two", "The sea", "Tell me about a dog who gets lost"]
 
 
 def test_batches_are_full_and_left_padded() -> None:
@@ -119,65 +108,3 @@ def test_the_tree_of_each_batch_size() -> None:
     assert cells["h, auto"] == [f"30.0 (3.00, –) {MARK}", "–"]
     assert cells["h, dynamic:4,4,16"][0] == "–"
     assert grid.notes[-1] == "h, fastest tree by batch size: 1 -> auto (3.00), 8 -> chain (0.75)"
-
-
-# From options to files.
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_run_over_batch_sizes(
-    temperature: float, chat_target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every row of every batch has the text of its prompt alone, and what cannot do batches says so."""
-    monkeypatch.setattr(matrix, "measure_hardware", lambda target: Hardware(10.0, 100.0))
-    torch.manual_seed(0)
-    create_heads("medusa", Target(chat_target), num_heads=2).save_pretrained(tmp_path / "untrained")
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"id": turn, "turns": [turn]}) + "\n" for turn in TURNS))
-    # Sampled, nobody is measured alone: the reference is made.
-    sizes, trees = ([2], ["chain:1"]) if temperature else ([1, 2], ["chain:1", "dynamic:2,2,4"])
-    console = Console(file=io.StringIO(), width=200)
-    names = ("json",) if temperature else ("json", "plot", "markdown")
-    files = {name: str(tmp_path / "out" / f"report.{name}") for name in names}
-    args = BenchmarkArguments(
-        target=[str(CHAT_TARGET)],
-        prompts=[str(path)],
-        heads=[str(tmp_path / "untrained")],
-        temperature=[temperature],
-        batch_size=sizes,
-        max_new_tokens=4,
-        tree=trees,
-        repeats=1,
-        device="cpu",
-        compile=False,
-        dtype="float32",
-        **files,
-    )
-    benchmark.run(args, console)
-    reports = json.loads(Path(files["json"]).read_text())["reports"]
-    assert [report["environment"]["batch"] for report in reports] == sizes
-    assert [report["environment"]["num_prompts_again"] for report in reports] == [-3 % size for size in sizes]
-    for size, report in zip(sizes, reports, strict=True):
-        num_rows = 3 + -3 % size
-        rows = {row["name"] + row["tree"]: row for row in report["rows"]}
-        problem = rows.pop("transformers prompt look-up")["problem"]
-        assert problem == (
-            f"transformers speculates for one row at a time, and the batch has {size}" if size > 1 else ""
-        )
-        for name, row in rows.items():
-            is_ours = not name.startswith("transformers")
-            is_compared = temperature == 0 or is_ours
-            assert (row["num_identical"], row["num_compared"]) == ((num_rows,) * 2 if is_compared else (None, 0)), name
-            assert row["host_syncs_per_step"] == (1.0 if is_ours else None)
-            assert not is_ours or 1 <= row["rows_per_step"] <= size
-            assert row["num_new_tokens"] <= 4 * num_rows
-            if name in (TRANSFORMERS, PLAIN):
-                assert row["acceptance_length"] == 1.0
-    assert "prompts from the start again" in console.file.getvalue()  # type: ignore[attr-defined]
-    if temperature:
-        return
-    page = Path(files["markdown"]).read_text()
-    for text in (f"batches of {sizes[0]}, {sizes[1]}**", "untrained, fastest tree by batch size: ", MARK):
-        assert text in page
-    pictures = {file.name for file in (tmp_path / "out").iterdir()} - {"report.json", "report.markdown"}
-    assert pictures == {"report-1.plot", "report-2.plot", "report-batches.plot"}

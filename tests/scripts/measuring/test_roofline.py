@@ -10,8 +10,7 @@ from inference import Target, chain
 from inference.drafters.ngram import NgramDrafter
 from scripts.measuring import roofline
 from scripts.measuring.contenders import count_work, make_contenders
-from scripts.measuring.measure import TRANSFORMERS, Contender, Prompt, Settings
-from scripts.measuring.report import set_rooflines
+from scripts.measuring.measure import TRANSFORMERS, Prompt, Settings
 from scripts.measuring.roofline import (
     Hardware,
     Work,
@@ -20,7 +19,6 @@ from scripts.measuring.roofline import (
     measure_bandwidth,
     measure_hardware,
 )
-from scripts.measuring.rows import Row
 from tests.tiny_targets import NUM_LAYERS, VOCAB_SIZE, random_prompt, tiny_target
 
 CPU = torch.device("cpu")
@@ -108,15 +106,3 @@ def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "MAX_BUFFER_BYTES", 400)
     assert measure_bandwidth(4000, CPU) == pytest.approx(8e-7)
     assert roofline.measure_matmul(torch.float32, CPU, size=10) == pytest.approx(2 * 1000 / 0.5 / 1e9)
-
-
-def step(**milliseconds: float) -> dict[str, float]:
-    return {"draft": 0.0, "grow": 0.0, "accept": 0.0, "commit": 0.0, "other": 0.0, **milliseconds}
-
-
-def test_share_of_the_roofline_by_hand() -> None:
-    rows = [Row(TRANSFORMERS), Row("h", step_milliseconds=step(step=20.0, verify=15.0))]
-    contenders = [Contender(TRANSFORMERS), Contender("h", work=Work(50e6, 0.1e9))]
-    set_rooflines(rows, contenders, Hardware(bandwidth_gb_s=10.0, matmul_gflop_s=100.0))
-    assert rows[0].roofline_share is None
-    assert (rows[1].limit_milliseconds, rows[1].roofline_share) == pytest.approx((5.0, 0.25))
