@@ -81,10 +81,3 @@ def stories_target_path() -> Path:
     if not path.is_dir():
         pytest.skip(f"{path} is absent: stories260k is not part of this repository")
     return path
-
-
-@pytest.fixture(scope="session")
-def stories_target(stories_target_path: Path) -> PreTrainedModel:
-    """stories260k in float32, in eval mode. Shared by a worker's tests: do not change it."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(stories_target_path, dtype=torch.float32)
-    return model.eval()

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from heads import HEAD_TYPES
-from inference import TreePolicy, chain
 from inference.acceptance.sampler import Sampler
 from inference.acceptance.walk import Acceptance
 from inference.execution.step import DecodeStep
@@ -22,7 +21,7 @@ from tests.lossless.matrix import cases, render
 from tests.lossless.matrix.cases import Case, run_case
 from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_sense, pair_cells, seed_of
 from tests.lossless.matrix.covering import cover, pairs_of
-from tests.lossless.matrix.drafters import DEPTH, POLICIES, STATIC_PATHS, policy_of
+from tests.lossless.matrix.drafters import DEPTH, POLICIES, STATIC_PATHS
 from tests.lossless.matrix.references import attentions_of, reference_of
 from tests.lossless.matrix.results import (
     BRANCHED,
@@ -161,20 +160,6 @@ def test_a_whole_run_compares_enough() -> None:
     assert find_gaps(results, is_whole=True) == []
 
 
-def test_a_policy_that_loses_its_branches_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All texts are right, and every rank is still offered."""
-
-    def without_branches(name: str, max_depth: int | None = None) -> TreePolicy | None:
-        return chain(DEPTH) if name == "static" else policy_of(name, max_depth)
-
-    monkeypatch.setattr(cases, "policy_of", without_branches)
-    results = [run_cell(cell) for cell in greedy_cells_of(WIDE) if cell.case.policy == "static"]
-    assert {result.status for result in results} == {SAME}
-    lost = ", ".join(f"node {path}" for path in STATIC_PATHS if any(path))
-    assert f"{WIDE} sdpa static: never accepted: {lost}" in find_gaps(results)
-    assert f"{WIDE} sdpa static: no step moved slots" in find_gaps(results)
-
-
 @pytest.mark.parametrize("policy", BRANCHED)
 def test_a_walk_that_never_takes_a_sibling_is_a_gap(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops before one, with the same token as its bonus token: all texts are right."""
@@ -197,12 +182,13 @@ def test_a_walk_that_never_takes_a_sibling_is_a_gap(policy: str, monkeypatch: py
     assert f"{WIDE} sdpa {policy}: never accepted: {', '.join(lost)}" in gaps
 
 
-def test_tokens_behind_a_near_tie_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_a_wrong_token(*args: Any) -> torch.Tensor:
-        text = reference_of(*args).clone()
-        text[-12] = (text[-12] + 1) % 128  # of GREEDY_TOKENS + 8 new ones
-        return text
+def with_a_wrong_token(*args: Any) -> torch.Tensor:
+    text = reference_of(*args).clone()
+    text[-12] = (text[-12] + 1) % 128  # of GREEDY_TOKENS + 8 new ones
+    return text
 
+
+def test_tokens_behind_a_near_tie_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(cell.case for cell in greedy_cells_of(WIDE) if cell.batch == 1)
     case = replace(case, calls=case.calls[:1])
     assert run_case(case).num_tokens == GREEDY_TOKENS
@@ -214,11 +200,6 @@ def test_tokens_behind_a_near_tie_are_not_counted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_wrong_token_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_a_wrong_token(*args: Any) -> torch.Tensor:
-        text = reference_of(*args).clone()
-        text[-12] = (text[-12] + 1) % 128
-        return text
-
     monkeypatch.setattr(cases, "reference_of", with_a_wrong_token)
     for cell in greedy_cells_of(WIDE)[:8:3]:
         result = run_cell(cell)
@@ -233,21 +214,6 @@ def test_options_choose_cells(capsys: pytest.CaptureFixture[str]) -> None:
     assert names
     assert all("dynamic" in name and "batch 32" in name for name in names)
     assert program.main(["--match", "no such cell", "--part", "trained"]) == 2
-
-
-def test_every_pair_of_values_that_makes_sense_occurs() -> None:
-    factors = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1), "d": (0, 1)}
-
-    def is_valid(values: Mapping[str, Any]) -> bool:
-        return values["a"] != values["b"]
-
-    design = cover(factors, is_valid, apart=[frozenset("cd")])
-    every = [dict(zip("abcd", values, strict=True)) for values in itertools.product(*factors.values())]
-    possible = set().union(*(pairs_of(values, [frozenset("cd")]) for values in filter(is_valid, every)))
-    assert set().union(*(pairs_of(values, [frozenset("cd")]) for values in design)) == possible
-    assert all(map(is_valid, design))
-    assert len(design) < len(every) / 2
-    assert len(cover({"a": [0, 1], "b": [0, 1], "c": [0, 1]}, lambda _: True)) == 4
 
 
 def test_every_pair_of_the_matrix_that_makes_sense_occurs() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from heads import HEAD_TYPES, DraftHeads, create_heads
+from heads import DraftHeads
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain
-from inference.targets.encoding import encode
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.lossless.near_tie import assert_same_text, explain_difference
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
 
 POLICIES: dict[str, TreePolicy] = {
     "chain": chain(4),
@@ -32,9 +28,6 @@ PROMPT_LINES = (REPOSITORY / "examples" / "prompts.jsonl").read_text().splitline
 # `make lossless` runs 20 prompts per kind and policy; continuous integration has time for fewer.
 NUM_LONG = int(os.environ.get("LOSSLESS_PROMPTS", "2"))
 # DFlash as it is learns too little in so few steps: of what it drafts behind the first token it does not know the path.
-QUICK_SETTINGS: dict[str, dict[str, Any]] = {
-    "block": {"block_size": 5, "num_anchors": 64, "predicts_at_anchor": True, "markov_rank": 64}
-}
 NO_EOS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
 
 
@@ -57,22 +50,6 @@ def chat_prompts() -> list[Tensor]:
         )["input_ids"]
         for text in (json.loads(line)["turns"][0] for line in PROMPT_LINES)
     ]
-
-
-def train_quickly(kind: str, target: Target, texts: Tensor, *, num_steps: int = 100) -> DraftHeads:
-    """Heads good enough to accept now and then, from the target's own texts [B, T]."""
-    heads = create_heads(kind, target, **QUICK_SETTINGS.get(kind, {}))
-    mask = torch.ones_like(texts)
-    encoded = encode(target, texts, mask, feature_layers=heads.feature_layers)
-    teacher = compute_teacher(target, encoded.last_hidden, texts, mask, heads.draft_token_ids, loss_type="distillation")
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
-    for _ in range(num_steps):
-        steps = heads.train().unroll(encoded.features, texts)
-        loss = draft_loss(steps, teacher, mask, loss_type="distillation", step_decay=0.8).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return heads.eval()
 
 
 @cache
@@ -144,31 +121,3 @@ def test_chat_bfloat16_flips_are_near_ties() -> None:
             _, gap, sentence = difference
             assert gap < 0.25, sentence  # logits near 10 to 20 are rounded to steps of 1/16 to 1/8
             print(f"near-tie, {sentence}")
-
-
-@pytest.fixture(scope="module")
-def stories(stories_target_path: Path) -> Target:
-    return Target(AutoModelForCausalLM.from_pretrained(stories_target_path, dtype=torch.float32).eval())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", HEAD_TYPES)
-def test_stories_greedy(kind: str, stories: Target) -> None:
-    model = stories.model
-    torch.manual_seed(0)
-    texts = model.generate(
-        torch.ones(8, 1, dtype=torch.long), max_length=128, do_sample=True, eos_token_id=None, pad_token_id=0
-    )
-    heads = train_quickly(kind, stories, texts)
-    starts = model.generate(
-        torch.ones(NUM_LONG, 1, dtype=torch.long),
-        max_length=9,
-        do_sample=True,
-        temperature=1.5,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    for policy in POLICIES.values():
-        decoder = Decoder(stories, heads, tree=policy)
-        lengths = [check_greedy(stories, decoder, start[None], max_new_tokens=200, **NO_EOS) for start in starts]
-        assert sum(lengths) / len(lengths) > 1.1
