@@ -109,34 +109,6 @@ def test_rows_that_have_ended_cost_nothing(kind: str, monkeypatch: pytest.Monkey
     assert len(set(widths)) > 2
 
 
-def test_processors_follow_their_rows() -> None:
-    """A processor that keeps a state of its own for every row, in a container or not, is asked about that row only,
-    when others have left."""
-
-    class Alternating:
-        def __init__(self) -> None:
-            self.calls = 0
-            self.seen: dict[str, int] = {"tokens": 0}
-
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            self.calls += 1
-            self.seen["tokens"] += 1
-            assert self.calls == self.seen["tokens"]
-            scores = scores.clone()
-            scores[:, self.calls % 2 :: 2] = float("-inf")
-            return scores
-
-    prompts = [random_prompt(length, seed=length)[0] for length in (4, 9, 6)]
-    options = {**GREEDY, "eos_token_id": [10, 31, 52, 70, 87, 90, 111], "pad_token_id": 0}
-    alone = [generate(target_of(), None, p[None], logits_processor=[Alternating()], **options) for p in prompts]
-    inputs = pad_prompts(prompts)
-    found = generate(target_of(), drafter_of("n-grams"), **inputs, logits_processor=[Alternating()], **options)
-    for row, output in enumerate(alone):
-        text = output.sequences[0]
-        start = inputs["input_ids"].shape[1] - len(prompts[row])
-        assert torch.equal(found.sequences[row, start:][: len(text)], text)
-
-
 @pytest.mark.parametrize("has_negative_prompts", [False, True])
 def test_guidance_is_each_rows_own(has_negative_prompts: bool) -> None:
     prompts = random_prompt(6, batch_size=3, seed=4)

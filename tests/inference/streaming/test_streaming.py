@@ -83,23 +83,6 @@ def test_a_failing_call_frees_its_decoder() -> None:
     assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
 
 
-def test_an_error_within_a_step_leaves_nothing_stale() -> None:
-    decoder = Decoder(MODEL, scripted())
-    calls = 0
-
-    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 9:
-            raise KeyError("a processor of the caller's")
-        return scores
-
-    with pytest.raises(KeyError, match="caller's"):
-        decoder.generate(PROMPT, logits_processor=[fail], **GREEDY)
-    output = decoder.generate(PROMPT, reuse_cache=True, **GREEDY)
-    assert torch.equal(output.sequences, TRUTH)
-
-
 @pytest.mark.parametrize(
     ("inputs", "options", "match"),
     [

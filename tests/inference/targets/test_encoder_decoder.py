@@ -130,23 +130,6 @@ def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: s
     check_tree(model, target, cache, tree, sources, texts)
 
 
-def test_selected_rows_keep_their_sources() -> None:
-    target, (ids, mask) = target_of("t5", 1), source_batch(3)
-    source = target.encode_source(ids, mask)
-    token_ids = torch.tensor([[START, 5], [START, 6], [START, 7]])
-    counts, rows = torch.tensor([2, 2, 2]), torch.tensor([2, 0])
-    cache = target.new_cache(3, 16)
-    target.read_source(cache, source)
-    wanted = target.prefill(cache, token_ids, counts).logits[rows]
-    assert cache.source is not None
-    memory = cache.source
-    memory.select_rows(rows)
-    smaller = target.new_cache(2, 16)
-    smaller.source = memory
-    got = target.prefill(smaller, token_ids[rows], counts[rows]).logits
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "seed"), CELLS)
 def test_texts_with_the_scripted_drafter(kind: str, seed: int, is_sampled: bool) -> None:

@@ -102,15 +102,6 @@ def test_no_decoder() -> None:
         Target(T5EncoderModel(copy.deepcopy(tiny_encoder_decoder("t5").config)).eval())
 
 
-def test_training_mode() -> None:
-    model = copy.deepcopy(tiny_encoder_decoder("t5"))
-    target = Target(model)
-    model.train()
-    ids, mask = source_batch(1)
-    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
-        generate(target, None, ids, mask, **GREEDY)
-
-
 @pytest.mark.parametrize(
     ("kind", "broken", "what"),
     [
