@@ -12,8 +12,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer, EarlyStoppingCallback, set_seed
 
-from heads import HEAD_TYPES, DraftHeads, create_heads
-from heads.adapter import FOLDER
+from heads import DraftHeads, create_heads
 from inference import Target
 from inference.targets.model_config import find_length_limit
 from training.data.collation import ConversationCollator, count_tokens
@@ -26,7 +25,7 @@ from training.features.self_check import check_first_row
 from training.features.store_checks import RowsOfRun
 from training.features.target_identity import hash_tokenizer, identify_target
 from training.features.target_loading import check_placement, load_model, loading_whole
-from training.features.target_options import FeatureArguments
+from training.features.target_options import FeatureArguments, ModelArguments
 from training.options.checks import check_options
 from training.options.command_line import resolve_arguments
 from training.options.run_options import RunOptions
@@ -35,7 +34,7 @@ from training.run.evaluation import AcceptanceMeter, eval_prompts
 from training.run.joint_model import JointModel, adapt_target
 from training.run.joint_trainer import JointTrainer
 from training.run.outcome import PreparedRun
-from training.run.resume import check_same_heads, check_same_run, describe_run, find_checkpoint
+from training.run.resume import check_same_run, describe_run, find_checkpoint
 from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
@@ -114,7 +113,7 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
     target = Target(adapt_target(model, stored, options.joint))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
-    return _Models(target, tokenizer, _make_heads(options, target, stored, checkpoint), stored is not None)
+    return _Models(target, tokenizer, _make_heads(options.model, target, stored), stored is not None)
 
 
 def _load_stored_heads(options: RunOptions, checkpoint: Path | None) -> DraftHeads | None:
@@ -127,17 +126,11 @@ def _load_stored_heads(options: RunOptions, checkpoint: Path | None) -> DraftHea
     return heads
 
 
-def _make_heads(options: RunOptions, target: Target, stored: DraftHeads | None, checkpoint: Path | None) -> DraftHeads:
+def _make_heads(args: ModelArguments, target: Target, stored: DraftHeads | None) -> DraftHeads:
     """The stored heads, or untrained ones, bound to the target."""
-    args = options.model
-    overrides = args.parse_head_overrides()
     if stored is None:
         assert args.head_type is not None
-        return create_heads(args.head_type, target, **overrides)
-    if checkpoint is not None and args.head_type is not None:
-        wanted = HEAD_TYPES[args.head_type].config_class.from_target(target, **overrides)
-        wanted.target_adapter = FOLDER if options.joint.is_on else None
-        check_same_heads(checkpoint, stored.config, wanted)
+        return create_heads(args.head_type, target, **args.parse_head_overrides())
     return stored.bind(target)
 
 

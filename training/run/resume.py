@@ -16,9 +16,8 @@ from typing import Any
 
 import datasets
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
-from heads.adapter import CONFIG_FILE, WEIGHTS_FILE
 from training.data.streaming import ConversationStream
 from training.options.command_line import default_of
 from training.run.checkpoints import RUN_FILE, read_run_file
@@ -37,6 +36,7 @@ _FREE = re.compile(
 )
 # Names of the data; not compared where the data itself is compared.
 _OF_DATA = re.compile(r"dataset.*|max_samples|skip_bad_lines")
+_OF_HEADS = {"head_type", "head_overrides", "lora_r"}
 
 
 def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = True) -> Path | None:
@@ -91,31 +91,15 @@ def find_damage(folder: Path) -> str | None:
     for name in _NEEDED:
         if not (folder / name).is_file():
             return f"{name} is missing"
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    folders = [file for file in folder.iterdir() if file.is_dir()]
-    if adapter := _adapter_of(folder):
-        files += [adapter / CONFIG_FILE, adapter / WEIGHTS_FILE]
-        folders = [other for other in folders if other != adapter]
-    for file in files:
-        if not file.is_file():
-            return f"{file.relative_to(folder)} is missing"
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         if _is_cut_off(file):
             return f"{file.relative_to(folder)} is cut off"
     if (folder / RUN_FILE).is_file() and not any(folder.glob("rng_state*.pth")):
         return "rng_state*.pth is missing"
-    # FSDP writes optimizer.bin or a folder; DeepSpeed writes a folder.
-    if not folders and not any(file.name in ("optimizer.pt", "optimizer.bin") for file in files):
+    # FSDP writes optimizer.bin or the folder optimizer_0; DeepSpeed writes the folder global_stepN.
+    if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):
         return "optimizer.pt is missing (with save_only_model there is nothing to resume from)"
     return None
-
-
-def _adapter_of(folder: Path) -> Path | None:
-    """The folder of the target's adapter, for heads that were trained with one."""
-    try:
-        name = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("target_adapter")
-    except ValueError:
-        return None
-    return folder / name if name else None
 
 
 def _is_cut_off(file: Path) -> bool:
@@ -126,22 +110,6 @@ def _is_cut_off(file: Path) -> bool:
         except SafetensorError:
             return True
     return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)  # what torch.save writes
-
-
-def check_same_heads(folder: Path, stored: PreTrainedConfig, wanted: PreTrainedConfig) -> None:
-    """Refuses to resume with heads of another configuration.
-
-    Raises:
-        ValueError: naming the keys that differ, and both values.
-    """
-    notes = ("target_name_or_path", "_name_or_path", "architectures", "dtype", "transformers_version")
-    one, other = ({**config.to_dict(), **dict.fromkeys(notes)} for config in (stored, wanted))
-    different = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
-    if different:
-        found = ", ".join(f"{key} {one.get(key)!r} (now {other.get(key)!r})" for key in different)
-        raise ValueError(
-            f"{folder} holds heads with {found}: resume with the same options, or train in another output_dir"
-        )
 
 
 def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -> dict[str, Any]:
@@ -180,6 +148,8 @@ def fingerprint(rows: datasets.Dataset) -> str:
 def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> None:
     """Refuses to resume a checkpoint with other data, options or processes; with `may_differ` it only warns.
 
+    Heads keep their configuration, so another one is refused either way.
+
     Raises:
         ValueError: naming what differs, and both values.
     """
@@ -188,20 +158,21 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
         logger.warning("%s has no %s: make sure that data and options are the same", folder, RUN_FILE)
         return
     one, other = ({**run, **run["options"]} for run in (stored, now))
-    different = []
+    different = {}
     for key in sorted((one.keys() | other.keys()) - {"options", "seconds"}):
         before, after = (run.get(key, default_of(key)) for run in (one, other))
         if before != after:
-            different.append(f"{key} {before!r} (now {after!r})")
+            different[key] = f"{key} {before!r} (now {after!r})"
     if not different:
         return
-    if not may_differ:
+    words = ", ".join(different.values())
+    if not may_differ or _OF_HEADS & different.keys():
         raise ValueError(
-            f"{folder} was trained with {', '.join(different)}: the resumed run would not equal the interrupted one. "
-            "Resume with the same data and options; or give --resume_with_changes true; or start a new run from its "
-            f"weights with --init_heads {folder}"
+            f"{folder} was trained with {words}: the resumed run would not equal the interrupted one. Resume with the "
+            "same data and options; or give --resume_with_changes true (the heads must be the same); or start a new "
+            f"run from its weights with --init_heads {folder}"
         )
-    logger.warning("%s was trained with %s: this is no exact resume", folder, ", ".join(different))
+    logger.warning("%s was trained with %s: this is no exact resume", folder, words)
 
 
 def is_finished(state: TrainerState, args: TrainingArguments) -> bool:
