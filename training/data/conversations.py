@@ -140,15 +140,7 @@ def read_place(
             key |= {"size": stat.st_size, "changed": stat.st_mtime_ns}
         # `datasets` hashes the arguments into the cache key, so they hold everything that the result depends on.
         arguments = {"source": source, "label": place.label, "record_format": record_format, "max_samples": max_samples}
-        try:
-            yield datasets.Dataset.from_generator(
-                _generate_rows, features=_PARSED, gen_kwargs={**arguments, "key": key}
-            )
-        except DatasetGenerationError as error:  # only of writing: `read_records` turns read errors into rows
-            raise OSError(
-                f"{place.label} cannot be written to the cache of `datasets`, {datasets.config.HF_DATASETS_CACHE} "
-                f"({error.__cause__}): free some space, or set the environment variable HF_DATASETS_CACHE"
-            ) from error
+        yield datasets.Dataset.from_generator(_generate_rows, features=_PARSED, gen_kwargs={**arguments, "key": key})
 
 
 def iterate_place(place: Place, files: Sequence[Path] | None = None) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ import difflib
 import functools
 import json
 import sys
-from argparse import Action, ArgumentParser, ArgumentTypeError
+from argparse import Action, ArgumentParser
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -32,8 +32,8 @@ class _Parser(ProgramParser):
         super().__init__(classes, **kwargs)
         optional = optional_keys(classes)
         for action in self._actions:
-            if action.type is not None:
-                action.type = _reading_none(action.type, action.dest, is_optional=action.dest in optional)
+            if action.type is not None and action.dest in optional:
+                action.type = _reading_none(action.type)
 
     def _check_value(self, action: Action, value: Any) -> None:
         if value is not None:
@@ -46,21 +46,12 @@ def optional_keys(classes: Sequence[Any]) -> set[str]:
     return {name for name, hint in hints.items() if type(None) in get_args(hint)}
 
 
-def _reading_none(read: Any, key: str, *, is_optional: bool) -> Callable[[str], Any]:
-    """`read`, with None for the words `none` and `null` where None is a value of the option."""
+def _reading_none(read: Any) -> Callable[[str], Any]:
+    """`read`, with None for the words `none` and `null`."""
 
     @functools.wraps(read)
     def read_word(word: str) -> Any:
-        if word.lower() not in ("none", "null"):
-            return read(word)
-        if is_optional:
-            return None
-        try:
-            return read(word)  # "none" may be a choice
-        except (ValueError, ArgumentTypeError):
-            raise ArgumentTypeError(
-                f"got {key} {word}: it always has a value; leave it out for the default, {default_of(key)}"
-            ) from None
+        return None if word.lower() in ("none", "null") else read(word)
 
     return read_word
 
@@ -113,10 +104,7 @@ def parse_arguments(
     *found, unexpected = parser.parse_args_into_dataclasses(
         words, return_remaining_strings=True, look_for_args_file=False
     )
-    if unexpected:
-        if unexpected[0].startswith("--"):
-            parser.error(f"got {unexpected[0]}: options are spelled with underscores")
-        parser.error(f"unexpected value {unexpected[0]!r}: options are --key value")
+    parser.refuse(unexpected)
     return tuple(found[: len(classes)])  # the last one is the namespace with --config
 
 

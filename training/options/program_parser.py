@@ -62,11 +62,16 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
             ValueError: an unknown option (with the nearest known one), a missing or a malformed value.
         """
         *parsed, rest = self.parse_args_into_dataclasses(args, return_remaining_strings=True, look_for_args_file=False)
-        for word in rest:
-            near = difflib.get_close_matches(word.partition("=")[0].replace("-", "_"), self._dashes(), n=1, cutoff=0.6)
+        self.refuse(rest)
+        return tuple(parsed)
+
+    def refuse(self, words: Sequence[str]) -> None:
+        """Raises ValueError for words that are no option, with the nearest known one."""
+        for word in words:
+            known = [f"__{name}" for name in self._by_name()]
+            near = difflib.get_close_matches(word.partition("=")[0].replace("-", "_"), known, n=1, cutoff=0.6)
             hint = f"; did you mean --{near[0].lstrip('_')}?" if near else ""
             self.error(f"got {word!r}, which is no option{hint}")
-        return tuple(parsed)
 
     def format_help(self) -> str:
         """One screen: the options of the groups."""
@@ -94,9 +99,6 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
             if action.dest not in ("help", SUPPRESS) and action.option_strings:
                 found.setdefault(action.dest, action)
         return found
-
-    def _dashes(self) -> list[str]:
-        return [f"__{name}" for name in self._by_name()]
 
     def _usage(self) -> str:
         required = [self._invocation(action) for action in self._by_name().values() if action.required]

@@ -99,9 +99,6 @@ class HeadsTrainingArguments(TrainingArguments):
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
     def _check_own_options(self) -> None:
-        for name, needed in (("remove_unused_columns", False), ("prediction_loss_only", True)):
-            if getattr(self, name) is not needed:
-                raise ValueError(f"got {name} {getattr(self, name)}: heads train with {needed} only; leave it out")
         if self.step_decay is not None and not 0 < self.step_decay <= 1:
             raise ValueError(f"got step_decay {self.step_decay}: it must be above 0 and at most 1")
         if self.loss_type is not None:
@@ -111,16 +108,6 @@ class HeadsTrainingArguments(TrainingArguments):
                 f"got depth_weights {self.depth_weights!r} and step_decay {self.step_decay}: both set the weights of "
                 "the drafting steps; leave one out"
             )
-        if self.muon_learning_rate is not None and self.muon_learning_rate <= 0:
-            raise ValueError(f"got muon_learning_rate {self.muon_learning_rate}: it must be above 0")
-        if self.early_stopping_patience is not None:
-            if self.early_stopping_patience < 1:
-                raise ValueError(f"got early_stopping_patience {self.early_stopping_patience}: it must be at least 1")
-            if str(getattr(self.eval_strategy, "value", self.eval_strategy)) == "no":
-                raise ValueError(
-                    f"got early_stopping_patience {self.early_stopping_patience} without evaluations: give "
-                    "eval_strategy (steps or epoch) as well"
-                )
 
     def _validate_args(self) -> None:
         """On a machine without accelerators transformers refuses `bf16` without `use_cpu`, which says nothing there."""
