@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from inference import Target
 from tests.conftest import CHAT_TARGET
+from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, save_chat_target, write_conversations
 
 
@@ -16,6 +18,17 @@ from tests.training.runner import Runner, save_chat_target, write_conversations
 def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of 60 tokens with a tokenizer of one token per word and a chat template."""
     return save_chat_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A frozen tiny Llama, without a tokenizer."""
+    return Target(tiny_target("llama").requires_grad_(False))
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer(target_path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(target_path)
 
 
 @pytest.fixture

@@ -78,3 +78,8 @@ def write(path: Path, rows: list[Any]) -> str:
 def sharegpt(*texts: str) -> dict[str, Any]:
     roles = ("human", "gpt")
     return {"conversations": [{"from": roles[index % 2], "value": text} for index, text in enumerate(texts)]}
+
+
+def replies(rows: Any, tokenizer: Any) -> list[str]:
+    """The first token of each row's reply."""
+    return [tokenizer.convert_ids_to_tokens(row["input_ids"])[row["loss_mask"].index(1)] for row in rows]

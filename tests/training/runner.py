@@ -95,6 +95,13 @@ class Runner:
     def __call__(self, **options: Any) -> dict[str, float]:
         return run_training(*parse_arguments(self.arguments(**options)))
 
+    def break_off(self, step: int, **options: Any) -> None:
+        """Trains until `step` optimizer steps have been made, then fails."""
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at_step(step, patch)
+            with pytest.raises(InterruptedRunError):
+                self(**options)
+
     def weights(self) -> dict[str, Tensor]:
         return load_file(self.output_dir / "model.safetensors")
 

@@ -16,9 +16,8 @@ from tests.training.conversation_cases import (
     THINKING_TEMPLATE,
     TWO_TURNS,
     learned_text,
-    to_dataset,
 )
-from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
+from training.data.chat_tokens import tokenize_conversation
 
 
 def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:
@@ -38,11 +37,6 @@ def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:
         ("<|im_end|>", 1),
         ("Ċ", 0),
     ]
-
-
-def test_every_turn_of_the_assistant_is_learned(tokenizer: Any) -> None:
-    assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "Hi<|im_end|>"]
-    assert tokenize_conversation(TWO_TURNS, tokenizer)[0] == tokenizer.apply_chat_template(TWO_TURNS, return_dict=False)
 
 
 def test_an_end_of_turn_behind_the_markers_is_learned(tokenizer: Any) -> None:
@@ -68,34 +62,9 @@ def test_an_end_of_turn_that_is_not_marked_special_is_learned(tokenizer: Any) ->
     assert learned_text(TWO_TURNS, unmarked) == ["Yo<|im_end|>", "Hi<|im_end|>"]
 
 
-@pytest.mark.parametrize("num_opening", [1, 2])
-def test_what_the_assistant_opens_with_is_kept_but_not_learned(tokenizer: Any, num_opening: int) -> None:
-    messages = [TWO_TURNS[1]] * num_opening + TWO_TURNS[2:]
-    assert learned_text(messages, tokenizer) == ["Hi<|im_end|>"]
-    (row,) = tokenize_conversations(to_dataset(messages), tokenizer, max_length=64)
-    assert row["input_ids"] == tokenizer.apply_chat_template(messages, return_dict=False)
-    with pytest.raises(ValueError, match="no token of the assistant's"):
-        tokenize_conversations(to_dataset(TWO_TURNS[1:2]), tokenizer, max_length=64)
-
-
 def test_markers_decide_where_a_template_has_them(tokenizer: Any) -> None:
     tokenizer.chat_template = MARKED_TEMPLATE.replace("{% generation %}", "Well,\n{% generation %}")
     assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "Hi<|im_end|>"]
-
-
-@pytest.mark.parametrize(
-    "reply", [" leads", "trails ", "\n\nlines\n\n", "<|im_end|> quoted", "ünï©ödé 🙂 end", "a", "  "]
-)
-def test_replies_are_learned_as_they_are_rendered(tokenizer: Any, reply: str) -> None:
-    messages = [TWO_TURNS[0], {"role": "assistant", "content": reply}, *TWO_TURNS]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    learned = learned_text(messages, tokenizer)
-    assert len(learned) == 3
-    # A line break that begins a reply may share its token with the header's, which is given.
-    assert f"{reply}<|im_end|>".endswith(learned[0])
-    assert learned[0].strip() == f"{reply}<|im_end|>".strip()
-    assert learned[1:] == ["Yo<|im_end|>", "Hi<|im_end|>"]
-    assert tokenizer.decode(tokenize_conversation(messages, tokenizer)[0]) == text
 
 
 def test_thoughts_go_under_the_name_that_the_template_reads(tokenizer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import logging
@@ -10,11 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets.arrow_writer import ArrowWriter
 from transformers import AutoTokenizer
 
 from tests.conftest import CHAT_TARGET
@@ -116,18 +113,6 @@ def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, mo
         "training.data.chat_tokens.tokenize_conversation", lambda messages, tokenizer: fail("tokenized again")
     )
     assert tokenize_conversations(load_conversations([file]), again, max_length=64).to_dict() == rows.to_dict()
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo")])
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(ArrowWriter, "finalize", raise_full)
-    with pytest.raises(OSError, match=r"to the cache of `datasets`, \S+ \(.*No space left on device\): .*HF_DATA"):
-        load_conversations([local])
-
-
-def raise_full(*args: Any, **kwargs: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:

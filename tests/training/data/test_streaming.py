@@ -13,8 +13,8 @@ import pytest
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from tests.training.conversation_cases import sharegpt, write
-from tests.training.runner import WORDS, InterruptedRunError, Runner, assert_same, interrupt_at_step
+from tests.training.conversation_cases import replies, sharegpt, write
+from tests.training.runner import WORDS, Runner, assert_same
 from training.data.conversations import BadLineError
 from training.data.options import DataArguments
 from training.data.streaming import ConversationStream
@@ -26,20 +26,11 @@ NUM_ROWS = 30
 
 
 @pytest.fixture(scope="module")
-def word_tokenizer(target_path: Path) -> Any:
-    return AutoTokenizer.from_pretrained(target_path)
-
-
-@pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Conversations whose replies are word0 to word19, and word20 to word29."""
     folder = tmp_path_factory.mktemp("streams")
     rows = [{"prompt": "word50", "response": word} for word in WORDS[:NUM_ROWS]]
     return [write(folder / "a.jsonl", rows[:20]), write(folder / "b.jsonl.gz", rows[20:])]
-
-
-def replies(rows: Any, tokenizer: Any) -> list[str]:
-    return [tokenizer.convert_ids_to_tokens(row["input_ids"])[row["loss_mask"].index(1)] for row in rows]
 
 
 def make_stream(files: list[str], tokenizer: Any, **options: Any) -> ConversationStream:
@@ -166,10 +157,7 @@ class TestRuns:
         assert metrics["eval_top1_depth1"] >= 0
         uninterrupted = train.weights()
         shutil.rmtree(train.output_dir)
-        with pytest.MonkeyPatch.context() as patch:
-            interrupt_at_step(7, patch)
-            with pytest.raises(InterruptedRunError):
-                train(**self.STREAMED, **options)
+        train.break_off(7, **self.STREAMED, **options)
         assert not (train.output_dir / "model.safetensors").exists()
         train(**self.STREAMED, **options, resume_from_checkpoint=True)
         assert_same(train.weights(), uninterrupted)

@@ -6,19 +6,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
-from transformers import AutoTokenizer
 
-from tests.training.conversation_cases import write
+from tests.training.conversation_cases import replies, write
 from tests.training.runner import WORDS
 from training.data.options import DataArguments
 from training.data.training_sets import load_datasets
-
-
-@pytest.fixture(scope="module")
-def word_tokenizer(target_path: Path) -> Any:
-    return AutoTokenizer.from_pretrained(target_path)
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +20,6 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("sets")
     rows = [{"prompt": "word50", "response": word} for word in WORDS]
     return [write(folder / "a.jsonl", rows[:20]), write(folder / "b.jsonl", rows[30:40])]
-
-
-def replies(rows: datasets.Dataset | None, tokenizer: Any) -> list[str]:
-    assert rows is not None
-    return [tokenizer.convert_ids_to_tokens(row["input_ids"])[row["loss_mask"].index(1)] for row in rows]
 
 
 def load(sets: list[str], tokenizer: Any, **options: Any) -> tuple[list[str], list[str]]:

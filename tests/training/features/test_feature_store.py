@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from inference import Target
-from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import ROWS, limited_file_size, make_extraction, store_rows
 from training.features.store import DiskFullError, FeatureStore
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama").requires_grad_(False))
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import DraftHeads
 from inference import Target
-from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import (
     COLLATE,
     ROWS,
@@ -31,11 +30,6 @@ from training.features.store import FeatureStore, StoreSettings, write_settings
 from training.features.target_identity import identify_target
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama").requires_grad_(False))
 
 
 def loss_and_gradients(

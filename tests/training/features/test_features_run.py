@@ -18,10 +18,8 @@ from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import count_computed
 from tests.training.runner import (
     WORDS,
-    InterruptedRunError,
     Runner,
     assert_same,
-    interrupt_at_step,
     write_conversations,
 )
 from training.features import sources, store_checks
@@ -94,10 +92,7 @@ def test_a_hybrid_run_that_is_resumed_reads_what_it_had_computed(train: Runner, 
     options["features"] = tmp_path / "whole"
     for file in (tmp_path / "whole").glob("cache-*"):
         file.unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at_step(3, patch)
-        with pytest.raises(InterruptedRunError):
-            train(**options, max_steps=10)
+    train.break_off(3, **options, max_steps=10)
     train(**options, max_steps=10, resume_from_checkpoint=True)
     assert_same(weights, train.weights())
 

@@ -19,11 +19,6 @@ from training.losses.top_logits import take_top_logits
 LAYERS = (2, 6)
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama").requires_grad_(False))
-
-
 def check(target: Target, source: FeatureSource | None = None) -> float:
     return check_features(target, source or OnlineFeatures(target, LAYERS), LAYERS, COLLATE(ROWS[-1:]))
 

@@ -78,19 +78,6 @@ def test_d_pace_equals_the_reference(loss_type: str, draft_size: int | None) -> 
         torch.testing.assert_close(one, other)
 
 
-def test_d_pace_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(50)
-    whole = run(case, "distillation", "d_pace")
-    whole.loss.backward()
-    gradients = case.gradients()
-    monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 7 * case.columns)
-    chunked = run(case, "distillation", "d_pace")
-    chunked.loss.backward()
-    torch.testing.assert_close(chunked.loss, whole.loss)
-    for one, other in zip(case.gradients(), gradients, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_d_pace_finds_the_steps_of_a_slot_wherever_their_columns_are() -> None:
     """P-EAGLE's deeper steps draft from fewer slots, in another order; what is left out ends the draft there."""
     case = Case()

@@ -11,16 +11,11 @@ from torch import Tensor
 from inference import Target
 from inference.targets.encoding import encode
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import VOCAB_SIZE, random_prompt
 from training.losses.rank_accuracy import measure_rank_accuracy
 
 LENGTHS = (18, 11)  # the second row is padded
 NUM_RANKS = 16
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama"))
 
 
 def make_batch(seed: int) -> dict[str, Tensor]:

@@ -75,9 +75,9 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
             "unknown key 'learning_rat' on the command line; did you mean 'learning_rate'",
         ),
         ([*REQUIRED, "--no_bf1"], "did you mean 'bf16'"),
-        ([*REQUIRED, "stray"], "unexpected value 'stray'"),
+        ([*REQUIRED, "stray"], "got 'stray', which is no option"),
         ([*REQUIRED, "--max_length", "many"], "max_length.*invalid int value: 'many'"),
-        ([*REQUIRED, "--max_length", "none"], "got max_length none: it always has a value; .* the default, 2048"),
+        ([*REQUIRED, "--max_length", "none"], "max_length.*invalid int value: 'none'"),
         ([*REQUIRED, "--max_length", "0"], "got max_length 0: it must be at least 1"),
         ([*REQUIRED, "--shuffle_buffer", "5"], "got shuffle_buffer without streaming"),
         ([*REQUIRED, "--eval_split", "test"], "got eval_split without eval_dataset"),
@@ -103,7 +103,6 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
             "leave head_overrides out",
         ),
         ([*REQUIRED, "--head_overrides", "num_heads"], "got --head_overrides 'num_heads': write key=value"),
-        ([*REQUIRED, "--remove_unused_columns"], "got remove_unused_columns True"),
         (["--target", "t"], "required: --dataset"),
         (["--config", "absent.yaml"], "got --config absent.yaml: cannot read it .No such file.*configs/train"),
     ],
@@ -122,7 +121,7 @@ def test_bad_command_lines_say_what_to_do(arguments: list[str], message: str) ->
         ("", "holds NoneType"),
         ("max_length: null", "got max_length: null, but it always has a value"),
         ("head_overrides: [num_heads=4]", "in YAML it is a mapping"),
-        ("max_length: [1, 2]", "unexpected value '2'"),
+        ("max_length: [1, 2]", "got '2', which is no option"),
     ],
 )
 def test_bad_files_say_what_to_do(tmp_path: Path, text: str, message: str) -> None:

@@ -20,7 +20,7 @@ from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, generate
 from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
-from tests.training.runner import InterruptedRunError, Runner, assert_same, interrupt_at_step
+from tests.training.runner import Runner, assert_same
 from training.data.collation import ConversationCollator
 from training.features.sources import TargetStates
 from training.losses.draft_loss import LossOutput, draft_loss
@@ -146,12 +146,6 @@ class TestLosses:
         for name, gradient in self.gradients(joint, output.loss).items():
             assert (wanted[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
-    def test_the_heads_loss_alone_reaches_the_adapters(self) -> None:
-        joint = self.make(heads_loss_weight=1.0)
-        loss = joint(self.batch, partial(self.draft, joint), trains_target=True).heads.loss
-        found = self.gradients(joint, loss)
-        assert all(found[f"adapters.{place}"].abs().max() > 0 for place in range(len(joint.adapters)))
-
     def test_recomputation_keeps_less(self) -> None:
         """Numbers that the graph keeps for the backward pass, weights aside."""
         kept = []
@@ -272,7 +266,7 @@ class TestRuns:
         assert rates[1][1] == {0.002, 0.01}
         assert rates[-1][1] == {0.004, 0.02}
 
-    def test_resuming_changes_nothing(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_resuming_changes_nothing(self, train: Runner) -> None:
         """Dropout draws random numbers; the third step is the first of both."""
         options = {
             **JOINT,
@@ -286,10 +280,7 @@ class TestRuns:
         expected = train.weights(), stored_adapter(train.output_dir)
         resumed = train.output_dir.with_name("resumed")
         for step in (1, 5):
-            with monkeypatch.context() as patch:
-                interrupt_at_step(step, patch)
-                with pytest.raises(InterruptedRunError):
-                    train(**options, output_dir=resumed, resume_from_checkpoint=True)
+            train.break_off(step, **options, output_dir=resumed, resume_from_checkpoint=True)
         train(**options, output_dir=resumed, resume_from_checkpoint=True)
         assert_same(load_file(resumed / "model.safetensors"), expected[0])
         assert_same(stored_adapter(resumed), expected[1])
@@ -300,7 +291,7 @@ class TestRuns:
         with pytest.raises(ValueError, match=r"has an adapter with r 4 \(now 8\): give the options"):
             train(**{**options, "lora_r": 8}, output_dir=resumed, resume_from_checkpoint=True)
         plain = dict.fromkeys(("lora_r", "lora_dropout", "heads_warmup_steps", "heads_loss_weight"))
-        with pytest.raises(ValueError, match=r"holds heads with target_adapter 'adapter' \(now None\)"):
+        with pytest.raises(ValueError, match=r"checkpoint-6 was trained with .*lora_r 4 \(now None\)"):
             train(**{**options, **plain}, output_dir=resumed, resume_from_checkpoint=True)
         adapter = resumed / "checkpoint-6" / "adapter" / "adapter_model.safetensors"
         adapter.write_bytes(adapter.read_bytes()[:300])
@@ -374,8 +365,6 @@ class TestRefusals:
         [
             ({"lora_alpha": 8.0}, "got lora_alpha without lora_r: give lora_r"),
             ({"heads_warmup_steps": 0.5, "target_loss": "lm"}, "got target_loss, heads_warmup_steps without lora_r"),
-            ({"lora_r": 0}, "got lora_r 0: it must be at least 1"),
-            ({"lora_r": 4, "lora_dropout": 1.0}, r"got lora_dropout 1\.0"),
             ({"lora_r": 4, "heads_warmup_steps": 2.5}, r"got heads_warmup_steps 2\.5"),
             ({"lora_r": 4, "heads_loss_weight": 0.0}, r"got heads_loss_weight 0\.0: it must be above 0"),
         ],

@@ -14,12 +14,11 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from heads import DraftHeads, create_heads
+from heads import DraftHeads
 from inference import Target, generate
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import (
     WORDS,
-    InterruptedRunError,
     Runner,
     assert_same,
     interrupt_at_step,
@@ -30,16 +29,11 @@ from training.options.command_line import parse_arguments
 from training.run.preparation import run_training
 from training.run.trainer import HeadsTrainer
 
-# A frozen LM head starts near the entropy of a random target's distribution; the data's tokens can be learned.
-LEARNABLE: dict[str, dict[str, Any]] = {
-    kind: {"loss_type": "cross_entropy", "learning_rate": 0.03} for kind in ("kangaroo", "mtp")
-}
-
 
 class TestARun:
     @pytest.mark.parametrize("head_type", ["medusa", "eagle3", "block"])
     def test_learns_evaluates_and_saves(self, train: Runner, target_path: Path, head_type: str) -> None:
-        options = {"max_steps": 30, "save_strategy": "steps", "save_steps": 30, **LEARNABLE.get(head_type, {})}
+        options = {"max_steps": 30, "save_strategy": "steps", "save_steps": 30}
         metrics = train(head_type=head_type, head_overrides=None, **options)
         state = json.loads((train.output_dir / "checkpoint-30" / "trainer_state.json").read_text())
         losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
@@ -47,8 +41,6 @@ class TestARun:
         assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
         assert metrics["eval_loss"] > 0
         assert metrics["eval_acceptance_length"] >= 1
-        depths = range(1, 3 if head_type in ("medusa", "eagle3") else 2)  # how many there are is the kind's choice
-        assert {f"eval_top{k}_depth{depth}" for k in (1, 5) for depth in depths} <= metrics.keys()
 
         files = {path.name for path in train.output_dir.iterdir()}
         assert files == {
@@ -88,10 +80,8 @@ class TestARun:
         assert settings["head_overrides"] == {"ttt_steps": 2, "draft_vocab_size": 40}
         assert settings["weight_decay"] == 0.125
 
-    def test_its_config_is_there_when_it_is_interrupted(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        interrupt_at_step(1, monkeypatch)
-        with pytest.raises(InterruptedRunError):
-            train()
+    def test_its_config_is_there_when_it_is_interrupted(self, train: Runner) -> None:
+        train.break_off(1)
         assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_steps"] == 8
 
     @pytest.mark.parametrize(
@@ -224,8 +214,3 @@ class TestBadInput:
         monkeypatch.setattr(type(training), "n_gpu", 2)
         with pytest.raises(ValueError, match=r"one process sees 2 GPUs.*accelerate launch --num_processes N"):
             run_training(model, data, training)
-
-    def test_heads_of_another_target(self, train: Runner, tmp_path: Path) -> None:
-        create_heads("medusa", tiny_target("llama")).save_pretrained(tmp_path / "others")
-        with pytest.raises(ValueError, match=r"vocabulary size 128, this target .* has 60"):
-            train(init_heads=tmp_path / "others", head_type=None, head_overrides=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from tests.training.runner import (
     WORDS,
-    InterruptedRunError,
     Runner,
     assert_same,
     interrupt_at_step,
@@ -43,17 +41,11 @@ class TestResume:
         shutil.rmtree(train.output_dir)
         return weights
 
-    def interrupt(self, train: Runner, step: int, **options: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            interrupt_at_step(step, patch)
-            with pytest.raises(InterruptedRunError):
-                train(**self.SAVED, **options)
-
     @pytest.mark.parametrize("step", [5, 7])
     def test_gives_the_weights_of_an_uninterrupted_run(
         self, train: Runner, uninterrupted: dict[str, Tensor], step: int
     ) -> None:
-        self.interrupt(train, step)
+        train.break_off(step, **self.SAVED)
         assert not (train.output_dir / "model.safetensors").exists()
         train(**self.SAVED, resume_from_checkpoint=True)
         assert_same(train.weights(), uninterrupted)
@@ -76,23 +68,8 @@ class TestResume:
         assert measured(12) == [5, 10, 12]
         assert_same(train.weights(), weights)
 
-    def test_passes_over_a_torn_checkpoint(
-        self, train: Runner, uninterrupted: dict[str, Tensor], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        self.interrupt(train, 7)
-        weights = train.output_dir / "checkpoint-6" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:1000])
-        (train.output_dir / "checkpoint-4" / "trainer_state.json").unlink()
-        with caplog.at_level(logging.WARNING):
-            train(**self.SAVED, resume_from_checkpoint=True)
-        assert "checkpoint-6 is skipped: model.safetensors is cut off" in caplog.text
-        assert "checkpoint-4 is skipped: trainer_state.json is missing" in caplog.text
-        assert_same(train.weights(), uninterrupted)
-
-    def test_keeps_the_draft_vocabulary_of_the_checkpoint(
-        self, train: Runner, conversations: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.interrupt(train, 5)
+    def test_keeps_the_draft_vocabulary_of_the_checkpoint(self, train: Runner, conversations: Path) -> None:
+        train.break_off(5, **self.SAVED)
         vocabulary = load_file(train.output_dir / "checkpoint-4" / "model.safetensors")["d2t"]
         write_conversations(conversations, words=WORDS[::-1][:30], seed=5)
         train(**self.SAVED, resume_from_checkpoint=True, resume_with_changes=True)
@@ -111,7 +88,7 @@ class TestResume:
 
     def test_another_run_is_refused(self, train: Runner) -> None:
         """Everything that differs is named at once."""
-        self.interrupt(train, 5)
+        train.break_off(5, **self.SAVED)
         changes: dict[str, Any] = {
             "loss_type": "cross_entropy",
             "max_length": 63,
@@ -128,12 +105,14 @@ class TestResume:
             "'group_by_length'), training data '18 rows, "
         )
         assert different in str(error.value)
-        assert "--resume_with_changes true; or start a new run" in str(error.value)
+        assert "--resume_with_changes true (the heads must be the same); or start a new run" in str(error.value)
+        with pytest.raises(ValueError, match=r"head_overrides \{'ttt_steps': 2.*\} \(now \{'ttt_steps': 3\}\)"):
+            train(**self.SAVED, head_overrides=["ttt_steps=3"], resume_from_checkpoint=True, resume_with_changes=True)
 
     def test_other_data_are_refused_and_moved_ones_are_not(
         self, train: Runner, conversations: Path, uninterrupted: dict[str, Tensor], caplog: pytest.LogCaptureFixture
     ) -> None:
-        self.interrupt(train, 5)
+        train.break_off(5, **self.SAVED)
         moved = conversations.rename(conversations.with_name("moved.jsonl"))
         write_conversations(conversations, seed=5)
         with pytest.raises(ValueError, match=r"with training data '18 rows, \w{32}' \(now '18 rows, \w{32}'\): the"):
@@ -195,10 +174,7 @@ class TestBestCheckpoint:
         assert not (train.output_dir / "checkpoint-5").exists()
         weights = train.weights()
         shutil.rmtree(train.output_dir)
-        with monkeypatch.context() as patch:
-            interrupt_at_step(3, patch)
-            with pytest.raises(InterruptedRunError):
-                train(**options)
+        train.break_off(3, **options)
         assert train(**options, resume_from_checkpoint=True)["eval_loss"] == expected["eval_loss"]
         assert_same(train.weights(), weights)
         assert not (train.output_dir / "checkpoint-5").exists()

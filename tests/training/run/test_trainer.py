@@ -39,11 +39,6 @@ def make_rows(lengths: list[tuple[int, int]], seed: int = 0) -> Rows:
 UNEVEN = [(9, 30), (11, 3), (15, 9), (10, 1), (9, 16)]
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama").requires_grad_(False))
-
-
 def make_heads(target: Target, head_type: str, **overrides: Any) -> DraftHeads:
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -318,6 +313,7 @@ def test_a_checkpoint_that_is_written_again_is_the_old_one_until_the_new_one_is_
         patch.setattr(trainer, "_save_rng_state", lambda folder: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert {file.name: file.read_bytes() for file in (tmp_path / "checkpoint-1").iterdir()} == before
     make_trainer(target, heads, tmp_path, rows, **options).train()
     assert (tmp_path / "checkpoint-1" / "model.safetensors").read_bytes() != before["model.safetensors"]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from heads import create_heads
 from inference import Decoder, Target, generate
-from tests.training.runner import InterruptedRunError, Runner, assert_same, interrupt_at_step
+from tests.training.runner import Runner, assert_same
 from training.options.command_line import parse_arguments
 from training.run.preparation import prepare_run
 from training.synthesis.on_policy import (
@@ -221,7 +221,7 @@ class TestRuns:
         assert not any(ids in fresh[1] for ids in fresh[0])
 
     @pytest.mark.parametrize("is_joint", [pytest.param(False, marks=pytest.mark.slow), True])
-    def test_resuming_changes_nothing(self, train: Runner, is_joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_resuming_changes_nothing(self, train: Runner, is_joint: bool) -> None:
         """In the middle of an epoch whose replies came from heads and, if adapters are trained, from a target that are
         no more; and at its end. Batches by length read the lengths before anything is replaced."""
         options = {
@@ -238,10 +238,7 @@ class TestRuns:
         train(**options)
         resumed = train.output_dir.with_name("resumed")
         for step in (7, 9):  # checkpoints 6 (the end of the first epoch) and 8
-            with monkeypatch.context() as patch:
-                interrupt_at_step(step, patch)
-                with pytest.raises(InterruptedRunError):
-                    train(**options, output_dir=resumed, resume_from_checkpoint=True)
+            train.break_off(step, **options, output_dir=resumed, resume_from_checkpoint=True)
         train(**options, output_dir=resumed, resume_from_checkpoint=True)
         assert_same(load_file(resumed / "model.safetensors"), train.weights())
         one, other = self.history(train.output_dir, 10), self.history(resumed, 10)

@@ -64,21 +64,6 @@ def test_system_prompts_and_tool_results_are_kept(tmp_path: Path) -> None:
     assert outline(first_turn) == outline(conversation)[:6]
 
 
-def test_scripts_are_played_turn_by_turn() -> None:
-    (one,) = plan_self_synthesis(1, seed=3, num_turns=2)
-    assert one.id == "self-3-0"
-    roles = []
-    while (role := one.next_role()) is not None:
-        one.add_turn(role, f"{role} text", 5)
-        roles.append(role)
-    assert roles == ["user", "assistant"] * 2
-    assert one.to_row("messages")["messages"] == [{"role": role, "content": f"{role} text"} for role in roles]
-    row = one.to_row("sharegpt")
-    assert [turn["from"] for turn in row["conversations"]] == ["human", "gpt"] * 2
-    assert row["turn_tokens"] == [5] * 4
-    assert "ended_by" not in row
-
-
 @pytest.mark.parametrize("layout", ["sharegpt", "messages"])
 def test_what_is_written_is_read_back_whole(tmp_path: Path, layout: str) -> None:
     """Names and call ids of tool results too, without which some templates refuse them."""
