@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 from training.distributed.launch import settle_devices
 from training.losses.terms import LOSSES, parse_loss
@@ -99,6 +100,8 @@ class HeadsTrainingArguments(TrainingArguments):
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
     def _check_own_options(self) -> None:
+        if self.remove_unused_columns:
+            raise ValueError("got remove_unused_columns true, which drops the borders of packed rows: leave it out")
         if self.step_decay is not None and not 0 < self.step_decay <= 1:
             raise ValueError(f"got step_decay {self.step_decay}: it must be above 0 and at most 1")
         if self.loss_type is not None:
@@ -107,6 +110,11 @@ class HeadsTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"got depth_weights {self.depth_weights!r} and step_decay {self.step_decay}: both set the weights of "
                 "the drafting steps; leave one out"
+            )
+        if self.early_stopping_patience is not None and self.eval_strategy in (IntervalStrategy.NO, "no"):
+            raise ValueError(
+                f"got early_stopping_patience {self.early_stopping_patience} without evaluations: give eval_strategy "
+                "(steps or epoch) as well"
             )
 
     def _validate_args(self) -> None:

@@ -97,6 +97,8 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
             [*REQUIRED, "--depth_weights", "d_pace", "--step_decay", "0.8"],
             "depth_weights 'd_pace' and step_decay 0.8",
         ),
+        ([*REQUIRED, "--early_stopping_patience", "2"], "without evaluations: give eval_strategy"),
+        ([*REQUIRED, "--remove_unused_columns"], "got remove_unused_columns true"),
         ([*REQUIRED, "--init_heads", "h"], "give head_type to create heads, or init_heads"),
         (
             ["--target", "t", "--dataset", "d", "--init_heads", "h", "--head_overrides", "a=1"],
