@@ -39,16 +39,6 @@ class TreeChoice:
             counted: `TreePolicy.count_accepted` of each unfinished row; empty for a step without a tree.
         """
 
-    def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> Any:
-        """The measured costs of the trees to choose from.
-
-        Raises:
-            ValueError: there is nothing to choose.
-        """
-        raise ValueError(
-            f"costs are measured for tree='auto' or 'gamma', and this decoder's tree is a {type(self.policy).__name__}"
-        )
-
 
 class Drafting:
     """One call's drafting.

@@ -7,10 +7,13 @@ import inspect
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +50,12 @@ class StepCosts:
     largest: tuple[float, float]
     trees: tuple[float, ...]
 
-    def plain_seconds(self, length: int) -> float:
-        """A step without drafting, with `length` tokens in the cache."""
-        return self.plain[0] + self._growth(self.plain, length)
-
-    def tree_seconds(self, index: int, length: int) -> float:
-        """A step with the candidate of this index."""
-        return self.trees[index] + self._growth(self.largest, length)
-
-    def _growth(self, seconds: tuple[float, float], length: int) -> float:
-        """What a longer text adds; never less than nothing, whatever noise says."""
+    def seconds(self, index: int | None, length: int) -> float:
+        """A step with the candidate of this index (None: without drafting) and `length` tokens in the cache. A longer
+        text never takes less time, whatever noise says."""
+        (short, long), start = (self.plain, self.plain[0]) if index is None else (self.largest, self.trees[index])
         span = max(1, self.contexts[1] - self.contexts[0])
-        return max(0.0, seconds[1] - seconds[0]) / span * max(0, length - self.contexts[0])
+        return start + max(0.0, long - short) / span * max(0, length - self.contexts[0])
 
 
 def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler) -> StepCosts:
@@ -68,15 +65,14 @@ def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler) -> StepCosts
         step: with trees to choose from.
         sampler: as texts will be drawn, with no processor that reads the prefix.
     """
-    key = _describe(step, batch_size, sampler)
-    stored = load_costs(key)
-    if stored is not None and not step.executor.is_compiled:
-        return stored
-    # Compiled, one round runs all the same: it makes the graphs, which would otherwise be made within a text.
-    costs = measure_costs(step, batch_size, sampler, num_rounds=1 if stored else WARM_UP_ROUNDS + MEASURED_ROUNDS)
+    file = cache_file(_describe(step, batch_size, sampler))
+    stored = load_costs(file)
     if stored is None:
-        store_costs(key, costs)
-    return stored or costs
+        stored = measure_costs(step, batch_size, sampler, num_rounds=WARM_UP_ROUNDS + MEASURED_ROUNDS)
+        store_costs(file, stored)
+    elif step.executor.is_compiled:  # one round makes the graphs, which would otherwise be made within a text
+        measure_costs(step, batch_size, sampler, num_rounds=1)
+    return stored
 
 
 @torch.no_grad()
@@ -92,12 +88,8 @@ def measure_costs(step: DecodeStep, batch_size: int, sampler: Sampler, *, num_ro
     trees = step.policy.candidates
     largest = max(trees, key=lambda tree: tree.num_nodes)
     plans = [(None, short), (None, long), (largest, short), (largest, long), *((tree, short) for tree in trees)]
-    slots = _blank_slots(step, batch_size)
-
-    def stepping(policy: TreePolicy | None, context: int) -> Callable[[], Any]:
-        return lambda: _make_step(step, state, cache, sampler, slots, policy, context)
-
-    seconds = _time_calls([stepping(*plan) for plan in plans], target.device, num_rounds=num_rounds)
+    make_step = partial(_make_step, step, state, cache, sampler, _blank_slots(step, batch_size))
+    seconds = _time_calls([partial(make_step, *plan) for plan in plans], target.device, num_rounds=num_rounds)
     return StepCosts((short, long), (seconds[0], seconds[1]), (seconds[2], seconds[3]), tuple(seconds[4:]))
 
 
@@ -169,7 +161,7 @@ def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
     target, policy = step.target, step.policy
     assert policy is not None
     return [
-        describe_machine(target.device),
+        _describe_machine(target.device),
         target.placement,
         type(target.model).__name__,
         _digest(target.text_config),
@@ -208,17 +200,14 @@ def _digest(config: Any) -> str:
     return hashlib.sha256(repr(sorted(values.items(), key=lambda item: item[0])).encode()).hexdigest()
 
 
-def describe_machine(device: torch.device) -> str:
+def _describe_machine(device: torch.device) -> str:
     """What the costs depend on besides the models."""
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        try:
-            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        except OSError:
-            lines = []
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        hardware = f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
+        info = Path("/proc/cpuinfo")
+        cpu = re.search(r"model name\s*:\s*(.*)", info.read_text(encoding="utf-8")) if info.is_file() else None
+        hardware = f"{cpu[1] if cpu else platform.processor()}, {torch.get_num_threads()} threads"
     return f"{hardware}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
@@ -229,22 +218,19 @@ def cache_file(key: Sequence[Any]) -> Path:
     return Path(root) / "draftsmith" / f"costs-{digest}.json"
 
 
-def load_costs(key: Sequence[Any]) -> StepCosts | None:
-    """The stored costs of this key; None when there are none that can be read."""
+def load_costs(file: Path) -> StepCosts | None:
+    """The costs in a file; None when there are none that can be read."""
     try:
-        content = json.loads(cache_file(key).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         return StepCosts(**{name: tuple(values) for name, values in content.items()})
     except (OSError, ValueError, AttributeError, TypeError):
         return None
 
 
-def store_costs(key: Sequence[Any], costs: StepCosts) -> None:
+def store_costs(file: Path, costs: StepCosts) -> None:
     """Keeps costs. Where nothing can be written, they are measured again next time."""
-    path = cache_file(key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
         scratch.write_text(json.dumps(asdict(costs)), encoding="utf-8")
-        scratch.replace(path)
-    except OSError:
-        pass
+        scratch.replace(file)

@@ -9,7 +9,7 @@ tree tells how many tokens every smaller tree would have accepted (`AutoTree.cou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from inference.acceptance.sampler import Sampler
 from inference.execution.drafting import TreeChoice
@@ -72,10 +72,10 @@ class TreePlanner(TreeChoice):
         self.accepted, self._weights = self._learned.setdefault(sampler.do_sample, self._learn_nothing())
         # Finished rows leave; costs in between are interpolated.
         sizes = {batch_size, 1} if step.rows_may_leave else {batch_size}
-        self._by_rows = {size: self.find_costs(step, sampler, size) for size in sizes}
+        self._by_rows = {size: self._find_costs(step, sampler, size) for size in sizes}
         self._steps_left = 0
 
-    def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> StepCosts:
+    def _find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> StepCosts:
         """Costs for texts drawn like the sampler's, measured or read when first asked for."""
         processors = [processor for processor in sampler.processors if type(processor) in PREFIX_FREE]
         key = (batch_size, sampler.do_sample, *map(type, processors))
@@ -94,12 +94,12 @@ class TreePlanner(TreeChoice):
 
     def _decide(self, num_rows: int, length: int) -> tuple[int | None, int]:
         """The next choice, and for how many steps it holds."""
-        plain = self._plain_seconds(num_rows, length)
-        seconds = [self._tree_seconds(index, num_rows, length) for index in range(len(self.trees))]
+        plain = self._seconds(None, num_rows, length)
+        seconds = [self._seconds(index, num_rows, length) for index in range(len(self.trees))]
         affordable = [i for i, s in enumerate(seconds) if s < MOST_ACCEPTED * (self.trees[i].max_depth + 1) * plain]
         if affordable:
             if untried := [i for i in affordable if self._weights[i] < FIRST_TRIALS]:
-                return self._find_largest(untried), 1
+                return max(untried, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth)), 1
             best = max(affordable, key=lambda i: (1.0 + self.accepted[i]) / seconds[i])
             if (1.0 + self.accepted[best]) / seconds[best] > (1.0 + MIN_GAIN) / plain:
                 self._rest_steps, self._is_resting = REST_STEPS, False
@@ -116,9 +116,6 @@ class TreePlanner(TreeChoice):
         rest, self._rest_steps = self._rest_steps, min(2 * self._rest_steps, MAX_REST_STEPS)
         return None, rest
 
-    def _find_largest(self, indices: Sequence[int]) -> int:
-        return max(indices, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth))
-
     def _find_trial(self, best: int, affordable: Sequence[int], seconds: Sequence[float]) -> int | None:
         """The tree to try for a step, if any; never twice without a choice in between."""
         others = [i for i in affordable if not self.trees[best].contains(self.trees[i])]
@@ -129,16 +126,10 @@ class TreePlanner(TreeChoice):
         is_due = self._steps_since_trial > TRIAL_EVERY or hopes[trial] > (1.0 + self.accepted[best]) / seconds[best]
         return trial if is_due else None
 
-    def _plain_seconds(self, num_rows: int, length: int) -> float:
-        return self._mix(num_rows, lambda costs: costs.plain_seconds(length))
-
-    def _tree_seconds(self, index: int, num_rows: int, length: int) -> float:
-        return self._mix(num_rows, lambda costs: costs.tree_seconds(index, length))
-
-    def _mix(self, num_rows: int, seconds_of: Callable[[StepCosts], float]) -> float:
-        """Linear in the number of rows, between the two that were measured."""
+    def _seconds(self, index: int | None, num_rows: int, length: int) -> float:
+        """Of a step with this tree (None: without one); linear in the number of rows, between the two measured."""
         few, many = min(self._by_rows), max(self._by_rows)
-        low, high = seconds_of(self._by_rows[few]), seconds_of(self._by_rows[many])
+        low, high = (self._by_rows[size].seconds(index, length) for size in (few, many))
         return low if many == few else low + (high - low) * (num_rows - few) / (many - few)
 
     def learn(self, counted: Sequence[Sequence[int]]) -> None:

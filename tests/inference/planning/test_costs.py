@@ -21,39 +21,42 @@ from inference.planning.costs import (
     store_costs,
 )
 from tests.lossless.restless import auto_tree
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import random_prompt, tiny_target
 
 COSTS = StepCosts((100, 300), (1.0, 2.0), (1.5, 3.5), (1.2, 1.4))
 
 
 def test_seconds_grow_with_the_text() -> None:
-    assert COSTS.plain_seconds(100) == 1.0
-    assert COSTS.plain_seconds(200) == pytest.approx(1.5)
-    assert COSTS.tree_seconds(1, 200) == pytest.approx(1.4 + 1.0)
-    assert COSTS.plain_seconds(10) == 1.0, "nothing is foretold below the first context"
-    assert StepCosts((100, 300), (2.0, 1.0), (1.0, 1.0), (1.0,)).plain_seconds(300) == 2.0, "noise shortens no step"
+    assert COSTS.seconds(None, 100) == 1.0
+    assert COSTS.seconds(None, 200) == pytest.approx(1.5)
+    assert COSTS.seconds(1, 200) == pytest.approx(1.4 + 1.0)
+    assert COSTS.seconds(None, 10) == 1.0, "nothing is foretold below the first context"
+    assert StepCosts((100, 300), (2.0, 1.0), (1.0, 1.0), (1.0,)).seconds(None, 300) == 2.0, "noise shortens no step"
 
 
 def test_costs_are_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    assert load_costs(["a"]) is None
-    store_costs(["a"], COSTS)
-    assert load_costs(["a"]) == COSTS
-    assert load_costs(["b"]) is None
+    one, other = cache_file(["a"]), cache_file(["b"])
+    assert load_costs(one) is None
+    store_costs(one, COSTS)
+    assert load_costs(one) == COSTS
+    assert load_costs(other) is None
     for content in ("{", "[]", '{"contexts": [1, 2]}'):  # damaged, or of another release
-        cache_file(["a"]).write_text(content, encoding="utf-8")
-        assert load_costs(["a"]) is None
+        one.write_text(content, encoding="utf-8")
+        assert load_costs(one) is None
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder", encoding="utf-8")
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
-    store_costs(["a"], COSTS)
-    assert load_costs(["a"]) is None
+    store_costs(cache_file(["a"]), COSTS)
+    assert load_costs(cache_file(["a"])) is None
 
 
-def make_decoder() -> Decoder:
-    return Decoder(tiny_target("llama"), NgramDrafter(), tree=auto_tree((1, 3), (4, 8), (2, 3)))
+def decode() -> Decoder:
+    decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=auto_tree((1, 3), (4, 8), (2, 3)))
+    decoder.generate(random_prompt(4), max_new_tokens=2, do_sample=False)
+    return decoder
 
 
 def test_costs_are_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,25 +69,17 @@ def test_costs_are_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch) -> N
         return measure(*args, **kwargs)
 
     monkeypatch.setattr(costs_module, "measure_costs", record)
-    decoder = make_decoder()
-    costs = decoder.costs()
-    assert decoder.costs() is costs
-    assert make_decoder().costs() == costs
+    decoder = decode()
+    choice: Any = decoder._choice
+    (costs,) = choice._costs.values()
+    decoder.generate(random_prompt(4), max_new_tokens=2, do_sample=False)
+    assert [*choice._costs.values()] == [costs]
+    other: Any = decode()._choice
+    assert other._costs == choice._costs
     assert rounds == [WARM_UP_ROUNDS + MEASURED_ROUNDS]
     assert decoder.policy is not None
     assert len(costs.trees) == len(decoder.policy.candidates)
     assert min(*costs.plain, *costs.largest, *costs.trees) > 0
-
-
-def test_costs_take_the_decoders_lock() -> None:
-    decoder = make_decoder()
-    with decoder._alone(), pytest.raises(RuntimeError, match="in the middle of another text"):
-        decoder.costs()
-
-
-def test_fixed_trees_have_no_costs() -> None:
-    with pytest.raises(ValueError, match="tree='auto'"):
-        Decoder(tiny_target("llama"), NgramDrafter()).costs()
 
 
 def test_costs_tell_merged_drafters_apart() -> None:

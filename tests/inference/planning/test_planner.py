@@ -162,13 +162,13 @@ def test_a_shrinking_batch_is_planned_with_the_costs_of_its_rows() -> None:
     planner = TreePlanner(gamma_chain(2))
     planner._by_rows = {1: StepCosts((1, 2), (1.0, 1.0), (1.0, 1.0), (2.0, 3.0))}
     planner._by_rows[5] = StepCosts((1, 2), (3.0, 3.0), (1.0, 1.0), (6.0, 9.0))
-    assert planner._plain_seconds(5, 1) == 3.0
-    assert planner._plain_seconds(3, 1) == 2.0
-    assert planner._tree_seconds(1, 2, 1) == 4.5
+    assert planner._seconds(None, 5, 1) == 3.0
+    assert planner._seconds(None, 3, 1) == 2.0
+    assert planner._seconds(1, 2, 1) == 4.5
 
 
-@pytest.mark.parametrize("tree", ["auto", "gamma"])
-def test_decoding_with_chosen_trees(tree: str) -> None:
+@pytest.mark.parametrize("tree", [auto_tree((1, 3), (4, 8), (2, 3)), gamma_chain(3)], ids=["auto", "gamma"])
+def test_decoding_with_chosen_trees(tree: AutoTree) -> None:
     """Rows that end at different times, twice with one decoder."""
     model = tiny_target("llama", initializer_range=0.3)
     prompts = [random_prompt(length, seed=length) for length in (4, 11, 7)]
