@@ -144,9 +144,10 @@ class DecodeStep:
             _extend, self.drafter, state, sampler, slots, cache.lengths, in_view, num_depths, vocab_size
         )
         sampling = self._sampling(sampler, noise, cache.lengths)
-        run, depth = self.executor.run, self.policy.max_depth
         assert self.drafter is not None
-        return policy.grow(self.drafter, state, root_ids, draft, sampling, run=run, path_depth=depth), noise
+        tree = policy.grow(self.drafter, state, root_ids, draft, sampling, run=self.executor.run)
+        tree.max_depth = self.policy.max_depth  # trees of several policies share the compiled graphs that follow
+        return tree, noise
 
     def draft_nothing(self, cache: TreeCache, sampler: Sampler, slots: NewSlots) -> tuple[TokenTree, Tensor | None]:
         """A tree of the root only, and the noise of its one draw [B, 1, V] (None when greedy)."""
@@ -173,29 +174,10 @@ class DecodeStep:
         output: TargetOutput = self.executor.run_fixed(_verify, self.target, cache, tree, self.feature_layers)
         return output
 
-    def accept(
-        self,
-        sampler: Sampler,
-        tree: TokenTree,
-        logits: Tensor,
-        root_positions: Tensor,
-        *,
-        noise: Tensor | None = None,
-        prefixes: Sequence[Tensor] | None = None,
-        max_tokens: Sequence[int] | None = None,
-    ) -> Acceptance:
+    def accept(self, sampler: Sampler, *args: Any, **kwargs: Any) -> Acceptance:
         """The rule's acceptance; arguments as in `accept_exact`."""
         run = self.executor.run if sampler.is_prefix_free else run_eagerly
-        accepted: Acceptance = run(
-            self.rule.accept,
-            sampler,
-            tree,
-            logits,
-            root_positions,
-            noise=noise,
-            prefixes=prefixes,
-            max_tokens=max_tokens,
-        )
+        accepted: Acceptance = run(self.rule.accept, sampler, *args, **kwargs)
         return accepted
 
     def commit(

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.sampling import DraftSampling
 from inference.trees.dynamic import DynamicTree
-from inference.trees.policy import Run, TreePolicy, run_eagerly
+from inference.trees.policy import TreePolicy
 from inference.trees.token_tree import TokenTree
 
 # (depth, top_k, nodes): from the cheapest tree to the default of `DynamicTree`. Batches need those with few nodes.
@@ -59,33 +57,16 @@ class AutoTree(TreePolicy):
             return self
         return AutoTree([tree.limit_depth(max_depth) for tree in self.trees])
 
-    def grow(
-        self,
-        drafter: Drafter,
-        state: Any,
-        root_ids: Tensor,
-        draft: DraftLogits,
-        sampling: DraftSampling,
-        *,
-        run: Run = run_eagerly,
-        path_depth: int | None = None,
-    ) -> TokenTree:
+    def grow(self, *args: Any, **kwargs: Any) -> TokenTree:
         """The largest tree."""
-        depth = max(self.max_depth, path_depth or 0)
-        return self.largest.grow(drafter, state, root_ids, draft, sampling, run=run, path_depth=depth)
+        return self.largest.grow(*args, **kwargs)
 
     def count_accepted(self, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor:
-        """Drafted tokens that each candidate would have accepted in the place of `tree`.
+        """Exact for candidates that only have fewer nodes than the tree; nearly so for shallower and narrower ones; too
+        low for larger ones.
 
         A smaller tree keeps the best scores among the nodes of its depth that its beam drafts. So the places of the
         accepted nodes in the order of scores tell which of them it would hold.
-
-        Args:
-            path: [B, P] accepted node indices, root first; counts: [B] how many of them are real (0: a finished row).
-
-        Returns:
-            [B, candidates] int64. Exact for candidates that only have fewer nodes than the tree; nearly so for
-            shallower and narrower ones; too low for larger ones.
         """
         assert tree.widths is not None
         sizes, beams, beam_of = self._tables_on(path.device)

@@ -77,15 +77,14 @@ class DynamicTree(TreePolicy):
         sampling: DraftSampling,
         *,
         run: Run = run_eagerly,
-        path_depth: int | None = None,
     ) -> TokenTree:
         levels = [run(_root_children, draft, sampling.at_depth(0), self.top_k, self.root_factor)]
         for depth in range(1, self.max_depth):
             # One graph serves all levels: weights are packed per graph, and a copy for each level would drive the
             # others out of the processor's caches.
             levels.append(run(expand_level, drafter, state, levels[-1], depth, self.top_k, sampling.at_depth(depth)))
-        depth = max(self.max_depth, path_depth or 0)
-        tree: TokenTree = run(choose_best, root_ids, Pool.of_levels(levels), self.num_nodes, depth)
+        tree: TokenTree = run(choose_best, root_ids, Pool.of_levels(levels), self.num_nodes)
+        tree.max_depth = self.max_depth
         return tree
 
 
@@ -125,12 +124,13 @@ class Children:
 
 @dataclass(frozen=True)
 class Pool:
-    """All drafted nodes of all levels, [B, P] each: parents are indices into the pool (-1: the root); the rest as in
-    `Children`. A parent stands before its children."""
+    """All drafted nodes of all levels, [B, P] each: parents are indices into the pool (-1: the root), depths those in
+    the tree; the rest as in `Children`. A parent stands before its children."""
 
     token_ids: Tensor
     scores: Tensor
     parents: Tensor
+    depths: Tensor
     widths: Tensor
 
     @classmethod
@@ -142,17 +142,17 @@ class Pool:
         token_ids, scores, widths = (
             torch.cat([getattr(level, name) for level in levels], 1) for name in ("token_ids", "scores", "widths")
         )
-        return cls(token_ids, scores, torch.cat(parents, 1), widths)
+        depths = torch.cat([torch.full_like(level.parents, depth) for depth, level in enumerate(levels, start=1)], 1)
+        return cls(token_ids, scores, torch.cat(parents, 1), depths, widths)
 
 
-def choose_best(root_ids: Tensor, pool: Pool, num_nodes: int, max_depth: int) -> TokenTree:
+def choose_best(root_ids: Tensor, pool: Pool, num_nodes: int) -> TokenTree:
     """The tree of the pool's best nodes, with the roots `root_ids` [B].
 
     A stable sort breaks ties by index, so that a parent always outranks its child, even one of probability 1.
 
     Args:
         num_nodes: nodes to keep, root included.
-        max_depth: of the pool's nodes.
     """
     batch, pool_size = pool.token_ids.shape
     device = root_ids.device
@@ -163,17 +163,12 @@ def choose_best(root_ids: Tensor, pool: Pool, num_nodes: int, max_depth: int) ->
     place.scatter_(1, kept, torch.arange(1, keep + 1, device=device).expand(batch, -1))
     kept_parents = place.gather(1, pool.parents.gather(1, kept) % (pool_size + 1))
     root = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    parents = torch.cat([root - 1, kept_parents], dim=1)
-    depths = torch.zeros_like(parents)
-    for _ in range(max_depth):
-        depths = torch.where(parents >= 0, depths.gather(1, parents.clamp(min=0)) + 1, depths)
     return mask_absent(
         TokenTree(
             token_ids=torch.cat([root_ids[:, None], pool.token_ids.gather(1, kept)], dim=1),
-            parents=parents,
-            depths=depths,
+            parents=torch.cat([root - 1, kept_parents], dim=1),
+            depths=torch.cat([root, pool.depths.gather(1, kept)], dim=1),
             log_probs=torch.cat([root.float(), pool.scores.gather(1, kept)], dim=1),
-            max_depth=max_depth,
             widths=torch.cat([root + 1, pool.widths.gather(1, kept)], dim=1),
         )
     )

@@ -68,7 +68,6 @@ class TreePolicy(ABC):
         sampling: DraftSampling,
         *,
         run: Run = run_eagerly,
-        path_depth: int | None = None,
     ) -> TokenTree:
         """Drafts the tree, level by level.
 
@@ -77,8 +76,6 @@ class TreePolicy(ABC):
             draft: scores of the root's children, as `drafter.extend` returned them.
             sampling: how scores become candidates.
             run: runs each level's function of tensors.
-            path_depth: `max_depth` of the returned tree, if larger than the policy's: trees of several policies then
-                share the compiled graphs that follow.
         """
 
     def contains(self, other: TreePolicy) -> bool:

@@ -68,7 +68,6 @@ class StaticTree(TreePolicy):
         sampling: DraftSampling,
         *,
         run: Run = run_eagerly,
-        path_depth: int | None = None,
     ) -> TokenTree:
         batch, device = root_ids.shape[0], root_ids.device
         if device not in self._plans:
@@ -89,7 +88,7 @@ class StaticTree(TreePolicy):
                 plan.parents.expand(batch, -1),
                 plan.depths.expand(batch, -1),
                 torch.cat([level.log_probs for level in levels], dim=1),
-                max_depth=max(self.max_depth, path_depth or 0),
+                max_depth=self.max_depth,
                 drawn=drawn,
             )
         )
