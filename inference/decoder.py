@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -149,7 +149,7 @@ class Decoder:
                 does not have, each with the cure; when no token can be picked (NaN, or everything is forbidden).
             RuntimeError: while this decoder is in the middle of another text.
         """
-        with self._alone():
+        with self._take():
             clock = self._new_clock()
             request = make_request(
                 self.target,
@@ -172,7 +172,7 @@ class Decoder:
                 for _ in loop.steps():
                     pass
             clock.pause()
-        return loop.output()
+        return gather_output(loop.request, loop.scores, loop.stats)
 
     def stream(
         self,
@@ -196,8 +196,7 @@ class Decoder:
                 f"a stream has one row, and input_ids has {input_ids.shape[0]}: stream rows one by one, or generate() "
                 "them together"
             )
-        release = self._take()
-        try:
+        with self._take() as busy:
             clock = self._new_clock()
             own = {name: options.pop(name, None) for name in ("tokenizer", "stop_strings")}
             request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=options)
@@ -207,9 +206,7 @@ class Decoder:
                 )
             loop = self._begin(request, seed, clock, reuse_cache=reuse_cache)
             clock.pause()
-        except BaseException:
-            release()
-            raise
+            release = busy.pop_all().close
         # A stream that is over, and is kept for its output, must not keep the loop's buffers.
         gather = partial(gather_output, loop.request, loop.scores, loop.stats)
         return TokenStream(self._stream_steps(loop, clock, release), gather, release)
@@ -220,7 +217,9 @@ class Decoder:
                 running = loop.steps()
                 while True:
                     clock.start()
-                    kept = self._advance(running)
+                    # Inference mode belongs to a thread, so it is entered anew for every step.
+                    with self.target.without_autograd(), self._step.executor.active():
+                        kept = next(running, None)
                     clock.pause()
                     if kept is None:
                         return
@@ -231,23 +230,17 @@ class Decoder:
     def _new_clock(self) -> PhaseClock:
         return PhaseClock(GenerationStats(), self.target.device, is_synchronised=self.is_synchronised)
 
-    def _take(self) -> Callable[[], None]:
-        """Makes this decoder busy; returns a function that frees it, and that may be called more than once."""
+    def _take(self) -> ExitStack:
+        """Makes this decoder busy until the stack is closed, which may happen more than once."""
         if not self._is_free.acquire(blocking=False):
             raise RuntimeError(
                 "this Decoder is in the middle of another text (in another thread, or of a stream that was neither "
                 "read to its end nor closed), and its cache belongs to that: close() the stream, or make another "
                 "Decoder of the same Target and heads, which shares their weights"
             )
-        return _once(self._is_free.release)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        release = self._take()
-        try:
-            yield
-        finally:
-            release()
+        busy = ExitStack()
+        busy.callback(self._is_free.release)
+        return busy
 
     @contextmanager
     def _holding(self, loop: DecodeLoop) -> Iterator[None]:
@@ -257,11 +250,6 @@ class Decoder:
             yield
         finally:
             self._held = loop.held_texts()
-
-    def _advance(self, steps: Iterator[list[list[int]]]) -> list[list[int]] | None:
-        """One step. Inference mode belongs to a thread, so it is entered anew for every step."""
-        with self.target.without_autograd(), self._step.executor.active():
-            return next(steps, None)
 
     def _begin(
         self,
@@ -369,14 +357,3 @@ def _streaming(streamer: Any, request: Request) -> Iterator[None]:
         if not request.is_finished:
             streamer.end()
         raise
-
-
-def _once(call: Callable[[], None]) -> Callable[[], None]:
-    """Calls `call` at its first call, and does nothing at the others."""
-    waiting = [call]
-
-    def call_first() -> None:
-        if waiting:
-            waiting.pop()()
-
-    return call_first

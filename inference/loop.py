@@ -220,10 +220,6 @@ class DecodeLoop:
         """The texts that the next call may find in the cache; None when the loop was interrupted within a step."""
         return self.batch.held_texts() if self._is_between_steps else None
 
-    def output(self) -> GenerationOutput:
-        """The output so far."""
-        return gather_output(self.request, self.scores, self.stats)
-
 
 def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:
     """The output so far. It holds no loop, so none of the loop's buffers."""

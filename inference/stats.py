@@ -61,17 +61,6 @@ class GenerationStats:
         reached = [sum(self.accepted_histogram[depth:]) for depth in range(len(self.accepted_histogram))]
         return [reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, len(reached))]
 
-    @property
-    def overhead_seconds(self) -> float:
-        """Time outside of target and drafter: acceptance, commits and bookkeeping."""
-        return (
-            self.seconds["total"]
-            - self.seconds["profile"]
-            - self.seconds["prefill"]
-            - self.seconds["draft"]
-            - self.seconds["verify"]
-        )
-
     def __add__(self, other: GenerationStats) -> GenerationStats:
         """The sum over generations."""
         longest = max(len(self.accepted_histogram), len(other.accepted_histogram))
