@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inference.noise import gumbel_noise
-from inference.request.processors import COLUMN_FREE, KEEPS_NOTHING, NEEDS_CANDIDATES, NO_TOKEN, PREFIX_FREE
+from inference.request.processors import COLUMN_FREE, KEEPS_NOTHING, NO_TOKEN, PREFIX_FREE
 from inference.request.row_processors import processors_of_row
 
 
@@ -74,7 +74,6 @@ class Sampler:
         self._draft_warpers = tuple(
             processor for processor in self.processors if do_sample and type(processor) in COLUMN_FREE
         )
-        self._needs_candidates = bool({type(warper) for warper in self._draft_warpers} & NEEDS_CANDIDATES)
 
     def select(self, rows: Sequence[int], batch_size: int) -> Sampler:
         """This sampler for some of its `batch_size` rows; their processors keep their states."""
@@ -115,11 +114,7 @@ class Sampler:
         Tokens that other processors forbid may be drafted, and are never accepted. No rule needs q to be processed as p
         is; drafts must come from the q that the rule is told.
         """
-        if not self._needs_candidates:
-            return self._apply(self._draft_warpers, None, logits)
-        is_absent = logits.isneginf()
-        filled = logits.masked_fill(is_absent.all(-1, keepdim=True), 0.0)
-        return self._apply(self._draft_warpers, None, filled).masked_fill(is_absent, float("-inf"))
+        return self._apply(self._draft_warpers, None, logits)
 
     def process(self, logits: Tensor, prefix_ids: Tensor | None = None) -> Tensor:
         """All processors in order on scores [R, V] in float32; `prefix_ids` [R, L] for those that read it."""

@@ -129,7 +129,7 @@ class DraftDraws:
 
 def warp_candidates(warp: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
     """Draft scores [B, W, C] float32, adjusted. Columns of -inf stay so. Nodes with no other columns are shown to the
-    processors as zeros, since some processors fail on them."""
+    processors as zeros, since some of them fail on such nodes, or allow forbidden tokens there."""
     is_absent = logits.isneginf()
     adjusted = warp(logits.masked_fill(is_absent.all(-1, keepdim=True), 0.0).flatten(0, 1)).view_as(logits)
     return adjusted.masked_fill(is_absent, float("-inf"))

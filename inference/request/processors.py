@@ -31,8 +31,6 @@ PREFIX_FREE = _find_types(
 )
 # They do not read which token a column stands for, so they may also process scores over a reduced draft vocabulary.
 COLUMN_FREE = PREFIX_FREE - _find_types("SuppressTokensLogitsProcessor")
-# They fail on rows in which every token is forbidden, or allow forbidden tokens there.
-NEEDS_CANDIDATES = _find_types("EtaLogitsWarper", "TopHLogitsWarper", "InfNanRemoveLogitsProcessor")
 # They read the row's text and scores and remember nothing: several rows may go through together, and drafts that are
 # rejected later may go through too.
 KEEPS_NOTHING = _find_types(
