@@ -12,8 +12,7 @@ Legend: B batch, N tree nodes, K depth, V target vocabulary.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -54,31 +53,3 @@ def accept_exact(
         child = torch.where(fits, nodes, num_nodes).amin(-1)  # the first that fits
         walk.step(token, child % num_nodes, child < num_nodes)
     return walk.acceptance()
-
-
-def judge_samples(judge: Callable[..., Acceptance]) -> Callable[..., Acceptance]:
-    """An acceptance rule, with the arguments of `accept_exact`, from a judge of sampled drafts, which gets the noise.
-
-    A greedy target and a tree of the root only get `accept_exact`.
-    """
-
-    @functools.wraps(judge)
-    def accept(
-        sampler: Sampler,
-        tree: TokenTree,
-        logits: Tensor,
-        root_positions: Tensor,
-        *,
-        noise: Tensor | None = None,
-        prefixes: Sequence[Tensor] | None = None,
-        max_tokens: Sequence[int] | None = None,
-        **thresholds: float,
-    ) -> Acceptance:
-        step = (sampler, tree, logits, root_positions)
-        if not sampler.do_sample or tree.num_nodes == 1:
-            return accept_exact(*step, noise=noise, prefixes=prefixes, max_tokens=max_tokens)
-        if noise is None:
-            noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
-        return judge(*step, noise, prefixes, max_tokens, **thresholds)
-
-    return accept

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import judge_samples
 from inference.acceptance.sampler import Sampler, pick_token
 from inference.acceptance.walk import Acceptance, Walk
 from inference.noise import derive_seeds, uniform_noise
@@ -24,12 +23,12 @@ from inference.trees.token_tree import TokenTree
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2
 
 
-@judge_samples
 def accept_by_rejection(
     sampler: Sampler,
     tree: TokenTree,
     logits: Tensor,
     root_positions: Tensor,
+    *,
     noise: Tensor,
     prefixes: Sequence[Tensor] | None = None,
     max_tokens: Sequence[int] | None = None,
@@ -38,7 +37,7 @@ def accept_by_rejection(
     max(0, p - q), and q leaves the child out (arXiv 2211.17192, section 2.3; siblings: arXiv 2402.14160, algorithm 1).
     The token after the last accepted node is drawn from the p that is left.
 
-    Arguments and result as in `accept_exact`, whose text this gives when the target is greedy or nothing is drafted.
+    Arguments and result as in `accept_exact`; the target samples.
     """
     assert tree.drawn is not None
     walk, width, num_ranks = Walk(sampler, logits, prefixes, max_tokens), tree.path_width, tree.drawn.num_ranks
@@ -85,12 +84,12 @@ def _try_children(
     return chosen, is_chosen, p
 
 
-@judge_samples
 def accept_blocks(
     sampler: Sampler,
     tree: TokenTree,
     logits: Tensor,
     root_positions: Tensor,
+    *,
     noise: Tensor,
     prefixes: Sequence[Tensor] | None = None,
     max_tokens: Sequence[int] | None = None,

@@ -21,7 +21,8 @@ class AcceptanceRule:
     """Which drafted tokens a verify step keeps.
 
     Attributes:
-        accept: a function of tensors like `accept_exact`.
+        accept: a function of tensors like `accept_exact`. It judges sampled drafts only: a greedy target and a tree of
+            the root only get `accept_exact`.
         may_couple: drafts may be chosen with the target's own noise. Only for a rule that accepts a draft exactly if it
             is the token that the target draws.
         draws_drafts: drafts must be drawn at random from q, with noise that is not the target's. The shape of the tree

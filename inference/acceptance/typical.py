@@ -10,22 +10,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import judge_samples
 from inference.acceptance.sampler import Sampler, pick_token
 from inference.acceptance.walk import Acceptance
 from inference.trees.token_tree import TokenTree
 
 
-@judge_samples
 def accept_typical(
     sampler: Sampler,
     tree: TokenTree,
     logits: Tensor,
     root_positions: Tensor,
+    *,
     noise: Tensor,
     prefixes: Sequence[Tensor] | None = None,
     max_tokens: Sequence[int] | None = None,
-    *,
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> Acceptance:
@@ -33,7 +31,7 @@ def accept_typical(
     distribution and H its entropy. The longest such path is kept, of several the likeliest. The token after it is drawn
     from the target.
 
-    Arguments and result as in `accept_exact`, which decides for a greedy target. Processors must not read the prefix.
+    Arguments and result as in `accept_exact`; the target samples. Processors must not read the prefix.
     """
     if not sampler.is_prefix_free:
         raise ValueError(

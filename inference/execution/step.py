@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.acceptance.exact import accept_exact
 from inference.acceptance.rejection import DRAFT_STREAM
 from inference.acceptance.rules import EXACT, AcceptanceRule
 from inference.acceptance.sampler import Sampler
@@ -174,10 +175,11 @@ class DecodeStep:
         output: TargetOutput = self.executor.run_fixed(_verify, self.target, cache, tree, self.feature_layers)
         return output
 
-    def accept(self, sampler: Sampler, *args: Any, **kwargs: Any) -> Acceptance:
+    def accept(self, sampler: Sampler, tree: TokenTree, *args: Any, **kwargs: Any) -> Acceptance:
         """The rule's acceptance; arguments as in `accept_exact`."""
         run = self.executor.run if sampler.is_prefix_free else run_eagerly
-        accepted: Acceptance = run(self.rule.accept, sampler, *args, **kwargs)
+        accept = self.rule.accept if sampler.do_sample and tree.num_nodes > 1 else accept_exact
+        accepted: Acceptance = run(accept, sampler, tree, *args, **kwargs)
         return accepted
 
     def commit(

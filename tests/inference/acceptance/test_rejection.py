@@ -86,7 +86,8 @@ def take_step(
         draws = DraftDraws(derive_seeds(sampler.row_seeds, DRAFT_STREAM, positions), VOCAB, sampler.warp_draft)
     sampling = DraftSampling(warp=sampler.warp_draft, draws=draws)
     tree = policy.grow(drafter, None, roots, drafter.expand(None, roots[:, None], roots, 0), sampling)
-    return accept(sampler, tree, target[tree.token_ids], positions, **kwargs)
+    noise = sampler.draw_noise(positions, tree.path_width, VOCAB)
+    return accept(sampler, tree, target[tree.token_ids], positions, noise=noise, **kwargs)
 
 
 def draw_pairs(
@@ -260,9 +261,9 @@ def test_typical_acceptance_equals_a_slow_reference() -> None:
     roots = torch.arange(num_rows) % VOCAB
     sampling = DraftSampling(warp=sampler.warp_draft)
     tree = policy.grow(drafter, None, roots, drafter.expand(None, roots[:, None], roots, 0), sampling)
-    got = accept_typical(sampler, tree, target[tree.token_ids], roots * 0, epsilon=epsilon, delta=delta)
     noise = sampler.draw_noise(roots * 0, tree.path_width, VOCAB)
     assert noise is not None
+    got = accept_typical(sampler, tree, target[tree.token_ids], roots * 0, noise=noise, epsilon=epsilon, delta=delta)
     lengths = set()
     for row in range(num_rows):
         best: tuple[int, float, list[int]] = (0, 0.0, [0])
