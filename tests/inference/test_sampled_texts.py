@@ -90,8 +90,8 @@ SETTINGS = {
         ],
     ),
 }
-# The fast tests keep one setting of each sort; all together take minutes.
-FAST = ("T=1.3", "eos", "custom")
+# All together take minutes. `test_rejection.py` has quick tests of processors that read the text.
+FAST = ("T=1.3", "eos")
 # Everything with every rule; with all of the trees only temperatures.
 EVERY_CASE = [(*case, setting) for case in CASES for setting in ("T=0.7", "T=1.3")] + [
     (rule, tree, setting)

@@ -45,12 +45,12 @@ def prompt(index: int = 0) -> Prompt:
     return Prompt(f"p{index}", index, torch.tensor([[1, 50 + index, 60]]))
 
 
-def stats_of(accepted: list[int], **seconds: float) -> GenerationStats:
-    stats = GenerationStats()
+def stats_of(accepted: list[int], *, num_passes: int | None = None, **seconds: float) -> GenerationStats:
+    """accepted: of each row's verify steps, one after the other, in as many passes or fewer."""
+    passes = len(accepted) if num_passes is None else num_passes
+    stats = GenerationStats(num_verify_passes=passes, num_host_syncs=passes, num_drafted=3 * len(accepted))
     for count in accepted:
         stats.count_step(count)
-        stats.num_host_syncs += 1
-        stats.num_verify_passes += 1
     stats.seconds |= seconds
     return stats
 

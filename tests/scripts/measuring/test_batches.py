@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from inference import GenerationStats, NgramDrafter, Target
+from inference import NgramDrafter, Target
 from scripts.measuring.batches import MARK, choose_trees, make_batch_grid
 from scripts.measuring.contenders import TimedDrafter
 from scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from scripts.measuring.report import make_rows, set_rooflines
 from scripts.measuring.roofline import Hardware, Work
 from scripts.measuring.rows import Row
+from tests.scripts.test_benchmark import stats_of
 
 
 def test_batches_are_full_and_left_padded() -> None:
@@ -45,23 +46,16 @@ def test_rows_leave_the_batch_of_a_timed_drafter() -> None:
 # What the numbers say.
 
 
-def stats_of(num_passes: int, row_steps: list[int], **seconds: float) -> GenerationStats:
-    """row_steps: accepted tokens of each row's verify steps, one after the other."""
-    stats = GenerationStats(num_verify_passes=num_passes, num_host_syncs=num_passes, num_drafted=3 * len(row_steps))
-    for accepted in row_steps:
-        stats.count_step(accepted)
-    stats.seconds |= seconds
-    return stats
-
-
 def test_rows_of_a_batch_by_hand(chat_target: PreTrainedModel) -> None:
     """Two prompts together, of 4 and 2 new tokens: the second row leaves before the last pass."""
     texts = [[5, 6, 7, 8], [5, 6]]
     spent = {"prefill": 1.0, "draft": 0.2, "verify": 0.6, "total": 2.0}
     runs = {
         TRANSFORMERS: Run(texts, 2.0, 6),
-        PLAIN: Run(texts, 3.0, 4, stats_of(3, [0, 0, 0, 0], prefill=1.0, verify=1.2, total=2.5)),
-        "mine": Run([[5, 6, 7, 8], [5, 9]], 1.0, 3, stats_of(2, [0, 1, 0], **spent), draft_forward_seconds=0.2),
+        PLAIN: Run(texts, 3.0, 4, stats_of([0, 0, 0, 0], num_passes=3, prefill=1.0, verify=1.2, total=2.5)),
+        "mine": Run(
+            [[5, 6, 7, 8], [5, 9]], 1.0, 3, stats_of([0, 1, 0], num_passes=2, **spent), draft_forward_seconds=0.2
+        ),
     }
     contenders = [Contender(name, runs=[[run]], profiled=[run]) for name, run in runs.items()]
     contenders[2].work = Work(weight_bytes=1e6, flops=1e9)
