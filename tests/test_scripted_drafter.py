@@ -54,42 +54,6 @@ def test_the_true_token_stands_at_the_scheduled_rank_among_distinct_ones() -> No
     assert not (candidates == torch.stack([rows[0][4], rows[1][6], rows[2][2]])[:, None]).any()
 
 
-def test_a_text_is_drafted_the_same_whatever_rows_stand_beside_it() -> None:
-    """Rows leave the batch in the middle of a text, and others move up."""
-    rows = texts()
-    drafter = ScriptedDrafter(rows, VOCAB)
-    state = drafter.start(3, 20, 8)
-    hand_over(drafter, state, rows, [3, 5, 1])
-    copied = drafter.start(2, 20, 8)
-    drafter.copy_rows(copied, state, [2, 0], torch.tensor([1, 2]), max_slots=2)
-    assert copied.rows.tolist() == [2, 0]
-    both = hand_over(drafter, copied, [rows[2], rows[0]], [3, 2])
-    last = drafter.start(1, 20, 8)
-    drafter.copy_rows(last, copied, torch.tensor([1]), torch.tensor([4]), max_slots=4)
-    assert last.rows.tolist() == [0]
-    assert not last.is_prefix
-    other = drafter.start(3, 20, 8)
-    every = hand_over(drafter, other, rows, [4, 3, 4])
-    assert torch.equal(both, every[[2, 0]])
-    assert torch.equal(hand_over(drafter, last, [rows[0]], [1])[0], hand_over(drafter, other, rows, [1, 0, 0])[0])
-    with pytest.raises(AssertionError, match="more slots are copied than there are"):
-        drafter.copy_rows(last, copied, [1], torch.tensor([5]), max_slots=5)
-
-
-def test_a_prefix_of_all_texts_is_read_once() -> None:
-    rows = texts(num_shared=5)
-    drafter = ScriptedDrafter(rows, VOCAB)
-    prefix = drafter.start(1, 20, 8)
-    for count in (2, 2):  # in chunks
-        hand_over(drafter, prefix, rows[:1], [count])
-    state = drafter.start(3, 20, 8)
-    drafter.copy_rows(state, prefix, [0, 0, 0], torch.tensor([4, 4, 4]), max_slots=4)
-    assert state.rows.tolist() == [0, 1, 2]
-    candidates = hand_over(drafter, state, rows, [2, 1, 3])
-    whole = drafter.start(3, 20, 8)
-    assert torch.equal(candidates, hand_over(drafter, whole, rows, [6, 5, 7]))
-
-
 def test_other_tokens_than_the_texts_are_refused_or_written_down() -> None:
     rows = texts()
     strict, lenient = ScriptedDrafter(rows, VOCAB), ScriptedDrafter(rows, VOCAB, is_strict=False)

@@ -26,6 +26,7 @@ from inference.drafters.staged import StagedDrafter
 from inference.targets.encoding import encode
 from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.memory_tracker import find_tensors
 from tests.tiny_targets import tiny_target
 
 
@@ -243,16 +244,6 @@ def test_kept_rows_stay_in_their_memory_and_go_on(make: Maker, tmp_path: Path) -
 def find_memory(state: Any) -> set[int]:
     """The addresses of what a state's large tensors are stored in."""
     return {x.untyped_storage().data_ptr() for x in find_tensors(state) if x.numel() > 1000}
-
-
-def find_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from find_tensors(part)
-    elif hasattr(value, "__dict__"):
-        yield from find_tensors(list(vars(value).values()))
 
 
 @pytest.mark.parametrize("num_scratch", [0, 4])

@@ -151,42 +151,35 @@ def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None
     assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
 
 
-def test_the_cache_is_kept_but_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_kept_but_never_shared() -> None:
+    """It serves one text after the other. A text that begins within another, and another shape, get their own."""
     model = tiny_target("llama", initializer_range=0.3)
     drafter = SmallModelDrafter(model)
-    made: list[ScratchCache] = []
-
-    def make(*args: Any, **kwargs: Any) -> ScratchCache:
-        made.append(plain_make(*args, **kwargs))
-        return made[-1]
-
-    plain_make = drafter.small.new_scratch_cache
-    monkeypatch.setattr(drafter.small, "new_scratch_cache", make)
-    one, other = (Decoder(model, drafter, tree=chain(depth)) for depth in (4, 4))
+    one, other = (Decoder(model, drafter, tree=chain(4)) for _ in range(2))
     prompts = [random_prompt(length, seed=length) for length in (6, 9)]
     options = {"max_new_tokens": 40, "do_sample": False}
-    expected = [generate(model, None, prompt, **options).sequences.tolist() for prompt in prompts]
-    # A decoder holds its last text, which it may be asked to go on with, until the next one.
-    for decoder, num_made in ((one, 1), (one, 1), (other, 2)):
-        with torch.inference_mode(decoder is one):
-            output = decoder.generate(prompts[0], **options)
-        assert output.sequences.tolist() == expected[0]
-        assert output.stats.accepted_histogram[:4] == [0] * 4, "nothing of the last text is left"
-        assert len(made) == num_made
+    expected = [generate(model, None, prompt, **options).sequences for prompt in prompts]
 
-    inner: list[Any] = []
+    def kept() -> ScratchCache:
+        return drafter._kept[0][0]
+
+    one.generate(prompts[0], **options)
+    first = kept()
+    inner: list[Tensor] = []
 
     def generate_within(*_: Any) -> None:
         if not inner:
-            inner.append(None)
-            inner[0] = other.generate(prompts[1], **options).sequences.tolist()
+            assert kept() is first, "the last text's cache serves this one"
+            inner.append(torch.empty(0))
+            inner[0] = other.generate(prompts[1], **options).sequences
+            assert kept() is not first
 
     outer = one.generate(prompts[0], on_step=generate_within, **options)
-    assert (outer.sequences.tolist(), inner[0]) == (expected[0], expected[1])
-    assert outer.stats.accepted_histogram[:4] == [0] * 4
-    assert len(made) == 4
+    assert torch.equal(outer.sequences, expected[0])
+    assert torch.equal(inner[0], expected[1])
+    assert outer.stats.accepted_histogram[:4] == [0] * 4, "nothing of another text is left"
     one.generate(torch.cat([prompts[0]] * 2), **options)
-    assert len(made) == 5, "of another shape"
+    assert kept().batch_size == 2
 
 
 def test_copies_come_without_the_cache() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.cache.tree_cache import TreeCache
 from inference.targets.encoding import encode
 from inference.targets.target import Target
 from inference.trees.token_tree import TokenTree, compute_depths
@@ -107,91 +104,6 @@ def test_a_tree_deeper_than_the_window(family: str) -> None:
     output = target.verify(cache, tree, feature_layers=(2, 0, 6))
     assert output.features is not None
     check_tree(model, texts, tree, output.logits, output.features)
-
-
-@pytest.fixture
-def seen_sizes(monkeypatch: pytest.MonkeyPatch) -> dict[int | None, set[int]]:
-    """Numbers of slots that `update` returned, per window."""
-    sizes: dict[int | None, set[int]] = {}
-
-    def update(cache: TreeCache, keys: Tensor, values: Tensor, layer: int, *args: Any) -> tuple[Tensor, Tensor]:
-        shown = plain_update(cache, keys, values, layer, *args)
-        assert shown[0].shape[2] == shown[1].shape[2]
-        sizes.setdefault(cache.layer_specs[layer].window, set()).add(shown[0].shape[2])
-        return shown
-
-    plain_update = TreeCache.update
-    monkeypatch.setattr(TreeCache, "update", update)
-    return sizes
-
-
-@pytest.mark.parametrize(("family", "implementation"), [("mistral", "eager"), ("gemma3", "sdpa")])
-def test_window_layers_read_only_their_window(
-    family: str, implementation: str, seen_sizes: dict[int | None, set[int]]
-) -> None:
-    """Rows of several lengths, all of them well beyond the window, and then one that has finished."""
-    model = calm_target(family, attn_implementation=implementation)
-    target = Target(model)
-    generator = torch.Generator().manual_seed(5)
-    texts = [random_prompt(length, seed=length)[0].tolist() for length in (44, 33, 38)]
-    ids, counts = pad_rows(texts)
-    cache = target.new_cache(batch_size=3, capacity=64)
-    cache.view_multiple = 4
-    output = target.prefill(cache, ids, counts, feature_layers=(2, 0, 6), chunk_size=6)
-    assert output.features is not None
-    assert cache.length_floor == 0
-    # Chunks of 6 and the window of their first token, both ends rounded to multiples of 4.
-    assert seen_sizes[SLIDING_WINDOW] == {8, 12, 16}
-    assert family == "mistral" or seen_sizes[None] == {8, 12, 20, 24, 32, 36, 44}
-    for row, text in enumerate(texts):
-        plain = run_plainly(model, text)
-        torch.testing.assert_close(output.logits[row, 0], plain.logits[0, -1], atol=ATOL, rtol=0)
-        wanted = torch.cat([plain.hidden_states[layer][0] for layer in (2, 0, 6)], dim=-1)
-        assert_states_close(output.features[row, : len(text)], wanted)
-    rows = [0, 1, 2]
-    for num_rows in (3, 3, 2, 2):
-        if num_rows < len(rows):
-            rows = [0, 2]
-            cache.lengths[1] = 0
-        cache.length_floor = min(len(texts[row]) for row in rows)
-        cache.length_bound = max(len(texts[row]) for row in rows)
-        seen_sizes.clear()
-        tree = random_tree(3, 6, generator)
-        output = target.verify(cache, tree, feature_layers=(2, 0, 6))
-        assert output.features is not None
-        assert output.logits.isfinite().all()
-        start = (cache.length_floor - SLIDING_WINDOW + 1) // 4 * 4
-        assert start > 0
-        assert seen_sizes[SLIDING_WINDOW] == {cache.view - start}
-        kept = [texts[row] for row in rows]
-        part = TokenTree(*(field[rows] for field in (tree.token_ids, tree.parents, tree.depths, tree.log_probs)))
-        check_tree(model, kept, part, output.logits[rows], output.features[rows])
-        paths = [node_path(tree, row, node) for row, node in enumerate((3, 5, 4))]
-        path, path_counts = pad_rows(paths)
-        path_counts *= torch.tensor([row in rows for row in range(3)])
-        cache.commit(path, path_counts)
-        for row in rows:
-            texts[row] += tree.token_ids[row, paths[row]].tolist()
-
-
-def test_prefill_continues_with_windows_behind_a_floor(seen_sizes: dict[int | None, set[int]]) -> None:
-    """A row without new tokens writes elsewhere meanwhile, and is whole afterwards."""
-    model = calm_target("mistral")
-    target = Target(model)
-    rows = [random_prompt(length, seed=length)[0].tolist() for length in (40, 20)]
-    cache = target.new_cache(batch_size=2, capacity=64)
-    cache.view_multiple = 4
-    target.prefill(cache, *pad_rows([rows[0][:20], rows[1]]), chunk_size=8)
-    cache.length_floor = 20
-    seen_sizes.clear()
-    output = target.prefill(cache, torch.tensor([rows[0][20:], [0] * 20]), torch.tensor([20, 0]), chunk_size=10)
-    assert seen_sizes == {SLIDING_WINDOW: {20}}  # slots 12 to 31 and 20 to 39
-    assert (cache.lengths.tolist(), cache.length_floor) == ([40, 20], 20)
-    torch.testing.assert_close(output.logits[0, 0], run_plainly(model, rows[0]).logits[0, -1], atol=ATOL, rtol=0)
-    logits = target.verify(cache, TokenTree.from_root(torch.tensor([5, 6]))).logits
-    for row, text in enumerate(rows):
-        wanted = run_plainly(model, [*text, 5 + row]).logits[0, -1]
-        torch.testing.assert_close(logits[row, 0], wanted, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

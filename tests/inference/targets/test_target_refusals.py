@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import product
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -115,18 +116,6 @@ class TestRefusals:
             with pytest.raises(ValueError, match="MixtralForCausalLM does not"):
                 Target(model)
 
-    def test_a_model_that_reads_the_mask_upside_down(self) -> None:
-        """It takes every 4-D mask for 1 = seen, as some releases of MPT do, and so sees all or nothing."""
-
-        def invert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            mask = kwargs.get("attention_mask")
-            return args, kwargs if mask is None else kwargs | {"attention_mask": torch.full_like(mask, -1e30)}
-
-        model = calm_target("llama")
-        model.model.register_forward_pre_hook(invert, with_kwargs=True)
-        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
-            Target(model)
-
     def test_alibi(self) -> None:
         """ALiBi counts slots, so a sibling's slot would change a node's scores; weak weights would hide that."""
         falcon: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -139,20 +128,6 @@ class TestRefusals:
                 Target(model.eval())
         Target(FalconForCausalLM(FalconConfig(**falcon, alibi=False)).eval())
 
-    def test_distances_in_slots_that_nothing_names(self) -> None:
-        """Scores fall with the distance in slots, slowly enough that a few of them hardly matter."""
-
-        def slope(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            mask = kwargs["attention_mask"]
-            return args, kwargs if mask is None else kwargs | {
-                "attention_mask": mask + torch.arange(mask.shape[-1]) * 1e-3
-            }
-
-        model = calm_target("llama")
-        model.model.layers[1].self_attn.register_forward_pre_hook(slope, with_kwargs=True)
-        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
-            Target(model)
-
     def test_a_window_that_the_model_applies_by_itself(self) -> None:
         """GPT-Neo's local layers mask slots, whatever mask they are given."""
         config = GPTNeoConfig(
@@ -161,21 +136,6 @@ class TestRefusals:
         assert config.max_position_embeddings == 2048
         with pytest.raises(ValueError, match="GPTNeoForCausalLM does not"):
             Target(GPTNeoForCausalLM(config).eval())
-
-    def test_a_window_that_the_model_does_not_apply(self) -> None:
-        """Its config names a window, and its layers see everything, as Moshi's do."""
-
-        def widen(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            if kwargs.get("attention_mask") is None:
-                length = kwargs["input_ids"].shape[1]
-                mask = torch.full((1, 1, length, length), torch.finfo(torch.float32).min).triu(1)
-                kwargs["attention_mask"] = mask
-            return args, kwargs
-
-        model = calm_target("mistral")
-        model.model.register_forward_pre_hook(widen, with_kwargs=True)
-        with pytest.raises(ValueError, match="MistralForCausalLM does not mask by its config's sliding_window=8"):
-            Target(model)
 
     @pytest.mark.parametrize("leak", [0.02, 1.0])
     def test_a_model_that_looks_ahead(self, leak: float) -> None:
@@ -204,24 +164,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match="it is not a causal LM"):
             Target(models[1])
 
-    def test_windows_of_no_number(self) -> None:
-        model = tiny_target("mistral")
-        model.model.layers[0].register_forward_hook(
-            lambda module, args, states: states * (torch.nan if states.shape[1] == 4 else 1)
-        )
-        with pytest.raises(ValueError, match=r"MistralForCausalLM .* hold NaN"):
-            Target(model)
-
-    def test_masked_windows_of_no_number(self) -> None:
-        def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if kwargs.get("attention_mask") is not None and kwargs.get("past_key_values") is None:
-                output["last_hidden_state"] *= torch.nan
-
-        model = tiny_target("mistral")
-        model.base_model.register_forward_hook(spoil, with_kwargs=True)
-        with pytest.raises(ValueError, match="MistralForCausalLM does not mask by"):
-            Target(model)
-
     @pytest.mark.parametrize(
         ("family", "value"), [("llama", torch.inf), ("mistral", torch.nan), ("mixtral", torch.nan)]
     )
@@ -234,18 +176,6 @@ class TestRefusals:
             model.get_parameter(broken).data[3, 3] = value
             with pytest.raises(ValueError, match=rf"hidden states of .* in {dtype} hold NaN .*\({broken}\).*broken"):
                 Target(model)
-
-    def test_trees_of_no_number(self) -> None:
-        """Without a broken weight, masks are to blame."""
-
-        def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if kwargs.get("past_key_values") is not None:
-                output["last_hidden_state"] *= torch.nan
-
-        model = tiny_target("llama")
-        model.base_model.register_forward_hook(spoil, with_kwargs=True)
-        with pytest.raises(ValueError, match="LlamaForCausalLM does not compute a tree"):
-            Target(model)
 
     def test_half_precision_that_overflows(self) -> None:
         model = tiny_target("llama", dtype=torch.float16, initializer_range=0.3)
@@ -285,17 +215,6 @@ class TestRefusals:
             Target(tiny_target("llama", dtype=torch.bfloat16))
         assert torch.equal(decoder.generate(prompt, max_new_tokens=8).sequences, expected)
 
-    def test_a_state_that_no_config_names(self) -> None:
-        """A convolution state beside keys and values, as hybrids keep."""
-
-        def touch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            kwargs["past_key_values"].update_conv_state(torch.zeros(1), 1)
-
-        model = calm_target("llama")
-        model.model.layers[1].register_forward_pre_hook(touch, with_kwargs=True)
-        with pytest.raises(ValueError, match="LlamaForCausalLM keeps a state besides keys and values"):
-            Target(model)
-
     def test_unknown_layer_and_empty_prompt(self) -> None:
         target = Target(calm_target("llama"))
         with pytest.raises(ValueError, match=r"hidden states \[7\] do not exist: a target of 6 layers"):
@@ -321,3 +240,71 @@ class TestRefusals:
         target.model.model.register_forward_pre_hook(fail)
         with pytest.raises(ValueError, match="LlamaForCausalLM does not run with its first 2 layers only"):
             target.prepare_first_layers(2)
+
+
+# Hooks of a forward: what a model does to the arguments or to the output of one of its modules.
+
+
+def read_the_mask_upside_down(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """It takes every 4-D mask for 1 = seen, as some releases of MPT do, and so sees all or nothing."""
+    mask = kwargs.get("attention_mask")
+    return args, kwargs if mask is None else kwargs | {"attention_mask": torch.full_like(mask, -1e30)}
+
+
+def measure_distances_in_slots(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Scores fall with the distance in slots, slowly enough that a few of them hardly matter."""
+    mask = kwargs["attention_mask"]
+    slope = None if mask is None else mask + torch.arange(mask.shape[-1]) * 1e-3
+    return args, kwargs | {"attention_mask": slope}
+
+
+def see_beyond_the_window(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The config names a window, and the layers see everything, as Moshi's do."""
+    if kwargs.get("attention_mask") is None:
+        length = kwargs["input_ids"].shape[1]
+        kwargs["attention_mask"] = torch.full((1, 1, length, length), torch.finfo(torch.float32).min).triu(1)
+    return args, kwargs
+
+
+def touch_another_state(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """A convolution state beside keys and values, as hybrids keep."""
+    kwargs["past_key_values"].update_conv_state(torch.zeros(1), 1)
+
+
+def spoil_long_texts(module: Any, args: Any, kwargs: dict[str, Any], states: Tensor) -> Tensor:
+    return states * (torch.nan if states.shape[1] == 4 else 1)
+
+
+def spoil_masked_passes(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    if kwargs.get("attention_mask") is not None and kwargs.get("past_key_values") is None:
+        output["last_hidden_state"] *= torch.nan
+
+
+def spoil_trees(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Without a broken weight, masks are to blame."""
+    if kwargs.get("past_key_values") is not None:
+        output["last_hidden_state"] *= torch.nan
+
+
+NO_TREE = "does not compute a tree as separate continuations"
+HOOKS: list[tuple[str, str, Any, str]] = [  # family, module, hook, complaint
+    ("llama", "model", read_the_mask_upside_down, NO_TREE),
+    ("llama", "model.layers.1.self_attn", measure_distances_in_slots, NO_TREE),
+    ("mistral", "model", see_beyond_the_window, "does not mask by its config's sliding_window=8"),
+    ("llama", "model.layers.1", touch_another_state, "keeps a state besides keys and values"),
+    ("mistral", "model.layers.0", spoil_long_texts, "hold NaN"),
+    ("mistral", "model", spoil_masked_passes, "does not mask by"),
+    ("llama", "model", spoil_trees, "does not compute a tree"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "hook", "complaint"), HOOKS, ids=[hook.__name__ for _, _, hook, _ in HOOKS]
+)
+def test_models_that_go_another_way(family: str, place: str, hook: Any, complaint: str) -> None:
+    model = calm_target(family)
+    module = model.get_submodule(place)
+    takes_output = len(inspect.signature(hook).parameters) == 4
+    (module.register_forward_hook if takes_output else module.register_forward_pre_hook)(hook, with_kwargs=True)
+    with pytest.raises(ValueError, match=f"{type(model).__name__} .*{complaint}"):
+        Target(model)
