@@ -39,6 +39,16 @@ class TreeChoice:
             counted: `TreePolicy.count_accepted` of each unfinished row; empty for a step without a tree.
         """
 
+    def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> Any:
+        """The measured costs of the trees to choose from.
+
+        Raises:
+            ValueError: there is nothing to choose.
+        """
+        raise ValueError(
+            f"costs are measured for tree='auto' or 'gamma', and this decoder's tree is a {type(self.policy).__name__}"
+        )
+
 
 class Drafting:
     """One call's drafting.
@@ -71,7 +81,7 @@ class Drafting:
             return self.step.draft_nothing(cache, sampler, newest)
         if self._active is not None:
             self._waiting = [slots.masked(self._active) for slots in self._waiting]
-        slots = join_slots(self._waiting, self.step.num_depths)
+        slots = join_slots(self._waiting, self.step.least_slots)
         self._waiting = []
         return self.step.draft(self.state, cache, sampler, slots, policy)
 

@@ -68,8 +68,13 @@ class DecodeStep:
 
     @property
     def num_depths(self) -> int:
-        """Tokens that one step can emit: `path_width` of its trees."""
+        """Tokens that one step can emit, at most."""
         return 1 + min(self.policy.max_depth, self.num_nodes - 1) if self.policy is not None else 1
+
+    @property
+    def least_slots(self) -> int:
+        """Slots that a drafter takes in at once, at least: compiled, steps have one shape."""
+        return self.num_depths if self.executor.is_compiled else 1
 
     @property
     def num_slots_after(self) -> int:
@@ -138,16 +143,19 @@ class DecodeStep:
         """
         assert self.policy is not None
         in_view = self.executor.mark_open(cache.view_slots(cache.length_bound))
-        num_depths, vocab_size = self.policy.max_depth + 1, self.target.vocab_size
+        # Compiled, trees of all sizes share their graphs.
+        depth = self.policy.max_depth if self.executor.is_compiled else policy.max_depth
+        vocab_size = self.target.vocab_size
         # Prompts, and slots that waited, have another width each time: a graph for each is not worth it.
-        run = self.executor.run_fixed if slots.width == self.num_depths else run_eagerly
+        has_graph = slots.width == self.num_depths or not self.executor.is_compiled
+        run = self.executor.run_fixed if has_graph else run_eagerly
         root_ids, draft, noise = run(
-            _extend, self.drafter, state, sampler, slots, cache.lengths, in_view, num_depths, vocab_size
+            _extend, self.drafter, state, sampler, slots, cache.lengths, in_view, depth + 1, vocab_size
         )
         sampling = self._sampling(sampler, noise, cache.lengths)
         assert self.drafter is not None
         tree = policy.grow(self.drafter, state, root_ids, draft, sampling, run=self.executor.run)
-        tree.max_depth = self.policy.max_depth  # trees of several policies share the compiled graphs that follow
+        tree.max_depth = depth
         return tree, noise
 
     def draft_nothing(self, cache: TreeCache, sampler: Sampler, slots: NewSlots) -> tuple[TokenTree, Tensor | None]:

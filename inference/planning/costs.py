@@ -28,7 +28,7 @@ from inference.execution.step import DecodeStep
 from inference.targets.target import Target
 from inference.trees.policy import TreePolicy
 
-MEASUREMENT = 11  # raise it with every change that makes stored costs wrong
+MEASUREMENT = 12  # raise it with every change that makes stored costs wrong
 CONTEXTS = (64, 896)  # both fit in the smallest cache of compiled decoding, so that its graphs are measured
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 7
 # Long steps vary little: after this many seconds, this many measured rounds are enough.
@@ -43,19 +43,26 @@ class StepCosts:
         contexts: tokens in the cache, two numbers.
         plain: a step without drafting, at each of them; largest: one with the largest tree, likewise.
         trees: a step with each candidate, at the first of them.
+        num_nodes: of each candidate.
     """
 
     contexts: tuple[int, int]
     plain: tuple[float, float]
     largest: tuple[float, float]
     trees: tuple[float, ...]
+    num_nodes: tuple[int, ...]
 
     def seconds(self, index: int | None, length: int) -> float:
         """A step with the candidate of this index (None: without drafting) and `length` tokens in the cache. A longer
         text never takes less time, whatever noise says."""
-        (short, long), start = (self.plain, self.plain[0]) if index is None else (self.largest, self.trees[index])
         span = max(1, self.contexts[1] - self.contexts[0])
-        return start + max(0.0, long - short) / span * max(0, length - self.contexts[0])
+        share = max(0, length - self.contexts[0]) / span
+        few, many = (share * max(0.0, long - short) for short, long in (self.plain, self.largest))
+        if index is None:
+            return self.plain[0] + few
+        # Every node attends to the whole text.
+        part = (self.num_nodes[index] - 1) / max(1, max(self.num_nodes) - 1)
+        return self.trees[index] + few + part * max(0.0, many - few)
 
 
 def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler) -> StepCosts:
@@ -88,9 +95,11 @@ def measure_costs(step: DecodeStep, batch_size: int, sampler: Sampler, *, num_ro
     trees = step.policy.candidates
     largest = max(trees, key=lambda tree: tree.num_nodes)
     plans = [(None, short), (None, long), (largest, short), (largest, long), *((tree, short) for tree in trees)]
-    make_step = partial(_make_step, step, state, cache, sampler, _blank_slots(step, batch_size))
-    seconds = _time_calls([partial(make_step, *plan) for plan in plans], target.device, num_rounds=num_rounds)
-    return StepCosts((short, long), (seconds[0], seconds[1]), (seconds[2], seconds[3]), tuple(seconds[4:]))
+    make_step = partial(_make_step, step, state, cache, sampler)
+    calls = [partial(make_step, _blank_slots(step, batch_size, tree), tree, context) for tree, context in plans]
+    seconds = _time_calls(calls, target.device, num_rounds=num_rounds)
+    num_nodes = tuple(tree.num_nodes for tree in trees)
+    return StepCosts((short, long), (seconds[0], seconds[1]), (seconds[2], seconds[3]), tuple(seconds[4:]), num_nodes)
 
 
 def _make_step(
@@ -115,9 +124,10 @@ def _make_step(
     accepted.next_tokens.tolist()
 
 
-def _blank_slots(step: DecodeStep, batch_size: int) -> NewSlots:
-    """As wide as those of a step. None of them is real."""
-    target, width = step.target, step.num_depths
+def _blank_slots(step: DecodeStep, batch_size: int, policy: TreePolicy | None) -> NewSlots:
+    """As many as a step with the policy hands on. None of them is real."""
+    depth = 0 if policy is None else min(policy.max_depth, policy.num_nodes - 1)
+    target, width = step.target, max(1 + depth, step.least_slots)
     zeros = torch.zeros(batch_size, dtype=torch.long, device=target.device)
     features = None
     if step.feature_layers:

@@ -8,13 +8,13 @@ tree tells how many tokens every smaller tree would have accepted (`AutoTree.cou
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from inference.acceptance.sampler import Sampler
 from inference.execution.drafting import TreeChoice
 from inference.execution.step import DecodeStep
 from inference.noise import row_seeds
+from inference.planning.accepted_lengths import AcceptedLengths
 from inference.planning.costs import StepCosts, find_costs
 from inference.request.processors import PREFIX_FREE
 from inference.trees.policy import TreePolicy
@@ -30,8 +30,6 @@ TRIAL_EVERY = 256
 # A tree may be faster if HOPE / sqrt(rows it was seen on) more tokens would make it faster. HOPE is about the spread of
 # the difference between two trees in one step.
 HOPE = 0.5
-# Acceptance is averaged over about this many rows and steps.
-WINDOW = 128
 # Drafting must be expected to gain this much over plain decoding.
 MIN_GAIN = 0.03
 # Plain steps after drafting did not gain, doubled each time up to the most; then so many steps of the best tree.
@@ -48,34 +46,27 @@ class TreePlanner(TreeChoice):
     def __init__(self, policy: TreePolicy) -> None:
         super().__init__(policy)
         self.trees = policy.candidates
-        # For each candidate the mean of drafted tokens it accepts, and how many rows this is the mean of.
-        self.accepted, self._weights = self._learn_nothing()
-        self._learned: dict[bool, tuple[list[float], list[float]]] = {}
-        # For each candidate those that it contains, without itself.
-        self._contents = [
-            [index for index, other in enumerate(self.trees) if tree.contains(other) and other is not tree]
-            for tree in self.trees
-        ]
+        # Greedy and sampled texts accept differently.
+        self._learned = {do_sample: AcceptedLengths(self.trees) for do_sample in (False, True)}
+        self._lengths = self._learned[False]  # of the present text's kind
+        self.accepted = [0.0] * len(self.trees)  # drafted tokens that each candidate is expected to accept
         self._costs: dict[tuple[object, ...], StepCosts] = {}
         self._by_rows: dict[int, StepCosts] = {}  # of the present text's sampling, by batch size
         self._chosen: int | None = None  # the present choice: an index, or None for plain decoding
+        self._best = 0  # the last choice of several steps
+        self._num_rows = 0  # that the choice was made for
         self._steps_left = 0
         self._steps_since_trial = 0
-        self._rest_steps = REST_STEPS
-        self._is_resting = False
-
-    def _learn_nothing(self) -> tuple[list[float], list[float]]:
-        return [0.0] * len(self.trees), [0.0] * len(self.trees)
+        self._rest_steps = self._rest_left = REST_STEPS
 
     def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
-        # Greedy and sampled texts accept differently.
-        self.accepted, self._weights = self._learned.setdefault(sampler.do_sample, self._learn_nothing())
+        self._lengths = self._learned[sampler.do_sample]
         # Finished rows leave; costs in between are interpolated.
         sizes = {batch_size, 1} if step.rows_may_leave else {batch_size}
-        self._by_rows = {size: self._find_costs(step, sampler, size) for size in sizes}
+        self._by_rows = {size: self.find_costs(step, sampler, size) for size in sizes}
         self._steps_left = 0
 
-    def _find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> StepCosts:
+    def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> StepCosts:
         """Costs for texts drawn like the sampler's, measured or read when first asked for."""
         processors = [processor for processor in sampler.processors if type(processor) in PREFIX_FREE]
         key = (batch_size, sampler.do_sample, *map(type, processors))
@@ -86,10 +77,12 @@ class TreePlanner(TreeChoice):
         return self._costs[key]
 
     def choose(self, num_rows: int, length: int) -> TreePolicy | None:
-        if self._steps_left == 0:
+        if self._steps_left == 0 or num_rows != self._num_rows:
+            self._num_rows = num_rows
             self._chosen, self._steps_left = self._decide(num_rows, length)
         self._steps_left -= 1
         self._steps_since_trial += 1
+        self._rest_left -= self._chosen is None
         return None if self._chosen is None else self.trees[self._chosen]
 
     def _decide(self, num_rows: int, length: int) -> tuple[int | None, int]:
@@ -98,30 +91,30 @@ class TreePlanner(TreeChoice):
         seconds = [self._seconds(index, num_rows, length) for index in range(len(self.trees))]
         affordable = [i for i, s in enumerate(seconds) if s < MOST_ACCEPTED * (self.trees[i].max_depth + 1) * plain]
         if affordable:
-            if untried := [i for i in affordable if self._weights[i] < FIRST_TRIALS]:
-                return max(untried, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth)), 1
-            best = max(affordable, key=lambda i: (1.0 + self.accepted[i]) / seconds[i])
+            if untried := [i for i in affordable if self._lengths.weights[i] < FIRST_TRIALS]:
+                self._best = max(untried, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth))
+                return self._best, 1
+            self.accepted = self._lengths.estimate(self._best)
+            best = self._best = max(affordable, key=lambda i: (1.0 + self.accepted[i]) / seconds[i])
             if (1.0 + self.accepted[best]) / seconds[best] > (1.0 + MIN_GAIN) / plain:
-                self._rest_steps, self._is_resting = REST_STEPS, False
+                self._rest_steps = self._rest_left = REST_STEPS
                 trial = self._find_trial(best, affordable, seconds)
                 if trial is not None:
                     self._steps_since_trial = 0
                     return trial, 1
                 return best, CHOICE_STEPS
-            if self._is_resting:  # a probe, before another rest
-                self._is_resting = False
-                self._weights[:] = [min(weight, PROBE_WINDOW) for weight in self._weights]
+            if self._rest_left <= 0:  # texts may have become easier to draft
+                self._rest_steps = self._rest_left = min(2 * self._rest_steps, MAX_REST_STEPS)
+                self._lengths.forget(PROBE_WINDOW)
                 return best, PROBE_STEPS
-        self._is_resting = True
-        rest, self._rest_steps = self._rest_steps, min(2 * self._rest_steps, MAX_REST_STEPS)
-        return None, rest
+        return None, CHOICE_STEPS
 
     def _find_trial(self, best: int, affordable: Sequence[int], seconds: Sequence[float]) -> int | None:
         """The tree to try for a step, if any; never twice without a choice in between."""
         others = [i for i in affordable if not self.trees[best].contains(self.trees[i])]
         if not others or self._steps_since_trial <= CHOICE_STEPS:
             return None
-        hopes = {i: (1.0 + self.accepted[i] + HOPE / self._weights[i] ** 0.5) / seconds[i] for i in others}
+        hopes = {i: (1.0 + self.accepted[i] + HOPE / self._lengths.weights[i] ** 0.5) / seconds[i] for i in others}
         trial = max(others, key=lambda i: hopes[i])
         is_due = self._steps_since_trial > TRIAL_EVERY or hopes[trial] > (1.0 + self.accepted[best]) / seconds[best]
         return trial if is_due else None
@@ -133,18 +126,5 @@ class TreePlanner(TreeChoice):
         return low if many == few else low + (high - low) * (num_rows - few) / (many - few)
 
     def learn(self, counted: Sequence[Sequence[int]]) -> None:
-        if self._chosen is None:
-            return
-        drafted, before = self.trees[self._chosen], self.accepted[self._chosen]
-        contained = [drafted.contains(tree) for tree in self.trees]
-        for row in counted:
-            for index in itertools.compress(range(len(self.trees)), contained):
-                self._weights[index] = min(self._weights[index] + 1.0, WINDOW)
-                self.accepted[index] += (row[index] - self.accepted[index]) / self._weights[index]
-        # The step says nothing about how much more larger trees accept: they rise and fall with the one it drafted, but
-        # not below the trees that they contain.
-        change = self.accepted[self._chosen] - before
-        for index, is_known in enumerate(contained):
-            if not is_known and self._weights[index]:
-                least = max((self.accepted[smaller] for smaller in self._contents[index]), default=0.0)
-                self.accepted[index] = max(self.accepted[index] + change, least)
+        if self._chosen is not None:
+            self._lengths.learn(self._chosen, counted)

@@ -23,15 +23,18 @@ from inference.planning.costs import (
 from tests.lossless.restless import auto_tree
 from tests.tiny_targets import random_prompt, tiny_target
 
-COSTS = StepCosts((100, 300), (1.0, 2.0), (1.5, 3.5), (1.2, 1.4))
+COSTS = StepCosts((100, 300), (1.0, 2.0), (1.5, 3.5), (1.2, 1.4), (5, 9))
 
 
 def test_seconds_grow_with_the_text() -> None:
     assert COSTS.seconds(None, 100) == 1.0
     assert COSTS.seconds(None, 200) == pytest.approx(1.5)
     assert COSTS.seconds(1, 200) == pytest.approx(1.4 + 1.0)
+    assert COSTS.seconds(0, 200) == pytest.approx(1.2 + 0.75)  # half the nodes of the largest
     assert COSTS.seconds(None, 10) == 1.0, "nothing is foretold below the first context"
-    assert StepCosts((100, 300), (2.0, 1.0), (1.0, 1.0), (1.0,)).seconds(None, 300) == 2.0, "noise shortens no step"
+    assert StepCosts((100, 300), (2.0, 1.0), (1.0, 1.0), (1.0,), (2,)).seconds(None, 300) == 2.0, (
+        "noise shortens no step"
+    )
 
 
 def test_costs_are_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +83,18 @@ def test_costs_are_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch) -> N
     assert decoder.policy is not None
     assert len(costs.trees) == len(decoder.policy.candidates)
     assert min(*costs.plain, *costs.largest, *costs.trees) > 0
+
+
+def test_costs_take_the_decoders_lock() -> None:
+    decoder = decode()
+    assert min(decoder.costs(batch_size=2, do_sample=True).trees) > 0
+    with decoder._take(), pytest.raises(RuntimeError, match="in the middle of another text"):
+        decoder.costs()
+
+
+def test_fixed_trees_have_no_costs() -> None:
+    with pytest.raises(ValueError, match="tree='auto'"):
+        Decoder(tiny_target("llama"), NgramDrafter()).costs()
 
 
 def test_costs_tell_merged_drafters_apart() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from inference import Decoder, DraftLogits, DraftSampling, DynamicTree, generate
 from inference.drafters.ngram import NgramDrafter
+from inference.planning.accepted_lengths import AcceptedLengths
 from inference.planning.costs import StepCosts
 from inference.planning.planner import MAX_REST_STEPS, TreePlanner
 from inference.trees.auto import AutoTree, gamma_chain
@@ -22,7 +23,7 @@ from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 def make_costs(planner: TreePlanner, *, node: float, level: float) -> StepCosts:
     """A plain step takes 1 second; a tree adds so much for each node and level."""
     trees = tuple(1.0 + node * (tree.num_nodes - 1) + level * tree.max_depth for tree in planner.trees)
-    return StepCosts((64, 896), (1.0, 1.0), (1.0, 1.0), trees)
+    return StepCosts((64, 896), (1.0, 1.0), (1.0, 1.0), trees, tuple(tree.num_nodes for tree in planner.trees))
 
 
 def plan(
@@ -57,16 +58,25 @@ def test_it_finds_the_best_chain(chance: float, level: float) -> None:
 
 def test_a_larger_tree_never_accepts_less_than_those_it_contains() -> None:
     """Also while only small trees are drafted, whose means fall one after another."""
-    planner = TreePlanner(auto_tree((1, 2, 4), (4, 8), (2, 4)))
-    numbers = random.Random(0)
-    for index in range(len(planner.trees)):
-        planner._chosen = index
-        planner.learn([[min(3, tree.max_depth) for tree in planner.trees]] * 2)
+    trees = auto_tree((1, 2, 4), (4, 8), (2, 4)).candidates
+    lengths, numbers = AcceptedLengths(trees), random.Random(0)
+    for index in range(len(trees)):
+        lengths.learn(index, [[min(3, tree.max_depth) for tree in trees]] * 2)
     for _ in range(30):
-        planner._chosen = numbers.choice([i for i, tree in enumerate(planner.trees) if tree.num_nodes == 4])
-        planner.learn([[min(1, tree.max_depth) for tree in planner.trees]])
-    for index, contained in enumerate(planner._contents):
-        assert all(planner.accepted[index] >= planner.accepted[smaller] - 1e-9 for smaller in contained)
+        small = numbers.choice([i for i, tree in enumerate(trees) if tree.num_nodes == 4])
+        lengths.learn(small, [[min(1, tree.max_depth) for tree in trees]])
+        found = lengths.estimate(small)
+        for tree, number in zip(trees, found, strict=True):
+            assert all(number >= less - 1e-9 for other, less in zip(trees, found, strict=True) if tree.contains(other))
+
+
+def test_a_tree_that_is_not_drafted_keeps_its_ratio_to_those_that_are() -> None:
+    trees = gamma_chain(3).candidates
+    lengths = AcceptedLengths(trees)
+    lengths.learn(2, [[1, 2, 3], [1, 1, 1]] * 20)
+    assert lengths.estimate(2) == pytest.approx([1.0, 1.5, 2.0])
+    lengths.learn(0, [[1, 0, 0], [0, 0, 0]] * 200)
+    assert lengths.estimate(0) == pytest.approx([0.5, 0.75, 1.0], abs=0.05)
 
 
 def test_dear_nodes_make_small_trees() -> None:
@@ -160,8 +170,8 @@ def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
 
 def test_a_shrinking_batch_is_planned_with_the_costs_of_its_rows() -> None:
     planner = TreePlanner(gamma_chain(2))
-    planner._by_rows = {1: StepCosts((1, 2), (1.0, 1.0), (1.0, 1.0), (2.0, 3.0))}
-    planner._by_rows[5] = StepCosts((1, 2), (3.0, 3.0), (1.0, 1.0), (6.0, 9.0))
+    planner._by_rows = {1: StepCosts((1, 2), (1.0, 1.0), (1.0, 1.0), (2.0, 3.0), (2, 3))}
+    planner._by_rows[5] = StepCosts((1, 2), (3.0, 3.0), (1.0, 1.0), (6.0, 9.0), (2, 3))
     assert planner._seconds(None, 5, 1) == 3.0
     assert planner._seconds(None, 3, 1) == 2.0
     assert planner._seconds(1, 2, 1) == 4.5

@@ -130,10 +130,10 @@ def test_a_run_that_is_killed_twice_goes_on_as_if_it_had_not_been(train: Runner,
 @pytest.mark.parametrize(
     ("options", "kills"),
     [
-        pytest.param(EAGLE, 12, id="eagle", marks=needs_muon),
-        pytest.param(BLOCK, 12, id="block"),
-        pytest.param(STREAM, 3, id="stream"),
-        pytest.param(JOINT, 6, id="heads and adapters"),
+        pytest.param(EAGLE, 6, id="eagle", marks=needs_muon),
+        pytest.param(BLOCK, 6, id="block"),
+        pytest.param(STREAM, 2, id="stream"),
+        pytest.param(JOINT, 3, id="heads and adapters"),
     ],
 )
 def test_a_run_that_is_killed_anywhere(train: Runner, processes: Any, options: dict[str, Any], kills: int) -> None:
