@@ -1,8 +1,10 @@
-"""Training runs in processes of their own, which import this file: one kills itself, one has bad states."""
+"""Training runs in processes of their own: one that kills itself at a given moment, one whose disk is full, ...; kept
+apart so that such a process can import them."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -61,6 +63,27 @@ def run_and_die(
     run.trainer.add_callback(EveryMoment(moments, first_step))
     run.finish()
     count_file.write_text(str(moments.passed))
+
+
+class FullDisk(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """From some step on, the kernel lets this process write no file beyond so many bytes."""
+
+    def __init__(self, step: int, num_bytes: int) -> None:
+        self.step, self.num_bytes = step, num_bytes
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.num_bytes, resource.RLIM_INFINITY))
+
+
+def run_with_full_disk(arguments: list[str], step: int, num_bytes: int, message_file: Path) -> None:
+    """Trains until a file cannot be written; what the error says is in `message_file`."""
+    run = prepare_run(*parse_arguments(arguments))
+    run.trainer.add_callback(FullDisk(step, num_bytes))
+    try:
+        run.finish()
+    except TrainingStoppedError as error:
+        message_file.write_text(str(error))
 
 
 def run_with_bad_states(arguments: list[str]) -> None:

@@ -42,6 +42,10 @@ class JointArguments:
     def __post_init__(self) -> None:
         if self.lora_r is None:
             refuse_without(self, "lora_r", self.__dataclass_fields__.keys())
+        if self.lora_r is not None and self.lora_r < 1:
+            raise ValueError(f"got lora_r {self.lora_r}: it must be at least 1; leave it out to train only the heads")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"got lora_dropout {self.lora_dropout}: it is a share, from 0 to below 1")
         if self.heads_warmup_steps < 0 or (self.heads_warmup_steps > 1 and self.heads_warmup_steps % 1):
             raise ValueError(f"got heads_warmup_steps {self.heads_warmup_steps}: give a share below 1, or whole steps")
         for name in ("lora_alpha", "heads_loss_weight", "heads_lr_multiplier"):

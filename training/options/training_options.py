@@ -111,6 +111,10 @@ class HeadsTrainingArguments(TrainingArguments):
                 f"got depth_weights {self.depth_weights!r} and step_decay {self.step_decay}: both set the weights of "
                 "the drafting steps; leave one out"
             )
+        if self.muon_learning_rate is not None and self.muon_learning_rate <= 0:
+            raise ValueError(f"got muon_learning_rate {self.muon_learning_rate}: it must be above 0")
+        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
+            raise ValueError(f"got early_stopping_patience {self.early_stopping_patience}: it must be at least 1")
         if self.early_stopping_patience is not None and self.eval_strategy in (IntervalStrategy.NO, "no"):
             raise ValueError(
                 f"got early_stopping_patience {self.early_stopping_patience} without evaluations: give eval_strategy "

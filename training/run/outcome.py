@@ -28,6 +28,7 @@ from training.reporting.report import count_rows, render_report
 from training.run.checkpoints import read_run_file, write_file
 from training.run.evaluation import AcceptanceMeter
 from training.run.resume import is_finished
+from training.run.stopping import explain_full_disk
 from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows
 
@@ -58,12 +59,13 @@ class PreparedRun:
         trainer = self.trainer
         seconds = self._train()
         metrics = self._measure()
-        trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
+        with explain_full_disk(trainer, "the trained heads"):
+            trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
         record = make_record(trainer, metrics, seconds)
         if trainer.args.process_index == 0:
             # transformers' pickle of the options, which training_config.yaml holds as text
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)
-            write_file(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
+            write_text(trainer, "training_record.json", json.dumps(record, indent=2) + "\n")
         write_pages(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
         if trainer.args.push_to_hub:
             trainer.push_to_hub()
@@ -128,6 +130,12 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
         "platform": platform.platform(),
         "metrics": metrics,
     }
+
+
+def write_text(trainer: HeadsTrainer, name: str, text: str) -> None:
+    """Writes a file into the output folder; a full disk is a clear error."""
+    with explain_full_disk(trainer, name):
+        write_file(Path(str(trainer.args.output_dir)) / name, text)
 
 
 def write_pages(

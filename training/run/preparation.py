@@ -29,11 +29,10 @@ from training.features.target_options import FeatureArguments, ModelArguments
 from training.options.checks import check_options
 from training.options.command_line import resolve_arguments
 from training.options.run_options import RunOptions
-from training.run.checkpoints import write_file
 from training.run.evaluation import AcceptanceMeter, eval_prompts
 from training.run.joint_model import JointModel, adapt_target
 from training.run.joint_trainer import JointTrainer
-from training.run.outcome import PreparedRun
+from training.run.outcome import PreparedRun, write_text
 from training.run.resume import check_same_run, describe_run, find_checkpoint
 from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows, WriteReplies
@@ -102,7 +101,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
     output_dir = Path(args.output_dir)
     if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
         output_dir.mkdir(parents=True, exist_ok=True)
-        write_file(output_dir / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        write_text(trainer, "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
     return PreparedRun(trainer, output_dir, checkpoint, models.tokenizer, settings, options.run.report, makes_folder)
 
 

@@ -31,7 +31,7 @@ from training.run.checkpoints import ExactEpochs, remove_old, write_run_file, wr
 from training.run.evaluation import check_best_metric
 from training.run.optimizer import MuonWithAdamW
 from training.run.progress import RunProgress
-from training.run.stopping import FiniteWatch
+from training.run.stopping import FiniteWatch, explain_full_disk
 from training.synthesis.on_policy import OnPolicyRows
 
 # Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
@@ -280,7 +280,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 callbacks.setdefault(type(callback).__name__, {})
         if isinstance(self.features, HybridFeatures):
             self.features.flush()  # a resumed run reads the states that were computed so far
-        with write_whole(self, folder) as written:
+        with explain_full_disk(self, folder.name), write_whole(self, folder) as written:
             self._checkpoint_parent = written.parent
             try:
                 super()._save_checkpoint(model, trial)

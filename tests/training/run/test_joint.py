@@ -366,6 +366,8 @@ class TestRefusals:
             ({"lora_alpha": 8.0}, "got lora_alpha without lora_r: give lora_r"),
             ({"heads_warmup_steps": 0.5, "target_loss": "lm"}, "got target_loss, heads_warmup_steps without lora_r"),
             ({"lora_r": 4, "heads_warmup_steps": 2.5}, r"got heads_warmup_steps 2\.5"),
+            ({"lora_r": 0}, "got lora_r 0: it must be at least 1"),
+            ({"lora_r": 4, "lora_dropout": 1.0}, r"got lora_dropout 1\.0"),
             ({"lora_r": 4, "heads_loss_weight": 0.0}, r"got heads_loss_weight 0\.0: it must be above 0"),
         ],
     )

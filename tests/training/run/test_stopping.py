@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +15,14 @@ import torch
 from transformers import TrainerCallback
 
 from tests.conftest import REPOSITORY
-from tests.training.runner import Runner
+from tests.training.killed_run import run_with_full_disk
+from tests.training.runner import Runner, assert_same
 from training import train_heads
 from training.options.command_line import parse_arguments
+from training.run import outcome
 from training.run.outcome import PreparedRun
 from training.run.preparation import prepare_run
-from training.run.stopping import TrainingStoppedError
+from training.run.stopping import TrainingStoppedError, explain_full_disk
 
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_eval_prompts": 0}
 
@@ -78,3 +84,60 @@ class TestNotFinite:
         assert "process 1 stopped at step 1: the target's states are NaN or infinite" in run.stderr
         # The other one's loss is fine; it sees the gradients that both share.
         assert "process 0 stopped at step 1: the gradient (its norm is nan) is NaN or infinite" in run.stderr
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize("name", ["training_config.yaml", "training_record.json"])
+    def test_while_texts_are_written(self, train: Runner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        write = outcome.write_file
+
+        def write_or_fail(file: Path, text: str) -> None:
+            if file.name == name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(file, text)
+
+        monkeypatch.setattr(outcome, "write_file", write_or_fail)
+        with pytest.raises(TrainingStoppedError, match=rf"{name} could not be written into .* MiB are free\."):
+            train(max_steps=1)
+
+    def test_the_checkpoint_before_stays_and_is_resumed(self, train: Runner, tmp_path: Path) -> None:
+        """The kernel itself refuses to write the file any further."""
+        train(**SAVED)
+        weights = train.weights()
+        num_bytes = (train.output_dir / "checkpoint-8" / "optimizer.pt").stat().st_size - 100
+        train.output_dir.rename(tmp_path / "uninterrupted")
+        message = tmp_path / "message"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.training.killed_run"])
+        process = context.Process(target=run_with_full_disk, args=(train.arguments(**SAVED), 5, num_bytes, message))
+        process.start()
+        process.join()
+        found = re.fullmatch(
+            r"checkpoint-6 could not be written into \S+/heads: (.+)\. [\d,]+ MiB are free\."
+            r" The last complete checkpoint is \S+/heads/checkpoint-4; --resume_from_checkpoint true continues "
+            r"from it .* Make room first .*",
+            message.read_text(),
+        )
+        assert found, message.read_text()
+        assert {folder.name for folder in train.output_dir.iterdir()} == {
+            "checkpoint-2",
+            "checkpoint-4",
+            "training_config.yaml",
+        }
+        train(**SAVED, resume_from_checkpoint=True)
+        assert_same(train.weights(), weights)
+
+    def test_other_errors_are_left_as_they_are(self, tmp_path: Path) -> None:
+        class Trainer:
+            args = type("Arguments", (), {"output_dir": str(tmp_path)})
+
+        for error in (OSError(errno.EACCES, "Permission denied"), RuntimeError("shapes differ")):
+            with pytest.raises(type(error), match=re.escape(str(error))), explain_full_disk(Trainer(), "heads"):
+                raise error
+        with (
+            pytest.raises(
+                TrainingStoppedError, match=r"heads could not be written into .*: No space left on device\. "
+            ),
+            explain_full_disk(Trainer(), "heads"),
+        ):
+            raise OSError(errno.ENOSPC, "No space left on device")
