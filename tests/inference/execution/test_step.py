@@ -23,7 +23,7 @@ from inference.execution.step import DecodeStep
 from inference.trees.token_tree import TokenTree, compute_depths
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy
-from tests.lossless.restless import auto_tree
+from tests.lossless.restless import auto_tree, restless
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -229,6 +229,21 @@ def test_windows_of_any_length_share_one_graph(first: int) -> None:
             numbers.append(count_graphs())
             torch.testing.assert_close(logits, target.verify(cache, tree).logits, atol=1e-3, rtol=0)
     assert len(set(numbers)) == 1
+
+
+def test_an_eager_step_is_as_wide_as_its_tree(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as wide as the largest tree that could have been chosen."""
+    decoder, planner = restless(target, NgramDrafter())
+    draft, widths = DecodeStep.draft, set()
+
+    def record(step: DecodeStep, *args: Any) -> Any:
+        tree, noise = draft(step, *args)
+        widths.add((args[-1].max_depth, tree.path_width, noise.shape[1]))
+        return tree, noise
+
+    monkeypatch.setattr(DecodeStep, "draft", record)
+    decoder.generate(random_prompt(9), max_new_tokens=60, do_sample=True, seed=0)
+    assert widths == {(tree.max_depth, 1 + tree.max_depth, 1 + tree.max_depth) for tree in planner.trees}
 
 
 @pytest.mark.parametrize("tree", [chain(2), DynamicTree(5, 2, 3)], ids=["chain", "deeper than its nodes"])
