@@ -1,0 +1,109 @@
+"""Format: what another project's checkpoints look like, and how heads of ours become one and back.
+
+A format knows names, shapes and settings only. It never builds heads, so it imports no kind of heads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.formats.published import Published
+from inference.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Heads read from another format.
+
+    Attributes:
+        kind: of `heads.HEAD_TYPES`.
+        settings: keys of the kind's config, in place of those that the target suggests.
+        tensors: by their names in our heads.
+        names: our name -> the checkpoint's, for messages; names that are alike may be left out.
+        problems: what is wrong with the checkpoint, one sentence each.
+    """
+
+    kind: str
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor]
+    names: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def fill(self, heads: nn.Module, path: str) -> None:
+        """Loads the tensors into `heads`, which must have exactly these.
+
+        Raises:
+            ValueError: one message with every problem: unknown, missing, mis-shaped and non-finite tensors by the
+                checkpoint's names, and `problems`.
+        """
+        wanted, given = heads.state_dict(), self.tensors
+
+        def name(ours: str) -> str:
+            return self.names.get(ours, ours)
+
+        found = [*self.problems]
+        found += [f"tensor {name(key)} is missing" for key in sorted(wanted.keys() - given.keys())]
+        found += [f"tensor {name(key)} has no place in {self.kind} heads" for key in sorted(given.keys() - wanted.keys())]
+        for key in sorted(wanted.keys() & given.keys()):
+            if wanted[key].shape != given[key].shape:
+                found.append(f"tensor {name(key)} is {list(given[key].shape)} and should be {list(wanted[key].shape)}")
+            elif given[key].is_floating_point() and not torch.isfinite(given[key]).all():
+                found.append(f"tensor {name(key)} holds NaN or infinite values")
+        if found:
+            raise ValueError(f"{path} cannot be imported:\n" + "\n".join(f"  - {problem}" for problem in found))
+        heads.load_state_dict(given)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Heads in another format, ready to be written.
+
+    Attributes:
+        config: of the file config.json.
+        tensors: of the weights file.
+        file: its name.
+        commands: how to serve them, one command for each engine; `{heads}` and `{target}` stand for the paths.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    file: str = "model.safetensors"
+    commands: tuple[str, ...] = ()
+
+
+class Format(ABC):
+    """One format of other projects.
+
+    Attributes:
+        name: as `--format` has it.
+        title: as in "this folder holds TITLE".
+        kinds: of heads that can be written in it.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    kinds: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def matches(self, published: Published) -> bool:
+        """Whether a checkpoint is in this format. Its tensors may be on the meta device."""
+
+    @abstractmethod
+    def read(self, published: Published, target: Target) -> Imported:
+        """Every tensor of the checkpoint under our name for it; those that have none keep their own name."""
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        """The inverse of `read`.
+
+        Args:
+            config: of heads whose kind is one of `kinds`; tensors: their state dict.
+
+        Raises:
+            ValueError: settings that the format, or the engines that read it, cannot express.
+        """
+        raise ValueError(f"heads are not written as {self.title}")

@@ -1,0 +1,121 @@
+"""Published: a checkpoint of another project, opened: its config and all of its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+# The first that a checkpoint has is read. Safetensors come first: a pickle is read only where there is nothing else.
+WEIGHT_FILES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "medusa_lm_head.safetensors",
+    "hydra_lm_head.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+    "medusa_lm_head.pt",
+    "hydra_lm_head.pt",
+)
+
+
+@dataclass(frozen=True)
+class Published(Mapping[str, Tensor]):
+    """A checkpoint: a mapping from the names of its tensors to the tensors, on the CPU and in their stored dtype.
+
+    Attributes:
+        path: the folder or hub id that the user gave.
+        config: its config.json; {} without one.
+        file: the name of the file that holds its weights, or their index; "" when no weights were found.
+        tensors: by name.
+    """
+
+    path: str
+    config: dict[str, Any]
+    file: str
+    tensors: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def architectures(self) -> str:
+        """All `architectures` of the config, joined by blanks."""
+        return " ".join(self.config.get("architectures") or ())
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A key of the config, also where it stands one level down (`eagle_config`, `transformer_layer_config`)."""
+        nested = [value for value in self.config.values() if isinstance(value, dict)]
+        return next((level[name] for level in (self.config, *nested) if level.get(name) is not None), default)
+
+
+def open_published(path: str, *, on_meta: bool = False, **hub: Any) -> Published:
+    """Opens a checkpoint in a folder or hub repository, sharded or not.
+
+    Args:
+        on_meta: read the names and shapes only, where the file allows it.
+        **hub: keywords of a download, such as `revision` and `token`.
+
+    Raises:
+        ValueError: a weights file that is damaged, truncated, missing from its index, or a pickle that holds more than
+            tensors.
+    """
+    config_file = _find(path, "config.json", hub)
+    config = {} if config_file is None else json.loads(Path(config_file).read_text(encoding="utf-8"))
+    for name in WEIGHT_FILES:
+        if (file := _find(path, name, hub)) is not None:
+            return Published(path, config, name, _read(path, name, file, hub, on_meta=on_meta))
+    return Published(path, config, "", {})
+
+
+def _find(path: str, name: str, hub: dict[str, Any]) -> str | None:
+    found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+    return found
+
+
+def _read(path: str, name: str, file: str, hub: dict[str, Any], *, on_meta: bool) -> dict[str, Tensor]:
+    if not name.endswith(".index.json"):
+        return _read_file(path, name, file, on_meta=on_meta)
+    places: dict[str, str] = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(places.values())):
+        if (found := _find(path, shard, hub)) is None:
+            raise ValueError(f"{path}: {name} names the file {shard}, which is not there: copy the checkpoint again")
+        tensors |= _read_file(path, shard, found, on_meta=on_meta)
+    if lost := sorted(places.keys() - tensors.keys()):
+        raise ValueError(f"{path}: {name} names tensors that its files do not hold: {', '.join(lost)}")
+    return tensors
+
+
+def _read_file(path: str, name: str, file: str, *, on_meta: bool) -> dict[str, Tensor]:
+    try:
+        if name.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                if on_meta:
+                    return {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in opened.keys()}
+                return {key: opened.get_tensor(key) for key in opened.keys()}
+        content = torch.load(file, map_location="meta" if on_meta else "cpu", mmap=True, weights_only=True)
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{path}: {name} holds more than tensors, and unpickling such a file can run code: convert it to "
+            "safetensors where you trust it"
+        ) from error
+    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path}: {name} is damaged or truncated ({error}): copy it again") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{path}: {name} holds a {type(content).__name__} that is no table of tensors")
+    return content
