@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from heads.config import DecoderConfig
 from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftCache, DraftLayer
 from inference.drafters.base import DraftLogits
+from inference.targets.target import Target
 
 
 class AutoregressionConfig(DecoderConfig):
@@ -28,13 +29,28 @@ class AutoregressionConfig(DecoderConfig):
 
     Args:
         ttt_steps: steps of the unroll in training; each reads the outputs of the step before.
+        qkv_bias: biases of the projections to q, k and v (published heads of some targets have them).
+        o_bias: a bias of the attention's output projection (likewise).
+        own_embedding: token embeddings of the heads' own, in place of the target's. They start as a copy of the
+            target's and are trained. Published heads that were trained so have them.
         **kwargs: those of `DecoderConfig`.
     """
 
-    def __init__(self, *, ttt_steps: int = 1, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        ttt_steps: int = 1,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        own_embedding: bool = False,
+        **kwargs: Any,
+    ) -> None:
         if ttt_steps < 1:
             raise ValueError(f"ttt_steps is {ttt_steps}; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)")
         self.ttt_steps = ttt_steps
+        self.qkv_bias = qkv_bias
+        self.o_bias = o_bias
+        self.own_embedding = own_embedding
         super().__init__(**kwargs)
 
 
@@ -68,6 +84,23 @@ class AutoregressionHeads(DraftHeads):
     config_class = AutoregressionConfig
     detaches_steps: ClassVar[bool] = False
     row_tensors: ClassVar[tuple[str, ...]] = ("hidden", "ancestors")
+
+    def __init__(self, config: AutoregressionConfig) -> None:
+        super().__init__(config)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.target_vocab_size, config.hidden_size)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The input embeddings of `token_ids` [...] in the heads' dtype: [..., D]."""
+        return cast(Tensor, self.embed_tokens(token_ids)) if self.config.own_embedding else super().embed(token_ids)
+
+    def init_from_target(self, target: Target) -> None:
+        """Embeddings of the heads' own start as the target's."""
+        if self.config.own_embedding:
+            with torch.no_grad():
+                self.embed_tokens.weight.copy_(
+                    target.embed_tokens(torch.arange(target.vocab_size, device=target.device))
+                )
 
     @property
     @abstractmethod

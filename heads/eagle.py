@@ -79,7 +79,8 @@ class EagleLayer(DraftLayer):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.add_blocks(config, DraftAttention(config, size, size), size)
+        attention = DraftAttention(config, size, size, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
+        self.add_blocks(config, attention, size)
 
 
 class EagleHeads(AutoregressionHeads):

@@ -45,6 +45,8 @@ class Eagle3Config(AutoregressionConfig):
         ttt_steps: steps of the training-time test (the authors' code uses 7).
         fc_norm: an RMSNorm on each tapped feature before fc (EAGLE-3.1).
         norm_output: the output AFTER the final norm is the next step's g, in training and in decoding (EAGLE-3.1).
+        norm_before_residual: the layer's residual is g after `hidden_norm`, not before it (heads by speculators).
+        norm_before_fc: one RMSNorm over all tapped features together, before fc (heads by speculators).
         **kwargs: those of `AutoregressionConfig`.
     """
 
@@ -58,11 +60,17 @@ class Eagle3Config(AutoregressionConfig):
         ttt_steps: int = 7,
         fc_norm: bool = False,
         norm_output: bool = False,
+        norm_before_residual: bool = False,
+        norm_before_fc: bool = False,
         **kwargs: Any,
     ) -> None:
+        if fc_norm and norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc both norm the features before fc: set one of them")
         self.draft_vocab_size = draft_vocab_size
         self.fc_norm = fc_norm
         self.norm_output = norm_output
+        self.norm_before_residual = norm_before_residual
+        self.norm_before_fc = norm_before_fc
         super().__init__(ttt_steps=ttt_steps, **kwargs)
         size = self.target_vocab_size
         if draft_vocab_size is not None and size and not 0 < draft_vocab_size <= size:
@@ -84,19 +92,21 @@ class Eagle3Config(AutoregressionConfig):
 
 
 class Eagle3Layer(DraftLayer):
-    """q, k and v read [input_norm(embedding), hidden_norm(g)] (2D); the residual is the un-normed g."""
+    """q, k and v read [input_norm(embedding), hidden_norm(g)] (2D); the residual is g, normed only with
+    `norm_before_residual`."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.add_blocks(config, DraftAttention(config, 2 * size, size), size)
+        attention = DraftAttention(config, 2 * size, size, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
+        self.add_blocks(config, attention, size)
 
 
 class Eagle3Heads(AutoregressionHeads):
-    """The EAGLE-3 draft head. Tensor names are those of EAGLE-3 checkpoints (`fc`, `fc_norm`, `midlayer`, `norm`,
-    `lm_head`, `d2t`, `t2d`)."""
+    """The EAGLE-3 draft head. Tensor names are those of EAGLE-3 checkpoints (`input_norm`, `fc_norm`, `fc`,
+    `midlayer`, `norm`, `lm_head`, `d2t`, `t2d`)."""
 
     config_class = Eagle3Config
     default_loss = "distillation"
@@ -106,7 +116,10 @@ class Eagle3Heads(AutoregressionHeads):
         size = config.hidden_size
         num_norms = len(config.feature_layers) if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(num_norms))
-        self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
+        width = len(config.feature_layers) * size
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(width, config.rms_norm_eps)
+        self.fc = nn.Linear(width, size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
@@ -140,6 +153,7 @@ class Eagle3Heads(AutoregressionHeads):
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale, so both start from the target's. `fit_vocabulary`
         copies the rows of a reduced vocabulary."""
+        super().init_from_target(target)
         with torch.no_grad():
             if (gain := target.final_norm_gain()) is not None:
                 self.norm.weight.copy_(gain)
@@ -154,6 +168,8 @@ class Eagle3Heads(AutoregressionHeads):
 
     def fuse(self, features: Tensor) -> Tensor:
         features = features.to(self.dtype)
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
         if self.config.fc_norm:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -161,7 +177,9 @@ class Eagle3Heads(AutoregressionHeads):
 
     def prepare(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
-        return state, torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(state)], dim=-1)
+        normed = layer.hidden_norm(state)
+        inputs = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        return normed if self.config.norm_before_residual else state, inputs
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         hidden = super().finish(residual, attended)

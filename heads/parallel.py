@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,10 @@ class ParallelConfig(Eagle3Config):
         num_layers: EAGLE-3's layer and plain decoder layers above it.
         keep_ratio: the share of one depth's slots that the next depth is trained on (0.7 in published trainers).
         min_keep_ratio: the share of all slots that every depth keeps (0.2 in published trainers).
+        mask_before_fc: the learned hidden state of mask rows is one of features, which fc projects, as engines read it.
+            True in new heads; False in those of older checkpoints, whose state is fc's output.
+        mask_token_id: the token whose embedding mask rows have, for heads with an `own_embedding`; None = an embedding
+            beside the table.
         **kwargs: those of `Eagle3Config`, without `ttt_steps` and `norm_output`.
     """
 
@@ -57,6 +61,8 @@ class ParallelConfig(Eagle3Config):
         num_layers: int = 2,
         keep_ratio: float = 0.7,
         min_keep_ratio: float = 0.2,
+        mask_before_fc: bool = False,
+        mask_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
         if "ttt_steps" in kwargs or kwargs.pop("norm_output", False):
@@ -75,8 +81,21 @@ class ParallelConfig(Eagle3Config):
         self.num_layers = num_layers
         self.keep_ratio = keep_ratio
         self.min_keep_ratio = min_keep_ratio
+        self.mask_before_fc = mask_before_fc
+        self.mask_token_id = mask_token_id
         super().__init__(**kwargs)
         del self.ttt_steps
+        if mask_token_id is not None and not self.own_embedding:
+            raise ValueError(
+                f"mask_token_id is {mask_token_id}, a row of embeddings that the heads train: set own_embedding=true, "
+                "or leave it out"
+            )
+        if mask_token_id is not None and self.target_vocab_size and not 0 <= mask_token_id < self.target_vocab_size:
+            raise ValueError(f"mask_token_id is {mask_token_id}; allowed is 0 to {self.target_vocab_size - 1}")
+
+    @classmethod
+    def from_target(cls, target: Target, **overrides: Any) -> Self:
+        return super().from_target(target, **{"mask_before_fc": True, **overrides})
 
 
 @dataclass(frozen=True)
@@ -117,9 +136,15 @@ class ParallelHeads(Eagle3Heads):
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.mask_embedding = nn.Parameter(torch.zeros(size))
-        self.mask_hidden = nn.Parameter(torch.full((size,), 0.02))  # a norm of zeros would be zero
-        self.layers = nn.ModuleList(DecoderLayer(config, size) for _ in range(config.num_layers - 1))
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Parameter(torch.zeros(size))
+        width = self.fc.in_features if config.mask_before_fc else size
+        self.mask_hidden = nn.Parameter(torch.full((width,), 0.02))  # a norm of zeros would be zero
+        biases = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias}
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, size, DraftAttention(config, size, size, **biases))
+            for _ in range(config.num_layers - 1)
+        )
 
     @property
     def further_layers(self) -> list[DecoderLayer]:
@@ -136,7 +161,17 @@ class ParallelHeads(Eagle3Heads):
     def init_from_target(self, target: Target) -> None:
         super().init_from_target(target)
         with torch.no_grad():
-            self.mask_embedding.copy_(mean_embedding(target))
+            mask = self.mask_embedding if self.config.mask_token_id is None else self._mask_row()
+            mask.copy_(mean_embedding(target))
+
+    def _mask_row(self) -> Tensor:
+        """[D], the mask's row of the heads' own embeddings."""
+        return cast(Tensor, self.embed_tokens.weight)[self.config.mask_token_id]
+
+    def mask_inputs(self) -> tuple[Tensor, Tensor]:
+        """The embedding and the g of every mask row, both [D]."""
+        embedding = self.mask_embedding if self.config.mask_token_id is None else self._mask_row()
+        return embedding, self.fuse(self.mask_hidden) if self.config.mask_before_fc else self.mask_hidden
 
     def run_layers(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """All layers over slots and mask rows side by side, [B, W + M, D].
@@ -157,7 +192,7 @@ class ParallelHeads(Eagle3Heads):
     def with_masks(self, embedded: Tensor, g: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
         """Embeddings and g of slots [B, W, D], each followed by M mask rows: [B, W + M, D]."""
         batch = g.shape[0]
-        masks = (x.expand(batch, num_masks, -1) for x in (self.mask_embedding, self.mask_hidden))
+        masks = (x.expand(batch, num_masks, -1) for x in self.mask_inputs())
         with_embedding, with_hidden = (torch.cat(pair, dim=1) for pair in zip((embedded, g), masks, strict=True))
         return with_embedding, with_hidden
 

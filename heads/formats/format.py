@@ -48,7 +48,9 @@ class Imported:
 
         found = [*self.problems]
         found += [f"tensor {name(key)} is missing" for key in sorted(wanted.keys() - given.keys())]
-        found += [f"tensor {name(key)} has no place in {self.kind} heads" for key in sorted(given.keys() - wanted.keys())]
+        found += [
+            f"tensor {name(key)} has no place in {self.kind} heads" for key in sorted(given.keys() - wanted.keys())
+        ]
         for key in sorted(wanted.keys() & given.keys()):
             if wanted[key].shape != given[key].shape:
                 found.append(f"tensor {name(key)} is {list(given[key].shape)} and should be {list(wanted[key].shape)}")

@@ -196,17 +196,33 @@ class DraftCache:
 
 
 class DraftAttention(nn.Module):
-    """Grouped-query attention whose input may be wider than the hidden size (EAGLE-3 reads 2D)."""
+    """Grouped-query attention whose input may be wider than the hidden size (EAGLE-3 reads 2D).
 
-    def __init__(self, config: PreTrainedConfig, input_size: int, hidden_size: int) -> None:
+    Args:
+        qkv_bias, o_bias: whether the projections to q, k and v, and the one back to the hidden size, have biases. They
+            start at 0.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        input_size: int,
+        hidden_size: int,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+    ) -> None:
         super().__init__()
         self.head_dim: int = config.head_dim
         self.num_heads: int = config.num_attention_heads
         self.num_groups: int = config.num_key_value_heads
-        self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, self.num_groups * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, self.num_groups * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=False)
+        self.q_proj = nn.Linear(input_size, self.num_heads * self.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(input_size, self.num_groups * self.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(input_size, self.num_groups * self.head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=o_bias)
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
         self.rope = RotaryEmbedding(config)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

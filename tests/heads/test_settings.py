@@ -46,6 +46,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"feature_layers": [1, -1, 2]}, "feature_layers [-1] do not exist"),
         ({"feature_layers": [1, 2, 1]}, "feature_layers [1, 2, 1] repeat a layer"),
         ({"feature_layers": []}, "feature_layers is empty"),
+        ({"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc both norm the features before fc"),
         ({"vocab_size_draft": 3}, "did you mean 'draft_vocab_size'"),
     ],
     "hydra": [
@@ -82,6 +83,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"keep_ratio": 0.0}, "keep_ratio is 0.0; allowed is a share above 0"),
         ({"min_keep_ratio": 1.5}, "min_keep_ratio is 1.5; allowed is a share above 0"),
         ({"ttt_steps": 3}, "set num_depths instead"),
+        ({"mask_token_id": 3}, "mask_token_id is 3, a row of embeddings that the heads train: set own_embedding=true"),
+        ({"mask_token_id": 128, "own_embedding": True}, "mask_token_id is 128; allowed is 0 to 127"),
         ({"num_depth": 3}, "did you mean 'num_depths'"),
     ],
 }

@@ -20,12 +20,22 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"block_size": 3, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True, "num_layers": 1},
         {"block_size": 4, "is_causal": True, "num_anchors": 6, "markov_rank": 4, "num_key_value_heads": 4},
     ),
-    "eagle": ({"ttt_steps": 5}, {"ttt_steps": 3, "fc_bias": True, "num_key_value_heads": 4}),
+    "eagle": (
+        {"ttt_steps": 5},
+        {"ttt_steps": 3, "fc_bias": True, "num_key_value_heads": 4},
+        {"ttt_steps": 3, "qkv_bias": True, "own_embedding": True},
+    ),
     "eagle3": (
         {"ttt_steps": 5},
         {"ttt_steps": 4, "draft_vocab_size": 40, "num_key_value_heads": 4},
         {"ttt_steps": 4, "fc_norm": True, "norm_output": True},
         {"ttt_steps": 3, "norm_output": True, "draft_vocab_size": 40},
+        # As speculators trains them, and with what published heads have beside.
+        {
+            "ttt_steps": 3,
+            **dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output"), True),
+            **dict.fromkeys(("qkv_bias", "o_bias", "own_embedding"), True),
+        },
     ),
     "hydra": (
         {"num_layers": 2},
@@ -43,6 +53,7 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "parallel": (
         {"num_depths": 4},
         {"num_depths": 3, "num_layers": 1, "draft_vocab_size": 40, "num_key_value_heads": 4, "keep_ratio": 0.5},
+        {"num_depths": 3, "own_embedding": True, "mask_token_id": 5, "fc_norm": True},
     ),
 }
 VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]

@@ -37,8 +37,11 @@ def attend(weights: dict[str, Tensor], config: Any, inputs: list[Tensor], positi
     size, theta = config.head_dim, config.rope_parameters["rope_theta"]
     repeats = config.num_attention_heads // config.num_key_value_heads
 
+    def linear(name: str, x: Tensor) -> Tensor:
+        return weights[f"self_attn.{name}_proj.weight"] @ x + weights.get(f"self_attn.{name}_proj.bias", 0)
+
     def project(name: str, x: Tensor) -> Tensor:
-        return (weights[f"self_attn.{name}_proj.weight"] @ x).view(-1, size)
+        return linear(name, x).view(-1, size)
 
     q = turn(project("q", inputs[-1]), positions[-1], theta)
     keys = [
@@ -47,7 +50,7 @@ def attend(weights: dict[str, Tensor], config: Any, inputs: list[Tensor], positi
     values = [project("v", x).repeat_interleave(repeats, 0) for x in inputs]
     scores = torch.stack([(q * key).sum(-1) / math.sqrt(size) for key in keys])  # [seen, H]
     attended = (scores.softmax(0)[..., None] * torch.stack(values)).sum(0)
-    return weights["self_attn.o_proj.weight"] @ attended.flatten()
+    return linear("o", attended.flatten())
 
 
 def finish(weights: dict[str, Tensor], config: Any, hidden: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ def unroll_slowly(heads: EagleHeads, features: Tensor, token_ids: list[int]) -> 
     config, weights = heads.config, heads.state_dict()
     layer = slow_layer.layer_weights(weights, "layers.0.")
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    table = weights.get("embed_tokens.weight", table)
     bias = weights.get("fc.bias", torch.zeros(1))
 
     @cache
@@ -53,7 +54,11 @@ def unroll_slowly(heads: EagleHeads, features: Tensor, token_ids: list[int]) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("overrides", [{}, {"fc_bias": True, "num_key_value_heads": 4}], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"fc_bias": True, "num_key_value_heads": 4}, {"qkv_bias": True, "own_embedding": True}],
+    ids=["plain", "bias", "published"],
+)
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
     heads = eagle(target, ttt_steps=4, **overrides)
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 32)

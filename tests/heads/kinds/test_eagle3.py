@@ -50,13 +50,17 @@ def unroll_slowly(heads: Eagle3Heads, features: Tensor, token_ids: list[int]) ->
     config, weights = heads.config, heads.state_dict()
     layer, eps = slow_layer.layer_weights(weights, "midlayer."), config.rms_norm_eps
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    table = weights.get("embed_tokens.weight", table)
     length, size = len(token_ids), heads.target.hidden_size
     g = []
     for t in range(length):
         parts = [features[t, i * size : (i + 1) * size] for i in range(len(config.feature_layers))]
         if config.fc_norm:
             parts = [norm(part, weights[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
-        g.append(weights["fc.weight"] @ torch.cat(parts))
+        joined = torch.cat(parts)
+        if config.norm_before_fc:
+            joined = norm(joined, weights["input_norm.weight"], eps)
+        g.append(weights["fc.weight"] @ joined)
     inputs: list[list[Tensor]] = []
     outputs: list[list[Tensor]] = []
     for k in range(config.ttt_steps):
@@ -64,17 +68,30 @@ def unroll_slowly(heads: Eagle3Heads, features: Tensor, token_ids: list[int]) ->
         outputs.append([])
         for t in range(length - k - 1):
             token = norm(table[token_ids[t + k + 1]], layer["input_layernorm.weight"], eps)
-            inputs[k].append(torch.cat([token, norm(g[t], layer["hidden_norm.weight"], eps)]))
+            normed = norm(g[t], layer["hidden_norm.weight"], eps)
+            inputs[k].append(torch.cat([token, normed]))
             seen = [(0, j) for j in range(t + 1)] + [(m, t) for m in range(1, k + 1)]
             attended = slow_layer.attend(layer, config, [inputs[m][j] for m, j in seen], [j + m for m, j in seen])
-            output = slow_layer.finish(layer, config, g[t] + attended)
+            residual = normed if config.norm_before_residual else g[t]
+            output = slow_layer.finish(layer, config, residual + attended)
             outputs[k].append(norm(output, weights["norm.weight"], eps) if config.norm_output else output)
         g = outputs[k]
     return outputs
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("flags", [(), ("fc_norm",), ("norm_output",), ("fc_norm", "norm_output")], ids="+".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("fc_norm",),
+        ("norm_output",),
+        ("fc_norm", "norm_output"),
+        ("norm_before_residual", "norm_before_fc", "norm_output"),
+        ("qkv_bias", "o_bias", "own_embedding"),
+    ],
+    ids="+".join,
+)
 def test_unroll_equals_the_slow_reference(target: Target, flags: tuple[str, ...]) -> None:
     heads = eagle3(target, ttt_steps=4, **dict.fromkeys(flags, True))
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)

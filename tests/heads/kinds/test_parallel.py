@@ -27,9 +27,14 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
     causal decoder."""
     config, weights = heads.config, heads.state_dict()
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    table = weights.get("embed_tokens.weight", table)
     eps, num_masks = config.rms_norm_eps, config.num_depths - 1
-    embedded = [table[token_ids[t + 1]] for t in range(slot + 1)] + [weights["mask_embedding"]] * num_masks
-    hidden = [weights["fc.weight"] @ features[t] for t in range(slot + 1)] + [weights["mask_hidden"]] * num_masks
+    mask = weights["mask_embedding"] if config.mask_token_id is None else table[config.mask_token_id]
+    g_of_mask = weights["mask_hidden"]
+    if config.mask_before_fc:
+        g_of_mask = weights["fc.weight"] @ g_of_mask
+    embedded = [table[token_ids[t + 1]] for t in range(slot + 1)] + [mask] * num_masks
+    hidden = [weights["fc.weight"] @ features[t] for t in range(slot + 1)] + [g_of_mask] * num_masks
     for layer in range(config.num_layers):
         weight = slow_layer.layer_weights(weights, "midlayer." if layer == 0 else f"layers.{layer - 1}.")
         if layer == 0:
@@ -50,7 +55,15 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_training", [True, False])
-@pytest.mark.parametrize("overrides", [{"num_depths": 4, "num_layers": 3}, {"num_depths": 2, "num_layers": 1}])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_depths": 4, "num_layers": 3},
+        {"num_depths": 2, "num_layers": 1},
+        {"num_depths": 3, "mask_before_fc": False, "qkv_bias": True, "o_bias": True},
+        {"num_depths": 3, "own_embedding": True, "mask_token_id": 7},
+    ],
+)
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any], is_training: bool) -> None:
     heads = parallel(target, **overrides).train(is_training)
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)
