@@ -23,8 +23,11 @@ from transformers import PreTrainedModel
 
 from heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write_adapter
 from heads.binding import WeightCopies, check_fit
-from heads.checkpoint import check_tensors, read_head_type, replace_checkpoint
+from heads.checkpoint import check_place, check_tensors, is_published, read_head_type, replace_checkpoint
 from heads.config import DraftHeadsConfig
+from heads.formats.format import Imported
+from heads.formats.published import open_published
+from heads.formats.registry import recognize
 from heads.modules.draft_step import DraftStep, join_documents
 from heads.modules.layers import DraftCache
 from inference.drafters.base import Drafter, DraftLogits, first_rows
@@ -367,17 +370,31 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def from_pretrained(  # type: ignore[override, unused-ignore]
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *args: Any,
+        target: Target | PreTrainedModel | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Loads heads of any kind from a directory or a hub id.
 
+        Args:
+            target: binds the heads to it. With a target, heads in another project's format (EAGLE's, speculators', ...)
+                are imported, in the dtype of their files unless `dtype` is given.
+
         Raises:
-            ValueError: the directory does not exist or holds no heads; the heads are in another project's format or of
-                an unknown kind; or tensors are missing, unexpected, mis-shaped, truncated or not finite, each named.
+            ValueError: the directory does not exist or holds no heads; the heads are in another project's format, and
+                no target was given, or of an unknown kind; or tensors are missing, unexpected, mis-shaped, truncated or
+                not finite, each named.
         """
         path = str(pretrained_model_name_or_path)
+        check_place(path)
         hub_keys = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub = {key: kwargs[key] for key in hub_keys if key in kwargs}
+        if target is not None and is_published(path, **hub):
+            if unknown := kwargs.keys() - hub.keys() - {"dtype"}:
+                raise ValueError(f"{path} is another project's checkpoint, which is imported without {sorted(unknown)}")
+            return cls._import(path, target, kwargs.get("dtype"), hub)
         kind = read_head_type(path, HEAD_TYPES, **hub)
         kind_class = HEAD_TYPES[kind]
         if not issubclass(kind_class, cls):
@@ -386,7 +403,55 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         heads, info = kind_class._load(path, *args, **kwargs)
         if heads.config.target_adapter:
             heads._adapter[:] = [StoredAdapter(path, heads.config.target_adapter, hub)]
+        if target is not None:
+            heads.bind(target)
         return (heads, info) if wants_info else heads
+
+    @classmethod
+    def _import(
+        cls, path: str, target: Target | PreTrainedModel, dtype: torch.dtype | str | None, hub: dict[str, Any]
+    ) -> Self:
+        published = open_published(path, **hub)
+        if (found := recognize(published)) is None:
+            raise ValueError(
+                f"{path} holds no heads in a format that is known here: give the folder of the heads themselves, with "
+                "their config.json"
+            )
+        target = Target.of(target)
+        imported = found.read(published, target)
+        for note in imported.notes:
+            logger.warning("%s: %s", path, note)
+        return cls.from_imported(imported, target, path, dtype=dtype)
+
+    @classmethod
+    def from_imported(
+        cls, imported: Imported, target: Target, path: str, *, dtype: torch.dtype | str | None = None
+    ) -> Self:
+        """Builds heads from a checkpoint of another project, and binds them to the target.
+
+        Args:
+            path: where the checkpoint came from, for messages.
+            dtype: None or "auto" = that of the checkpoint's tensors.
+
+        Raises:
+            ValueError: one message with everything that is wrong with the checkpoint.
+        """
+        kind_class = HEAD_TYPES[imported.kind]
+        if not issubclass(kind_class, cls):
+            raise ValueError(
+                f"{path} holds {imported.kind} heads, not {cls.__name__}: load it with DraftHeads.from_pretrained"
+            )
+        try:
+            config = kind_class.config_class.from_target(target, **imported.settings)
+        except ValueError as error:
+            imported.refuse(path, [str(error)])
+            raise
+        heads: Any = kind_class(config)
+        if isinstance(dtype, str):
+            dtype = None if dtype == "auto" else getattr(torch, dtype)
+        imported.fill(heads.to(dtype or imported.dtype), path)
+        heads.bind(target)
+        return cast(Self, heads.eval())
 
     @classmethod
     def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:

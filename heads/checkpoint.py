@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from heads.formats.recognition import recognize
+from heads.formats.published import Published, open_published
+from heads.formats.registry import recognize
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -55,6 +56,13 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def is_published(path: str, **hub: Any) -> bool:
+    """Whether a folder or hub id that exists holds a checkpoint that is not ours."""
+    if os.path.isdir(path) and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
+        return True
+    return "head_type" not in _read_config(path, **hub)
+
+
 def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
     """Which kind of heads a folder or hub id holds.
 
@@ -63,16 +71,36 @@ def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
         **hub: keywords of a download, such as `revision` and `token`.
 
     Raises:
-        ValueError: no such folder or hub id, no heads in it, heads in another project's format, or an unknown kind.
+        ValueError: no heads in it, heads in another project's format, or an unknown kind.
     """
-    if not os.path.isdir(path) and not _HUB_ID.fullmatch(path):
-        is_file = os.path.isfile(path)
-        raise ValueError(f"{path} is a file: give its folder" if is_file else f"the folder {path} does not exist")
     folder = Path(path) / hub.get("subfolder", "")
     if os.path.isdir(path) and not (folder / "config.json").is_file():
         if not (folder / "model.safetensors").is_file():  # ours have the names of published formats, without a config
-            _refuse_other_format(path, folder, {})
+            _refuse_other_format(open_published(path, on_meta=True, **hub))
         raise ValueError(f"{folder} has no config.json: give a directory written by DraftHeads.save_pretrained")
+    config = _read_config(path, **hub)
+    kind = config.get("head_type")
+    if kind not in known:
+        if kind is None:
+            is_here = os.path.isdir(path)  # files of the hub are not fetched for a message
+            _refuse_other_format(
+                open_published(path, on_meta=True, **hub) if is_here else Published(path, config, "", {})
+            )
+        raise ValueError(
+            f"{path}: config.json has head_type {kind!r}; this release knows {', '.join(sorted(known))}. Is this a "
+            "directory written by DraftHeads.save_pretrained?"
+        )
+    return str(kind)
+
+
+def check_place(path: str) -> None:
+    """Refuses what is neither a folder nor a hub id."""
+    if not os.path.isdir(path) and not _HUB_ID.fullmatch(path):
+        is_file = os.path.isfile(path)
+        raise ValueError(f"{path} is a file: give its folder" if is_file else f"the folder {path} does not exist")
+
+
+def _read_config(path: str, **hub: Any) -> dict[str, Any]:
     try:
         config, _ = PreTrainedConfig.get_config_dict(path, **hub)
     except OSError as error:
@@ -82,23 +110,16 @@ def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
             f"there is no folder {path} here, and no config.json could be read from a hub repository of that name. "
             f"Check the spelling; for the hub, also the connection and the login ({str(error).splitlines()[0]})"
         ) from error
-    kind = config.get("head_type")
-    if kind not in known:
-        if kind is None:
-            _refuse_other_format(path, folder, config)
-        raise ValueError(
-            f"{path}: config.json has head_type {kind!r}; this release knows {', '.join(sorted(known))}. Is this a "
-            "directory written by DraftHeads.save_pretrained?"
-        )
-    return str(kind)
+    return dict(config)
 
 
-def _refuse_other_format(path: str, folder: Path, config: dict[str, Any]) -> None:
-    if (found := recognize(folder, config)) is not None:
-        raise ValueError(
-            f"{path} holds {found.name}; DraftHeads.from_pretrained reads only checkpoints written by "
-            f"DraftHeads.save_pretrained. {found.cure}"
+def _refuse_other_format(published: Published) -> None:
+    if (found := recognize(published)) is not None:
+        cure = found.cure or (
+            "Pass target=model to DraftHeads.from_pretrained, which then imports them, or write them as heads of this "
+            f"library: draftsmith import --checkpoint {published.path}"
         )
+        raise ValueError(f"{published.path} holds {found.title}. {cure}")
 
 
 def check_tensors(path: str, heads: nn.Module, info: dict[str, Any]) -> None:

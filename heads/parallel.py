@@ -166,7 +166,7 @@ class ParallelHeads(Eagle3Heads):
 
     def _mask_row(self) -> Tensor:
         """[D], the mask's row of the heads' own embeddings."""
-        return cast(Tensor, self.embed_tokens.weight)[self.config.mask_token_id]
+        return self.embed_tokens.weight[self.config.mask_token_id]
 
     def mask_inputs(self) -> tuple[Tensor, Tensor]:
         """The embedding and the g of every mask row, both [D]."""

@@ -5,11 +5,16 @@ A format knows names, shapes and settings only. It never builds heads, so it imp
 
 from __future__ import annotations
 
+import functools
+import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from heads.formats.published import Published
@@ -26,6 +31,7 @@ class Imported:
         tensors: by their names in our heads.
         names: our name -> the checkpoint's, for messages; names that are alike may be left out.
         problems: what is wrong with the checkpoint, one sentence each.
+        notes: what the checkpoint leaves open, and how it was read, one sentence each.
     """
 
     kind: str
@@ -33,6 +39,18 @@ class Imported:
     tensors: dict[str, Tensor]
     names: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds all values of the floating-point tensors."""
+        found = {tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point()}
+        return functools.reduce(torch.promote_types, sorted(found, key=str)) if found else torch.float32
+
+    def refuse(self, path: str, problems: Iterable[str] = ()) -> None:
+        """Raises ValueError with `problems` and those of the checkpoint, if there are any."""
+        if found := [*self.problems, *problems]:
+            raise ValueError(f"{path} cannot be imported:\n" + "\n".join(f"  - {problem}" for problem in found))
 
     def fill(self, heads: nn.Module, path: str) -> None:
         """Loads the tensors into `heads`, which must have exactly these.
@@ -46,18 +64,20 @@ class Imported:
         def name(ours: str) -> str:
             return self.names.get(ours, ours)
 
-        found = [*self.problems]
-        found += [f"tensor {name(key)} is missing" for key in sorted(wanted.keys() - given.keys())]
+        found = [f"tensor {name(key)} is missing" for key in sorted(wanted.keys() - given.keys())]
         found += [
             f"tensor {name(key)} has no place in {self.kind} heads" for key in sorted(given.keys() - wanted.keys())
         ]
         for key in sorted(wanted.keys() & given.keys()):
             if wanted[key].shape != given[key].shape:
                 found.append(f"tensor {name(key)} is {list(given[key].shape)} and should be {list(wanted[key].shape)}")
+            elif given[key].element_size() == 1 and wanted[key].is_floating_point():
+                found.append(f"tensor {name(key)} is quantized ({given[key].dtype}): take a checkpoint in bfloat16")
+            elif given[key].is_floating_point() != wanted[key].is_floating_point():
+                found.append(f"tensor {name(key)} is {given[key].dtype} and should be {wanted[key].dtype}")
             elif given[key].is_floating_point() and not torch.isfinite(given[key]).all():
                 found.append(f"tensor {name(key)} holds NaN or infinite values")
-        if found:
-            raise ValueError(f"{path} cannot be imported:\n" + "\n".join(f"  - {problem}" for problem in found))
+        self.refuse(path, found)
         heads.load_state_dict(given)
 
 
@@ -66,16 +86,28 @@ class Exported:
     """Heads in another format, ready to be written.
 
     Attributes:
-        config: of the file config.json.
+        config: of the file config.json. Settings of ours that the format has no key for stand under `OWN_KEY`.
         tensors: of the weights file.
         file: its name.
         commands: how to serve them, one command for each engine; `{heads}` and `{target}` stand for the paths.
+        notes: what a user of the files should know, one sentence each.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     file: str = "model.safetensors"
     commands: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def save(self, folder: Path) -> None:
+        """Writes config.json and the weights into a folder."""
+        if self.config:
+            (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        if self.file.endswith(".safetensors"):
+            save_file(tensors, folder / self.file, metadata={"format": "pt"})
+        else:
+            torch.save(tensors, folder / self.file)
 
 
 class Format(ABC):
@@ -85,11 +117,13 @@ class Format(ABC):
         name: as `--format` has it.
         title: as in "this folder holds TITLE".
         kinds: of heads that can be written in it.
+        cure: what to do with a checkpoint of a format that is named, but not read; None = it is read.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]] = ()
+    cure: str | None = None
 
     @abstractmethod
     def matches(self, published: Published) -> bool:
@@ -109,3 +143,14 @@ class Format(ABC):
             ValueError: settings that the format, or the engines that read it, cannot express.
         """
         raise ValueError(f"heads are not written as {self.title}")
+
+    def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:
+        """Conventions under which other projects may have written the same files.
+
+        Args:
+            settings: of an `Imported`.
+
+        Returns:
+            what the convention is -> the settings that differ.
+        """
+        return {}

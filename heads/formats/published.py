@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+OWN_KEY = "draftsmith"
 # The first that a checkpoint has is read. Safetensors come first: a pickle is read only where there is nothing else.
 WEIGHT_FILES = (
     "model.safetensors.index.json",
@@ -62,6 +64,14 @@ class Published(Mapping[str, Tensor]):
         nested = [value for value in self.config.values() if isinstance(value, dict)]
         return next((level[name] for level in (self.config, *nested) if level.get(name) is not None), default)
 
+    def own_setting(self, name: str, default: Any = None) -> Any:
+        """A key of ours that an export has left in the config for the way back (see `Exported`)."""
+        return (self.config.get(OWN_KEY) or {}).get(name, default)
+
+    def has(self, pattern: str) -> bool:
+        """Whether some tensor's whole name matches."""
+        return any(re.fullmatch(pattern, name) for name in self.tensors)
+
 
 def open_published(path: str, *, on_meta: bool = False, **hub: Any) -> Published:
     """Opens a checkpoint in a folder or hub repository, sharded or not.
@@ -75,11 +85,21 @@ def open_published(path: str, *, on_meta: bool = False, **hub: Any) -> Published
             tensors.
     """
     config_file = _find(path, "config.json", hub)
-    config = {} if config_file is None else json.loads(Path(config_file).read_text(encoding="utf-8"))
+    config = {} if config_file is None else _read_json(path, config_file)
     for name in WEIGHT_FILES:
         if (file := _find(path, name, hub)) is not None:
             return Published(path, config, name, _read(path, name, file, hub, on_meta=on_meta))
     return Published(path, config, "", {})
+
+
+def _read_json(path: str, file: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {Path(file).name} is not JSON ({error}): copy the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: {Path(file).name} holds a {type(content).__name__}, and should hold a table")
+    return content
 
 
 def _find(path: str, name: str, hub: dict[str, Any]) -> str | None:
@@ -90,7 +110,7 @@ def _find(path: str, name: str, hub: dict[str, Any]) -> str | None:
 def _read(path: str, name: str, file: str, hub: dict[str, Any], *, on_meta: bool) -> dict[str, Tensor]:
     if not name.endswith(".index.json"):
         return _read_file(path, name, file, on_meta=on_meta)
-    places: dict[str, str] = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
+    places: dict[str, str] = _read_json(path, file).get("weight_map", {})
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(places.values())):
         if (found := _find(path, shard, hub)) is None:
@@ -105,9 +125,10 @@ def _read_file(path: str, name: str, file: str, *, on_meta: bool) -> dict[str, T
     try:
         if name.endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
+                names = list(opened.keys())
                 if on_meta:
-                    return {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in opened.keys()}
-                return {key: opened.get_tensor(key) for key in opened.keys()}
+                    return {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in names}
+                return {key: opened.get_tensor(key) for key in names}
         content = torch.load(file, map_location="meta" if on_meta else "cpu", mmap=True, weights_only=True)
     except UnpicklingError as error:
         raise ValueError(

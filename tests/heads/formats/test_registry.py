@@ -1,8 +1,9 @@
-"""Checkpoints of other projects, by what their folders hold."""
+"""Checkpoints of other projects are told apart by what their folders hold, and never mistaken."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from heads import DraftHeads
+from heads import HEAD_TYPES, DraftHeads
+from heads.formats.published import open_published
+from heads.formats.registry import FORMATS, find_format, recognize
+from inference import Target
+from tests.tiny_targets import tiny_target
 
 EAGLE1 = ["fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight", "embed_tokens.weight"]
 EAGLE3 = ["fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"]
@@ -54,8 +59,13 @@ def test_a_published_checkpoint_is_named(
         save_file(tensors, tmp_path / file)
     elif file:
         torch.save(tensors, tmp_path / file)
-    with pytest.raises(ValueError, match=rf"holds .*{format_name}.*; .*written by DraftHeads\.save_pretrained\. "):
+    found = recognize(open_published(str(tmp_path), on_meta=True))
+    assert found is not None
+    assert format_name in found.title
+    with pytest.raises(ValueError, match=rf"holds .*{format_name}.*\. ") as refusal:
         DraftHeads.from_pretrained(tmp_path)
+    cure = found.cure or f"Pass target=model .* draftsmith import --checkpoint {tmp_path}"
+    assert re.search(cure, str(refusal.value))
 
 
 def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
@@ -64,13 +74,53 @@ def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save({"midlayer.fc": Shout()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        DraftHeads.from_pretrained(tmp_path)
+    for options in ({}, {"target": Target(tiny_target("llama"))}):
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin holds more than tensors, and unpickling"):
+            DraftHeads.from_pretrained(tmp_path, **options)
     assert not (tmp_path / "ran").exists()
 
 
 def test_an_unknown_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"no weights")
     with pytest.raises(ValueError, match=r"head_type None; this release knows .* Is this a directory written by"):
         DraftHeads.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds no heads in a format that is known here"):
+        DraftHeads.from_pretrained(tmp_path, target=tiny_target("llama"))
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("pytorch_model.bin", b"no weights", r"pytorch_model\.bin (is damaged|holds more)"),
+        ("model.safetensors", b"no weights", r"model\.safetensors is damaged or truncated"),
+        ("model.safetensors.index.json", b"{", r"model\.safetensors\.index\.json is not JSON"),
+        ("config.json", b"[]", r"config\.json holds a list, and should hold a table"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"fc.weight": "model-1.safetensors"}}',
+            r"index\.json names the file model-1\.safetensors, which is not there",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: bytes, message: str, on_meta: bool) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        open_published(str(tmp_path), on_meta=on_meta)
+
+
+def test_a_format_is_found_by_its_name_and_the_kind() -> None:
+    assert find_format("vllm", "eagle3") is not find_format("vllm", "eagle")
+    with pytest.raises(ValueError, match=r"got format 'onnx'; allowed are .*speculators"):
+        find_format("onnx", "eagle")
+    with pytest.raises(ValueError, match=r"eagle heads are not written as speculators, .*: choose eagle or vllm"):
+        find_format("speculators", "eagle")
+    with pytest.raises(ValueError, match=r"kangaroo heads are not written as vllm, .*: no engine serves them"):
+        find_format("vllm", "kangaroo")
+
+
+def test_every_format_has_a_title_and_those_that_write_a_kind_that_exists() -> None:
+    for known in FORMATS:
+        assert known.name
+        assert known.title
+        assert set(known.kinds) <= HEAD_TYPES.keys()

@@ -1,0 +1,221 @@
+"""EAGLE-3 and 3.1 as their authors, SpecForge, ModelOpt, vLLM and SGLang have them, and P-EAGLE as vLLM reads it.
+
+    fc.weight [D, 3D] (low, middle, high), midlayer.* or layers.0.*, norm.weight, lm_head.weight [Vd, D];
+    d2t [Vd] (distances), t2d [V] where Vd < V; input_norm.weight (norm_before_fc), fc_norm.{i}.weight (fc_norm);
+    P-EAGLE: layers.{1...}.*, mask_hidden [1, 1, 3D], and embed_tokens.weight, whose row `pard_token` masks have.
+
+Layer ids mean hidden_states[i]; SGLang's and SpecForge's mean hidden_states[i + 1]. Without ids all of them read layers
+2, n // 2 and n - 3.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.formats.eagle.llama_keys import (
+    Reading,
+    drop_rope_tables,
+    is_same,
+    name_dtype,
+    read_biases,
+    read_decoder,
+    read_draft_vocabulary,
+    read_embedding,
+    refuse_unwritable,
+    target_rope,
+    target_table,
+    write_decoder,
+)
+from heads.formats.format import Exported, Format, Imported
+from heads.formats.published import OWN_KEY, Published
+from inference.targets.target import Target
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Settings of ours that no key of the format has: of training, and the depths of P-EAGLE.
+_OWN = ("ttt_steps", "num_depths", "keep_ratio", "min_keep_ratio")
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.(.+)")
+
+
+def authors_layers(num_layers: int) -> list[int]:
+    """The layers that every reader taps where a checkpoint names none."""
+    return [2, num_layers // 2, num_layers - 3]
+
+
+class Eagle3(Format):
+    name = "eagle"
+    title = "heads in the published EAGLE-3 format (also written by SpecForge)"
+    kinds: ClassVar[tuple[str, ...]] = ("eagle3",)
+    file = "pytorch_model.bin"
+    commands: tuple[str, ...] = (
+        "python -m eagle.application.webui --base-model-path {target} --ea-model-path {heads} --use-eagle3 "
+        "--total-token 60",
+    )
+
+    def matches(self, published: Published) -> bool:
+        return (
+            "Eagle3" in published.architectures
+            or published.has(r"midlayer\..*")
+            or {"fc.weight", "lm_head.weight", "norm.weight", "d2t"} <= published.keys()
+        )
+
+    # Reading.
+
+    def read(self, published: Published, target: Target) -> Imported:
+        reading = Reading(published, target)
+        layers = {0}
+        for name in published:
+            ours = name
+            if (match := LAYER.fullmatch(name)) is not None:
+                number = int(match[1] or 0)
+                layers.add(number)
+                ours = f"midlayer.{match[2]}" if number == 0 else f"layers.{number - 1}.{match[2]}"
+            reading.give(ours, name)
+        settings = read_decoder(reading, len(layers))
+        drop_rope_tables(reading, settings)
+        settings |= {
+            **read_biases(reading, "midlayer."),
+            **{flag: reading.flag(flag) for flag in FLAGS},
+            **read_draft_vocabulary(reading),
+            **{key: published.own_setting(key) for key in _OWN if published.own_setting(key) is not None},
+            "feature_layers": read_layer_ids(reading),
+        }
+        if settings["fc_norm"] and settings["norm_before_fc"]:
+            reading.problems.append("fc_norm and norm_before_fc are both true, and exclude each other")
+            settings["norm_before_fc"] = False
+        if is_parallel(published):
+            return self._read_masks(reading, settings, len(layers))
+        settings["own_embedding"] = read_embedding(reading)
+        if len(layers) > 1:
+            reading.problems.append(f"the checkpoint has {len(layers)} layers, and EAGLE-3 heads here have one")
+        return reading.finish("eagle3", settings)
+
+    def _read_masks(self, reading: Reading, settings: dict[str, Any], num_layers: int) -> Imported:
+        """What P-EAGLE has beside EAGLE-3: more layers, and the embedding and the hidden state of mask rows."""
+        published, tensors = reading.published, reading.tensors
+        if settings.pop("norm_output"):
+            reading.problems.append("norm_output is true, and P-EAGLE feeds no output back")
+        settings |= {"num_layers": num_layers, "mask_before_fc": True}
+        if (depths := read_depths(published)) is not None:
+            settings.setdefault("num_depths", depths)
+        if "mask_hidden" in tensors:
+            tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+        table = reading.take("embed_tokens.weight")
+        token = next((t for key in MASK_KEYS if (t := published.setting(key)) is not None), None)
+        if not isinstance(token, int) or not 0 <= token < reading.target.vocab_size:
+            reading.problems.append(
+                f"config.json names no mask token ({' or '.join(MASK_KEYS)})"
+                if token is None
+                else f"the mask token is {token!r}, and the target has tokens 0 to {reading.target.vocab_size - 1}"
+            )
+            return reading.finish("parallel", settings)
+        theirs = target_table(reading.target)
+        if table is None or is_same(*(_without_row(x, token) for x in (table, theirs))):
+            tensors["mask_embedding"] = (theirs.to(published["fc.weight"].dtype) if table is None else table)[token]
+        else:
+            tensors["embed_tokens.weight"] = table
+            settings |= {"own_embedding": True, "mask_token_id": token}
+        return reading.finish("parallel", settings)
+
+    def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:
+        layers: list[int] = settings["feature_layers"]
+        found: dict[str, dict[str, Any]] = {}
+        for step, counts in ((1, "one less than"), (-1, "one more than")):
+            shifted = [layer + step for layer in layers]
+            if min(shifted) >= 0 and max(shifted) <= target.num_layers:
+                found[f"the layer ids are {counts} hidden_states' (read as {shifted})"] = {"feature_layers": shifted}
+        for flag in ("norm_before_residual", "norm_output"):
+            if flag in settings:
+                other = not settings[flag]
+                found[f"{flag} is {str(other).lower()}"] = {flag: other}
+        if (inherited := target_rope(target)) != settings["rope_parameters"]:
+            found["RoPE is the target's"] = {"rope_parameters": inherited}
+        return found
+
+    # Writing.
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        self.refuse(config)
+        keys = {
+            "architectures": ["LlamaForCausalLM"],
+            **write_decoder(config),
+            "draft_vocab_size": config.vocab_size,
+            "torch_dtype": name_dtype(tensors),
+            OWN_KEY: own_settings(config),
+        }
+        return Exported(keys, dict(tensors), self.file, self.commands)
+
+    def refuse(self, config: Any) -> None:
+        """Raises ValueError for settings that the readers of this format do not know."""
+        usual = authors_layers(config.target_num_layers)
+        flags = [flag for flag in FLAGS if getattr(config, flag)]
+        refuse_unwritable(
+            "the authors' EAGLE-3",
+            (bool(flags), f"their code does not know {', '.join(flags)}; choose vllm or speculators"),
+            (config.feature_layers != usual, f"their code reads layers {usual}, these heads {config.feature_layers}"),
+            (config.qkv_bias or config.o_bias, "their code has no biases in its attention"),
+            (
+                config.head_dim * config.num_attention_heads != config.hidden_size,
+                f"their code computes head_dim, and {config.head_dim} is not {config.hidden_size} / "
+                f"{config.num_attention_heads}",
+            ),
+            (
+                config.rope_parameters["rope_type"] != "default",
+                f"their code does not know RoPE of type {config.rope_parameters['rope_type']}",
+            ),
+        )
+
+
+MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
+
+
+def is_parallel(published: Published) -> bool:
+    """Whether a checkpoint is P-EAGLE's."""
+    return "mask_hidden" in published or published.config.get("speculators_model_type") == "peagle"
+
+
+def _without_row(table: Tensor, row: int) -> Tensor:
+    return torch.cat([table[:row], table[row + 1 :]])
+
+
+def read_depths(published: Published) -> int | None:
+    """The number of tokens that a speculators config proposes."""
+    for method in published.setting("proposal_methods", ()):
+        if isinstance(depths := method.get("speculative_tokens"), int) and depths > 1:
+            return depths
+    return None
+
+
+def read_layer_ids(reading: Reading) -> list[int]:
+    """The tapped layers: as stated, or those that every reader takes."""
+    num_layers, published = reading.target.num_layers, reading.published
+    ids: Any = published.own_setting("feature_layers", published.setting(IDS))
+    usual = authors_layers(num_layers)
+    if ids is None:
+        if not 0 < usual[0] < usual[1] < usual[2]:
+            reading.problems.append(
+                f"config.json has no {IDS}, and the usual {usual} of a target of {num_layers} layers are not distinct"
+            )
+        ids = usual
+    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+        reading.problems.append(f"{IDS} is {ids!r}, and should be a list of layer ids")
+        ids = usual
+    if missing := [one for one in ids if not 0 <= one <= num_layers]:
+        reading.problems.append(f"layer ids {missing} of {ids} do not exist: the target has {num_layers} layers")
+    if len(set(ids)) < len(ids):
+        reading.problems.append(f"layer ids {ids} repeat a layer")
+    if ids == [one - 1 for one in usual] and published.own_setting("feature_layers") is None:
+        reading.notes.append(
+            f"layer ids {ids} are the usual ones less one, as SpecForge and SGLang count them; they were read as "
+            "hidden_states[id], as vLLM reads them. --check true tells which fits"
+        )
+    return list(ids)
+
+
+def own_settings(config: Any) -> dict[str, Any]:
+    """What is left in the config for the way back."""
+    return {key: getattr(config, key) for key in _OWN if hasattr(config, key)}

@@ -1,0 +1,129 @@
+"""EAGLE-3 and P-EAGLE as vLLM and SGLang serve them: what they read, under which keys, and what they cannot do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from heads.formats.eagle.eagle3 import FLAGS, IDS, LAYER, Eagle3, authors_layers, own_settings
+from heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, target_table, write_decoder
+from heads.formats.format import Exported
+from heads.formats.published import OWN_KEY
+from inference.targets.target import Target
+
+
+def write_masks(config: Any, tensors: dict[str, Tensor], target: Target) -> tuple[int | None, dict[str, Tensor]]:
+    """The mask token, and the tensors under ModelOpt's names, which speculators and vLLM have too.
+
+    Heads with `mask_hidden` (P-EAGLE) get a table of embeddings with the mask's in it: in the last token's row, where
+    the heads have no table of their own.
+    """
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if (match := LAYER.fullmatch(name)) is not None:
+            number = 0 if match[1] is None else int(match[1]) + 1
+            name = f"layers.{number}.{match[2]}"
+        named[name] = tensor
+    if "mask_hidden" not in named:
+        return None, named
+    named["mask_hidden"] = named["mask_hidden"][None, None]
+    if (mask := named.pop("mask_embedding", None)) is None:
+        return config.mask_token_id, named
+    table = target_table(target).to(mask.dtype)
+    token = config.target_vocab_size - 1
+    table[token] = mask
+    named["embed_tokens.weight"] = table
+    return token, named
+
+
+class VLLMEagle3(Eagle3):
+    name = "vllm"
+    title = "EAGLE-3 for vLLM"
+    kinds: ClassVar[tuple[str, ...]] = ("eagle3", "parallel")
+    file = "model.safetensors"
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        self.refuse(config)
+        token, named = write_masks(config, tensors, target)
+        ids = config.feature_layers
+        keys = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **write_decoder(config, count_layers(config)),
+            "draft_vocab_size": config.vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            "attention_bias": config.qkv_bias,
+            **{flag: getattr(config, flag, False) for flag in FLAGS},
+            "torch_dtype": name_dtype(tensors),
+            OWN_KEY: own_settings(config),
+        }
+        if ids != authors_layers(config.target_num_layers):
+            # At both levels: readers look at one or the other.
+            keys |= {IDS: ids, "eagle_config": {IDS: ids, "use_aux_hidden_state": True}}
+        serving = {"method": "eagle3", "model": "{heads}", "num_speculative_tokens": 3}
+        if token is not None:
+            keys["pard_token"] = token
+            serving |= {"num_speculative_tokens": config.num_depths, "parallel_drafting": True}
+        command = f"vllm serve {{target}} --speculative-config '{json.dumps(serving)}'"
+        return Exported(keys, named, self.file, (command,))
+
+    def refuse(self, config: Any) -> None:
+        refuse_unwritable(self.title, *engine_limits(config, "vLLM"), *vllm_limits(config))
+
+
+class SGLangEagle3(Eagle3):
+    name = "sglang"
+    title = "EAGLE-3 for SGLang"
+    file = "model.safetensors"
+    commands: tuple[str, ...] = (
+        "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path {heads} --speculative-num-steps 5 --speculative-eagle-topk 4 "
+        "--speculative-num-draft-tokens 8",
+    )
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        exported = super().write(config, tensors, target)
+        keys = {**exported.config, "architectures": ["LlamaForCausalLMEagle3"]}
+        if config.feature_layers != authors_layers(config.target_num_layers):
+            ids = [layer - 1 for layer in config.feature_layers]  # SGLang taps the layer after the id
+            keys["eagle_config"] = {IDS: ids, "use_aux_hidden_state": True}
+            keys[OWN_KEY] = {**keys[OWN_KEY], "feature_layers": config.feature_layers}
+        return replace(exported, config=keys)
+
+    def refuse(self, config: Any) -> None:
+        flags = [flag for flag in FLAGS if getattr(config, flag)]
+        refuse_unwritable(
+            self.title,
+            (bool(flags), f"SGLang does not read {', '.join(flags)}; choose vllm or speculators"),
+            (config.qkv_bias or config.o_bias, "its attention has no biases there; choose vllm"),
+            (config.own_embedding, "SGLang takes the target's embeddings; choose vllm"),
+            (0 in config.feature_layers, "SGLang cannot tap the embeddings (layer 0)"),
+            *engine_limits(config, "SGLang"),
+        )
+
+
+def count_layers(config: Any) -> int:
+    """Draft layers: EAGLE-3 has one."""
+    return int(getattr(config, "num_layers", 1))
+
+
+def engine_limits(config: Any, engine: str) -> tuple[tuple[bool, str], ...]:
+    """What both engines cannot do: (whether the heads have it, the reason)."""
+    ids = config.feature_layers
+    return (
+        (config.hidden_act != "silu", f"{engine} knows silu only, not {config.hidden_act}"),
+        (ids != sorted(ids), f"{engine} sorts the layer ids {ids}, and fc reads them in their own order"),
+        (config.target_num_layers in ids, f"{engine} taps the inputs of layers, not the last norm's output"),
+        (len(ids) != 3, f"{engine} taps three layers, these heads {len(ids)}"),
+    )
+
+
+def vllm_limits(config: Any) -> tuple[tuple[bool, str], ...]:
+    """What vLLM, and speculators as vLLM reads it, cannot do."""
+    is_old = hasattr(config, "mask_before_fc") and not config.mask_before_fc
+    return (
+        (config.qkv_bias != config.o_bias, "attention_bias there means all four projections or none"),
+        (is_old, "their mask is fc's output, and readers have fc's input: train new heads, or mask_before_fc=true"),
+    )

@@ -1,0 +1,279 @@
+"""What the EAGLE formats share: keys of a Llama config, RoPE, the draft vocabulary, copies of the target's embeddings.
+
+Legend: D hidden size, V target vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from heads.config import DEFAULT_ROPE, decoder_settings
+from heads.formats.format import Imported
+from heads.formats.published import Published
+from inference.targets.target import Target
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Settings of published layers that would change what they compute, and the value that changes nothing.
+_NEUTRAL = {
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "logit_scale": 1.0,
+    "quantization_config": None,
+}
+
+
+@dataclass
+class Reading:
+    """A checkpoint while it is read.
+
+    Attributes:
+        published, target: what is read, and for which target.
+        tensors: by our names.
+        names: our name -> the checkpoint's, where they differ.
+        problems, notes: as in `Imported`.
+    """
+
+    published: Published
+    target: Target
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def give(self, ours: str, theirs: str) -> None:
+        """Puts a tensor of the checkpoint under our name for it."""
+        if ours in self.tensors:
+            self.problems.append(f"tensors {self.names.get(ours, ours)} and {theirs} are the same part")
+        self.tensors[ours] = self.published[theirs]
+        if ours != theirs:
+            self.names[ours] = theirs
+
+    def take(self, name: str) -> Tensor | None:
+        """A tensor that heads have no place for, to be accounted for in another way."""
+        return self.tensors.pop(name, None)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive whole number of the config; without a default it must be there."""
+        value = self.published.setting(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.problems.append(
+            f"config.json has no {name}" if value is None else f"{name} is {value!r}, and should be a positive integer"
+        )
+        return 1
+
+    def flag(self, name: str) -> bool:
+        value = self.published.setting(name, False)
+        if not isinstance(value, bool):
+            self.problems.append(f"{name} is {value!r}, and should be true or false")
+        return bool(value)
+
+    def finish(self, kind: str, settings: dict[str, Any]) -> Imported:
+        return Imported(kind, settings, self.tensors, self.names, self.problems, self.notes)
+
+
+def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
+    """Settings of `DecoderConfig` from a Llama config, whose sizes must be the target's.
+
+    Args:
+        num_layers: how many layers the checkpoint's tensors have.
+    """
+    published, target, problems = reading.published, reading.target, reading.problems
+    for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if (found := reading.integer(name)) != wanted and published.setting(name) is not None:
+            problems.append(f"{name} is {found}, and the target's is {wanted}: these heads are for another target")
+    if (width := published.setting("target_hidden_size", target.hidden_size)) != target.hidden_size:
+        problems.append(f"target_hidden_size is {width}, and the target's hidden size is {target.hidden_size}")
+    if (stated := reading.integer("num_hidden_layers")) != num_layers:
+        problems.append(f"num_hidden_layers is {stated}, and the tensors are of {num_layers} layers")
+    for name, neutral in _NEUTRAL.items():
+        if (value := published.setting(name, neutral)) not in (neutral, None):
+            problems.append(f"{name} is {value!r}, which heads here do not have; only {neutral!r} is read")
+    has_window = published.setting("sliding_window") is not None and published.setting("use_sliding_window", True)
+    if has_window or "sliding_attention" in published.setting("layer_types", ()):
+        problems.append("the layers attend to a sliding window, which heads here do not have")
+    num_heads = reading.integer("num_attention_heads")
+    groups = reading.integer("num_key_value_heads", num_heads)
+    head_dim = reading.integer("head_dim", max(1, target.hidden_size // num_heads))
+    if num_heads % groups:
+        problems.append(f"num_attention_heads is {num_heads}, which {groups} num_key_value_heads do not divide")
+    if head_dim % 2:
+        problems.append(f"head_dim is {head_dim}; rotary positions need an even number")
+    activation = published.setting("hidden_act", "silu")
+    if activation not in ACT2FN:
+        problems.append(f"hidden_act is {activation!r}, which transformers does not know")
+    norm_eps = published.setting("rms_norm_eps")
+    if not isinstance(norm_eps, float | int):
+        problems.append("config.json has no rms_norm_eps" if norm_eps is None else f"rms_norm_eps is {norm_eps!r}")
+        norm_eps = 1e-6
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "intermediate_size": reading.integer("intermediate_size"),
+        "hidden_act": activation,
+        "rms_norm_eps": norm_eps,
+        "rope_parameters": _read_rope(reading),
+        "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
+    }
+
+
+def _read_rope(reading: Reading) -> dict[str, Any]:
+    """RoPE as the checkpoint states it. The original trainer always had 10000 and wrote nothing, so the target's base
+    is never inherited."""
+    published = reading.published
+    stated = {**(published.setting("rope_scaling") or {}), **(published.setting("rope_parameters") or {})}
+    kind = stated.pop("type", "default")
+    rope = {"rope_type": kind, **{key: value for key, value in stated.items() if value is not None}}
+    if rope["rope_type"] not in ROPE_TYPES:
+        reading.problems.append(f"RoPE of type {rope['rope_type']!r} is not read; allowed are {', '.join(ROPE_TYPES)}")
+    rope.pop("partial_rotary_factor", None)  # `_NEUTRAL` has it
+    if "rope_theta" not in rope:
+        rope["rope_theta"] = published.setting("rope_theta", DEFAULT_ROPE["rope_theta"])
+        theirs = target_rope(reading.target)["rope_theta"]
+        if published.setting("rope_theta") is None and theirs != rope["rope_theta"]:
+            reading.notes.append(
+                f"config.json has no rope_theta: read as {rope['rope_theta']:g}, as the authors train; the target has "
+                f"{theirs:g}"
+            )
+    return rope
+
+
+def target_rope(target: Target) -> dict[str, Any]:
+    """RoPE that draft layers would inherit from the target."""
+    rope: dict[str, Any] = decoder_settings(target.text_config)["rope_parameters"]
+    return rope
+
+
+def write_decoder(config: Any, num_layers: int = 1) -> dict[str, Any]:
+    """The inverse of `read_decoder`: keys of a Llama config. RoPE stands there as old and as new readers know it."""
+    rope = dict(config.rope_parameters)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.target_vocab_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": config.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+        "rope_parameters": rope,
+        "tie_word_embeddings": False,
+    }
+
+
+def read_biases(reading: Reading, layer: str) -> dict[str, bool]:
+    """Settings of attention biases: what the config says, or what the tensors of `layer` have."""
+    has_all = reading.flag("attention_bias")
+    names = {name: f"{layer}self_attn.{name}_proj.bias" for name in "qkvo"}
+    return {
+        "qkv_bias": has_all or reading.flag("qkv_bias") or any(names[name] in reading.tensors for name in "qkv"),
+        "o_bias": has_all or names["o"] in reading.tensors,
+    }
+
+
+def target_table(target: Target) -> Tensor:
+    """[rows, D] on the CPU: what the target's embedding gives for each token."""
+    with torch.no_grad():
+        table: Tensor = target.embed_tokens(torch.arange(target.num_embeddings, device=target.device))
+    return table.cpu()
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values in the narrower of their dtypes."""
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
+
+
+def read_embedding(reading: Reading) -> bool:
+    """Whether the heads have token embeddings of their own. A copy of the target's is left out."""
+    table = reading.take("embed_tokens.weight")
+    if table is None or is_same(table, target_table(reading.target)):
+        return False
+    reading.tensors["embed_tokens.weight"] = table
+    return True
+
+
+def drop_rope_tables(reading: Reading, settings: dict[str, Any]) -> None:
+    """Old checkpoints hold RoPE's frequencies; they are left out if they are those of the config."""
+    size, theta = settings["head_dim"], settings["rope_parameters"]["rope_theta"]
+    expected = float(theta) ** (-torch.arange(0, size, 2).float() / size)
+    for name in [name for name in reading.tensors if name.endswith("rotary_emb.inv_freq")]:
+        found = reading.tensors.pop(name).float()
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-2):
+            reading.problems.append(f"tensor {reading.names.get(name, name)} is not RoPE with rope_theta {theta:g}")
+
+
+def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
+    """Settings of the draft vocabulary, from the LM head's rows; its maps must fit each other.
+
+    Worked example: V = 6 and d2t = [1, 3, 3] are the target ids [1, 4, 5], so t2d is True at 1, 4 and 5.
+    """
+    head, total = reading.tensors.get("lm_head.weight"), reading.target.vocab_size
+    size = total if head is None else head.shape[0]
+    stated = reading.published.setting("draft_vocab_size")
+    if size != total and stated is None:
+        reading.problems.append(f"config.json has no draft_vocab_size, and the LM head has {size} rows of {total}")
+    elif stated is not None and stated != size:
+        reading.problems.append(f"draft_vocab_size is {stated}, and the LM head has {size} rows")
+    d2t, t2d = reading.take("d2t"), reading.take("t2d")
+    if size == total and d2t is None and t2d is None:
+        return {"draft_vocab_size": None}
+    if d2t is None:
+        reading.problems.append("tensor d2t is missing")
+        return {"draft_vocab_size": None}
+    problem = _find_wrong_map(d2t, t2d, size, total)
+    if problem is not None:
+        reading.problems.append(problem)
+        return {"draft_vocab_size": None if size == total else size}
+    ids = d2t.long() + torch.arange(size)
+    if size == total:  # every token at its own place, or `_find_wrong_map` would have said so
+        return {"draft_vocab_size": None}
+    reading.tensors["d2t"] = d2t.long()
+    reading.tensors["t2d"] = torch.zeros(total, dtype=torch.bool).index_fill_(0, ids, True)
+    return {"draft_vocab_size": size}
+
+
+def _find_wrong_map(d2t: Tensor, t2d: Tensor | None, size: int, total: int) -> str | None:
+    if d2t.shape != (size,) or d2t.is_floating_point():
+        return f"tensor d2t is {list(d2t.shape)} of {d2t.dtype} and should be [{size}] of whole numbers"
+    ids = d2t.long() + torch.arange(size)
+    if int(ids.min()) < 0 or int(ids.max()) >= total or len(ids.unique()) < size:
+        absolute = d2t.long()
+        if int(absolute.min()) >= 0 and int(absolute.max()) < total and len(absolute.unique()) == size:
+            return "tensor d2t holds token ids, and should hold their distances from the draft ids (d2t[i] = id - i)"
+        return f"tensor d2t leads to tokens outside the target's {total}, or to one token twice"
+    if size == total and bool(d2t.any()):
+        return "tensor d2t reorders a full vocabulary, and should be 0 or left out"
+    if t2d is None:
+        return None  # some exporters leave it out: d2t says all of it
+    if t2d.shape != (total,):
+        return f"tensor t2d is {list(t2d.shape)} and should be [{total}]"
+    marked = torch.zeros(total, dtype=torch.bool).index_fill_(0, ids, True)
+    if not torch.equal(t2d.bool(), marked):
+        return f"t2d and d2t disagree: t2d marks {int(t2d.bool().sum())} tokens, and should mark those of arange + d2t"
+    return None
+
+
+def refuse_unwritable(title: str, *reasons: tuple[bool, str]) -> None:
+    """Raises ValueError with every reason that holds."""
+    if found := [reason for holds, reason in reasons if holds]:
+        raise ValueError(f"these heads cannot be written as {title}: " + "; ".join(found))
+
+
+def name_dtype(tensors: dict[str, Tensor]) -> str:
+    """The dtype of the weights, as configs name it."""
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    return str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")

@@ -1,0 +1,95 @@
+"""EAGLE-3 and P-EAGLE in the speculators format, which vLLM serves as it is.
+
+The layer's config stands in `transformer_layer_config`. speculators loads a checkpoint without that config's
+`model_type` or `num_hidden_layers` silently wrong, and every flag has another default elsewhere, so all of them must be
+there and all of them are written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from heads.config import name_of_target
+from heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, is_parallel, own_settings
+from heads.formats.eagle.engines import count_layers, vllm_limits, write_masks
+from heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, target_table, write_decoder
+from heads.formats.format import Exported, Imported
+from heads.formats.published import OWN_KEY, Published
+from inference.targets.target import Target
+
+# The release whose code was read; speculators notes its own here.
+_VERSION = "0.9.0"
+_ALGORITHMS = ("eagle3", "peagle")
+_LAYER_TYPES = ("llama", "qwen3")
+
+
+class Speculators(Eagle3):
+    name = "speculators"
+    title = "heads in the speculators format"
+    kinds: ClassVar[tuple[str, ...]] = ("eagle3", "parallel")
+
+    def matches(self, published: Published) -> bool:
+        return "speculators_model_type" in published.config
+
+    def read(self, published: Published, target: Target) -> Imported:
+        imported = super().read(published, target)
+        algorithm = published.config["speculators_model_type"]
+        layer = published.config.get("transformer_layer_config")
+        if algorithm not in _ALGORITHMS:
+            imported.problems.append(
+                f"speculators_model_type is {algorithm!r}; this reader knows {', '.join(_ALGORITHMS)}"
+            )
+        if not isinstance(layer, dict):
+            imported.problems.append("config.json has no transformer_layer_config")
+        elif layer.get("model_type") not in _LAYER_TYPES:
+            imported.problems.append(
+                f"model_type of transformer_layer_config is {layer.get('model_type')!r}; allowed are "
+                f"{', '.join(_LAYER_TYPES)}"
+            )
+        if "norm_before_residual" not in published.config:
+            imported.problems.append("config.json has no norm_before_residual, whose default differs between releases")
+        if is_parallel(published) and "mask_hidden" not in published:
+            imported.problems.append("tensor mask_hidden is missing")
+        return imported
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        refuse_unwritable(self.title, *vllm_limits(config))
+        token, named = write_masks(config, tensors, target)
+        named.setdefault("embed_tokens.weight", target_table(target).to(named["fc.weight"].dtype))
+        algorithm, cls, depths = _ALGORITHMS[0], "Eagle3DraftModel", config.ttt_steps if token is None else 0
+        if token is not None:
+            algorithm, cls, depths = _ALGORITHMS[1], "PEagleDraftModel", config.num_depths
+        method = {"proposal_type": "greedy", "speculative_tokens": depths, "verifier_accept_k": 1}
+        keys = {
+            "architectures": [cls],
+            "speculators_model_type": algorithm,
+            "speculators_version": _VERSION,
+            "draft_vocab_size": config.vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            **{flag: getattr(config, flag, False) for flag in FLAGS},
+            "embed_requires_grad": config.own_embedding,
+            IDS: config.feature_layers,
+            "transformer_layer_config": {
+                **write_decoder(config, count_layers(config)),
+                "attention_bias": config.qkv_bias,
+                "mlp_bias": False,
+                "torch_dtype": name_dtype(tensors),
+            },
+            "speculators_config": {
+                "algorithm": algorithm,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{**method, "accept_tolerance": 0.0}],
+                "verifier": {
+                    "name_or_path": name_of_target(target) or config.target_name_or_path,
+                    "architectures": [type(target.model).__name__],
+                },
+            },
+            "torch_dtype": name_dtype(tensors),
+            "tie_word_embeddings": False,
+            OWN_KEY: own_settings(config),
+        }
+        if token is not None:
+            keys["mask_token_id"] = token
+        return Exported(keys, named, "model.safetensors", ("vllm serve {heads}",))

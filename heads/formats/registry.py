@@ -1,0 +1,52 @@
+"""All formats of other projects: which one a checkpoint is in, and which one an engine reads."""
+
+from __future__ import annotations
+
+from heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
+from heads.formats.eagle.eagle3 import Eagle3
+from heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
+from heads.formats.eagle.speculators_format import Speculators
+from heads.formats.format import Format
+from heads.formats.published import Published
+from heads.formats.unread import PublishedBlock, PublishedHydra, PublishedMedusa, WholeModel
+
+# In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
+# one name write different kinds of heads for one engine.
+FORMATS: tuple[Format, ...] = (
+    PublishedBlock(),
+    Speculators(),
+    Eagle3(),
+    Eagle1(),
+    PublishedHydra(),
+    PublishedMedusa(),
+    WholeModel(),
+    VLLMEagle1(),
+    VLLMEagle3(),
+    SGLangEagle1(),
+    SGLangEagle3(),
+)
+
+
+def recognize(published: Published) -> Format | None:
+    """The format of a checkpoint; None = unknown."""
+    return next((known for known in FORMATS if known.matches(published)), None)
+
+
+def find_format(name: str, kind: str) -> Format:
+    """The format of this name that writes heads of this kind.
+
+    Raises:
+        ValueError: there is none; the message names the formats for the kind, or the known names.
+    """
+    writers = [known for known in FORMATS if known.kinds]
+    named = [known for known in writers if known.name == name]
+    if not named:
+        raise ValueError(f"got format {name!r}; allowed are {', '.join(dict.fromkeys(one.name for one in writers))}")
+    if (found := next((known for known in named if kind in known.kinds), None)) is not None:
+        return found
+    others = dict.fromkeys(known.name for known in writers if kind in known.kinds)
+    kinds = dict.fromkeys(one for known in named for one in known.kinds)
+    raise ValueError(
+        f"{kind} heads are not written as {name}, which takes {', '.join(kinds)}: "
+        + (f"choose {' or '.join(others)}" if others else "no engine serves them, so decode with draftsmith")
+    )

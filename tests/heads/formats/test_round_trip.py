@@ -1,0 +1,153 @@
+"""Import(export(heads)) is the heads, bit for bit: every format x every kind that it takes x every variant of the kind.
+
+What a format cannot express is refused with a reason, never written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads import DraftHeads
+from heads.formats.format import Format
+from heads.formats.registry import FORMATS, find_format
+from inference import Target, generate
+from tests.conftest import REPOSITORY
+from tests.heads.test_contract import assert_same_tensors, config_of
+from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+# What a format does not take, per variant, and the words of its reason. The other pairs must come back as they were.
+REFUSED: dict[tuple[str, str], str] = {
+    ("vllm", "eagle-1"): "vLLM drops fc.bias silently",
+    ("vllm", "eagle-2"): "vLLM takes the target's embeddings for EAGLE-1",
+    ("sglang", "eagle-2"): "its attention has no biases there",
+    ("eagle", "eagle3-2"): "their code does not know fc_norm, norm_output",
+    ("eagle", "eagle3-3"): "their code does not know norm_output",
+    ("eagle", "eagle3-4"): "their code does not know norm_before_residual, norm_before_fc, norm_output",
+    ("sglang", "eagle3-2"): "SGLang does not read fc_norm, norm_output",
+    ("sglang", "eagle3-3"): "SGLang does not read norm_output",
+    ("sglang", "eagle3-4"): "SGLang takes the target's embeddings",
+}
+WRITERS = [known for known in FORMATS if known.kinds]
+CASES = [
+    pytest.param(known, kind, overrides, REFUSED.get((known.name, name)), id=f"{known.name}-{name}")
+    for known in WRITERS
+    for (kind, overrides), name in zip(VARIANTS, VARIANT_IDS, strict=True)
+    if kind in known.kinds
+]
+# The authors' EAGLE-3 taps layers that are distinct in targets of seven layers and more.
+NUM_LAYERS = 8
+
+
+def export(known: Format, heads: DraftHeads, target: Target, folder: Path) -> Path:
+    folder.mkdir()
+    known.write(heads.config, heads.state_dict(), target).save(folder)
+    return folder
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.mark.parametrize(("known", "kind", "overrides", "reason"), CASES)
+def test_heads_come_back_as_they_were(
+    known: Format, kind: str, overrides: dict[str, Any], reason: str | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+    heads = tiny_heads(kind, target, **overrides).to(dtype)
+    if reason is not None:
+        with pytest.raises(ValueError, match=reason):
+            export(known, heads, target, tmp_path / "out")
+        return
+    folder = export(known, heads, target, tmp_path / "out")
+    again = DraftHeads.from_pretrained(folder, target=target)
+    assert type(again) is type(heads)
+    assert not again.training
+    assert_same_tensors(dict(heads.state_dict()), dict(again.state_dict()))
+    assert config_of(again) == config_of(heads)
+
+
+# Layers that are not the usual ones -> the formats that cannot have them, and why.
+LAYERS: dict[tuple[int, ...], dict[str, str]] = {
+    (1, 3, 6): {"eagle": "their code reads layers"},
+    (7, 2, 4): {"eagle": "their code reads layers", "vllm": "vLLM sorts", "sglang": "SGLang sorts"},
+    (2, 5): {"eagle": "their code reads layers", "vllm": "vLLM taps three", "sglang": "SGLang taps three"},
+    (2, 4, 8): {"eagle": "reads layers", "vllm": "not the last norm's output", "sglang": "not the last norm's output"},
+    (0, 4, 5): {"eagle": "their code reads layers", "sglang": "SGLang cannot tap the embeddings"},
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=str)
+@pytest.mark.parametrize("name", ["eagle", "vllm", "sglang", "speculators"])
+def test_layers_that_are_not_the_usual_ones(layers: tuple[int, ...], name: str, tmp_path: Path) -> None:
+    target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+    heads, known = tiny_heads("eagle3", target, feature_layers=list(layers)), find_format(name, "eagle3")
+    if (reason := LAYERS[layers].get(name)) is not None:
+        with pytest.raises(ValueError, match=reason):
+            export(known, heads, target, tmp_path / "out")
+        return
+    again = DraftHeads.from_pretrained(export(known, heads, target, tmp_path / "out"), target=target)
+    assert again.feature_layers == layers
+
+
+def test_sglang_counts_layers_from_the_one_after(tmp_path: Path) -> None:
+    target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+    heads = tiny_heads("eagle3", target, feature_layers=[1, 3, 6])
+    config = find_format("sglang", "eagle3").write(heads.config, heads.state_dict(), target).config
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
+
+
+ROPES = {
+    "theta": {"rope_type": "default", "rope_theta": 5e5},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_rope_and_sizes_of_its_own(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 40}
+    heads = tiny_heads(kind, target, rope_parameters=rope, **sizes)
+    for known in (
+        known for known in WRITERS if kind in known.kinds and known.name in ("vllm", "sglang", "speculators")
+    ):
+        again = DraftHeads.from_pretrained(export(known, heads, target, tmp_path / known.name), target=target)
+        assert config_of(again) == config_of(heads)
+        assert_same_tensors(dict(heads.state_dict()), dict(again.state_dict()))
+
+
+SHIPPED = [
+    pytest.param(known, kind, id=f"{known.name}-{kind}")
+    for known in WRITERS
+    for kind in known.kinds
+    if (REPOSITORY / "examples" / "heads" / kind / "config.json").exists()
+]
+
+
+@pytest.mark.parametrize(("known", "kind"), SHIPPED)
+def test_shipped_heads_come_back_and_decode_the_same(
+    known: Format, kind: str, chat_target: Any, tmp_path: Path
+) -> None:
+    target = Target(chat_target)
+    heads = DraftHeads.from_pretrained(REPOSITORY / "examples" / "heads" / kind, target=target)
+    folder = export(known, heads, target, tmp_path / "out")
+    again = DraftHeads.from_pretrained(folder, target=target)
+    assert_same_tensors(dict(heads.state_dict()), dict(again.state_dict()))
+    prompt = random_prompt(12, vocab_size=target.vocab_size)
+    outputs = [generate(target, each, prompt, max_new_tokens=24, do_sample=False) for each in (heads, again)]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert outputs[0].stats.accepted_histogram == outputs[1].stats.accepted_histogram
