@@ -46,11 +46,12 @@ class Eagle1(Format):
     def matches(self, published: Published) -> bool:
         if "ForCausalLMEagle" in published.architectures or "EagleLlama" in published.architectures:
             return True
+        is_one_layer = published.config.get("num_hidden_layers") == 1
         if len(published):
-            has_layer = "fc.weight" in published and published.has(r"layers\.0\..*")
+            has_layer = published.has(r"layers\.0\.self_attn\..*") and ("fc.weight" in published or is_one_layer)
             return has_layer and "lm_head.weight" not in published
         # The authors' config is a Llama's of one layer.
-        return published.config.get("num_hidden_layers") == 1 and published.architectures == "LlamaForCausalLM"
+        return is_one_layer and published.architectures == "LlamaForCausalLM"
 
     def read(self, published: Published, target: Target) -> Imported:
         reading = Reading(published, target)

@@ -38,6 +38,11 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Settings of ours that no key of the format has: of training, and the depths of P-EAGLE.
 _OWN = ("ttt_steps", "num_depths", "keep_ratio", "min_keep_ratio")
 IDS = "eagle_aux_hidden_state_layer_ids"
+PARTS = (
+    *(f"self_attn.{name}_proj.{end}" for name in "qkvo" for end in ("weight", "bias")),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
+)
 LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.(.+)")
 
 
@@ -59,7 +64,7 @@ class Eagle3(Format):
     def matches(self, published: Published) -> bool:
         return (
             "Eagle3" in published.architectures
-            or published.has(r"midlayer\..*")
+            or published.has(r"midlayer\..*|layers\.0\.hidden_norm\.weight")
             or {"fc.weight", "lm_head.weight", "norm.weight", "d2t"} <= published.keys()
         )
 
@@ -75,6 +80,8 @@ class Eagle3(Format):
                 layers.add(number)
                 ours = f"midlayer.{match[2]}" if number == 0 else f"layers.{number - 1}.{match[2]}"
             reading.give(ours, name)
+        if published.has(r"layers\.0\..*"):  # then what is missing is so named, too
+            reading.names = {f"midlayer.{part}": f"layers.0.{part}" for part in PARTS} | reading.names
         settings = read_decoder(reading, len(layers))
         drop_rope_tables(reading, settings)
         settings |= {
@@ -88,6 +95,8 @@ class Eagle3(Format):
             reading.problems.append("fc_norm and norm_before_fc are both true, and exclude each other")
             settings["norm_before_fc"] = False
         if is_parallel(published):
+            further = {f"layers.{n - 1}.{part}": f"layers.{n}.{part}" for n in layers - {0} for part in PARTS}
+            reading.names = further | reading.names
             return self._read_masks(reading, settings, len(layers))
         settings["own_embedding"] = read_embedding(reading)
         if len(layers) > 1:
@@ -114,8 +123,12 @@ class Eagle3(Format):
             )
             return reading.finish("parallel", settings)
         theirs = target_table(reading.target)
-        if table is None or is_same(*(_without_row(x, token) for x in (table, theirs))):
-            tensors["mask_embedding"] = (theirs.to(published["fc.weight"].dtype) if table is None else table)[token]
+        if table is None:
+            reading.notes.append(f"the checkpoint has no embed_tokens.weight: masks have the target's token {token}")
+            table = theirs.to(tensors["mask_hidden"].dtype) if "mask_hidden" in tensors else theirs
+        if table.shape == theirs.shape and is_same(*(_without_row(x, token) for x in (table, theirs))):
+            tensors["mask_embedding"] = table[token]
+            reading.names["mask_embedding"] = "embed_tokens.weight"
         else:
             tensors["embed_tokens.weight"] = table
             settings |= {"own_embedding": True, "mask_token_id": token}
@@ -175,7 +188,8 @@ MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 def is_parallel(published: Published) -> bool:
     """Whether a checkpoint is P-EAGLE's."""
-    return "mask_hidden" in published or published.config.get("speculators_model_type") == "peagle"
+    has_token = any(published.config.get(key) is not None for key in ("pard_token", "ptd_token_id"))
+    return has_token or "mask_hidden" in published or published.config.get("speculators_model_type") == "peagle"
 
 
 def _without_row(table: Tensor, row: int) -> Tensor:

@@ -107,6 +107,7 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
     activation = published.setting("hidden_act", "silu")
     if activation not in ACT2FN:
         problems.append(f"hidden_act is {activation!r}, which transformers does not know")
+        activation = "silu"
     norm_eps = published.setting("rms_norm_eps")
     if not isinstance(norm_eps, float | int):
         problems.append("config.json has no rms_norm_eps" if norm_eps is None else f"rms_norm_eps is {norm_eps!r}")
@@ -191,8 +192,8 @@ def target_table(target: Target) -> Tensor:
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values in the narrower of their dtypes."""
-    if one.shape != other.shape:
+    """Whether two tensors of numbers have the same values in the narrower of their dtypes."""
+    if one.shape != other.shape or not (one.is_floating_point() and other.is_floating_point()):
         return False
     return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
 
@@ -225,9 +226,9 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
     size = total if head is None else head.shape[0]
     stated = reading.published.setting("draft_vocab_size")
     if size != total and stated is None:
-        reading.problems.append(f"config.json has no draft_vocab_size, and the LM head has {size} rows of {total}")
+        reading.problems.append(f"config.json has no draft_vocab_size, and lm_head.weight has {size} rows of {total}")
     elif stated is not None and stated != size:
-        reading.problems.append(f"draft_vocab_size is {stated}, and the LM head has {size} rows")
+        reading.problems.append(f"draft_vocab_size is {stated}, and lm_head.weight has {size} rows")
     d2t, t2d = reading.take("d2t"), reading.take("t2d")
     if size == total and d2t is None and t2d is None:
         return {"draft_vocab_size": None}

@@ -1,0 +1,375 @@
+"""Checkpoints of the EAGLE family: what other projects write is read, and what is damaged is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads import DraftHeads
+from heads.formats.format import Imported
+from heads.formats.published import Published, open_published
+from heads.formats.registry import find_format, recognize
+from inference import Target, generate
+from tests.heads.test_contract import assert_same_tensors
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+NUM_LAYERS = 8
+# Name -> (format, kind, settings) of the checkpoints that are changed here.
+CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "eagle": ("eagle", "eagle", {"fc_bias": True}),
+    "eagle3": ("vllm", "eagle3", {"draft_vocab_size": 40, "feature_layers": [1, 4, 6]}),
+    "full vocabulary": ("eagle", "eagle3", {}),
+    "speculators": ("speculators", "eagle3", {"norm_before_residual": True, "norm_before_fc": True}),
+    "p-eagle": ("vllm", "parallel", {"draft_vocab_size": 40}),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+
+
+def heads_of(name: str, target: Target) -> DraftHeads:
+    _, kind, settings = CHECKPOINTS[name]
+    return tiny_heads(kind, target, **settings)
+
+
+def publish(name: str, target: Target) -> Published:
+    """A checkpoint as it would be opened, without files."""
+    heads = heads_of(name, target)
+    exported = find_format(*CHECKPOINTS[name][:2]).write(heads.config, heads.state_dict(), target)
+    config = json.loads(json.dumps(exported.config))
+    return Published("somewhere", config, exported.file, dict(exported.tensors))
+
+
+def change(
+    published: Published, tensors: dict[str, Tensor | None] | None = None, config: dict[str, Any] | None = None
+) -> Published:
+    """With other tensors and keys; None leaves one out."""
+    changed: dict[str, Any] = {**published.tensors, **(tensors or {})}
+    keys = {**published.config, **(config or {})}
+    return Published(
+        published.path,
+        {key: value for key, value in keys.items() if value is not None},
+        published.file,
+        {key: value for key, value in changed.items() if value is not None},
+    )
+
+
+def read(published: Published, target: Target) -> tuple[Imported, DraftHeads]:
+    found = recognize(published)
+    assert found is not None
+    imported = found.read(published, target)
+    return imported, DraftHeads.from_imported(imported, target, published.path)
+
+
+def refusal(published: Published, target: Target) -> str:
+    with pytest.raises(ValueError, match="somewhere cannot be imported:\n  - ") as error:
+        read(published, target)
+    return str(error.value)
+
+
+# Damage.
+
+
+def damages(name: str, tensor: Tensor) -> dict[str, dict[str, Tensor | None]]:
+    """Ways to damage a tensor -> what takes its place."""
+    ways: dict[str, dict[str, Tensor | None]] = {
+        "left out": {name: None},
+        "renamed": {name: None, f"{name}.old": tensor},
+        "cut": {name: tensor[:-1]},
+    }
+    if tensor.is_floating_point():
+        broken = tensor.clone()
+        broken.view(-1)[0] = torch.nan
+        ways |= {"NaN": {name: broken}, "quantized": {name: tensor.to(torch.int8)}}
+    if tensor.dim() == 2 and tensor.shape[0] != tensor.shape[1]:
+        ways["transposed"] = {name: tensor.T.contiguous()}
+    return ways
+
+
+# What can be left out, since something else says the same.
+OPTIONAL = {"embed_tokens.weight", "t2d"}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_damaged_tensor_is_refused_by_its_name(name: str, target: Target) -> None:
+    published, count = publish(name, target), 0
+    for tensor_name, tensor in published.items():
+        for how, changed in damages(tensor_name, tensor).items():
+            if how == "left out" and tensor_name in OPTIONAL:
+                continue
+            message = refusal(change(published, changed), target)
+            assert tensor_name in message, f"{tensor_name}, {how}: {message}"
+            count += 1
+    assert count >= 40
+
+
+def test_one_error_lists_everything(target: Target) -> None:
+    published = publish("eagle3", target)
+    message = refusal(
+        change(
+            published,
+            {
+                "fc.weight": None,
+                "extra": torch.zeros(2),
+                "norm.weight": torch.zeros(3),
+                "t2d": published["t2d"].roll(1),
+            },
+            {"hidden_size": 64, "rms_norm_eps": None},
+        ),
+        target,
+    )
+    for part in (
+        "tensor fc.weight is missing",
+        "tensor extra has no place in eagle3 heads",
+        "tensor norm.weight is [3] and should be [32]",
+        "t2d and d2t disagree: t2d marks 40 tokens, and should mark those of arange + d2t",
+        "hidden_size is 64, and the target's is 32",
+        "config.json has no rms_norm_eps",
+    ):
+        assert f"\n  - {part}" in message
+
+
+KEYS: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (name, {key: None}, f"config.json has no {key}")
+        for name in ("eagle", "eagle3")
+        for key in ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+    ),
+    ("eagle", {"rms_norm_eps": None}, "config.json has no rms_norm_eps"),
+    ("eagle", {"bias": False}, 'config.json has "bias": false, and tensor fc.bias is not zero'),
+    ("eagle", {"qkv_bias": True}, "tensor layers.0.self_attn.q_proj.bias is missing"),
+    ("eagle", {"mlp_bias": True}, "mlp_bias is True, which heads here do not have"),
+    ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers is 2, and the tensors are of 1 layers"),
+    ("eagle", {"vocab_size": 256}, "vocab_size is 256, and the target's is 128: these heads are for another target"),
+    ("eagle", {"num_attention_heads": "four"}, "num_attention_heads is 'four', and should be a positive integer"),
+    ("eagle", {"num_key_value_heads": 3}, "num_attention_heads is 4, which 3 num_key_value_heads do not divide"),
+    ("eagle", {"hidden_act": "silly"}, "hidden_act is 'silly', which transformers does not know"),
+    ("eagle", {"sliding_window": 512}, "the layers attend to a sliding window"),
+    (
+        "eagle",
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "RoPE of type 'dynamic' is not read; allowed are default, linear, llama3, yarn",
+    ),
+    ("eagle3", {"draft_vocab_size": None}, "config.json has no draft_vocab_size, and lm_head.weight has 40 rows"),
+    ("eagle3", {"draft_vocab_size": 50}, "draft_vocab_size is 50, and lm_head.weight has 40 rows"),
+    ("eagle3", {"target_hidden_size": 64}, "target_hidden_size is 64, and the target's hidden size is 32"),
+    ("eagle3", {"head_dim": 7}, "head_dim is 7; rotary positions need an even number"),
+    ("eagle3", {"fc_norm": True}, "tensor fc_norm.0.weight is missing"),
+    ("eagle3", {"norm_before_fc": True}, "tensor input_norm.weight is missing"),
+    ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "fc_norm and norm_before_fc are both true"),
+    ("eagle3", {"norm_output": "yes"}, "norm_output is 'yes', and should be true or false"),
+    (
+        "eagle3",
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 40]},
+        "layer ids [40] of [2, 4, 40] do not exist: the target has 8 layers",
+    ),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 4]}, "layer ids [2, 4, 4] repeat a layer"),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2,4"}, "is '2,4', and should be a list of layer ids"),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, "tensor fc.weight is [32, 96] and should be [32, 64]"),
+    ("speculators", {"transformer_layer_config": None}, "config.json has no transformer_layer_config"),
+    ("speculators", {"norm_before_residual": None}, "config.json has no norm_before_residual"),
+    ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp'; this reader knows"),
+    ("p-eagle", {"pard_token": None}, "config.json names no mask token (pard_token or"),
+    ("p-eagle", {"pard_token": 128}, "the mask token is 128, and the target has tokens 0 to 127"),
+    ("p-eagle", {"norm_output": True}, "norm_output is true, and P-EAGLE feeds no output back"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), KEYS, ids=[f"{name}-{keys}" for name, keys, _ in KEYS])
+def test_a_key_that_is_wrong_or_gone_is_named(name: str, keys: dict[str, Any], message: str, target: Target) -> None:
+    assert message in refusal(change(publish(name, target), config=keys), target)
+
+
+@pytest.mark.parametrize("key", ["model_type", "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_speculators_layer_without_a_key_is_refused(key: str, target: Target) -> None:
+    """speculators itself loads some of these, silently wrong."""
+    published = publish("speculators", target)
+    layer = {name: value for name, value in published.config["transformer_layer_config"].items() if name != key}
+    assert key in refusal(change(published, config={"transformer_layer_config": layer}), target)
+
+
+def test_a_target_too_small_for_the_usual_layers_needs_ids(target: Target) -> None:
+    small = Target(tiny_target("llama", num_hidden_layers=6))
+    heads = tiny_heads("eagle3", small)
+    exported = find_format("vllm", "eagle3").write(heads.config, heads.state_dict(), small)
+    published = Published("somewhere", exported.config, exported.file, dict(exported.tensors))
+    assert read(published, small)[1].feature_layers == (2, 3, 4)
+    keys = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": None}
+    assert "the usual [2, 3, 3] of a target of 6 layers" in refusal(change(published, config=keys), small)
+
+
+def test_maps_of_the_draft_vocabulary_that_do_not_fit(target: Target) -> None:
+    published = publish("eagle3", target)
+    d2t, t2d = published["d2t"], published["t2d"]
+    ids = d2t + torch.arange(40)
+    for changed, message in (
+        ({"d2t": ids}, "tensor d2t holds token ids, and should hold their distances"),
+        ({"d2t": d2t + 100}, "tensor d2t leads to tokens outside the target's 128"),
+        ({"d2t": torch.zeros_like(d2t).index_fill(0, torch.tensor([1]), -1)}, "or to one token twice"),
+        ({"d2t": d2t.float()}, "tensor d2t is [40] of torch.float32"),
+        ({"t2d": ~t2d}, "t2d and d2t disagree: t2d marks 88 tokens"),
+        ({"d2t": None}, "tensor d2t is missing"),
+    ):
+        assert message in refusal(change(published, changed), target), message
+    full = publish("full vocabulary", target)
+    shifted = torch.arange(128).roll(1) - torch.arange(128)
+    assert "tensor d2t reorders a full vocabulary" in refusal(change(full, {"d2t": shifted}), target)
+    same = {"d2t": torch.zeros(128, dtype=torch.long), "t2d": torch.ones(128, dtype=torch.bool)}
+    assert_same_tensors(read(change(full, same), target)[1].state_dict(), read(full, target)[1].state_dict())
+
+
+# What other projects write.
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_any_dtype_and_sharded_files(name: str, dtype: torch.dtype, target: Target, tmp_path: Path) -> None:
+    published = publish(name, target)
+    tensors = {key: x.to(dtype) if x.is_floating_point() else x for key, x in published.items()}
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({key: tensors[key].contiguous() for key in part}, tmp_path / file)
+    places = {key: file for file, part in shards.items() for key in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "config.json").write_text(json.dumps(published.config))
+    heads = DraftHeads.from_pretrained(tmp_path, target=target)
+    assert heads.dtype == dtype
+    assert_same_tensors(dict(heads.state_dict()), dict(heads_of(name, target).to(dtype).state_dict()))
+    assert DraftHeads.from_pretrained(tmp_path, target=target, dtype=torch.float32).dtype == torch.float32
+    assert DraftHeads.from_pretrained(tmp_path, target=target, dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"is imported without \['variant'\]"):
+        DraftHeads.from_pretrained(tmp_path, target=target, variant="x")
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"names the file model-2\.safetensors, which is not there"):
+        DraftHeads.from_pretrained(tmp_path, target=target)
+
+
+def test_names_and_keys_of_modelopt(target: Target) -> None:
+    """`layers.0.`, no t2d, d2t of 32 bits, ids and flags below `eagle_config`."""
+    published = publish("eagle3", target)
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in published.items() if name != "t2d"}
+    tensors["d2t"] = tensors["d2t"].int()
+    config = {**published.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}
+    del config["eagle_aux_hidden_state_layer_ids"]
+    _, heads = read(Published("somewhere", config, "model.safetensors", tensors), target)
+    assert_same_tensors(dict(heads.state_dict()), dict(heads_of("eagle3", target).state_dict()))
+    assert heads.feature_layers == (1, 4, 6)
+
+
+def test_a_layer_under_two_names_is_refused(target: Target) -> None:
+    published = publish("full vocabulary", target)
+    twice = {name.replace("midlayer.", "layers.0."): x for name, x in published.items() if name.startswith("midlayer.")}
+    name = "mlp.up_proj.weight"
+    assert f"tensors midlayer.{name} and layers.0.{name} are the same part" in refusal(change(published, twice), target)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_copy_of_the_targets_embedding_is_left_out_and_another_is_kept(name: str, target: Target) -> None:
+    published, prompt = publish(name, target), random_prompt(9)
+    table: Tensor = target.embed_tokens.weight.detach()  # type: ignore[assignment]
+    expected = heads_of(name, target)
+    for copied in (table, table.to(torch.bfloat16)):
+        _, heads = read(change(published, {"embed_tokens.weight": copied}), target)
+        assert not heads.config.own_embedding
+        assert_same_tensors(dict(heads.state_dict()), dict(expected.state_dict()))
+    _, other = read(change(published, {"embed_tokens.weight": table.flip(0)}), target)
+    assert other.config.own_embedding
+    assert torch.equal(other.embed(prompt), table.flip(0)[prompt])
+    decoded = [generate(target, one, prompt, max_new_tokens=12, do_sample=False) for one in (expected, other)]
+    assert torch.equal(decoded[0].sequences, decoded[1].sequences)
+
+
+class TestBiasOfEagle1:
+    """A missing `bias` means true, and SGLang's fc always has one."""
+
+    def test_absent_means_true(self, target: Target) -> None:
+        with_bias = change(publish("eagle", target), config={"bias": None})
+        assert read(with_bias, target)[1].config.fc_bias
+        message = refusal(change(with_bias, {"fc.bias": None}), target)
+        assert "tensor fc.bias is missing" in message
+        assert 'config.json has no "bias", which means true' in message
+        assert not read(change(with_bias, {"fc.bias": None}, {"bias": False}), target)[1].config.fc_bias
+
+    @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle"])
+    def test_zeros_are_none_where_the_config_says_so(self, architecture: str, target: Target) -> None:
+        keys = {"bias": False, "architectures": [architecture]}
+        zeros = {"fc.bias": torch.zeros(32)}
+        assert not read(change(publish("eagle", target), zeros, keys), target)[1].config.fc_bias
+
+    def test_sglangs_bias_counts_whatever_the_config_says(self, target: Target) -> None:
+        keys = {"bias": False, "architectures": ["LlamaForCausalLMEagle"]}
+        assert read(change(publish("eagle", target), config=keys), target)[1].config.fc_bias
+
+
+class TestRope:
+    """The original trainer always had a base of 10000 and wrote none."""
+
+    def test_the_targets_base_is_not_inherited(self) -> None:
+        rope = {"rope_type": "default", "rope_theta": 5e5}
+        target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS, rope_parameters=rope))
+        heads = tiny_heads("eagle3", target)
+        exported = find_format("eagle", "eagle3").write(heads.config, heads.state_dict(), target)
+        assert exported.config["rope_theta"] == 5e5
+        config = {key: value for key, value in exported.config.items() if not key.startswith("rope_")}
+        imported, heads = read(Published("somewhere", config, "pytorch_model.bin", dict(exported.tensors)), target)
+        assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+        assert "no rope_theta: read as 10000, as the authors train; the target has 500000" in imported.notes[0]
+        assert {"rope_parameters": rope} in find_format("eagle", "eagle3").variants(imported.settings, target).values()
+
+    @pytest.mark.parametrize("keys", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}], ids=str)
+    def test_a_base_is_read_at_either_place(self, keys: dict[str, Any], target: Target) -> None:
+        none = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
+        _, heads = read(change(publish("eagle", target), config={**none, **keys}), target)
+        assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+    def test_stored_frequencies_are_checked(self, target: Target) -> None:
+        name = "layers.0.self_attn.rotary_emb.inv_freq"
+        right = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+        published = publish("eagle", target)
+        read(change(published, {name: right}), target)
+        assert f"tensor {name} is not RoPE with rope_theta 10000" in refusal(
+            change(published, {name: 2 * right}), target
+        )
+
+
+def test_ids_that_may_be_counted_from_the_layer_after_are_noted(target: Target) -> None:
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    imported, heads = read(change(publish("full vocabulary", target), config=ids), target)
+    assert heads.feature_layers == (1, 3, 4)
+    assert "layer ids [1, 3, 4] are the usual ones less one" in imported.notes[0]
+    variants = find_format("eagle", "eagle3").variants(imported.settings, target)
+    assert {"feature_layers": [2, 4, 5]} in variants.values()
+
+
+def test_nothing_is_written_where_something_is_wrong(target: Target, tmp_path: Path) -> None:
+    published = publish("eagle", target)
+    save_file(
+        {"fc.weight": published["fc.weight"], "layers.0.self_attn.x": torch.zeros(1)}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(published.config))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="cannot be imported"):
+        DraftHeads.from_pretrained(tmp_path, target=target)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(ValueError, match=r"Pass target=model to DraftHeads\.from_pretrained"):
+        DraftHeads.from_pretrained(tmp_path)
+    assert len(open_published(str(tmp_path))) == 2
+
+
+def test_the_kind_that_was_asked_for(target: Target, tmp_path: Path) -> None:
+    heads = heads_of("eagle3", target)
+    find_format("vllm", "eagle3").write(heads.config, heads.state_dict(), target).save(tmp_path)
+    assert type(type(heads).from_pretrained(tmp_path, target=target)) is type(heads)
+    other = type(heads_of("eagle", target))
+    with pytest.raises(ValueError, match="holds eagle3 heads, not EagleHeads: load it with DraftHeads"):
+        other.from_pretrained(tmp_path, target=target)
