@@ -1,0 +1,109 @@
+"""What this library drafts, step by step, and how one engine's drafts are compared with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads import DraftHeads
+from inference import Decoder, Target
+from inference.stats import GenerationStats
+from inference.trees.dynamic import DynamicTree
+from inference.trees.token_tree import TokenTree
+
+# Two logits this close may change their order between two libraries' float32 arithmetic.
+NEAR_TIE = 1e-3
+
+
+class RecordedChain(DynamicTree):
+    """A chain of `depth` drafts that keeps all of them."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth, 1, depth + 1, root_factor=1)
+        self.drafts: list[list[int]] = []
+
+    def grow(self, *args: Any, **kwargs: Any) -> TokenTree:
+        tree = super().grow(*args, **kwargs)
+        self.drafts.append(tree.token_ids[0, 1:].tolist())
+        return tree
+
+
+@dataclass
+class Chains:
+    """Texts of one drafter, with the drafts of each, and the statistics of all."""
+
+    texts: list[list[int]] = field(default_factory=list)
+    drafts: list[list[list[int]]] = field(default_factory=list)
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(map(len, self.drafts))
+
+
+def decode_chains(
+    target: Target, heads: DraftHeads | None, prompts: list[list[int]], *, depth: int, max_new_tokens: int
+) -> Chains:
+    """Greedy texts after each prompt; `heads` None = plain decoding."""
+    policy = RecordedChain(depth)
+    decoder = Decoder(target, heads, tree=policy) if heads is not None else Decoder(target)
+    chains = Chains()
+    for prompt in prompts:
+        policy.drafts = []
+        output = decoder.generate(torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False)
+        chains.texts.append(output.sequences[0, len(prompt) :].tolist())
+        chains.drafts.append(policy.drafts)
+        chains.stats += output.stats
+    return chains
+
+
+def explain_differences(
+    target: Target, heads: DraftHeads, prompts: list[list[int]], ours: Chains, theirs: list[list[list[int]]]
+) -> list[str]:
+    """One line for each step at which an engine drafted another token, with our two logits and their distance.
+
+    The engine may draft once more after a text has ended; that draft is verified by nobody and is left out.
+    """
+    lines = []
+    for prompt, text, own, other in zip(prompts, ours.texts, ours.drafts, theirs, strict=True):
+        assert len(other) >= len(own), f"{len(other)} steps where we have {len(own)}"
+        place = len(prompt)
+        for step, (mine, drafted) in enumerate(zip(own, other, strict=False)):
+            place += 1 if step == 0 else _count_accepted(text, place - len(prompt), own[step - 1]) + 1
+            if mine == drafted:
+                continue
+            depth = next(d for d, pair in enumerate(zip(mine, drafted, strict=True)) if pair[0] != pair[1])
+            certain = [*prompt, *text][:place]
+            logits = score_after(target, heads, certain, mine[:depth])
+            gap = float(logits[mine[depth]] - logits[drafted[depth]])
+            lines.append(f"step {step}, depth {depth + 1}: {mine} and {drafted}; logits {gap:.2e} apart")
+            assert abs(gap) < NEAR_TIE, lines[-1]
+    return lines
+
+
+def _count_accepted(text: list[int], done: int, drafts: list[int]) -> int:
+    count = 0
+    while count < len(drafts) and done + count < len(text) and text[done + count] == drafts[count]:
+        count += 1
+    return count
+
+
+@torch.no_grad()
+def score_after(target: Target, heads: DraftHeads, certain: list[int], drafted: list[int]) -> Tensor:
+    """The heads' logits [V] after certain tokens and some drafted ones, from a state of their own."""
+    view = heads.for_target(target)
+    ids = torch.tensor([certain])
+    cache = target.new_cache(1, len(certain) + 8)
+    counts = torch.tensor([len(certain) - 1])
+    output = target.prefill(cache, ids[:, :-1], counts, feature_layers=view.feature_layers, chunk_size=len(certain) - 1)
+    state = view.start(1, len(certain) + 8, len(drafted) + 1)
+    draft = view.extend(state, output.features, ids[:, 1:], counts, max_slots=len(certain) - 1)
+    for depth, token in enumerate(drafted, start=1):
+        draft = view.expand(state, torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.long), depth)
+    scores = draft.logits[0, 0].float()
+    if draft.token_ids is None:
+        return scores
+    return torch.full((target.vocab_size,), float("-inf")).scatter(0, draft.token_ids, scores)
