@@ -1,0 +1,124 @@
+"""vLLM's OpenAI-compatible server with our exported heads: eight clients stream at the same time."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from heads import DraftHeads
+from heads.formats.registry import find_format
+from inference import Target, generate
+from tests.conftest import CHAT_TARGET, REPOSITORY
+
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
+NUM_CLIENTS, MAX_TOKENS = 8, 48
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no Python with vLLM: run `make test-engines`"),
+    pytest.mark.timeout(1800),
+]
+
+
+@contextmanager
+def running_server(heads: Path, log: Path) -> Iterator[str]:
+    """The address of a server on this machine; it is stopped afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    speculation = {"method": "eagle3", "model": str(heads), "num_speculative_tokens": 4}
+    options = {
+        "--model": str(CHAT_TARGET),
+        "--served-model-name": "target",
+        "--speculative-config": json.dumps(speculation),
+        "--dtype": "float32",
+        "--max-model-len": "512",
+        "--host": "127.0.0.1",
+        "--port": str(port),
+    }
+    words = [word for pair in options.items() for word in pair]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | ENVIRONMENT
+    with (
+        log.open("w", encoding="utf-8") as lines,
+        subprocess.Popen(
+            [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *words],
+            env=environment,
+            stdout=lines,
+            stderr=subprocess.STDOUT,
+        ) as server,
+    ):
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health", server, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(600):
+        assert server.poll() is None, log.read_text(encoding="utf-8")[-4000:]
+        try:
+            with urllib.request.urlopen(url):
+                return
+        except URLError:
+            time.sleep(1)
+    pytest.fail(f"the server did not answer: {log.read_text(encoding='utf-8')[-4000:]}")
+
+
+def test_eight_clients_stream_the_targets_texts(tmp_path: Path) -> None:
+    target = Target(AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32).eval())
+    tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
+    heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
+    heads.bind(target)
+    (tmp_path / "heads").mkdir()
+    find_format("vllm", "eagle3").write(heads.config, heads.state_dict(), target).save(tmp_path / "heads")
+    lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_CLIENTS]
+    turns = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
+
+    with running_server(tmp_path / "heads", tmp_path / "log") as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+
+        def stream(messages: list[dict[str, str]]) -> str:
+            chunks = client.chat.completions.create(
+                model="target",
+                messages=messages,  # type: ignore[arg-type]
+                temperature=0,
+                max_tokens=MAX_TOKENS,
+                stream=True,
+            )
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            served = list(pool.map(stream, turns))
+        with urllib.request.urlopen(f"{address}/metrics") as answer:
+            metrics = answer.read().decode()
+
+    for messages, text in zip(turns, served, strict=True):
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = generate(target, heads, **inputs, max_new_tokens=MAX_TOKENS, do_sample=False, tree="chain:4")
+        new = output.sequences[0, inputs["input_ids"].shape[1] :]
+        assert text == tokenizer.decode(new, skip_special_tokens=True)
+    accepted = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
+    assert float(accepted[0].rpartition(" ")[2]) > 0
