@@ -18,6 +18,8 @@ PROGRAMS = {
     "inspect": ("scripts.inspect_data", "show and count what training would learn of a data set"),
     "features": ("scripts.extract_features", "store a target's hidden states, to train without running it"),
     "train": ("training.train_heads", "train draft heads (several processes: accelerate launch)"),
+    "import": ("scripts.import_heads", "turn heads that another project trained into heads of this library"),
+    "export": ("scripts.export_heads", "write heads as vLLM, SGLang, llama.cpp or their authors read them"),
     "tree": ("scripts.build_tree", "build the best static tree for trained heads"),
 }
 # What only some programs need -> the extra that brings it.
