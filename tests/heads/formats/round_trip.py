@@ -40,6 +40,14 @@ def export_heads(known: Format, heads: DraftHeads) -> Exported:
     return known.write(heads.config, heads.state_dict(), heads.target)
 
 
+def publish(known: Format, heads: DraftHeads) -> Published:
+    """Exported heads as they are opened, without files."""
+    exported = export_heads(known, heads)
+    return Published(
+        "somewhere", exported.config, exported.file, {name: x.detach() for name, x in exported.tensors.items()}
+    )
+
+
 def assert_same_heads(found: DraftHeads, heads: DraftHeads) -> None:
     """The same tensors bit for bit, and the same drafts."""
     expected = heads.state_dict()

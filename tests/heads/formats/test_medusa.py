@@ -19,6 +19,7 @@ from tests.heads.formats.round_trip import (
     assert_same_heads,
     change,
     import_heads,
+    publish,
     refusal_of,
 )
 from tests.heads.tiny_heads import tiny_heads
@@ -76,8 +77,8 @@ def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
     )
 
 
-def test_a_file_without_projections_is_no_second_version(target: Target, tmp_path: Path) -> None:
-    published = assert_round_trip(Medusa(), tiny_heads("medusa", target, num_heads=2, shares_lm_head=True), tmp_path)
+def test_a_file_without_projections_is_no_second_version(target: Target) -> None:
+    published = publish(Medusa(), tiny_heads("medusa", target, num_heads=2, shares_lm_head=True))
     assert "0.1.weight is missing" in refusal_of(Medusa(), change(published, config={"version": None}), target)
 
 
@@ -96,14 +97,14 @@ class TestVllm:
         tensors = {name: x for name, x in published.items() if not name.endswith("bias")}
         assert_same_heads(import_heads(VllmMedusa(), Published("x", dropped.config, "", tensors), target), heads)
 
-    def test_a_shared_lm_head_is_the_targets(self, target: Target, tmp_path: Path) -> None:
+    def test_a_shared_lm_head_is_the_targets(self, target: Target) -> None:
         heads = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
-        published = assert_round_trip(VllmMedusa(), heads, tmp_path)
+        published = publish(VllmMedusa(), heads)
         other = change(published, **{"lm_head.weight": torch.randn(128, 32)})
         assert "lm_head.weight differs from the target's own" in refusal_of(VllmMedusa(), other, target)
 
-    def test_a_truncated_vocabulary(self, target: Target, tmp_path: Path) -> None:
-        published = assert_round_trip(VllmMedusa(), tiny_heads("medusa", target, num_heads=1), tmp_path)
+    def test_a_truncated_vocabulary(self, target: Target) -> None:
+        published = publish(VllmMedusa(), tiny_heads("medusa", target, num_heads=1))
         cut = change(published, token_map=torch.arange(40), **{"lm_heads.0.weight": torch.randn(40, 32)})
         message = refusal_of(VllmMedusa(), cut, target)
         assert "token_map has no place" in message
