@@ -90,8 +90,8 @@ class DFlash(Format):
         is_spark = bool(config.markov_rank or config.has_confidence)
         if config.predicts_at_anchor != is_spark or (is_spark and not config.markov_rank):
             raise ValueError(
-                f"predicts_at_anchor is {config.predicts_at_anchor}, markov_rank {config.markov_rank} and has_confidence "
-                f"{config.has_confidence}: engines read DFlash (false, 0, false) and DSpark (true, above 0, either) in "
+                f"predicts_at_anchor is {config.predicts_at_anchor}, markov_rank {config.markov_rank} and "
+                f"has_confidence {config.has_confidence}: engines read DFlash (false, 0, false) and DSpark (true, above 0, either) in "
                 "this format. Choose speculators, or train heads of one of the two"
             )
         mask_id, written = _write_tensors(tensors, target)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heads import DraftHeads, create_heads
 from heads.formats.format import Exported, Format
+from heads.formats.gguf_file import write_gguf
 from heads.formats.published import Published, open_published
 from inference import Target, generate
 from tests.tiny_targets import random_prompt
@@ -19,6 +20,9 @@ from tests.tiny_targets import random_prompt
 
 def write(exported: Exported, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    if exported.file.endswith(".gguf"):
+        write_gguf(folder / exported.file, exported.config, exported.tensors)
+        return folder
     (folder / "config.json").write_text(json.dumps(exported.config), encoding="utf-8")
     tensors = {name: x.detach().clone() for name, x in exported.tensors.items()}
     if exported.file.endswith(".safetensors"):
