@@ -10,17 +10,20 @@ embeddings, which vLLM and speculators read.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from heads.config import name_of_target
+from heads.formats.eagle.llama_keys import Reading, name_dtype, read_decoder, refuse_unwritable, write_decoder
 from heads.formats.format import Exported, Format, Imported
-from heads.formats.published import Published
-from heads.formats.tensors import rename, take_copies
+from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import as_wide_as, rename, take_copies
 from inference.targets.target import Target
 
 _NAMES = {
@@ -31,91 +34,146 @@ _NAMES = {
 }
 _EMBEDDING = "embed_tokens.weight"
 _MASK_FILE = "mask_embedding.pt"
-_SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "rms_norm_eps")
+# Keys of ours that published configs have no place for.
+_OWN = ("num_anchors", "loss_decay", "confidence_threshold")
 
 
 class DFlash(Format):
-    """The authors' folders, which vLLM and SGLang read."""
+    """The authors' folders. Their code and SGLang embed the mask with the target's own table."""
 
-    name = "dflash"
-    title = "a block drafter in the published DFlash or DSpark format"
+    name: ClassVar[str] = "dflash"
+    title: ClassVar[str] = "a block drafter in the published DFlash or DSpark format"
     kinds = ("block",)
-    layer_offset = 1
+    layer_offset: ClassVar[int] = 1
 
     def matches(self, published: Published) -> bool:
         return re.search("DFlash|DSpark", published.architectures, re.IGNORECASE) is not None
 
     def read(self, published: Published, target: Target) -> Imported:
-        problems: list[str] = []
-        settings = _read_shape(published, target, problems) | self._read_block(published, problems)
-        if layers := self._read_layers(published, target, problems):
+        reading = Reading(published, target)
+        numbers = [int(match[1]) for name in published if (match := re.match(r"layers\.(\d+)\.", name))]
+        num_layers = 1 + max(numbers, default=0)
+        settings = read_decoder(reading, num_layers) | self._read_block(reading) | {"num_layers": num_layers}
+        _check_shape(reading)
+        if layers := self._read_layers(reading):
             settings["feature_layers"] = layers
+        settings |= {name: value for name in _OWN if (value := published.own_setting(name)) is not None}
         tensors = dict(published)
-        mask = _take_mask(published, tensors, target, problems)
+        mask = _take_mask(reading, tensors)
         own = {name: target.lm_head_weight() for name in ("lm_head.weight", "verifier_lm_head.weight")}
-        problems += take_copies(tensors, own)
-        _take_vocabulary(tensors, target, problems)
-        found = rename(tensors, {**{name: name for name in tensors}, **_NAMES})
-        return Imported("block", settings, found | mask, {**_NAMES, "mask_embedding": _EMBEDDING}, problems)
+        reading.problems += take_copies(tensors, own)
+        _take_vocabulary(tensors, target, reading.problems)
+        reading.tensors = rename(tensors, {**{name: name for name in tensors}, **_NAMES}) | mask
+        reading.names = {**_NAMES, "mask_embedding": _EMBEDDING}
+        return reading.finish("block", settings)
 
-    def _read_block(self, published: Published, problems: list[str]) -> dict[str, Any]:
-        is_spark = "dspark" in published.architectures.lower()
-        rank = int(published.setting("markov_rank", 0)) if is_spark else 0
-        has_confidence = is_spark and bool(published.setting("enable_confidence_head", False))
+    def _read_block(self, reading: Reading) -> dict[str, Any]:
+        published = reading.published
+        names = f"{published.architectures} {published.config.get('speculators_model_type', '')}"
+        is_spark = "dspark" in names.lower()
+        rank = published.setting("markov_rank", 0) if is_spark else 0
+        has_confidence = is_spark and reading.flag("enable_confidence_head")
         if rank and (structure := published.setting("markov_head_type", "vanilla")) not in ("vanilla", "classical"):
-            problems.append(f"markov_head_type is {structure!r}; heads here have the bias of one token (vanilla)")
-        if has_confidence and bool(published.setting("confidence_head_with_markov", False)) != bool(rank):
-            problems.append("confidence_head_with_markov differs from markov_rank > 0, which decides it here")
+            reading.problems.append(
+                f"markov_head_type is {structure!r}; heads here have the bias of one token (vanilla)"
+            )
+        if has_confidence and reading.flag("confidence_head_with_markov") != bool(rank):
+            reading.problems.append("confidence_head_with_markov differs from markov_rank > 0, which decides it here")
         return {
-            "block_size": _need(published, "block_size", 8, problems),
-            "num_layers": _need(published, "num_hidden_layers", 1, problems),
+            "block_size": reading.integer("block_size"),
             "predicts_at_anchor": bool(published.setting("sample_from_anchor", is_spark)),
             "markov_rank": rank,
             "has_confidence": has_confidence,
             "is_causal": bool(published.setting("is_causal", published.setting("causal", False))),
         }
 
-    def _read_layers(self, published: Published, target: Target, problems: list[str]) -> list[int]:
+    def _read_layers(self, reading: Reading) -> list[int]:
         key = "target_layer_ids" if self.layer_offset else "aux_hidden_state_layer_ids"
-        ids = _need(published, key, [], problems)
-        layers = [i + self.layer_offset for i in ids]
-        if wrong := [i for i, layer in zip(ids, layers, strict=True) if not 1 <= layer < target.num_layers]:
-            first, last = 1 - self.layer_offset, target.num_layers - 1 - self.layer_offset
-            problems.append(f"{key} {wrong} are no layers of this target; allowed are {first} to {last}")
+        if not isinstance(ids := reading.published.setting(key), list):
+            reading.problems.append(f"config.json has no {key}")
+            return []
+        layers, last = [i + self.layer_offset for i in ids], reading.target.num_layers - 1
+        if wrong := [i for i, layer in zip(ids, layers, strict=True) if not 1 <= layer <= last]:
+            allowed = f"{1 - self.layer_offset} to {last - self.layer_offset}"
+            reading.problems.append(f"{key} {wrong} are no layers of this target; allowed are {allowed}")
             return []
         return layers
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
-        _refuse_last_state(config)
-        is_spark = bool(config.markov_rank or config.has_confidence)
-        if config.predicts_at_anchor != is_spark or (is_spark and not config.markov_rank):
-            raise ValueError(
-                f"predicts_at_anchor is {config.predicts_at_anchor}, markov_rank {config.markov_rank} and "
-                f"has_confidence {config.has_confidence}: engines read DFlash (false, 0, false) and DSpark (true, above 0, either) in "
-                "this format. Choose speculators, or train heads of one of the two"
-            )
+        is_spark = _is_spark(config)
         mask_id, written = _write_tensors(tensors, target)
-        layer_ids = [layer - self.layer_offset for layer in config.feature_layers]
+        has_own_mask = _EMBEDDING in written
+        self.refuse(config, has_own_mask=has_own_mask)
+        own: dict[str, Any] = {
+            "target_layer_ids": [layer - self.layer_offset for layer in config.feature_layers],
+            "mask_token_id": mask_id,
+        }
         settings = {
             "architectures": ["Qwen3DSparkModel" if is_spark else "DFlashDraftModel"],
-            **_write_shape(config, target),
+            **_write_shape(config, tensors),
             "block_size": config.block_size,
             "num_target_layers": target.num_layers,
+            OWN_KEY: {name: getattr(config, name) for name in _OWN},
         }
-        own: dict[str, Any] = {"target_layer_ids": layer_ids, "mask_token_id": mask_id}
         if is_spark:
             settings |= {**own, **_spark_settings(config), "num_anchors": config.num_anchors}
             settings |= {"is_causal": True} if config.is_causal else {}
         else:
             settings["dflash_config"] = own | ({"causal": True} if config.is_causal else {})
-        method = "dspark" if is_spark else "dflash"
-        commands = [_vllm_command(method, config)]
-        if _EMBEDDING not in written:  # SGLang embeds the mask with the target's own table
-            commands.append(
-                "python -m sglang.launch_server --model-path {target} --speculative-draft-model-path {heads} "
-                f"--speculative-algorithm {method.upper()}"
-            )
-        return Exported(settings, written, commands=tuple(commands))
+        return Exported(settings, written, commands=self.commands(config))
+
+    def refuse(self, config: Any, *, has_own_mask: bool) -> None:
+        """Raises ValueError for heads that the readers of this format would run otherwise."""
+        is_spark = _is_spark(config)
+        refuse_unwritable(
+            self.title,
+            _last_state(config),
+            (
+                config.predicts_at_anchor != is_spark or (is_spark and not config.markov_rank),
+                f"predicts_at_anchor is {config.predicts_at_anchor}, markov_rank {config.markov_rank} and "
+                f"has_confidence {config.has_confidence}, and these are read: DFlash (false, 0, false) and DSpark "
+                "(true, above 0, either); choose speculators",
+            ),
+            *self.limits(config, has_own_mask),
+        )
+
+    def limits(self, config: Any, has_own_mask: bool) -> tuple[tuple[bool, str], ...]:
+        """What these readers lack, and vLLM has: whether it is so, and the reason."""
+        return (
+            (
+                has_own_mask,
+                "the mask was trained, and these readers take it from the target's own embeddings; choose vllm or "
+                "speculators",
+            ),
+            (config.is_causal, "is_causal is true, which these readers do not know; choose vllm or speculators"),
+        )
+
+    def commands(self, config: Any) -> tuple[str, ...]:
+        return ()
+
+
+class SGLangBlock(DFlash):
+    name = "sglang"
+    title = "a block drafter for SGLang"
+
+    def commands(self, config: Any) -> tuple[str, ...]:
+        return (
+            "python -m sglang.launch_server --model-path {target} --speculative-draft-model-path {heads} "
+            f"--speculative-algorithm {_method(config).upper()}",
+        )
+
+
+class VLLMBlock(DFlash):
+    name = "vllm"
+    title = "a block drafter for vLLM"
+
+    def limits(self, config: Any, has_own_mask: bool) -> tuple[tuple[bool, str], ...]:
+        return ()
+
+    def commands(self, config: Any) -> tuple[str, ...]:
+        depths = config.num_depths
+        speculation = {"method": _method(config), "model": "{heads}", "num_speculative_tokens": depths}
+        return (f"vllm serve {{target}} --speculative-config '{json.dumps(speculation)}'",)
 
 
 class BlockSpeculators(DFlash):
@@ -129,43 +187,50 @@ class BlockSpeculators(DFlash):
         return published.config.get("speculators_model_type") in ("dflash", "dspark")
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
-        _refuse_last_state(config)
+        refuse_unwritable(self.title, _last_state(config))
         mask_id, written = _write_tensors(tensors, target)
-        written.setdefault(_EMBEDDING, _embedding_of(target))
-        written["lm_head.weight"] = target.lm_head_weight()
-        method = "dspark" if config.markov_rank or config.has_confidence else "dflash"
+        dtype = written["fc.weight"].dtype
+        written.setdefault(_EMBEDDING, _embedding_of(target).to(dtype))
+        written["lm_head.weight"] = target.lm_head_weight().to(dtype)
+        method = _method(config)
+        proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_depths, "verifier_accept_k": 1}
         settings = {
-            "architectures": ["DSparkDraftModel" if method == "dspark" else "DFlashDraftModel"],
+            "architectures": ["DSparkDraftModel" if _is_spark(config) else "DFlashDraftModel"],
             "speculators_model_type": method,
             "speculators_version": "0.9.0",
             "block_size": config.block_size,
-            "aux_hidden_state_layer_ids": list(config.feature_layers),
+            "aux_hidden_state_layer_ids": config.feature_layers,
             "mask_token_id": mask_id,
             "draft_vocab_size": target.vocab_size,
             "target_hidden_size": target.hidden_size,
             "sample_from_anchor": config.predicts_at_anchor,
+            "sliding_window_non_causal": False,
             "tie_word_embeddings": False,
-            "transformer_layer_config": _write_shape(config, target),
+            "transformer_layer_config": _write_shape(config, tensors),
             "speculators_config": {
                 "algorithm": method,
                 "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_depths}],
+                "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
                 "verifier": {
-                    "name_or_path": config.target_name_or_path,
-                    "architectures": list(target.text_config.architectures or []),
+                    "name_or_path": name_of_target(target) or config.target_name_or_path,
+                    "architectures": [type(target.model).__name__],
                 },
             },
+            OWN_KEY: {name: getattr(config, name) for name in _OWN},
         }
-        if method == "dspark":
+        if _is_spark(config):
             settings |= _spark_settings(config)
         if config.is_causal:
             settings["is_causal"] = True
-        return Exported(settings, written, commands=(_vllm_command(method, config),))
+        return Exported(settings, written, commands=("vllm serve {heads}",))
 
 
-def _vllm_command(method: str, config: Any) -> str:
-    speculation = f'{{"method": "{method}", "model": "{{heads}}", "num_speculative_tokens": {config.num_depths}}}'
-    return f"vllm serve {{target}} --speculative-config '{speculation}'"
+def _is_spark(config: Any) -> bool:
+    return bool(config.markov_rank or config.has_confidence)
+
+
+def _method(config: Any) -> str:
+    return "dspark" if _is_spark(config) else "dflash"
 
 
 def _spark_settings(config: Any) -> dict[str, Any]:
@@ -177,70 +242,32 @@ def _spark_settings(config: Any) -> dict[str, Any]:
     }
 
 
-def _refuse_last_state(config: Any) -> None:
-    if wrong := [layer for layer in config.feature_layers if not 1 <= layer < config.target_num_layers]:
-        raise ValueError(
-            f"feature_layers {wrong} are not the output of a layer that engines tap; allowed are 1 to "
-            f"{config.target_num_layers - 1}: train heads on these"
-        )
+def _last_state(config: Any) -> tuple[bool, str]:
+    last = config.target_num_layers - 1
+    wrong = [layer for layer in config.feature_layers if not 1 <= layer <= last]
+    return bool(wrong), f"feature_layers {wrong} are not what engines tap; allowed are the layers 1 to {last}"
 
 
-# The shape of the draft layers.
-
-
-def _need(published: Published, key: str, otherwise: Any, problems: list[str]) -> Any:
-    value = published.setting(key)
-    if value is None:
-        problems.append(f"config.json has no {key}")
-        return otherwise
-    return value
-
-
-def _read_shape(published: Published, target: Target, problems: list[str]) -> dict[str, Any]:
-    settings = {key: _need(published, key, None, problems) for key in _SHAPE}
-    settings["max_position_embeddings"] = published.setting("max_position_embeddings")
-    settings["rope_parameters"] = _read_rope(published, problems)
-    for key, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if (given := published.setting(key)) != own:
-            problems.append(f"{key} is {given} in config.json, and the target's is {own}")
-    if (size := published.setting("draft_vocab_size", target.vocab_size)) != target.vocab_size:
-        problems.append(
-            f"draft_vocab_size is {size}; block drafters here score the target's {target.vocab_size} tokens"
-        )
-    layer_types = published.setting("layer_types", [])
-    if "sliding_attention" in layer_types or published.setting("use_swa", False):
-        problems.append("the layers attend to a sliding window, and draft layers here see the whole text")
-    return {key: value for key, value in settings.items() if value is not None}
-
-
-def _read_rope(published: Published, problems: list[str]) -> dict[str, Any] | None:
-    rope = dict(published.setting("rope_parameters") or published.setting("rope_scaling") or {})
-    theta = rope.get("rope_theta", published.setting("rope_theta"))
-    if theta is None:
-        problems.append("config.json has no rope_theta")
-        return None
-    kind = rope.pop("type", None) or rope.get("rope_type") or "default"
-    return {**rope, "rope_type": kind, "rope_theta": float(theta)}
-
-
-def _write_shape(config: Any, target: Target) -> dict[str, Any]:
-    rope = config.rope_parameters
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+def _write_shape(config: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {
+        **write_decoder(config, config.num_layers),
         "model_type": "qwen3",
-        "hidden_size": config.hidden_size,
-        "vocab_size": target.vocab_size,
-        "num_hidden_layers": config.num_layers,
-        **{key: getattr(config, key) for key in _SHAPE},
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": rope,
-        # Readers of older releases.
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "attention_bias": False,
         "layer_types": ["full_attention"] * config.num_layers,
-        "tie_word_embeddings": False,
+        "torch_dtype": name_dtype(tensors),
     }
+
+
+def _check_shape(reading: Reading) -> None:
+    """What must stand in a config, since readers differ in their defaults, and what draft layers here do not have."""
+    published, total = reading.published, reading.target.vocab_size
+    rope = published.setting("rope_parameters") or {}
+    if "rope_theta" not in rope and published.setting("rope_theta") is None:
+        reading.problems.append("config.json has no rope_theta")
+    if published.setting("use_swa", False):
+        reading.problems.append("the layers attend to a sliding window, which heads here do not have")
+    if (size := published.setting("draft_vocab_size", total)) != total:
+        reading.problems.append(f"draft_vocab_size is {size}; block drafters here score the target's {total} tokens")
 
 
 # The mask, and copies of the target's tensors.
@@ -252,10 +279,11 @@ def _embedding_of(target: Target) -> Tensor:
     Raises:
         ValueError: a target that scales its embeddings.
     """
-    table: Tensor = target.embed_tokens.weight.detach()
+    embedding: Any = target.embed_tokens
+    table: Tensor = embedding.weight.detach()
     first = torch.arange(min(8, len(table)), device=table.device)
     with torch.no_grad():
-        is_plain = torch.equal(target.embed_tokens(first), table[first])
+        is_plain = torch.equal(embedding(first), table[first])
     if not is_plain:
         raise ValueError(
             f"{type(target.model).__name__} scales its embeddings, and engines read the mask from the table: heads for "
@@ -268,9 +296,8 @@ def _write_tensors(tensors: Mapping[str, Tensor], target: Target) -> tuple[int, 
     """The mask's token, and tensors by their published names. The target's embeddings are among them where none is the
     mask's: then the mask is in the place of a token that texts have seldom."""
     written = {_NAMES.get(name, name): x for name, x in tensors.items() if name != "mask_embedding"}
-    table, mask = _embedding_of(target), tensors["mask_embedding"].detach()
-    dtype = torch.promote_types(table.dtype, mask.dtype)
-    table, mask = table.to(dtype), mask.to(table.device, dtype)
+    mask = tensors["mask_embedding"].detach()
+    table = _embedding_of(target).to(mask)
     if (same := (table == mask).all(dim=1).nonzero()).numel():
         return int(same[0, 0]), written
     token = _find_seldom_token(target)
@@ -287,30 +314,29 @@ def _find_seldom_token(target: Target) -> int:
     return pad if pad is not None and pad not in used and 0 <= pad < target.vocab_size else target.vocab_size - 1
 
 
-def _take_mask(
-    published: Published, tensors: dict[str, Tensor], target: Target, problems: list[str]
-) -> dict[str, Tensor]:
+def _take_mask(reading: Reading, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Takes the embeddings out of `tensors`, which must be the target's but for the mask's row; returns that row."""
-    mask_id = _need(published, "mask_token_id", None, problems)
-    table = tensors.pop(_EMBEDDING, None)
+    published, target, problems = reading.published, reading.target, reading.problems
+    mask_id, table = published.setting("mask_token_id"), tensors.pop(_EMBEDDING, None)
     if mask_id is None:
+        problems.append("config.json has no mask_token_id")
         return {}
     if not 0 <= mask_id < (target.num_embeddings if table is None else len(table)):
         problems.append(f"mask_token_id is {mask_id}, which has no embedding")
         return {}
-    if (stored := _read_mask_file(published, mask_id, problems)) is not None:
-        return {"mask_embedding": stored}
-    if table is None:
+    if (mask := _read_mask_file(published, mask_id, problems)) is None and table is None:
         with torch.no_grad():
-            return {"mask_embedding": target.embed_tokens(torch.tensor([mask_id], device=target.device))[0]}
-    own = _embedding_of(target)
-    if table.dim() == 2 and table.shape[1] == own.shape[1]:
-        compared = table[: len(own)].clone()
-        compared[mask_id : mask_id + 1] = own[mask_id : mask_id + 1].to(table)
-        problems += take_copies({_EMBEDDING: compared}, {_EMBEDDING: own})
-        return {"mask_embedding": table[mask_id]}
-    problems.append(f"tensor {_EMBEDDING} is {list(table.shape)}, and the target's own is {list(own.shape)}")
-    return {}
+            mask = target.embed_tokens(torch.tensor([mask_id], device=target.device))[0].cpu()
+    elif mask is None:
+        assert table is not None
+        mask = table[mask_id]
+    if table is not None:
+        own = _embedding_of(target)
+        if table.dim() == 2 and table.shape[1] == own.shape[1]:
+            table = table[: len(own)].clone()  # there may be more rows, for the mask
+            table[mask_id : mask_id + 1] = own[mask_id : mask_id + 1].to(table)
+        problems += take_copies({_EMBEDDING: table}, {_EMBEDDING: own})
+    return {"mask_embedding": as_wide_as(mask, tensors.get("fc.weight"))}
 
 
 def _read_mask_file(published: Published, mask_id: int, problems: list[str]) -> Tensor | None:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from heads.formats.gguf_file import write_gguf
 from heads.formats.published import Published
 from inference.targets.target import Target
 
@@ -100,10 +101,13 @@ class Exported:
     notes: tuple[str, ...] = ()
 
     def save(self, folder: Path) -> None:
-        """Writes config.json and the weights into a folder."""
+        """Writes config.json and the weights into a folder; of a GGUF file `config` is the metadata."""
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        if self.file.endswith(".gguf"):
+            write_gguf(folder / self.file, self.config, tensors)
+            return
         if self.config:
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         if self.file.endswith(".safetensors"):
             save_file(tensors, folder / self.file, metadata={"format": "pt"})
         else:

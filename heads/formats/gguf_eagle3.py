@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from heads.config import DecoderConfig, decoder_settings
+from heads.config import DecoderConfig
+from heads.formats.eagle.llama_keys import is_same, refuse_unwritable, target_rope, target_table
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.gguf_file import read_metadata
-from heads.formats.published import Published
-from heads.formats.tensors import is_copy, rename
+from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import as_wide_as, rename
 from heads.modules.vocabulary import map_tensors
 from inference.targets.target import Target
 
@@ -39,6 +40,7 @@ _NAMES = {
     "embed_tokens.weight": "token_embd.weight",
     "d2t": "d2t",
 }
+_ARCHITECTURE = "eagle3"
 _Q, _K = "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
 # Key -> the config's. Releases differ in the name of the layers, so both are written.
@@ -78,7 +80,7 @@ class GgufEagle3(Format):
         self.target_gguf = target_gguf
 
     def matches(self, published: Published) -> bool:
-        return published.config.get("general.architecture") == "eagle3"
+        return published.config.get("general.architecture") == _ARCHITECTURE
 
     def read(self, published: Published, target: Target) -> Imported:
         keys, problems = _Keys(published.config), []
@@ -104,25 +106,28 @@ class GgufEagle3(Format):
         settings["rope_parameters"] = _read_rope(keys, tensors, head_dim, target, problems)
         found = rename(tensors, _NAMES)
         settings |= _read_vocabulary(found, target, problems)
+        if (steps := published.config.get(f"{OWN_KEY}.ttt_steps")) is not None:
+            settings["ttt_steps"] = steps
+        # Vectors are stored in float32, whatever the heads have.
+        wide = found.get("fc.weight")
+        found = {name: as_wide_as(x, wide) if "norm" in name else x for name, x in found.items()}
         for name in (_Q, _K):
             if name in found and found[name].dim() == 2 and len(found[name]) % head_dim == 0:
                 found[name] = _to_halves(found[name], head_dim)
         return Imported("eagle3", settings, found, _NAMES, keys.problems + problems)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
-        wrong = {name: getattr(config, name) for name, fine in _FIXED.items() if getattr(config, name) != fine}
-        if wrong or len(config.feature_layers) != 3 or config.target_num_layers in config.feature_layers:
-            wrong["feature_layers"] = config.feature_layers
-            raise ValueError(
-                "llama.cpp's EAGLE-3 has no place for some of these settings: "
-                + ", ".join(f"{name} {value}" for name, value in wrong.items())
-                + f". It reads three layers below {config.target_num_layers}, and "
-                + ", ".join(f"{name} {value}" for name, value in _FIXED.items())
-                + ": train such heads, or serve these with vLLM"
-            )
+        flags = [f"{name} {getattr(config, name)}" for name, fine in _FIXED.items() if getattr(config, name) != fine]
+        layers, total = config.feature_layers, config.target_num_layers
+        refuse_unwritable(
+            self.title,
+            (bool(flags), f"llama.cpp does not know {', '.join(flags)}; choose vllm"),
+            (len(layers) != 3, f"llama.cpp taps three layers, these heads {layers}; choose speculators"),
+            (total in layers, f"llama.cpp taps inputs of layers, not the last norm's output ({total} of {layers})"),
+        )
         rope, factors = _write_rope(config)
         metadata: dict[str, Any] = {
-            "general.architecture": "eagle3",
+            "general.architecture": _ARCHITECTURE,
             "general.name": f"EAGLE-3 for {config.target_name_or_path or config.target_model_type}",
             "eagle3.block_count": 1,
             "eagle3.embedding_length": config.hidden_size,
@@ -134,6 +139,7 @@ class GgufEagle3(Format):
             **{f"eagle3.{key}": value for key, value in rope.items()},
             **{f"eagle3.{key}": list(config.feature_layers) for key in _LAYERS},
             "eagle3.norm_before_residual": config.norm_before_residual,
+            f"{OWN_KEY}.ttt_steps": config.ttt_steps,
             **self._read_tokenizer(),
         }
         written = {_NAMES[name]: x for name, x in tensors.items() if name != "t2d"}
@@ -186,12 +192,14 @@ def _to_pairs(weight: Tensor, head_dim: int) -> Tensor:
     >>> _to_pairs(torch.arange(4)[:, None], head_dim=4).flatten().tolist()
     [0, 2, 1, 3]
     """
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    paired: Tensor = weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    return paired
 
 
 def _to_halves(weight: Tensor, head_dim: int) -> Tensor:
     """The inverse of `_to_pairs`."""
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    halved: Tensor = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    return halved
 
 
 def _read_vocabulary(found: dict[str, Tensor], target: Target, problems: list[str]) -> dict[str, Any]:
@@ -211,8 +219,7 @@ def _read_vocabulary(found: dict[str, Tensor], target: Target, problems: list[st
         found["d2t"], found["t2d"] = map_tensors(ids.long(), target.vocab_size)
     table = found.get("embed_tokens.weight")
     if table is not None:
-        own = target.embed_tokens.weight
-        if table.shape == own.shape and is_copy(table, own):
+        if is_same(table, target_table(target)):
             del found["embed_tokens.weight"]
         else:
             settings["own_embedding"] = True
@@ -255,7 +262,7 @@ def _read_rope(
         problems.append(f"{keys.prefix}rope.scaling.type is {kind!r}; none and linear are read here")
     if (factors := tensors.pop(_ROPE_FACTORS, None)) is None:
         return rope
-    own = decoder_settings(target.text_config)["rope_parameters"]
+    own = target_rope(target)
     rope = {**own, "rope_theta": theta}
     expected = _find_factors(rope, head_dim) if own["rope_type"] == "llama3" else None
     if expected is None or expected.shape != factors.shape or not torch.allclose(expected, factors.float(), rtol=1e-4):

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from heads.config import DEFAULT_ROPE, decoder_settings
+from heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
 from heads.formats.format import Exported, Format, Imported
-from heads.formats.published import Published
-from heads.formats.tensors import rename
+from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import refuse_other_layer, rename
 from inference.targets.target import Target
 
 _WHOLE = "hydra_head."  # before the heads' names in a whole model's state dict
@@ -36,6 +37,7 @@ _LAYER = (
 )
 # hydra_head_arch -> whether there is a prefix layer
 _STRUCTURES = {"mlp": False, "prefix-mlp": True}
+_OWN = ("dropout", "rms_norm_eps", "max_position_embeddings")
 _SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "rms_norm_eps")
 
 
@@ -82,7 +84,7 @@ class Hydra(Format):
         optional = [name for name in names if re.fullmatch(r"(mlps\..*\.residual|lm_head\.\d+)\.bias", name)]
         use_biases = not all(_is_zero_bias(found, name) for name in optional if name in found)
         is_tied = num_heads > 1 and all(_are_equal(found, f"lm_head.{i}", "lm_head.0") for i in range(1, num_heads))
-        settings = {
+        settings: dict[str, Any] = {
             "num_heads": num_heads,
             "num_layers": num_layers,
             "tie_lm_head": is_tied,
@@ -91,6 +93,7 @@ class Hydra(Format):
             "use_embedding_norm": False,
             "use_biases": use_biases,
         }
+        settings |= {name: value for name in _OWN if (value := published.own_setting(name)) is not None}
         if has_prefix:
             settings["rope_parameters"] = _prefix_rope(target)
         if lost := [names[name] for name in optional if name not in found]:
@@ -103,12 +106,13 @@ class Hydra(Format):
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         has_prefix = config.use_prefix_attention
+        refuse_other_layer(config)
         _refuse_foreign_structure(config, target)
         names = _names(config.num_heads, config.num_layers, has_prefix=has_prefix)
         if unlike := _find_unlike_blocks(tensors, names, config.num_heads, config.num_layers):
             raise ValueError(
-                f"the authors' blocks after the first share their weights, and these heads' do not ({unlike[0]}): train "
-                "heads with num_layers 1 or 2 for this format"
+                f"the authors' blocks after the first share their weights, and these heads' do not ({unlike[0]}): "
+                "train heads with num_layers 1 or 2 for this format"
             )
         written = {}
         for ours, theirs in names.items():
@@ -122,8 +126,10 @@ class Hydra(Format):
             "grounded_heads": True,
             "hidden_state_offset": 0,
             "base_model_name_or_path": config.target_name_or_path,
+            OWN_KEY: {name: getattr(config, name) for name in _OWN if hasattr(config, name)},
         }
-        return Exported(settings, written, "hydra_lm_head.pt")
+        note = "No engine serves Hydra; the authors' code does."
+        return Exported(settings, written, "hydra_lm_head.pt", notes=(note,))
 
 
 def _zero_bias(tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -172,7 +178,7 @@ def _find_foreign_settings(published: Published, *, has_prefix: bool) -> list[st
 
 def _prefix_rope(target: Target) -> dict[str, Any]:
     """RoPE of the authors' prefix layer: they hand on the target's scaling, and not its theta."""
-    rope = decoder_settings(target.text_config)["rope_parameters"]
+    rope = target_rope(target)
     if rope["rope_type"] == "linear":
         return {**DEFAULT_ROPE, "rope_type": "linear", "factor": rope["factor"]}
     return dict(DEFAULT_ROPE)
@@ -184,10 +190,10 @@ def _refuse_foreign_structure(config: Any, target: Target) -> None:
         inherited = decoder_settings(target.text_config)
         wanted |= {"use_prefix_norm": True, "rope_parameters": _prefix_rope(target)}
         wanted |= {name: inherited[name] for name in _SHAPE}
-    wrong = {name: value for name, value in wanted.items() if getattr(config, name) != value}
-    if wrong:
-        raise ValueError(
-            "the authors' format of Hydra has no place for these settings: "
-            + "; ".join(f"{name} is {getattr(config, name)!r} (there {value!r})" for name, value in wrong.items())
-            + ". Train heads with theirs, or keep these heads in their own format"
-        )
+    refuse_unwritable(
+        "the authors' Hydra",
+        *(
+            (getattr(config, name) != value, f"{name} is {getattr(config, name)!r}, and there {value!r}")
+            for name, value in wanted.items()
+        ),
+    )

@@ -10,6 +10,7 @@ The number of heads is counted: published configs are wrong about it. vLLM serve
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.published import Published
-from heads.formats.tensors import rename, take_copies
+from heads.formats.tensors import refuse_other_layer, rename, take_copies
 from inference.targets.target import Target
 
 _WHOLE = "medusa_head."  # before the heads' names in the checkpoint of a whole model
@@ -70,7 +71,7 @@ class Medusa(Format):
     def matches(self, published: Published) -> bool:
         if "medusa_num_heads" in published.config or published.file.startswith("medusa_lm_head"):
             return True
-        return any(re.fullmatch(r"(medusa_head\.)?\d+\.\d+\.linear\.weight", name) for name in published)
+        return published.has(r"(medusa_head\.)?\d+\.\d+\.linear\.weight")
 
     def read(self, published: Published, target: Target) -> Imported:
         tensors, problems = dict(published), []
@@ -83,6 +84,7 @@ class Medusa(Format):
         return Imported("medusa", _settings(*sizes, shares), rename(tensors, names), names, problems)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        refuse_other_layer(config)
         names = _authors_names(config.num_heads, config.num_layers)
         settings = {
             "medusa_num_heads": config.num_heads,
@@ -92,10 +94,11 @@ class Medusa(Format):
         if config.shares_lm_head:
             settings["version"] = "2"
         file = "medusa_lm_head.safetensors" if config.shares_lm_head else "medusa_lm_head.pt"
-        return Exported(settings, {names[name]: x for name, x in tensors.items()}, file)
+        note = "No engine of today serves Medusa; the authors' code does."
+        return Exported(settings, {names[name]: x for name, x in tensors.items()}, file, notes=(note,))
 
 
-class VllmMedusa(Format):
+class VLLMMedusa(Format):
     """vLLM's names. Its loader drops biases without a word unless the config has `medusa_fc_bias`."""
 
     name = "vllm"
@@ -103,7 +106,9 @@ class VllmMedusa(Format):
     kinds = ("medusa",)
 
     def matches(self, published: Published) -> bool:
-        return any(re.fullmatch(r"(medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight", name) for name in published)
+        return "MedusaModel" in published.architectures or published.has(
+            r"(medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight"
+        )
 
     def read(self, published: Published, target: Target) -> Imported:
         tensors = {name.removeprefix(_VLLM): x for name, x in published.items()}
@@ -124,6 +129,7 @@ class VllmMedusa(Format):
         return Imported("medusa", _settings(*sizes, shares), found, names, problems)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        refuse_other_layer(config)
         names = _vllm_names(config.num_heads, config.num_layers)
         settings = {
             "architectures": ["MedusaModel"],
@@ -140,8 +146,9 @@ class VllmMedusa(Format):
         if config.shares_lm_head:
             settings["original_lm_head"] = True
             written["lm_head.weight"] = target.lm_head_weight()
-        speculation = f'{{"method": "medusa", "model": "{{heads}}", "num_speculative_tokens": {config.num_heads}}}'
-        return Exported(settings, written, commands=(f"vllm serve {{target}} --speculative-config '{speculation}'",))
+        speculation = {"method": "medusa", "model": "{heads}", "num_speculative_tokens": config.num_heads}
+        command = f"vllm serve {{target}} --speculative-config '{json.dumps(speculation)}'"
+        return Exported(settings, written, commands=(command,), notes=("vLLM up to 0.32 serves Medusa, as chains.",))
 
 
 def _find_own_tensors(target: Target, names: Iterable[str]) -> dict[str, Tensor]:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+from heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
 from heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
 from heads.formats.eagle.eagle3 import Eagle3
 from heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
 from heads.formats.eagle.speculators_format import Speculators
 from heads.formats.format import Format
+from heads.formats.gguf_eagle3 import GgufEagle3
+from heads.formats.hydra import Hydra
+from heads.formats.medusa import Medusa, VLLMMedusa
 from heads.formats.published import Published
-from heads.formats.unread import PublishedBlock, PublishedHydra, PublishedMedusa, WholeModel
+from heads.formats.unread import WholeModel
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
 # one name write different kinds of heads for one engine.
 FORMATS: tuple[Format, ...] = (
-    PublishedBlock(),
+    GgufEagle3(),
+    BlockSpeculators(),
+    DFlash(),
     Speculators(),
     Eagle3(),
     Eagle1(),
-    PublishedHydra(),
-    PublishedMedusa(),
+    Hydra(),
+    Medusa(),
+    VLLMMedusa(),
     WholeModel(),
     VLLMEagle1(),
     VLLMEagle3(),
     SGLangEagle1(),
     SGLangEagle3(),
+    VLLMBlock(),
+    SGLangBlock(),
 )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
+
+from heads.formats.eagle.llama_keys import is_same
 
 
 def rename(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -38,7 +40,7 @@ def take_copies(tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> lis
             continue
         if copy.shape != own.shape:
             problems.append(f"tensor {name} is {list(copy.shape)}, and the target's own is {list(own.shape)}")
-        elif not is_copy(copy, own):
+        elif not is_same(copy, own.detach().to(copy.device)):
             problems.append(
                 f"tensor {name} differs from the target's own, which the heads would read: give the target that the "
                 "heads were trained for"
@@ -46,7 +48,19 @@ def take_copies(tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> lis
     return problems
 
 
-def is_copy(copy: Tensor, own: Tensor) -> bool:
-    """Whether two tensors of one shape are the same up to the rounding of the coarser dtype."""
-    coarse = min(copy.dtype, own.dtype, key=lambda dtype: torch.finfo(dtype).bits)
-    return torch.equal(copy.to(own.device, coarse), own.detach().to(coarse))
+def as_wide_as(tensor: Tensor, other: Tensor | None) -> Tensor:
+    """A tensor in the dtype of another one: engines keep some tensors wider than the heads have them."""
+    return tensor if other is None else tensor.to(other.dtype)
+
+
+def refuse_other_layer(config: Any) -> None:
+    """Refuses heads on another layer than the last.
+
+    Raises:
+        ValueError: engines and authors' code give heads of this kind the target's last states.
+    """
+    if config.feature_layers != [config.target_num_layers]:
+        raise ValueError(
+            f"feature_layers is {config.feature_layers}, and other projects give such heads the target's last states "
+            f"([{config.target_num_layers}]): train heads on these"
+        )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from heads import DraftHeads, create_heads
+from heads import DraftHeads
 from heads.formats.format import Exported, Format
-from heads.formats.gguf_file import write_gguf
 from heads.formats.published import Published, open_published
 from inference import Target, generate
 from tests.tiny_targets import random_prompt
@@ -20,23 +17,12 @@ from tests.tiny_targets import random_prompt
 
 def write(exported: Exported, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    if exported.file.endswith(".gguf"):
-        write_gguf(folder / exported.file, exported.config, exported.tensors)
-        return folder
-    (folder / "config.json").write_text(json.dumps(exported.config), encoding="utf-8")
-    tensors = {name: x.detach().clone() for name, x in exported.tensors.items()}
-    if exported.file.endswith(".safetensors"):
-        save_file(tensors, folder / exported.file)
-    else:
-        torch.save(tensors, folder / exported.file)
+    exported.save(folder)
     return folder
 
 
 def import_heads(known: Format, published: Published, target: Target) -> DraftHeads:
-    imported = known.read(published, target)
-    heads = create_heads(imported.kind, target, **imported.settings)
-    imported.fill(heads, published.path)
-    return heads.eval()
+    return DraftHeads.from_imported(known.read(published, target), target, published.path)
 
 
 def export_heads(known: Format, heads: DraftHeads) -> Exported:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads import DraftHeads
-from heads.formats.block import BlockSpeculators, DFlash
+from heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
 from heads.formats.published import Published, open_published
 from inference import Target
 from inference.targets.encoding import encode
@@ -33,10 +33,10 @@ FLASH = {"block_size": 4}
 SPARK = {"block_size": 4, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True}
 COPIES = ("embed_tokens.weight", "lm_head.weight")
 VARIANTS = [
-    (DFlash(), FLASH),
-    (DFlash(), {**FLASH, "is_causal": True, "num_layers": 1}),
-    (DFlash(), SPARK),
-    (DFlash(), {**SPARK, "has_confidence": False, "is_causal": True}),
+    (VLLMBlock(), FLASH),
+    (VLLMBlock(), {**FLASH, "is_causal": True, "num_layers": 1}),
+    (VLLMBlock(), SPARK),
+    (VLLMBlock(), {**SPARK, "has_confidence": False, "is_causal": True}),
     (BlockSpeculators(), FLASH),
     (BlockSpeculators(), {**FLASH, "predicts_at_anchor": True}),
     (BlockSpeculators(), SPARK),
@@ -58,28 +58,29 @@ def test_a_mask_that_is_a_token_is_written_as_its_number(target: Target, tmp_pat
     heads: Any = tiny_heads("block", target, **FLASH)
     with torch.no_grad():
         heads.mask_embedding.copy_(target.embed_tokens.weight[77])
-    published = assert_round_trip(DFlash(), heads, tmp_path)
-    assert published.config["dflash_config"]["mask_token_id"] == 77
-    assert "embed_tokens.weight" not in published
-    commands = export_heads(DFlash(), heads).commands
-    assert [command.split()[0] for command in commands] == ["vllm", "python"]
+    for known in (DFlash(), SGLangBlock(), VLLMBlock()):
+        published = assert_round_trip(known, heads, tmp_path / known.name)
+        assert published.config["dflash_config"]["mask_token_id"] == 77
+        assert "embed_tokens.weight" not in published
 
 
 def test_a_mask_of_its_own_takes_a_seldom_tokens_place(target: Target, tmp_path: Path) -> None:
     heads: Any = tiny_heads("block", target, **FLASH)
-    published = assert_round_trip(DFlash(), heads, tmp_path)
+    published = assert_round_trip(VLLMBlock(), heads, tmp_path)
     token, table = published.config["dflash_config"]["mask_token_id"], published["embed_tokens.weight"]
     assert token == target.text_config.pad_token_id == 0
     assert torch.equal(table[token], heads.mask_embedding)
     assert torch.equal(table[1:], target.embed_tokens.weight[1:])
-    assert [command.split()[0] for command in export_heads(DFlash(), heads).commands] == ["vllm"]
+    for known in (DFlash(), SGLangBlock()):
+        with pytest.raises(ValueError, match=r"the mask was trained.*choose vllm or speculators"):
+            export_heads(known, heads)
     message = refusal_of(DFlash(), change(published, **{"embed_tokens.weight": table + 1}), target)
     assert "embed_tokens.weight differs from the target's own" in message
 
 
 def test_vllms_file_of_a_mask(target: Target, tmp_path: Path) -> None:
     heads: Any = tiny_heads("block", target, **FLASH)
-    exported = export_heads(DFlash(), heads)
+    exported = export_heads(VLLMBlock(), heads)
     del exported.tensors["embed_tokens.weight"]
     write(exported, tmp_path)
     torch.save({"mask_token_id": 0, "embedding": heads.mask_embedding.detach()[None]}, tmp_path / "mask_embedding.pt")
@@ -131,7 +132,7 @@ def reference(published: Published, target: Target, states: Tensor, anchor: int)
 def test_drafts_are_those_of_the_authors(target: Target, tmp_path: Path) -> None:
     """Their ids count layers from 0: id i is the output of layer i, transformers' hidden_states[i + 1]."""
     heads = tiny_heads("block", target, **FLASH, feature_layers=[2, 4])
-    published = assert_round_trip(DFlash(), heads, tmp_path)
+    published = assert_round_trip(VLLMBlock(), heads, tmp_path)
     assert published.config["dflash_config"]["target_layer_ids"] == [1, 3]
     input_ids = random_prompt(10)
     model: Any = target.model
@@ -152,7 +153,7 @@ def test_drafts_are_those_of_the_authors(target: Target, tmp_path: Path) -> None
     ["num_attention_heads", "intermediate_size", "rms_norm_eps", "block_size", "num_hidden_layers", "hidden_size"],
 )
 def test_a_missing_key(key: str, target: Target) -> None:
-    published = publish(DFlash(), tiny_heads("block", target, **FLASH))
+    published = publish(VLLMBlock(), tiny_heads("block", target, **FLASH))
     assert key in refusal_of(DFlash(), change(published, config={key: None}), target)
 
 
@@ -172,7 +173,7 @@ def test_a_missing_key(key: str, target: Target) -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_other_settings(config: dict[str, Any], message: str, target: Target) -> None:
-    published = publish(DFlash(), tiny_heads("block", target, **FLASH))
+    published = publish(VLLMBlock(), tiny_heads("block", target, **FLASH))
     with pytest.raises(ValueError, match=message):
         import_heads(DFlash(), change(published, config=config), target)
 
@@ -187,7 +188,7 @@ def test_other_settings(config: dict[str, Any], message: str, target: Target) ->
     ],
 )
 def test_other_settings_of_dspark(config: dict[str, Any], message: str, target: Target) -> None:
-    published = publish(DFlash(), tiny_heads("block", target, **SPARK))
+    published = publish(VLLMBlock(), tiny_heads("block", target, **SPARK))
     assert message in refusal_of(DFlash(), change(published, config=config), target)
 
 
@@ -202,17 +203,17 @@ def test_a_reduced_vocabulary_of_speculators(target: Target) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({**FLASH, "feature_layers": [2, 6]}, r"feature_layers \[6\].*allowed are 1 to 5"),
-        ({**FLASH, "predicts_at_anchor": True}, "engines read DFlash .* and DSpark"),
-        ({**SPARK, "markov_rank": 0}, "Choose speculators"),
+        ({**FLASH, "feature_layers": [2, 6]}, r"feature_layers \[6\].*allowed are the layers 1 to 5"),
+        ({**FLASH, "predicts_at_anchor": True}, "these are read: DFlash .* and DSpark"),
+        ({**SPARK, "markov_rank": 0}, "choose speculators"),
     ],
 )
 def test_settings_that_engines_do_not_read(settings: dict[str, Any], message: str, target: Target) -> None:
     with pytest.raises(ValueError, match=message):
-        export_heads(DFlash(), tiny_heads("block", target, **settings))
+        export_heads(VLLMBlock(), tiny_heads("block", target, **settings))
 
 
 def test_a_target_that_scales_its_embeddings() -> None:
     target = Target(tiny_target("gemma3"))
     with pytest.raises(ValueError, match="scales its embeddings"):
-        export_heads(DFlash(), tiny_heads("block", target, **FLASH))
+        export_heads(VLLMBlock(), tiny_heads("block", target, **FLASH))

@@ -203,10 +203,10 @@ def test_one_of_the_two_names_of_the_layers_is_enough(target: Target) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fc_norm": True}, "fc_norm True.*serve these with vLLM"),
+        ({"fc_norm": True}, "does not know fc_norm True; choose vllm"),
         ({"norm_output": True}, "norm_output True"),
-        ({"feature_layers": [2, 3]}, r"feature_layers \[2, 3\].*three layers below 6"),
-        ({"feature_layers": [2, 3, 6]}, r"feature_layers \[2, 3, 6\]"),
+        ({"feature_layers": [2, 3]}, r"taps three layers, these heads \[2, 3\]"),
+        ({"feature_layers": [2, 3, 6]}, r"not the last norm's output \(6 of \[2, 3, 6\]\)"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
     ],
     ids=lambda value: str(value)[:40],

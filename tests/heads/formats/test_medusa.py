@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heads.formats.medusa import Medusa, VllmMedusa
+from heads.formats.medusa import Medusa, VLLMMedusa
 from heads.formats.published import Published
 from inference import Target
 from tests.heads.formats.round_trip import (
@@ -28,7 +28,7 @@ SHAPES = [{"num_heads": 3}, {"num_heads": 2, "num_layers": 2}, {"num_heads": 2, 
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=["v1", "two blocks", "v2"])
-@pytest.mark.parametrize("known", [Medusa(), VllmMedusa()], ids=lambda known: known.name)
+@pytest.mark.parametrize("known", [Medusa(), VLLMMedusa()], ids=lambda known: known.name)
 def test_round_trip(known: Any, settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     published = assert_round_trip(known, tiny_heads("medusa", target, **settings), tmp_path)
     skip = ("lm_head.weight",) if settings.get("shares_lm_head") else ()  # a copy may be left out
@@ -91,21 +91,21 @@ class TestVllm:
             for name, parameter in heads.named_parameters():
                 if name.endswith("bias"):
                     parameter.zero_()
-        published = assert_round_trip(VllmMedusa(), heads, tmp_path)
+        published = assert_round_trip(VLLMMedusa(), heads, tmp_path)
         dropped = change(published, config={"medusa_fc_bias": None})
-        assert "no medusa_fc_bias, but there are biases" in refusal_of(VllmMedusa(), dropped, target)
+        assert "no medusa_fc_bias, but there are biases" in refusal_of(VLLMMedusa(), dropped, target)
         tensors = {name: x for name, x in published.items() if not name.endswith("bias")}
-        assert_same_heads(import_heads(VllmMedusa(), Published("x", dropped.config, "", tensors), target), heads)
+        assert_same_heads(import_heads(VLLMMedusa(), Published("x", dropped.config, "", tensors), target), heads)
 
     def test_a_shared_lm_head_is_the_targets(self, target: Target) -> None:
         heads = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
-        published = publish(VllmMedusa(), heads)
+        published = publish(VLLMMedusa(), heads)
         other = change(published, **{"lm_head.weight": torch.randn(128, 32)})
-        assert "lm_head.weight differs from the target's own" in refusal_of(VllmMedusa(), other, target)
+        assert "lm_head.weight differs from the target's own" in refusal_of(VLLMMedusa(), other, target)
 
     def test_a_truncated_vocabulary(self, target: Target) -> None:
-        published = publish(VllmMedusa(), tiny_heads("medusa", target, num_heads=1))
+        published = publish(VLLMMedusa(), tiny_heads("medusa", target, num_heads=1))
         cut = change(published, token_map=torch.arange(40), **{"lm_heads.0.weight": torch.randn(40, 32)})
-        message = refusal_of(VllmMedusa(), cut, target)
+        message = refusal_of(VLLMMedusa(), cut, target)
         assert "token_map has no place" in message
         assert "lm_heads.0.weight is [40, 32] and should be [128, 32]" in message

@@ -31,6 +31,19 @@ REFUSED: dict[tuple[str, str], str] = {
     ("sglang", "eagle3-2"): "SGLang does not read fc_norm, norm_output",
     ("sglang", "eagle3-3"): "SGLang does not read norm_output",
     ("sglang", "eagle3-4"): "SGLang takes the target's embeddings",
+    ("gguf", "eagle3-2"): "llama.cpp does not know fc_norm True, norm_output True",
+    ("gguf", "eagle3-3"): "llama.cpp does not know norm_output True",
+    ("gguf", "eagle3-4"): "llama.cpp does not know norm_output True, norm_before_fc True, qkv_bias True",
+    ("hydra", "hydra-0"): "use_embedding_norm is True, and there False",
+    ("hydra", "hydra-2"): "use_prefix_norm is False, and there True",
+    ("hydra", "hydra-3"): "use_embedding_norm is True, and there False",
+    ("dflash", "block-0"): "the mask was trained, and these readers take it from the target's own embeddings",
+    ("dflash", "block-1"): "the mask was trained, and these readers take it from the target's own embeddings",
+    ("dflash", "block-2"): "is_causal is true, which these readers do not know",
+    ("sglang", "block-0"): "the mask was trained, and these readers take it from the target's own embeddings",
+    ("sglang", "block-1"): "the mask was trained, and these readers take it from the target's own embeddings",
+    ("sglang", "block-2"): "is_causal is true, which these readers do not know",
+    ("vllm", "block-2"): "these are read: DFlash .* and DSpark",
 }
 WRITERS = [known for known in FORMATS if known.kinds]
 CASES = [
