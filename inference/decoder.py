@@ -163,16 +163,30 @@ class Decoder:
             )
             if on_step is not None and request.batch_size > 1:
                 raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
-            loop = self._begin(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
-            with (
-                _streaming(streamer, request),
-                self._holding(loop),
-                self.target.without_autograd(),
-                self._step.executor.active(),
-            ):
-                for _ in loop.steps():
-                    pass
-            clock.pause()
+            return self._run(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
+
+    def decode(self, request: Request, *, seed: int | Sequence[int] | None = None) -> GenerationOutput:
+        """`generate` of a request that is ready (`inference.request`).
+
+        Raises:
+            RuntimeError: while this decoder is in the middle of another text.
+        """
+        with self._take():
+            return self._run(request, seed, self._new_clock(), reuse_cache=False)
+
+    def _run(
+        self, request: Request, seed: int | Sequence[int] | None, clock: PhaseClock, **options: Any
+    ) -> GenerationOutput:
+        loop = self._begin(request, seed, clock, **options)
+        with (
+            _streaming(request.streamer, request),
+            self._holding(loop),
+            self.target.without_autograd(),
+            self._step.executor.active(),
+        ):
+            for _ in loop.steps():
+                pass
+        clock.pause()
         return gather_output(loop.request, loop.scores, loop.stats)
 
     def stream(

@@ -92,6 +92,7 @@ class Exported:
         file: its name.
         commands: how to serve them, one command for each engine; `{heads}` and `{target}` stand for the paths.
         notes: what a user of the files should know, one sentence each.
+        files: further text files; `{heads}` in them stands for the quoted place of the heads.
     """
 
     config: dict[str, Any]
@@ -99,9 +100,18 @@ class Exported:
     file: str = "model.safetensors"
     commands: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
 
-    def save(self, folder: Path) -> None:
-        """Writes config.json and the weights into a folder; of a GGUF file `config` is the metadata."""
+    def save(self, folder: Path, at: str | None = None) -> None:
+        """Writes config.json and the weights into a folder; of a GGUF file `config` is the metadata.
+
+        Args:
+            at: the hub id under which users will find the heads; None = in the folder.
+        """
+        for name, text in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            place = json.dumps(at or str(folder.resolve()))
+            (folder / name).write_text(text.replace("{heads}", place), encoding="utf-8")
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         if self.file.endswith(".gguf"):
             write_gguf(folder / self.file, self.config, tensors)
@@ -121,12 +131,15 @@ class Format(ABC):
         name: as `--format` has it.
         title: as in "this folder holds TITLE".
         kinds: of heads that can be written in it.
+        needs_this_library: whether who decodes with such heads needs this library, so that no other choice of format
+            names it.
         cure: what to do with a checkpoint of a format that is named, but not read; None = it is read.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]] = ()
+    needs_this_library: ClassVar[bool] = False
     cure: str | None = None
 
     @abstractmethod

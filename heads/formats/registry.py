@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
+from heads.formats.custom_generate import CustomGenerateFolder
 from heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
 from heads.formats.eagle.eagle3 import Eagle3
 from heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
@@ -33,6 +34,7 @@ FORMATS: tuple[Format, ...] = (
     SGLangEagle3(),
     VLLMBlock(),
     SGLangBlock(),
+    CustomGenerateFolder(),
 )
 
 
@@ -53,7 +55,8 @@ def find_format(name: str, kind: str) -> Format:
         raise ValueError(f"got format {name!r}; allowed are {', '.join(dict.fromkeys(one.name for one in writers))}")
     if (found := next((known for known in named if kind in known.kinds), None)) is not None:
         return found
-    others = dict.fromkeys(known.name for known in writers if kind in known.kinds)
+    engines = [known for known in writers if not known.needs_this_library]
+    others = dict.fromkeys(known.name for known in engines if kind in known.kinds)
     kinds = dict.fromkeys(one for known in named for one in known.kinds)
     raise ValueError(
         f"{kind} heads are not written as {name}, which takes {', '.join(kinds)}: "

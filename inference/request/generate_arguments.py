@@ -11,6 +11,7 @@ import copy
 from collections.abc import Sequence, Set
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
@@ -114,6 +115,43 @@ def make_request(
         **kwargs,
     )
     return cast(Request, request)
+
+
+# What transformers prepares for a decoding method, and this loop prepares anew.
+_PREPARED = {"position_ids", "past_key_values", "logits_to_keep", "cache_position"}
+
+
+def request_of_hook(
+    target: Target,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: Sequence[Any],
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    streamer: Any = None,
+) -> Request:
+    """The request of transformers' `generate`, from what it hands to its `custom_generate`.
+
+    Raises:
+        ValueError: for options that this loop cannot honour.
+    """
+    target.check_again()
+    name = type(target.model).__name__
+    if target.is_encoder_decoder:
+        raise ValueError(f"custom_generate does not give the sources that {name} reads: call inference.generate")
+    _refuse_options(config, model_kwargs.keys() - _PREPARED)
+    mask = model_kwargs.get("attention_mask")
+    check_prompt(input_ids, mask)
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise ValueError("past_key_values holds tokens already, and this decode loop has its own cache: leave it out")
+    real = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not torch.equal((positions * real), (real.cumsum(1) - 1) * real):
+        raise ValueError("position_ids is not supported by this decode loop: leave it out")
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
+    return Request(input_ids, mask, processors, criteria, config, target, streamer)
 
 
 def _take_text_options(
