@@ -44,7 +44,8 @@ def generate_with_heads(
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     if "custom_generate" in given:  # the model's generate was replaced by this one, and the decoder calls it
-        return type(model).generate(model, inputs=inputs if input_ids is None else input_ids, **given)
+        stock: Any = type(model)
+        return stock.generate(model, inputs=inputs if input_ids is None else input_ids, **given)
     drafter = heads if isinstance(heads, Drafter) else load_heads(os.fspath(heads or default_heads), model)
     prompts = inputs if input_ids is None else input_ids
     if prompts is None:
