@@ -449,7 +449,11 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         heads: Any = kind_class(config)
         if isinstance(dtype, str):
             dtype = None if dtype == "auto" else getattr(torch, dtype)
-        imported.fill(heads.to(dtype or imported.dtype), path)
+        heads.to(dtype or imported.dtype)
+        for name, buffer in heads.named_buffers():
+            if name.rpartition(".")[2] in imported.float32_parts:
+                buffer.data = buffer.float()
+        imported.fill(heads, path)
         heads.bind(target)
         return cast(Self, heads.eval())
 

@@ -33,6 +33,7 @@ class Imported:
         names: our name -> the checkpoint's, for messages; names that are alike may be left out.
         problems: what is wrong with the checkpoint, one sentence each.
         notes: what the checkpoint leaves open, and how it was read, one sentence each.
+        float32_parts: last parts of the names of tensors that stay in float32, whatever the others have.
     """
 
     kind: str
@@ -41,11 +42,16 @@ class Imported:
     names: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    float32_parts: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
         """The narrowest dtype that holds all values of the floating-point tensors."""
-        found = {tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point()}
+        found = {
+            tensor.dtype
+            for name, tensor in self.tensors.items()
+            if tensor.is_floating_point() and name.rpartition(".")[2] not in self.float32_parts
+        }
         return functools.reduce(torch.promote_types, sorted(found, key=str)) if found else torch.float32
 
     def refuse(self, path: str, problems: Iterable[str] = ()) -> None:

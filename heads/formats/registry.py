@@ -13,6 +13,7 @@ from heads.formats.gguf_eagle3 import GgufEagle3
 from heads.formats.hydra import Hydra
 from heads.formats.medusa import Medusa, VLLMMedusa
 from heads.formats.published import Published
+from heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
 from heads.formats.unread import WholeModel
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
@@ -27,6 +28,7 @@ FORMATS: tuple[Format, ...] = (
     Hydra(),
     Medusa(),
     VLLMMedusa(),
+    VLLMMTP(),
     WholeModel(),
     VLLMEagle1(),
     VLLMEagle3(),
@@ -34,6 +36,7 @@ FORMATS: tuple[Format, ...] = (
     SGLangEagle3(),
     VLLMBlock(),
     SGLangBlock(),
+    SGLangMTP(),
     CustomGenerateFolder(),
 )
 

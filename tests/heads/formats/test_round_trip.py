@@ -43,6 +43,11 @@ REFUSED: dict[tuple[str, str], str] = {
     ("sglang", "block-0"): "the mask was trained, and these readers take it from the target's own embeddings",
     ("sglang", "block-1"): "the mask was trained, and these readers take it from the target's own embeddings",
     ("sglang", "block-2"): "is_causal is true, which these readers do not know",
+    **{
+        (name, f"mtp-{index}"): "engines serve MTP only in checkpoints of families that have it"
+        for name in ("vllm", "sglang")
+        for index in range(3)
+    },
     ("vllm", "block-2"): "these are read: DFlash .* and DSpark",
 }
 WRITERS = [known for known in FORMATS if known.kinds]
