@@ -23,7 +23,7 @@ from heads import DraftHeads
 from heads.checkpoint import check_place, is_published
 from heads.formats.published import open_published
 from heads.formats.registry import recognize
-from scripts.doors.conventions import judge, measure_conventions, question_prompts
+from scripts.doors.conventions import compare_conventions, question_prompts
 from scripts.model_loading import DTYPES, check_folder, load_target
 from scripts.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
@@ -88,12 +88,12 @@ def run(args: ImportArguments) -> None:
     for note in imported.notes:
         print(f"note: {note}")
     if args.check:
-        conventions = measure_conventions(known, imported, target, args.checkpoint, question_prompts(tokenizer))
-        print("acceptance length, tokens a pass:")
-        for one in conventions:
-            print(f"  {one.acceptance_length:5.2f}  {one.name}")
-        if (advice := judge(conventions)) is not None:
-            print(f"warning: {advice}", file=sys.stderr)
+        finding = compare_conventions(known, imported, target, args.checkpoint, question_prompts(tokenizer))
+        print(f"acceptance length {finding.lengths[0]:.2f} tokens a pass; cross-entropy of the drafts in nats where")
+        for one in finding.conventions:
+            print(f"  {float(one.cross_entropy.mean()):6.3f}  {one.name}")
+        if finding.advice is not None:
+            print(f"warning: {finding.advice}", file=sys.stderr)
     heads.save_pretrained(args.output)
     print(
         f"{args.checkpoint} holds {known.title}.\n"

@@ -32,7 +32,8 @@ def render_serving_card(exported: Exported, *, name: str, kind: str, heads: str,
     return (
         f"---\n{front.to_yaml()}\n---\n\n"
         f"# Draft heads for {target}\n\n"
-        f"{kind} heads, written by draftsmith in the format `{name}`. They draft tokens for `{target}`, which verifies them.\n\n"
+        f"{kind} heads, written by draftsmith in the format `{name}`. They draft for `{target}`, which verifies the "
+        "drafted tokens.\n\n"
         + (f"## Serve\n\n```bash\n{commands}\n```\n\n" if commands else "")
         + (f"## Notes\n\n{notes}\n" if notes else "")
         + "## Decode with draftsmith\n\n"
