@@ -24,6 +24,7 @@ from heads.modules.vocabulary import map_tensors
 from inference.targets.target import Target
 
 _NAMES = {
+    "input_norm.weight": "enc.output_norm.weight",
     "fc.weight": "fc.weight",
     "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
     "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
@@ -52,12 +53,12 @@ _SIZES = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+_FLAGS = ("norm_before_residual", "norm_before_fc")
 _LAYERS = ("target_layers", "extract_layers")
 # What llama.cpp's graph has no place for, with the value that it computes.
 _FIXED = {
     "fc_norm": False,
     "norm_output": False,
-    "norm_before_fc": False,
     "qkv_bias": False,
     "o_bias": False,
     "hidden_act": "silu",
@@ -91,15 +92,14 @@ class GgufEagle3(Format):
             if wrong := [i for i in layers if not 0 <= i < target.num_layers]:
                 problems.append(f"{_LAYERS[0]} {wrong} are no layers of this target, which has {target.num_layers}")
                 del settings["feature_layers"]
-        settings["norm_before_residual"] = bool(keys.get("norm_before_residual", False))
+        settings |= {flag: bool(keys.get(flag, False)) for flag in _FLAGS}
         settings["hidden_act"] = "silu"
         for key, wanted in (
             ("block_count", 1),
             ("embedding_length", target.hidden_size),
             ("target_hidden_size", target.hidden_size),
-            ("norm_before_fc", False),
         ):
-            if (value := keys.get(key, wanted if key == "norm_before_fc" else None)) != wanted:
+            if (value := keys.get(key)) != wanted:
                 problems.append(f"{keys.prefix}{key} is {value}, and {wanted} is read here")
         tensors = dict(published)
         head_dim = int(settings.get("head_dim", 64))
@@ -138,7 +138,7 @@ class GgufEagle3(Format):
             "eagle3.rope.dimension_count": config.head_dim,
             **{f"eagle3.{key}": value for key, value in rope.items()},
             **{f"eagle3.{key}": list(config.feature_layers) for key in _LAYERS},
-            "eagle3.norm_before_residual": config.norm_before_residual,
+            **{f"eagle3.{flag}": getattr(config, flag) for flag in _FLAGS},
             f"{OWN_KEY}.ttt_steps": config.ttt_steps,
             **self._read_tokenizer(),
         }

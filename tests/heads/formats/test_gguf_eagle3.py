@@ -36,11 +36,12 @@ SETTINGS: list[dict[str, Any]] = [
         "own_embedding": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     },
+    {"norm_before_fc": True},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["full", "reduced", "residual", "linear"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["full", "reduced", "residual", "fc", "linear"])
 def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     heads = tiny_heads("eagle3", target, **settings)
     published = assert_round_trip(KNOWN, heads, tmp_path)
@@ -183,7 +184,7 @@ def test_d2t_holds_target_ids(target: Target) -> None:
         ({"eagle3.target_layers": [2, 3, 9]}, r"target_layers \[9\] are no layers"),
         ({"eagle3.block_count": 2}, "eagle3.block_count is 2, and 1 is read here"),
         ({"eagle3.target_hidden_size": 64}, "eagle3.target_hidden_size is 64, and 32"),
-        ({"eagle3.norm_before_fc": True}, "eagle3.norm_before_fc is True"),
+        ({"eagle3.norm_before_fc": True}, r"tensor enc\.output_norm\.weight is missing"),
         ({"eagle3.rope.scaling.type": "yarn"}, "scaling.type is 'yarn'"),
     ],
     ids=lambda value: str(value)[:40],
