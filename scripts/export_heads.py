@@ -74,7 +74,8 @@ def run(args: ExportArguments) -> None:
     card = render_serving_card(
         exported, name=known.name, kind=heads.config.head_type, heads=args.output, target=args.target
     )
-    write_checked(exported, known, heads, target, output, card)
+    place = args.repo_id if args.repo_id is not None else str(output.resolve())
+    write_checked(exported, known, heads, target, output, card, place)
     print(f"Wrote {heads.config.head_type} heads, {len(exported.tensors)} tensors, to {output} (format {known.name}).")
     for note in exported.notes:
         print(f"note: {note}")
@@ -88,11 +89,15 @@ def run(args: ExportArguments) -> None:
 
 
 def write_checked(
-    exported: Exported, known: Format, heads: DraftHeads, target: Target, output: Path, card: str
+    exported: Exported, known: Format, heads: DraftHeads, target: Target, output: Path, card: str, place: str
 ) -> None:
-    """Writes the folder, unless what was written does not come back as the same heads."""
+    """Writes the folder, unless what was written does not come back as the same heads.
+
+    Args:
+        place: where users will find the heads, a folder or a hub id.
+    """
     with replace_checkpoint(output) as scratch:
-        exported.save(scratch)
+        exported.save(scratch, place)
         (scratch / "README.md").write_text(card, encoding="utf-8")
         again = DraftHeads.from_pretrained(scratch, target=target).state_dict()
         mine = heads.state_dict()

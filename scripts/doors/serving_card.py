@@ -38,7 +38,9 @@ def render_serving_card(exported: Exported, *, name: str, kind: str, heads: str,
         + (f"## Notes\n\n{notes}\n" if notes else "")
         + "## Decode with draftsmith\n\n"
         "```python\n"
-        "from heads import DraftHeads\n\n"
+        "from heads import DraftHeads\n"
+        "from inference import generate\n\n"
         f'heads = DraftHeads.from_pretrained("{heads}", target=model)\n'
+        "output = generate(model, heads, **inputs)\n"
         "```\n"
     )
