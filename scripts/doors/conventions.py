@@ -77,9 +77,11 @@ class Finding:
         as_read, fitting = self.lengths
         if self.best is not self.conventions[0]:
             changes = (f"{key}={json.dumps(x, separators=(',', ':'))}" for key, x in self.best.changes.items())
+            as_were, then = (float(one.cross_entropy.mean()) for one in (self.conventions[0], self.best))
             return (
-                f"the heads fit better where {self.best.name}: they accept {fitting:.2f} tokens a pass then, and "
-                f"{as_read:.2f} as they were read. Import again with --settings {' '.join(changes)}"
+                f"the heads fit better where {self.best.name}: their cross-entropy is {then:.3f} nats then, and "
+                f"{as_were:.3f} as they were read (acceptance lengths of these few texts: {fitting:.2f} and "
+                f"{as_read:.2f}). Import again with --settings {' '.join(changes)}"
             )
         if as_read < USUAL_LENGTH:
             return (
