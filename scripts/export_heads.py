@@ -45,6 +45,9 @@ class ExportArguments:
     target: str = field(metadata={"help": "Their target: a folder or a hub id."})
     format: str = field(metadata={"help": "Who reads them.", "choices": NAMES})
     output: str = field(metadata={"help": "Folder to write, empty or not there yet."})
+    target_gguf: str | None = field(
+        default=None, metadata={"help": "The target's GGUF file, whose tokenizer the heads' file needs (format gguf)."}
+    )
     push_to_hub: bool = field(default=False, metadata={"help": "Upload the folder to the hub."})
     repo_id: str | None = field(default=None, metadata={"help": "Hub repository; none = the folder's name."})
 
@@ -66,6 +69,8 @@ def run(args: ExportArguments) -> None:
     target, _ = load_target(args.target, device="cpu")
     heads: DraftHeads = DraftHeads.from_pretrained(args.heads, target=target)
     known = find_format(args.format, heads.config.head_type)
+    if args.target_gguf is not None:
+        known = known.with_target_file(args.target_gguf)
     if heads.wants_token_counts:
         raise ValueError(f"{args.heads} has no draft vocabulary yet: train the heads first")
     exported = known.write(heads.config, heads.state_dict(), target)

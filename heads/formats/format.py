@@ -167,6 +167,14 @@ class Format(ABC):
         """
         raise ValueError(f"heads are not written as {self.title}")
 
+    def with_target_file(self, path: str) -> Format:
+        """This format, with what it copies from the target's own file (`--target_gguf`).
+
+        Raises:
+            ValueError: it copies nothing.
+        """
+        raise ValueError(f"{self.title} takes nothing from the target's file {path}: leave --target_gguf out")
+
     def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:
         """Conventions under which other projects may have written the same files.
 

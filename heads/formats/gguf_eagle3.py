@@ -80,6 +80,9 @@ class GgufEagle3(Format):
     def __init__(self, target_gguf: str | None = None) -> None:
         self.target_gguf = target_gguf
 
+    def with_target_file(self, path: str) -> GgufEagle3:
+        return GgufEagle3(path)
+
     def matches(self, published: Published) -> bool:
         return published.config.get("general.architecture") == _ARCHITECTURE
 
@@ -150,13 +153,20 @@ class GgufEagle3(Format):
         if factors is not None:
             written[_ROPE_FACTORS] = factors
         file = "eagle3.gguf"
-        command = f"llama-server -m TARGET.gguf -md {{heads}}/{file} --spec-type draft-eagle3 --spec-draft-n-max 4"
-        return Exported(metadata, written, file, (command,))
+        model = self.target_gguf or "TARGET.gguf"
+        command = f"llama-server -m {model} -md {{heads}}/{file} --spec-type draft-eagle3 --spec-draft-n-max 4"
+        lacks_tokenizer = "The file has no tokenizer; --target_gguf copies the target's."
+        notes = (lacks_tokenizer,) if self.target_gguf is None else ()
+        return Exported(metadata, written, file, (command,), notes)
 
     def _read_tokenizer(self) -> dict[str, Any]:
         if self.target_gguf is None:
             return {"tokenizer.ggml.model": "none"}
         metadata = read_metadata(Path(self.target_gguf))
+        if "tokenizer.ggml.model" not in metadata:
+            raise ValueError(
+                f"{self.target_gguf} has no tokenizer: give the GGUF file that llama.cpp runs the target with"
+            )
         return {name: value for name, value in metadata.items() if name.startswith("tokenizer.")}
 
 

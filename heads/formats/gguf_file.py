@@ -19,19 +19,20 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ValueError: no GGUF file, a damaged one, or the package is not installed.
     """
     gguf = _import_gguf()
-    try:
-        reader = gguf.GGUFReader(file)
-        tensors = {one.name: _to_torch(one.data, one.tensor_type, gguf) for one in reader.tensors}
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise ValueError(f"{file} is no GGUF file, or it is damaged or truncated ({error}): copy it again") from error
+    reader = _open(gguf, file)
+    tensors = {one.name: _to_torch(one.data, one.tensor_type, gguf) for one in reader.tensors}
     metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     return metadata, tensors
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """The metadata only."""
+    """The metadata only.
+
+    Raises:
+        ValueError: as `read_gguf`.
+    """
     gguf = _import_gguf()
-    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+    return {name: field.contents() for name, field in _open(gguf, file).fields.items()}
 
 
 def write_gguf(file: Path, metadata: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -58,6 +59,13 @@ def write_gguf(file: Path, metadata: dict[str, Any], tensors: dict[str, Tensor])
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _open(gguf: Any, file: Path) -> Any:
+    try:
+        return gguf.GGUFReader(file)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise ValueError(f"{file} is no GGUF file, or it is damaged or truncated ({error}): copy it again") from error
 
 
 def _to_torch(data: Any, kind: Any, gguf: Any) -> Tensor:

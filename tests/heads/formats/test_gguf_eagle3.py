@@ -12,6 +12,7 @@ from torch import Tensor
 from heads.formats.gguf_eagle3 import GgufEagle3
 from heads.formats.gguf_file import write_gguf
 from heads.formats.published import open_published
+from heads.formats.registry import find_format
 from inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
@@ -136,9 +137,22 @@ def test_the_tokenizer_is_the_targets(target: Target, tmp_path: Path) -> None:
         "tokenizer.ggml.add_bos_token": True,
     }
     write_gguf(tmp_path / "target.gguf", {"general.architecture": "llama", **tokenizer}, {"x": torch.zeros(1)})
-    known = GgufEagle3(str(tmp_path / "target.gguf"))
+    known = KNOWN.with_target_file(str(tmp_path / "target.gguf"))
     published = assert_round_trip(known, tiny_heads("eagle3", target), tmp_path / "heads")
     assert {name: published.config[name] for name in tokenizer} == tokenizer
+
+
+def test_target_files_without_a_tokenizer(target: Target, tmp_path: Path) -> None:
+    heads = tiny_heads("eagle3", target)
+    write_gguf(tmp_path / "target.gguf", {"general.architecture": "llama"}, {"x": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"target\.gguf has no tokenizer"):
+        export_heads(KNOWN.with_target_file(str(tmp_path / "target.gguf")), heads)
+    (tmp_path / "target.gguf").write_bytes(b"no GGUF")
+    with pytest.raises(ValueError, match="is no GGUF file"):
+        export_heads(KNOWN.with_target_file(str(tmp_path / "target.gguf")), heads)
+    with pytest.raises(ValueError, match="leave --target_gguf out"):
+        find_format("vllm", heads.config.head_type).with_target_file("target.gguf")
+    assert export_heads(KNOWN, heads).config["tokenizer.ggml.model"] == "none"
 
 
 def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
