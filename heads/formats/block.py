@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pickle import UnpicklingError
 from typing import Any, ClassVar
 
 import torch
@@ -71,7 +72,7 @@ class DFlash(Format):
         published = reading.published
         names = f"{published.architectures} {published.config.get('speculators_model_type', '')}"
         is_spark = "dspark" in names.lower()
-        rank = published.setting("markov_rank", 0) if is_spark else 0
+        rank = reading.integer("markov_rank") if is_spark and published.setting("markov_rank", 0) != 0 else 0
         has_confidence = is_spark and reading.flag("enable_confidence_head")
         if rank and (structure := published.setting("markov_head_type", "vanilla")) not in ("vanilla", "classical"):
             reading.problems.append(
@@ -89,8 +90,10 @@ class DFlash(Format):
 
     def _read_layers(self, reading: Reading) -> list[int]:
         key = "target_layer_ids" if self.layer_offset else "aux_hidden_state_layer_ids"
-        if not isinstance(ids := reading.published.setting(key), list):
-            reading.problems.append(f"config.json has no {key}")
+        ids = reading.published.setting(key)
+        if not isinstance(ids, list) or not ids or not all(isinstance(one, int) for one in ids):
+            found = "config.json has no" if ids is None else "config.json has no list of layers as"
+            reading.problems.append(f"{found} {key}")
             return []
         layers, last = [i + self.layer_offset for i in ids], reading.target.num_layers - 1
         if wrong := [i for i, layer in zip(ids, layers, strict=True) if not 1 <= layer <= last]:
@@ -318,8 +321,10 @@ def _take_mask(reading: Reading, tensors: dict[str, Tensor]) -> dict[str, Tensor
     """Takes the embeddings out of `tensors`, which must be the target's but for the mask's row; returns that row."""
     published, target, problems = reading.published, reading.target, reading.problems
     mask_id, table = published.setting("mask_token_id"), tensors.pop(_EMBEDDING, None)
-    if mask_id is None:
-        problems.append("config.json has no mask_token_id")
+    if not isinstance(mask_id, int):
+        problems.append(
+            "config.json has no mask_token_id" if mask_id is None else f"mask_token_id is {mask_id!r}, and no token"
+        )
         return {}
     if not 0 <= mask_id < (target.num_embeddings if table is None else len(table)):
         problems.append(f"mask_token_id is {mask_id}, which has no embedding")
@@ -344,13 +349,19 @@ def _read_mask_file(published: Published, mask_id: int, problems: list[str]) -> 
     file = cached_file(published.path, _MASK_FILE, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return None
-    content = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        problems.append(f"{_MASK_FILE} is damaged, or holds more than tensors ({error})")
+        return None
     if isinstance(content, dict):
         if content.get("mask_token_id", mask_id) != mask_id:
             problems.append(f"{_MASK_FILE} is of token {content['mask_token_id']}, and mask_token_id is {mask_id}")
-        content = content["embedding"]
-    mask: Tensor = content.reshape(-1)
-    return mask
+        content = content.get("embedding")
+    if not isinstance(content, Tensor):
+        problems.append(f"{_MASK_FILE} has no tensor 'embedding'")
+        return None
+    return content.reshape(-1)
 
 
 def _take_vocabulary(tensors: dict[str, Tensor], target: Target, problems: list[str]) -> None:

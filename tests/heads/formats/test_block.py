@@ -88,6 +88,12 @@ def test_vllms_file_of_a_mask(target: Target, tmp_path: Path) -> None:
     assert_same_heads(import_heads(DFlash(), published, target), heads)
     other = change(published, config={"dflash_config": {**published.config["dflash_config"], "mask_token_id": 5}})
     assert "mask_embedding.pt is of token 0, and mask_token_id is 5" in refusal_of(DFlash(), other, target)
+    torch.save({"mask_token_id": 0}, tmp_path / "mask_embedding.pt")
+    assert "mask_embedding.pt has no tensor 'embedding'" in refusal_of(DFlash(), published, target)
+    torch.save(torch.zeros(8), tmp_path / "mask_embedding.pt")
+    assert "tensor embed_tokens.weight is [8] and should be [32]" in refusal_of(DFlash(), published, target)
+    torch.save({"embedding": Path("x")}, tmp_path / "mask_embedding.pt")
+    assert "mask_embedding.pt is damaged, or holds more than tensors" in refusal_of(DFlash(), published, target)
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -165,6 +171,8 @@ def test_a_missing_key(key: str, target: Target) -> None:
         ({"dflash_config": {"target_layer_ids": [1, 9], "mask_token_id": 0}}, r"target_layer_ids \[9\] are no layers"),
         ({"dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 0}}, "allowed are 0 to 4"),
         ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 400}}, "mask_token_id is 400"),
+        ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": "<mask>"}}, "mask_token_id is '<mask>'"),
+        ({"dflash_config": {"target_layer_ids": "all", "mask_token_id": 0}}, "no list of layers as target_layer_ids"),
         ({"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
         ({"draft_vocab_size": 40}, "draft_vocab_size is 40"),
@@ -181,6 +189,7 @@ def test_other_settings(config: dict[str, Any], message: str, target: Target) ->
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"markov_rank": -2}, "markov_rank is -2, and should be a positive integer"),
         ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
         ({"confidence_head_with_markov": False}, "confidence_head_with_markov differs"),
         ({"enable_confidence_head": False}, "confidence_head.proj.weight has no place"),
