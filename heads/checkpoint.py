@@ -57,7 +57,12 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
 
 
 def is_published(path: str, **hub: Any) -> bool:
-    """Whether a folder or hub id that exists holds a checkpoint that is not ours."""
+    """Whether a folder or hub id holds a checkpoint that is not ours.
+
+    Raises:
+        ValueError: there is no such folder or hub id.
+    """
+    check_place(path)
     if os.path.isdir(path) and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
         return True
     return "head_type" not in _read_config(path, **hub)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from heads import DraftHeads
+from heads.checkpoint import is_published
 from inference import Drafter, DynamicTree, Target
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
@@ -79,9 +80,10 @@ def check_device(name: str | None) -> str:
 
 def load_heads(name: str, target: Target) -> DraftHeads:
     """Heads of any kind from a folder or hub id, bound to the target, in its dtype and on its device (see
-    `bind_heads`)."""
+    `bind_heads`). Heads in another project's format are imported."""
     check_folder(name)
-    heads: DraftHeads = DraftHeads.from_pretrained(name, dtype=target.dtype)
+    owner = {"target": target} if is_published(name) else {}
+    heads: DraftHeads = DraftHeads.from_pretrained(name, dtype=target.dtype, **owner)
     return bind_heads(heads, target).to(target.device)
 
 

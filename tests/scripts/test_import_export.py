@@ -30,6 +30,7 @@ from scripts.doors.conventions import (
     measure_cross_entropy,
     question_prompts,
 )
+from scripts.model_loading import load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import tiny_target
@@ -195,6 +196,13 @@ def test_wrong_imports_are_one_line_and_write_nothing(
     assert message in line
     assert "\n" not in line
     assert not (tmp_path / "out").exists()
+
+
+def test_programs_take_published_heads_as_they_are(published: Path, chat_target: Any) -> None:
+    target = Target(chat_target)
+    heads = load_heads(str(published), target)
+    assert heads.dtype == target.dtype
+    assert heads.target is target
 
 
 def test_an_import_does_not_replace_the_checkpoint(published: Path) -> None:
