@@ -127,12 +127,11 @@ class DFlash(Format):
 
     def refuse(self, config: Any, *, has_own_mask: bool) -> None:
         """Raises ValueError for heads that the readers of this format would run otherwise."""
-        is_spark = _is_spark(config)
         refuse_unwritable(
             self.title,
             _last_state(config),
             (
-                config.predicts_at_anchor != is_spark or (is_spark and not config.markov_rank),
+                _is_odd(config),
                 f"predicts_at_anchor is {config.predicts_at_anchor}, markov_rank {config.markov_rank} and "
                 f"has_confidence {config.has_confidence}, and these are read: DFlash (false, 0, false) and DSpark "
                 "(true, above 0, either); choose speculators",
@@ -148,7 +147,7 @@ class DFlash(Format):
                 "the mask was trained, and these readers take it from the target's own embeddings; choose vllm or "
                 "speculators",
             ),
-            (config.is_causal, "is_causal is true, which these readers do not know; choose vllm or speculators"),
+            (config.is_causal, "is_causal is true, which these readers do not know; choose vllm"),
         )
 
     def commands(self, config: Any) -> tuple[str, ...]:
@@ -190,7 +189,11 @@ class BlockSpeculators(DFlash):
         return published.config.get("speculators_model_type") in ("dflash", "dspark")
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
-        refuse_unwritable(self.title, _last_state(config))
+        refuse_unwritable(
+            self.title,
+            _last_state(config),
+            (config.is_causal, "is_causal is true, and speculators' blocks see all of themselves; choose vllm"),
+        )
         mask_id, written = _write_tensors(tensors, target)
         dtype = written["fc.weight"].dtype
         written.setdefault(_EMBEDDING, _embedding_of(target).to(dtype))
@@ -223,13 +226,20 @@ class BlockSpeculators(DFlash):
         }
         if _is_spark(config):
             settings |= _spark_settings(config)
-        if config.is_causal:
-            settings["is_causal"] = True
+        if _is_odd(config):
+            note = "vLLM does not run this mixture of DFlash and DSpark, and does not say so; speculators does."
+            return Exported(settings, written, notes=(note,))
         return Exported(settings, written, commands=("vllm serve {heads}",))
 
 
 def _is_spark(config: Any) -> bool:
     return bool(config.markov_rank or config.has_confidence)
+
+
+def _is_odd(config: Any) -> bool:
+    """Whether a block is neither DFlash nor DSpark as vLLM runs them."""
+    is_spark = _is_spark(config)
+    return bool(config.predicts_at_anchor != is_spark or (is_spark and not config.markov_rank))
 
 
 def _method(config: Any) -> str:

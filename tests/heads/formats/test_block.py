@@ -222,6 +222,15 @@ def test_settings_that_engines_do_not_read(settings: dict[str, Any], message: st
         export_heads(VLLMBlock(), tiny_heads("block", target, **settings))
 
 
+def test_mixtures_that_vllm_runs_otherwise_are_written_without_its_command(target: Target) -> None:
+    known = BlockSpeculators()
+    assert export_heads(known, tiny_heads("block", target, **SPARK)).commands == ("vllm serve {heads}",)
+    for settings in ({**FLASH, "predicts_at_anchor": True}, {**SPARK, "markov_rank": 0}):
+        exported = export_heads(known, tiny_heads("block", target, **settings))
+        assert exported.commands == ()
+        assert "vLLM does not run this mixture" in exported.notes[0]
+
+
 def test_a_target_that_scales_its_embeddings() -> None:
     target = Target(tiny_target("gemma3"))
     with pytest.raises(ValueError, match="scales its embeddings"):
