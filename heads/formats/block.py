@@ -277,6 +277,8 @@ def _check_shape(reading: Reading) -> None:
     rope = published.setting("rope_parameters") or {}
     if "rope_theta" not in rope and published.setting("rope_theta") is None:
         reading.problems.append("config.json has no rope_theta")
+    if (count := published.setting("num_target_layers", reading.target.num_layers)) != reading.target.num_layers:
+        reading.problems.append(f"num_target_layers is {count}, and the target has {reading.target.num_layers}")
     if published.setting("use_swa", False):
         reading.problems.append("the layers attend to a sliding window, which heads here do not have")
     if (size := published.setting("draft_vocab_size", total)) != total:

@@ -109,10 +109,10 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def reference(published: Published, target: Target, states: Tensor, anchor: int) -> Tensor:
-    """The authors' forward pass for one block after states [T, features * D]: logits [N, V]."""
+    """The authors' forward pass for one block after states [T, features * D]: normed states [N, D]."""
     config, w = published.config, published.tensors
     eps, theta, size = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
-    token_ids = torch.tensor([anchor] + [config["dflash_config"]["mask_token_id"]] * (config["block_size"] - 1))
+    token_ids = torch.tensor([anchor] + [published.setting("mask_token_id")] * (config["block_size"] - 1))
     x = w.get("embed_tokens.weight", target.embed_tokens.weight)[token_ids]
     context = norm(states @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
     positions = torch.arange(len(context) + len(x)).float()
@@ -131,27 +131,38 @@ def reference(published: Published, target: Target, states: Tensor, anchor: int)
         x = x + attended.transpose(0, 1).flatten(1) @ at["self_attn.o_proj"].T
         y = norm(x, at["post_attention_layernorm"], eps)
         x = x + (F.silu(y @ at["mlp.gate_proj"].T) * (y @ at["mlp.up_proj"].T)) @ at["mlp.down_proj"].T
-    return norm(x, w["norm.weight"], eps) @ target.lm_head_weight().T
+    return norm(x, w["norm.weight"], eps)
 
 
 @torch.no_grad()
-def test_drafts_are_those_of_the_authors(target: Target, tmp_path: Path) -> None:
-    """Their ids count layers from 0: id i is the output of layer i, transformers' hidden_states[i + 1]."""
-    heads = tiny_heads("block", target, **FLASH, feature_layers=[2, 4])
-    published = assert_round_trip(VLLMBlock(), heads, tmp_path)
-    assert published.config["dflash_config"]["target_layer_ids"] == [1, 3]
-    input_ids = random_prompt(10)
+@pytest.mark.parametrize("settings", [FLASH, SPARK], ids=["DFlash", "DSpark"])
+def test_drafts_are_those_of_the_authors(settings: dict[str, Any], target: Target) -> None:
+    """Their ids count layers from 0: id i is the output of layer i, transformers' hidden_states[i + 1]. DFlash's rows
+    after the first predict their own token; all of DSpark's predict the next one, with a bias by the token before."""
+    is_spark = "markov_rank" in settings
+    published = publish(VLLMBlock(), tiny_heads("block", target, **settings, feature_layers=[2, 4]))
+    assert published.setting("target_layer_ids") == [1, 3]
+    input_ids = random_prompt(12)
     model: Any = target.model
     hidden = model(input_ids, output_hidden_states=True).hidden_states
     states = torch.cat([hidden[i + 1] for i in (1, 3)], dim=-1)
-    read: DraftHeads = import_heads(DFlash(), published, target)
+    read: DraftHeads = import_heads(VLLMBlock(), published, target)
     features = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=read.feature_layers).features
     steps = read.unroll(features, input_ids)
-    for slot in (0, 5, 8):
-        expected = reference(published, target, states[0, : slot + 1], int(input_ids[0, slot + 1]))
+    assert len(steps) == (4 if is_spark else 3)
+    for slot in (0, 4, 7):
+        rows = reference(published, target, states[0, : slot + 1], int(input_ids[0, slot + 1]))
         for depth, step in enumerate(steps):
-            found = step.head(step.hidden[0, slot])
-            torch.testing.assert_close(found, expected[1 + depth], rtol=1e-4, atol=1e-4)
+            row = rows[depth if is_spark else depth + 1]
+            expected = row @ target.lm_head_weight().T
+            if is_spark:
+                before = published["markov_head.markov_w1.weight"][input_ids[0, slot + 1 + depth]]
+                expected = expected + published["markov_head.markov_w2.weight"] @ before
+                weight, bias = (published[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
+                assert step.confidence is not None
+                chance = (weight @ torch.cat([row, before]) + bias)[0]
+                torch.testing.assert_close(step.confidence[0, slot], chance, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(step.head(step.hidden[0, slot]), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +188,7 @@ def test_a_missing_key(key: str, target: Target) -> None:
         ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
         ({"draft_vocab_size": 40}, "draft_vocab_size is 40"),
         ({"vocab_size": 40}, "vocab_size is 40"),
+        ({"num_target_layers": 36}, "num_target_layers is 36, and the target has 6"),
     ],
     ids=lambda value: str(value)[:40],
 )
