@@ -64,6 +64,26 @@ def test_half_precision(dtype: torch.dtype, target: Target, tmp_path: Path) -> N
         assert torch.equal(found.state_dict()[name].to(tensor.dtype), tensor), name
 
 
+def test_quantized_files_are_read_as_float32(target: Target, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    heads = tiny_heads("eagle3", target, draft_vocab_size=40)
+    published = publish(KNOWN, heads)
+    writer = gguf.GGUFWriter(tmp_path / "heads.gguf", "eagle3")
+    kinds = gguf.GGMLQuantizationType
+    for name, x in published.items():
+        kind = kinds.Q8_0 if x.dim() == 2 else kinds.I64 if x.dtype == torch.int64 else kinds.F32
+        writer.add_tensor(name, gguf.quantize(x.numpy(), kind) if kind == kinds.Q8_0 else x.numpy(), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = open_published(str(tmp_path)).tensors
+    found = import_heads(KNOWN, type(published)("x", published.config, "", tensors), target)
+    assert found.dtype == torch.float32
+    for name, x in heads.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], x, rtol=0, atol=float(x.float().abs().max()) / 100)
+
+
 def rotate_halves(x: Tensor, position: int) -> Tensor:
     """transformers' RoPE of one head [d]."""
     angles = position * 10000.0 ** -(torch.arange(0, len(x), 2) / len(x))
