@@ -20,7 +20,7 @@ PACKAGES = ("inference", "heads", "training", "scripts")
 # What `inference` and `heads` may need: the base dependencies of pyproject.toml and what those bring along.
 BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml"}
 # What they import inside a function alone, for those who have it.
-OPTIONAL_DEPENDENCIES = {"heads/adapter.py": {"peft"}, "heads/formats/gguf_file.py": {"gguf"}}
+OPTIONAL_DEPENDENCIES = {"heads/adapter.py": {"peft"}, "heads/formats/llama_cpp/gguf_file.py": {"gguf"}}
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 

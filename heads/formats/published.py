@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from heads.formats.gguf_file import read_gguf
+from heads.formats.llama_cpp.gguf_file import read_gguf
 
 OWN_KEY = "draftsmith"
 # The first that a checkpoint has is read. Safetensors come first: a pickle is read only where there is nothing else.

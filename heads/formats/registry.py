@@ -9,8 +9,8 @@ from heads.formats.eagle.eagle3 import Eagle3
 from heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
 from heads.formats.eagle.speculators_format import Speculators
 from heads.formats.format import Format
-from heads.formats.gguf_eagle3 import GgufEagle3
 from heads.formats.hydra import Hydra
+from heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from heads.formats.medusa import Medusa, VLLMMedusa
 from heads.formats.published import Published
 from heads.formats.stitched_mtp import VLLMMTP, SGLangMTP

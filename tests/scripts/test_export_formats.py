@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from heads import DraftHeads
-from heads.formats.gguf_file import read_gguf, write_gguf
+from heads.formats.llama_cpp.gguf_file import read_gguf, write_gguf
 from heads.mtp import MTPHeads
 from scripts import export_heads, import_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY

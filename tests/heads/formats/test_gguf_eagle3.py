@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.formats.gguf_eagle3 import GgufEagle3
-from heads.formats.gguf_file import write_gguf
+from heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
+from heads.formats.llama_cpp.gguf_file import write_gguf
 from heads.formats.published import open_published
 from heads.formats.registry import find_format
 from inference import Target

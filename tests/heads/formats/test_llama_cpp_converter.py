@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from heads import DraftHeads
-from heads.formats.gguf_file import read_gguf
+from heads.formats.llama_cpp.gguf_file import read_gguf
 from heads.formats.registry import find_format
 from inference import Target
 from tests.conftest import CHAT_TARGET, REPOSITORY

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from heads.config import DecoderConfig
 from heads.formats.eagle.llama_keys import is_same, refuse_unwritable, target_rope, target_table
 from heads.formats.format import Exported, Format, Imported
-from heads.formats.gguf_file import read_metadata
+from heads.formats.llama_cpp.gguf_file import read_metadata
 from heads.formats.published import OWN_KEY, Published
 from heads.formats.tensors import as_wide_as, rename
 from heads.modules.vocabulary import map_tensors
