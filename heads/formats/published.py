@@ -59,7 +59,8 @@ class Published(Mapping[str, Tensor]):
     @property
     def architectures(self) -> str:
         """All `architectures` of the config, joined by blanks."""
-        return " ".join(self.config.get("architectures") or ())
+        names = self.config.get("architectures")
+        return " ".join(map(str, names)) if isinstance(names, list) else ""
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A key of the config, also where it stands one level down (`eagle_config`, `transformer_layer_config`)."""
@@ -68,7 +69,8 @@ class Published(Mapping[str, Tensor]):
 
     def own_setting(self, name: str, default: Any = None) -> Any:
         """A key of ours that an export has left in the config for the way back (see `Exported`)."""
-        return (self.config.get(OWN_KEY) or {}).get(name, default)
+        own = self.config.get(OWN_KEY)
+        return own.get(name, default) if isinstance(own, dict) else default
 
     def has(self, pattern: str) -> bool:
         """Whether some tensor's whole name matches."""
