@@ -17,7 +17,13 @@ from heads.formats.format import Imported
 from heads.formats.published import OWN_KEY, Published
 from inference.targets.target import Target
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# The types of RoPE that are read -> the keys that they need.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 # Settings of published layers that would change what they compute, and the value that changes nothing.
 _NEUTRAL = {
     "mlp_bias": False,
@@ -136,8 +142,13 @@ def _read_rope(reading: Reading) -> dict[str, Any]:
             problems.append(f"{name} is {value!r}, and should be a table")
     kind = stated.pop("type", "default")
     rope: dict[str, Any] = {"rope_type": kind, **stated}
-    if rope["rope_type"] not in ROPE_TYPES:
+    needed = ROPE_TYPES.get(str(rope["rope_type"]))
+    is_known = needed is not None and all(is_number(rope.get(key)) for key in needed)
+    if needed is None:
         problems.append(f"RoPE of type {rope['rope_type']!r} is not read; allowed are {', '.join(ROPE_TYPES)}")
+    elif not is_known:
+        lost = (key for key in needed if not is_number(rope.get(key)))
+        problems.append(f"RoPE of type {rope['rope_type']!r} has no number for {', '.join(lost)}")
     if (share := rope.pop("partial_rotary_factor", 1.0)) != 1:
         problems.append(f"RoPE turns {share!r} of each head, and heads here turn all of it")
     if "rope_theta" not in rope:
@@ -151,7 +162,7 @@ def _read_rope(reading: Reading) -> dict[str, Any]:
     if not is_number(rope["rope_theta"]) or rope["rope_theta"] <= 0:
         problems.append(f"rope_theta is {rope['rope_theta']!r}, and should be a positive number")
         rope["rope_theta"] = DEFAULT_ROPE["rope_theta"]
-    return rope
+    return rope if is_known else dict(DEFAULT_ROPE)
 
 
 def is_number(value: Any) -> bool:

@@ -165,6 +165,11 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         "RoPE turns 0.5 of each head, and heads here turn all of it",
     ),
+    (
+        "eagle",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": "1"}},
+        "RoPE of type 'llama3' has no number for low_freq_factor, high_freq_factor, original_max_position_embeddings",
+    ),
     ("eagle", {"rope_scaling": "linear"}, "rope_scaling is 'linear', and should be a table"),
     ("eagle", {"draftsmith": {"ttt_steps": "three"}}, "draftsmith.ttt_steps is 'three', and should be a number"),
     (
