@@ -76,9 +76,8 @@ def run(args: ExportArguments) -> None:
     exported = known.write(heads.config, heads.state_dict(), target)
     if heads.config.target_adapter:
         exported = replace(exported, notes=(*exported.notes, _ADAPTER_NOTE))
-    card = render_serving_card(
-        exported, name=known.name, kind=heads.config.head_type, heads=args.output, target=args.target
-    )
+    shown = args.repo_id or args.output
+    card = render_serving_card(exported, name=known.name, kind=heads.config.head_type, heads=shown, target=args.target)
     place = args.repo_id if args.repo_id is not None else str(output.resolve())
     write_checked(exported, known, heads, target, output, card, place)
     print(f"Wrote {heads.config.head_type} heads, {len(exported.tensors)} tensors, to {output} (format {known.name}).")

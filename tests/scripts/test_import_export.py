@@ -268,7 +268,8 @@ def test_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     monkeypatch.setattr(export_heads, "HfApi", Hub)
     options = {"heads": HEADS / "eagle", "target": CHAT_TARGET, "output": tmp_path / "out"}
-    call(export_heads, **options, format="sglang", push_to_hub="true")
+    call(export_heads, **options, format="sglang", push_to_hub="true", repo_id="sglang-heads")
     told = capsys.readouterr().out
-    assert "Uploaded to me/out with 3 files" in told
-    assert "python -m sglang.launch_server --model-path" in told
+    assert "Uploaded to me/sglang-heads with 3 files" in told
+    assert f"--speculative-draft-model-path {tmp_path / 'out'}" in told
+    assert "--speculative-draft-model-path sglang-heads" in (tmp_path / "out" / "README.md").read_text()
