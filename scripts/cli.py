@@ -10,17 +10,17 @@ from pathlib import Path
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# Name -> module, and what it does.
+# Name -> module and purpose.
 PROGRAMS = {
     "chat": ("scripts.generate", "chat with a target, or answer one prompt, and show what was drafted"),
     "bench": ("scripts.benchmark", "measure drafters beside every baseline: tables, JSON, charts"),
     "data": ("scripts.generate_data", "let a target write the conversations that heads learn from"),
-    "inspect": ("scripts.inspect_data", "show and count what training would learn of a data set"),
-    "features": ("scripts.extract_features", "store a target's hidden states, to train without running it"),
+    "inspect": ("scripts.inspect_data", "show and count the tokens of a data set that heads would learn"),
+    "features": ("scripts.extract_features", "store a target's hidden states, for training without the target"),
     "train": ("training.train_heads", "train draft heads (several processes: accelerate launch)"),
     "tree": ("scripts.build_tree", "build the best static tree for trained heads"),
 }
-# What only some programs need -> the extra that brings it.
+# Package that only some programs need -> the extra that installs it.
 EXTRAS = {
     "rich": "bench",
     "matplotlib": "bench",

@@ -70,7 +70,7 @@ def test_a_run_over_batch_sizes(
         assert ("untrained, uncoupledchain:1" in rows) == (temperature > 0)
         problem = rows["transformers prompt look-up"]["problem"]
         if size > 1:
-            assert problem == f"transformers speculates for one row at a time, and the batch has {size}"
+            assert problem == f"transformers speculates only for single rows, and the batch has {size}"
             del rows["transformers prompt look-up"]
         for name, row in rows.items():
             is_ours = not name.startswith("transformers")
@@ -83,7 +83,7 @@ def test_a_run_over_batch_sizes(
             assert min(row["tokens_per_second"], row["over_transformers"], row["warm_up_seconds"]) > 0
             if name in (TRANSFORMERS, PLAIN):
                 assert row["acceptance_length"] == 1.0
-    for text in ("prompts from the start again", "untrained, chain:1", "Fastest drafter: ", "Wrote "):
+    for text in ("of the first prompts; they count", "untrained, chain:1", "Fastest drafter: ", "Wrote "):
         assert text in printed
     if temperature:
         return

@@ -145,7 +145,7 @@ def test_heads_batches_and_shards_change_nothing(
     for index, changes in enumerate((drafting, ("--batch_size", 1), drafting)):
         assert not output.exists()
         told = run(output, *options, index, *changes)
-        assert ("or a rerun, puts them together" in told) == (index < 2)
+        assert ("or a rerun, merges all shards" in told) == (index < 2)
     assert results(output) == expected
     assert journals(output) == []
     assert float(told.partition("acceptance length ")[2].split()[0]) > 1.0
