@@ -14,7 +14,7 @@ DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 class DraftHeadsConfig(PreTrainedConfig):
-    """What every kind of heads records about itself and about the target it was made for.
+    """The settings that every kind of heads records about itself and about its target.
 
     Args:
         target_name_or_path: where the target came from. A note for people: nothing loads it.
@@ -111,7 +111,7 @@ class DraftHeadsConfig(PreTrainedConfig):
 
 
 def name_of_target(target: Target) -> str:
-    """Where the target came from; empty for one made in memory."""
+    """The target's folder or hub id; empty for a target made in memory."""
     return str(cast(Any, target.model).config._name_or_path)
 
 

@@ -103,8 +103,8 @@ class KangarooConfig(DecoderConfig):
 
 
 class KangarooAdapter(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) if there is an MLP. The norm before the LM head belongs to the
-    heads."""
+    """x + attention(norm(x)), then x + mlp(norm(x)) if there is an MLP. `KangarooHeads` has the norm before the LM
+    head."""
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__()

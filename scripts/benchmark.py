@@ -173,11 +173,6 @@ class Publication:
             draw_batch_plot(name_plot(self.args, self._num_groups, is_group=True), rows, grid.title)
         self._show([grid], environment)
 
-    def conclude(self) -> None:
-        files = [name for name in (self.args.json, self.args.markdown, self.args.plot) if name is not None]
-        if files:
-            self.console.print(f"Wrote {', '.join(files)}.", markup=False, highlight=False)
-
     def _show(self, grids: Sequence[Grid], environment: dict[str, Any]) -> None:
         for grid in grids:
             grid.print(self.console)
@@ -224,7 +219,8 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             if len(group) > 1:
                 publication.add_batches(group)
         del subject, measured  # before the next target needs the memory
-    publication.conclude()
+    if files := [name for name in (args.json, args.markdown, args.plot) if name is not None]:
+        console.print(f"Wrote {', '.join(files)}.", markup=False, highlight=False)
     return publication.reports
 
 

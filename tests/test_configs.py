@@ -87,7 +87,7 @@ def test_accelerate_config(path: Path) -> None:
     assert launcher.use_deepspeed == (settings["distributed_type"] == "DEEPSPEED")
     for key, value in settings.get("fsdp_config", {}).items():
         assert getattr(launcher, key) == value
-    assert settings["num_processes"] == 1 or settings["distributed_type"] != "MULTI_CPU", "starts one process alone"
+    assert settings["num_processes"] == 1 or settings["distributed_type"] != "MULTI_CPU", "starts only one process"
 
 
 @pytest.mark.parametrize("path", DEEPSPEED, ids=name)

@@ -1,4 +1,4 @@
-"""Which other project's format a checkpoint is in: told by its config, the names of its files and of its tensors."""
+"""Recognises other projects' checkpoint formats by the config, the file names and the tensor names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRAIN = "Train heads of this kind here with training/train_heads.py."
 
 @dataclass(frozen=True)
 class Clues:
-    """What tells formats apart.
+    """The properties of a checkpoint that tell its format.
 
     Attributes:
         config: the checkpoint's, {} without one.
@@ -55,8 +55,8 @@ class Format:
 
     Attributes:
         name: as in "this folder holds NAME".
-        matches: whether a checkpoint is in it.
-        cure: what the user can do.
+        matches: whether a checkpoint has this format.
+        cure: advice for the user.
     """
 
     name: str

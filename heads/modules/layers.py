@@ -183,8 +183,8 @@ class DraftCache:
         self.lengths, self.rows = self.lengths[list(rows)], self.rows[: len(rows)]
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The second half of both: fills the opened columns, and returns keys and values up to the last column in
-        view."""
+        """The second half of `append` and `append_scratch`: fills the opened columns, and returns keys and values up to
+        the last column in view."""
         if columns.dim() == 1:
             self.keys.index_copy_(2, columns, keys)  # compiled, a slice assignment would copy the cache
             self.values.index_copy_(2, columns, values)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
 from scripts.benchmarks.plain_training import plain_loss, run_target
+from scripts.measuring.clock import read_clock
 from scripts.measuring.environment import describe_machine, describe_program
 from scripts.measuring.render import Grid
 from scripts.one_line_errors import one_line_errors
@@ -182,7 +184,8 @@ def measure_cell(cell: Cell, implementations: Sequence[str], repeats: int) -> di
     """
     bench = Bench(cell)
     rows = bench.make_rows(cell.length)
-    clock = time.process_time if bench.device.type == "cpu" else _read_synchronised
+    on_device = partial(read_clock, bench.device)
+    clock: Callable[[], float] = time.process_time if bench.device.type == "cpu" else on_device
     first = {name: bench.step(name, rows, clock).loss for name in implementations}
     limit = 1e-4 if cell.dtype == "float32" else 1e-2
     assert all(abs(loss / first[OURS] - 1) < limit for loss in first.values()), f"{cell}: the losses differ: {first}"
@@ -198,11 +201,6 @@ def measure_cell(cell: Cell, implementations: Sequence[str], repeats: int) -> di
         peak = measure_peak(bench, name, rows)
         timings[name] = Timing(parts.median(0).values.tolist(), total, (high - low) / total, peak)
     return timings
-
-
-def _read_synchronised() -> float:
-    torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 def measure_peak(bench: Bench, implementation: str, rows: list[dict[str, list[int]]]) -> int:

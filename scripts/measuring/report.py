@@ -128,12 +128,8 @@ def _ratio(contender: Contender, reference: Contender | None) -> tuple[float | N
     """Median and quartiles over (batch, repeat) of the ratio of tokens/s. The two runs of a ratio are seconds apart."""
     if reference is None:
         return None, None
-    return compare_speeds(*([_speed([run]) for runs in one.runs for run in runs] for one in (contender, reference)))
-
-
-def compare_speeds(speeds: Sequence[float], others: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Median and quartiles of the ratios, one for each (batch, repeat)."""
-    ratios = [speed / other for speed, other in zip(speeds, others, strict=True)]
+    own, other = ([_speed([run]) for runs in one.runs for run in runs] for one in (contender, reference))
+    ratios = [speed / baseline for speed, baseline in zip(own, other, strict=True)]
     if len(ratios) == 1:
         return ratios[0], (ratios[0], ratios[0])
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")

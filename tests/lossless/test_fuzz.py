@@ -1,4 +1,4 @@
-"""Random decoders on random batches: every row is what it is alone, or differs at a demonstrated near-tie.
+"""Random decoders on random batches: every row gets the text it gets by itself, or differs at a demonstrated near-tie.
 
 The cases are the same each time. LOSSLESS_EXAMPLES is how many (`make lossless` runs more), and each LOSSLESS_SEED has
 others.

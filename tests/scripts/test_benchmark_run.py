@@ -40,8 +40,8 @@ def decode_all(**options: Any) -> tuple[list[dict[str, Any]], str]:
 def test_a_run_over_batch_sizes(
     temperature: float, small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    """Every row of every batch has the text of its prompt alone, and what cannot do batches says so."""
-    # Sampled, nobody is measured alone: the reference is made.
+    """Every row of every batch has the text that its prompt gets by itself; contenders without batches say so."""
+    # Sampled text has no contender at batch size 1, so the reference is decoded.
     sizes, trees = ([2], ["chain:1"]) if temperature else ([1, 2], ["chain:1", "dynamic:2,2,4"])
     names = ("json",) if temperature else ("json", "plot", "markdown")
     files = {name: str(tmp_path / "out" / f"report.{name}") for name in names}

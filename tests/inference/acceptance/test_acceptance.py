@@ -31,7 +31,7 @@ VOCAB = 12
 
 
 class PreviousToken:
-    """Reads the prefix, keeps a log of what it was asked, and favours the successor of the last token."""
+    """Reads the prefix, records every prefix, and favours the successor of the last token."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []

@@ -172,7 +172,7 @@ def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) 
                 assert torch.equal(copied._values[layer][row, :, :length], values[origin, :, :length])
 
     check(cache, rows, kept)
-    cache.open_slots(1)  # behind each row's own length, and in none but its own cache
+    cache.open_slots(1)  # after each row's own length, and in no other cache
     write_nodes(cache, 1, generator)
     cache.advance(torch.ones(4, dtype=torch.long), 1)
     assert lengths.tolist() == kept

@@ -109,7 +109,7 @@ def test_no_decoder() -> None:
         ("t5", "decoder.block.1.layer.0.SelfAttention.v.weight", "logits"),
         ("bart", "model.encoder.layers.1.self_attn.v_proj.weight", "encoder's last states"),
         ("bart", "model.decoder.layers.1.self_attn.v_proj.weight", "logits"),
-        ("bart", "model.decoder.layers.1.self_attn.k_proj.weight", "logits"),  # it shows in a tree alone
+        ("bart", "model.decoder.layers.1.self_attn.k_proj.weight", "logits"),  # it shows only in a tree
     ],
 )
 def test_broken_weights(kind: str, broken: str, what: str) -> None:

@@ -89,7 +89,7 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_a_tree_deeper_than_the_window(family: str) -> None:
-    """The window counts positions: a node's ancestors may lie in slots far behind its own position."""
+    """The window counts positions: a node's ancestors may be in slots far before its own position."""
     model = calm_target(family)
     target = Target(model)
     texts = [random_prompt(length, seed=length)[0].tolist() for length in (3, 11)]

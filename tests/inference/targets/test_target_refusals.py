@@ -149,7 +149,7 @@ class TestRefusals:
                 Target(model)
 
     def test_only_experts_are_asked_again(self) -> None:
-        """Both are wrong with the first tokens they are asked for; only a router could have been at a near-tie."""
+        """Both are wrong at their first tokens; only a router could have been at a near-tie."""
 
         def look_ahead(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             if kwargs["input_ids"][0, 0] == first:
@@ -187,7 +187,7 @@ class TestRefusals:
         Target(model.bfloat16())
 
     def test_logits_of_no_number(self) -> None:
-        """NaN in the LM head alone; minus infinity is how a model forbids an id."""
+        """NaN only in the LM head; with minus infinity a model forbids an id."""
         model = tiny_target("llama")
         bias = torch.zeros(model.config.vocab_size)
         model.lm_head.register_forward_hook(lambda module, args, logits: logits + bias)

@@ -1,4 +1,4 @@
-"""What a launcher asked for, and what accelerate made of it: a run that is another one than was launched is refused."""
+"""The launch as requested, and as accelerate made it: a run that differs from its launch is refused."""
 
 from __future__ import annotations
 

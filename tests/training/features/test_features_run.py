@@ -62,7 +62,7 @@ def extract(target_path: Path, conversations: Path, tmp_path: Path) -> Extract:
 def test_online_offline_and_hybrid_train_the_same_heads(
     train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two epochs, bit for bit; offline, the target runs for nothing but checks; hybrid, in the first epoch alone."""
+    """Two epochs, bit for bit; offline, the target runs for nothing but checks; hybrid, only in the first epoch."""
     extract()
     passes = count_computed(monkeypatch)
     train(**ALONE)

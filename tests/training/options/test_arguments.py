@@ -60,7 +60,7 @@ def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
     assert model.parse_head_overrides() == {"num_heads": 5, "num_layers": 2, "name": "x", "other": 1e-5}
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="of machines that have CPUs alone")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_bfloat16_on_cpus_needs_no_further_option() -> None:
     _, _, training, *_ = parse_arguments([*REQUIRED[:6], "--bf16", "true"])
     assert training.bf16

@@ -102,7 +102,7 @@ class TestReport:
         assert "was written by someone else" in caplog.text
 
     def test_uploads_all_of_it(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Without a hub: what would be uploaded lies there when it is asked for."""
+        """Without a hub: the files exist when the upload starts."""
         uploaded: list[set[str]] = []
         monkeypatch.setattr("training.run.trainer.HeadsTrainer.init_hf_repo", lambda self, *_: None)
         monkeypatch.setattr(

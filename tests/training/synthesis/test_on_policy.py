@@ -91,7 +91,7 @@ class TestRewriting:
         found = self.rewrite(rows, target, template)
         assert found.keys() == rows.keys()
         for index, row in rows.items():
-            prompts, behind = split_turns(row)
+            prompts, rest = split_turns(row)
             ids: list[int] = []
             mask: list[int] = []
             problem = "" if prompts[0] else "no prompt"
@@ -111,7 +111,7 @@ class TestRewriting:
             if problem:
                 assert found[index].row is None
             else:
-                assert found[index].row == {"input_ids": (ids + behind)[:64], "loss_mask": (mask + [0])[:64]}
+                assert found[index].row == {"input_ids": (ids + rest)[:64], "loss_mask": (mask + [0])[:64]}
         problems = {one.problem for one in found.values()}
         assert {"", "truncated", "no prompt"} <= problems, "else this test shows less than it should"
         assert any(one.row and len(split_turns(rows[index])[0]) > 1 for index, one in found.items())

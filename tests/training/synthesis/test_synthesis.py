@@ -44,7 +44,7 @@ def play(source: DecodedReplies, plan: Sequence[Conversation]) -> list[Conversat
 
 
 def test_own_replies_stay_in_the_context(source: DecodedReplies, model: PreTrainedModel, tmp_path: Path) -> None:
-    """Every reply against `generate` behind all that stands before it: system prompt, tools, own replies."""
+    """Every reply against `generate` after all earlier turns: system prompt, tools, own replies."""
     roles = ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     rows = [
         {"messages": [{"role": role, "content": f"word{(5 * row + place) % 56}"} for place, role in enumerate(roles)]}
