@@ -19,7 +19,7 @@ class DraftHeadsConfig(PreTrainedConfig):
     Args:
         target_name_or_path: where the target came from. A note for people: nothing loads it.
         target_model_type: the target's `model_type`.
-        target_hidden_size: the target's hidden size. This and the next two are 0 when there is no target yet.
+        target_hidden_size: the target's hidden size. This and the next two are 0 in a config without a target.
         target_vocab_size: rows of the target's LM head.
         target_num_layers: the target's number of decoder layers.
         feature_layers: tapped layers, as indices into transformers' `hidden_states` (0 = embeddings, n = post-norm).
@@ -120,8 +120,7 @@ class DecoderConfig(DraftHeadsConfig):
 
     Args:
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps,
-        rope_parameters,
-        max_position_embeddings: the draft layers' shape; `from_target` takes the target's unless overridden.
+            rope_parameters, max_position_embeddings: the draft layers' shape; the target's by default.
         **kwargs: as in `DraftHeadsConfig`.
     """
 
