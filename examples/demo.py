@@ -118,7 +118,7 @@ def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> 
         [sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, env=environment, check=False
     )
     if launched.returncode:
-        raise ValueError(f"training with {recipe} failed; what it said is above")
+        raise ValueError(f"training with {recipe} failed; its output is above")
     return time.perf_counter() - start
 
 

@@ -24,7 +24,7 @@ class DraftHeadsConfig(PreTrainedConfig):
         target_num_layers: the target's number of decoder layers.
         feature_layers: tapped layers, as indices into transformers' `hidden_states` (0 = embeddings, n = post-norm).
         target_adapter: the folder, beside the heads' own files, of the adapter that the target was trained with
-            (`heads.adapter`); None = the heads draft for the target as it is.
+            (`heads.adapter`); None = the heads draft for the target without an adapter.
         format_version: version of the checkpoint layout.
         **kwargs: keys of `PreTrainedConfig`; any other key is an error.
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # Name -> module and purpose.
 PROGRAMS = {
-    "chat": ("scripts.generate", "chat with a target, or answer one prompt, and show what was drafted"),
+    "chat": ("scripts.generate", "chat with a target, or answer one prompt, and show accepted drafts"),
     "bench": ("scripts.benchmark", "measure drafters beside every baseline: tables, JSON, charts"),
     "data": ("scripts.generate_data", "let a target write the conversations that heads learn from"),
     "inspect": ("scripts.inspect_data", "show and count the tokens of a data set that heads would learn"),

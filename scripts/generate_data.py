@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Launched as a file, Python looks for packages in scripts/ (under -P nowhere); ours stand beside it.
+# Launched as a file, Python looks for packages in scripts/ (with -P nowhere). Ours are one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
