@@ -77,7 +77,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._copies = WeightCopies()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles come back unbound."""
+        """Copies and pickles are unbound."""
         stored = [adapter for adapter in self._adapter if isinstance(adapter, StoredAdapter)]
         fresh = {"_bound": [], "_adapter": stored, "_checked": None, "_copies": None}
         return {**self.__dict__, **fresh}
@@ -276,7 +276,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return self.target.compute_logits(hidden.to(self.target.dtype))
 
     def get_input_embeddings(self) -> Any:
-        """None: the embeddings are the target's. FSDP asks."""
+        """None, which FSDP reads: the embeddings are the target's."""
 
     def get_output_embeddings(self) -> Any:
         """None, also for kinds with an LM head: FSDP keeps all weights of the heads in one unit."""

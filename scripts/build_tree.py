@@ -79,7 +79,7 @@ def build(args: TreeArguments) -> None:
 
 
 def fit_length(max_length: int, target: Target) -> int:
-    """Rows no longer than the target's position limit."""
+    """`max_length`, or the target's position limit if that is smaller; says so on the standard error."""
     limit = target.max_length
     if limit is None or max_length <= limit:
         return max_length

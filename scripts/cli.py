@@ -32,7 +32,7 @@ EXTRAS = {
 
 
 def overview() -> str:
-    """What `draftsmith --help` prints."""
+    """The text of `draftsmith --help`."""
     names = "\n".join(f"  {name:<10}{what}" for name, (_, what) in PROGRAMS.items())
     return (
         "usage: draftsmith NAME [--option VALUE ...]\n\n"

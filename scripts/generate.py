@@ -167,7 +167,6 @@ class SpeculationPrinter:
 
 
 def describe(stats: GenerationStats, *, has_drafter: bool, has_color: bool) -> Text:
-    """The line after a reply."""
     seconds = stats.seconds["total"]
     line = Text(f"{stats.num_new_tokens} tokens in {seconds:.2f} s, {stats.num_new_tokens / seconds:.1f} tokens/s")
     if has_drafter:
@@ -208,7 +207,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system is not None else []
 
     def ask(self, turn: str) -> Tensor:
-        """Adds a user turn; the prompt as [1, L] token ids."""
+        """Adds a user turn, and returns the prompt: [1, L] token ids."""
         if self.is_raw:
             input_ids: Tensor = self.tokenizer(turn, return_tensors="pt")["input_ids"]
             return input_ids

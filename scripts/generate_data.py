@@ -134,7 +134,6 @@ def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: Synthe
 
 
 def report(stats: dict[str, Any], title: str) -> None:
-    """The final table."""
     print(title)
     print(f"  {stats['turns']} turns, {stats['tokens']} tokens")
     for name in ("dropped", "shortened"):

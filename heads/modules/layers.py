@@ -220,7 +220,6 @@ class DraftAttention(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def new_cache(self, batch_size: int, *, num_slots: int, num_scratch: int) -> DraftCache:
-        """An empty cache for this attention's keys and values."""
         weight = self.k_proj.weight
         shape = (batch_size, self.num_groups, self.head_dim)
         return DraftCache(shape, num_slots=num_slots, num_scratch=num_scratch, device=weight.device, dtype=weight.dtype)

@@ -177,7 +177,6 @@ def read_prompts(args: DivergenceArguments, tokenizer: Any, target: Target) -> I
 
 
 def make_grids(environment: dict[str, Any], tallies: Tallies) -> Iterator[Grid]:
-    """A table for each reference."""
     for reference, own in tallies.items():
         cells = []
         for name, tally in own.items():
@@ -196,7 +195,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write(args: DivergenceArguments, measured: Sequence[tuple[dict[str, Any], Tallies]]) -> None:
-    """Prints the tables and writes them to the file."""
     grids = [grid for environment, tallies in measured for grid in make_grids(environment, tallies)]
     for grid in grids:
         grid.print(Console(width=None if sys.stdout.isatty() else 150))

@@ -278,7 +278,6 @@ def _describe_mean(mean: Mean | None) -> list[str]:
 
 
 def render_page(content: dict[str, Any], grid: Grid) -> str:
-    """The table with the command and the conditions."""
     one, environments = content["conditions"], [report["environment"] for report in content["reports"]]
     files = ", ".join({f"{each['num_prompts']} of {Path(each['prompts']).name}": None for each in environments})
     return (

@@ -144,7 +144,6 @@ def _run_unroll(config: Any, length: int) -> tuple[int, float, float]:
 
 
 def estimate(args: CostArguments, config: Any) -> dict[str, str]:
-    """The lines of the table."""
     target, draft = find_target_cost(config, LENGTH), find_draft_cost(config, LENGTH)
     operations = target.forward + draft.unroll + REPLY_SHARE * (target.lm_head + draft.lm_head)
     speed = args.num_gpus * UTILISATION * PEAK / operations

@@ -38,7 +38,6 @@ def describe_environment(target: Target, settings: Settings | None, /, **details
 
 
 def describe_program() -> dict[str, Any]:
-    """The interpreter, the commit and the command."""
     return {
         "python": platform.python_version(),
         "commit": _read_commit(),
