@@ -115,7 +115,7 @@ def check(case: Case) -> None:
 def describe(case: Case) -> str:
     """With the shape of its tree, of which there is no repr."""
     policy: Any = case.policy
-    shape = policy.topology.paths if isinstance(policy, StaticTree) else vars(policy)
+    shape = policy.paths if isinstance(policy, StaticTree) else vars(policy)
     return f"{case}\nwith the tree {type(policy).__name__} {shape}"
 
 

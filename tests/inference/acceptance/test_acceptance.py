@@ -25,7 +25,8 @@ from inference.acceptance.sampler import Sampler
 from inference.acceptance.walk import Acceptance
 from inference.noise import gumbel_noise, row_seeds
 from inference.request.processors import NO_TOKEN, PREFIX_FREE
-from inference.trees.token_tree import TokenTree, compute_depths
+from inference.trees.token_tree import TokenTree
+from tests.inference.plain_passes import compute_depths
 
 VOCAB = 12
 
@@ -55,7 +56,7 @@ def make_tree(logits: Tensor, sampler: Sampler, positions: Tensor, generator: to
     for row in range(batch):
         for node in range(1, num_nodes - (2 if row == 1 else 0)):
             parents[row, node] = torch.randint(max(0, node - 3), node, (), generator=generator)
-    depths = torch.where(parents < 0, 0, compute_depths(parents))
+    depths = compute_depths(parents)
     for row in range(batch):
         for node in range(1, num_nodes):
             parent = int(parents[row, node])

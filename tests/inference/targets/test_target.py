@@ -9,8 +9,15 @@ from transformers import PreTrainedModel
 
 from inference.targets.encoding import encode
 from inference.targets.target import Target
-from inference.trees.token_tree import TokenTree, compute_depths
-from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, random_tree, run_plainly
+from inference.trees.token_tree import TokenTree
+from tests.inference.plain_passes import (
+    ATOL,
+    assert_states_close,
+    calm_target,
+    compute_depths,
+    random_tree,
+    run_plainly,
+)
 from tests.tiny_targets import FAMILIES, FAMILIES_AND_ATTENTION, SLIDING_WINDOW, random_prompt
 
 IMPLEMENTATIONS = ("sdpa", "eager")
