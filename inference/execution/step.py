@@ -20,7 +20,7 @@ from inference.acceptance.walk import Acceptance
 from inference.cache.source import Source
 from inference.cache.tree_cache import VIEW_MULTIPLE, TreeCache
 from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.sampling import DraftDraws, DraftSampling
+from inference.drafters.sampling import DraftSampling
 from inference.drafters.slots import NewSlots
 from inference.execution.executor import Executor
 from inference.noise import derive_seeds
@@ -166,10 +166,11 @@ class DecodeStep:
 
     def _sampling(self, sampler: Sampler, noise: Tensor | None, lengths: Tensor) -> DraftSampling:
         warp = sampler.warp_draft if sampler.do_sample else None
-        draws = None
+        seeds = None
         if self.rule.draws_drafts and sampler.row_seeds is not None:
-            draws = DraftDraws(derive_seeds(sampler.row_seeds, DRAFT_STREAM, lengths), self.target.vocab_size, warp)
-        return DraftSampling(warp=warp, noise=noise if self.is_coupled else None, draws=draws)
+            seeds = derive_seeds(sampler.row_seeds, DRAFT_STREAM, lengths)
+        noise = noise if self.is_coupled else None
+        return DraftSampling(warp=warp, noise=noise, seeds=seeds, vocab_size=self.target.vocab_size)
 
     def verify(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
         """Logits [B, N, V] and features [B, N, F] of the tree's nodes, from one forward pass of the target."""

@@ -182,10 +182,10 @@ def _draft_ranks(
 def _take_ranks(draft: DraftLogits, above: _Nodes, level: _Level, depth: int, sampling: DraftSampling) -> _Nodes:
     """The candidates of the ranks that the tree has at this depth, from the scores of their parents' children."""
     log_q = None
-    if sampling.draws is None:
+    if sampling.seeds is None:
         top, ids = sampling.take_best(draft, level.num_ranks)
     else:
-        top, ids, log_q = sampling.draws.draw(draft, depth, level.num_ranks, level.frontier.numel())
+        top, ids, log_q = sampling.draw(draft, depth, level.num_ranks, level.frontier.numel())
     missing = level.num_ranks - top.shape[-1]
     if missing > 0:  # the drafter has fewer candidates than the tree has ranks
         top = torch.nn.functional.pad(top, (0, missing), value=float("-inf"))

@@ -30,7 +30,7 @@ from inference.acceptance.typical import accept_typical
 from inference.acceptance.walk import Acceptance
 from inference.drafters.base import DraftLogits
 from inference.drafters.ngram import NgramDrafter
-from inference.drafters.sampling import DraftDraws, DraftSampling
+from inference.drafters.sampling import DraftSampling
 from inference.execution.step import DecodeStep
 from inference.noise import derive_seeds, row_seeds
 from inference.targets.target import Target
@@ -80,11 +80,11 @@ def take_step(
     positions: Tensor,
     **kwargs: Any,
 ) -> Acceptance:
-    draws = None
+    seeds = None
     if accept is not accept_exact and accept is not accept_typical:
         assert sampler.row_seeds is not None
-        draws = DraftDraws(derive_seeds(sampler.row_seeds, DRAFT_STREAM, positions), VOCAB, sampler.warp_draft)
-    sampling = DraftSampling(warp=sampler.warp_draft, draws=draws)
+        seeds = derive_seeds(sampler.row_seeds, DRAFT_STREAM, positions)
+    sampling = DraftSampling(warp=sampler.warp_draft, seeds=seeds, vocab_size=VOCAB)
     tree = policy.grow(drafter, None, roots, drafter.expand(None, roots[:, None], roots, 0), sampling)
     noise = sampler.draw_noise(positions, tree.path_width, VOCAB)
     return accept(sampler, tree, target[tree.token_ids], positions, noise=noise, **kwargs)
