@@ -88,8 +88,8 @@ class StagedDrafter(Drafter, nn.Module):
         small = self.small.start(batch_size, max_length, num_scratch + self.num_guesses)
         device = small.cache.lengths.device
         guesses = torch.full((batch_size, self.num_guesses), -1, device=device)
-        ngram = self.ngrams.start(batch_size, max_length, num_scratch, device)
-        return StagedState(small, ngram, guesses[:, 0] > 0, torch.empty(0, device=device), guesses, 0)
+        ngrams = self.ngrams.start(batch_size, max_length, num_scratch)
+        return StagedState(small, ngrams, guesses[:, 0] > 0, torch.empty(0, device=device), guesses, 0)
 
     def read_source(self, state: StagedState, token_ids: Tensor, mask: Tensor) -> None:
         self.small.read_source(state.small, token_ids, mask)
