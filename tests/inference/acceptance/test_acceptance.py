@@ -216,11 +216,6 @@ class TestLazyWalk:
         assert len(processor.asked) == num_asked == int(acceptance.counts)
         assert acceptance.next_tokens[0, :num_asked].tolist() == [5, 6, 7, 8][:num_asked]
 
-    def test_prefixes_are_required(self) -> None:
-        tree = TokenTree.from_root(torch.tensor([1]))
-        with pytest.raises(ValueError, match="PreviousToken may read the text so far: give prefixes"):
-            accept_exact(Sampler([PreviousToken()]), tree, torch.zeros(1, 1, 4), torch.tensor([0]))
-
 
 class TestSampler:
     def test_exact_types_alone_are_trusted(self) -> None:
@@ -231,10 +226,6 @@ class TestSampler:
         assert not Sampler([ReadingTopK(3)]).is_prefix_free
         assert TopKLogitsWarper in PREFIX_FREE
         assert RepetitionPenaltyLogitsProcessor not in PREFIX_FREE
-
-    def test_sampling_needs_seeds(self) -> None:
-        with pytest.raises(ValueError, match="sampling needs row_seeds"):
-            Sampler(do_sample=True)
 
     def test_noise_belongs_to_the_drawn_tokens_position(self) -> None:
         seeds = row_seeds(0, 2, "cpu")
