@@ -137,13 +137,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         state.ancestors = first_rows(state.ancestors, rows)
 
     def extend(
-        self,
-        state: SmallModelState,
-        features: Tensor | None,
-        next_token_ids: Tensor,
-        counts: Tensor,
-        *,
-        max_slots: int,
+        self, state: SmallModelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         last: Tensor | None = None
         for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
@@ -175,13 +169,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         return self.to_draft(logits)
 
     def read_certain(
-        self,
-        state: SmallModelState,
-        token_ids: Tensor,
-        counts: Tensor,
-        *,
-        max_tokens: int,
-        num_guesses: int = 0,
+        self, state: SmallModelState, token_ids: Tensor, counts: Tensor, *, max_tokens: int, num_guesses: int = 0
     ) -> Tensor:
         """One pass over accepted tokens and guesses that follow them.
 

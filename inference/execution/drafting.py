@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -57,8 +58,8 @@ class Drafting:
         state: the drafter's; None without one.
 
     Attributes:
-        has_taken_all: whether the last `draft` handed all certain slots to the drafter. After
-            steps without drafting they wait.
+        has_taken_all: whether the last `draft` handed all certain slots to the drafter. After steps without drafting
+            they wait.
     """
 
     def __init__(self, step: DecodeStep, choice: TreeChoice, state: Any) -> None:
@@ -81,7 +82,7 @@ class Drafting:
             return self.step.draft_nothing(cache, sampler, newest)
         slots = join_slots(self._waiting, self.step.least_slots)
         if self._active is not None:
-            slots = slots.masked(self._active)
+            slots = replace(slots, counts=slots.counts * self._active)
         self._waiting = []
         return self.step.draft(self.state, cache, sampler, slots, policy)
 
