@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
 from heads import HEAD_TYPES
 from inference.targets.target import Target
-from training.data.options import DataArguments
+from training.data.options import DataArguments, option
 from training.features.store import tensor_name
 from training.features.target_options import ModelArguments, PlacementArguments
 
@@ -27,24 +27,21 @@ class ExtractedModelArguments(ModelArguments):
 class ExtractionArguments:
     """What to store, and where."""
 
-    output_dir: str = field(metadata={"help": "Folder for the features."})
-    feature_layers: list[int] = field(
+    output_dir: str = option(help="Folder for the features.")
+    feature_layers: list[int] = option(
         default_factory=list,
-        metadata={"help": "Hidden states to store (0 = embeddings), besides those of --head_type and the last one."},
+        help="Hidden states to store (0 = embeddings), besides those of --head_type and the last one.",
     )
-    store_last_hidden: bool = field(
-        default=True,
-        metadata={"help": "Store the last state. Without it, give --teacher_top_k; heads that tap it cannot train."},
+    store_last_hidden: bool = option(
+        default=True, help="Store the last state. Without it, give --teacher_top_k; heads that tap it cannot train."
     )
-    teacher_top_k: int | None = field(
+    teacher_top_k: int | None = option(
         default=None,
-        metadata={
-            "help": "Store the N largest logits of the target per token as the teacher, and the log-sum-exp of all; "
-            "none = compute the teacher from the last state."
-        },
+        help="Store the N largest logits of the target per token as the teacher, and the log-sum-exp of all; "
+        "none = compute the teacher from the last state.",
     )
-    batch_size: int = field(default=8, metadata={"help": "Rows per pass of the target."})
-    shard_mb: float = field(default=512, metadata={"help": "Size of a shard in megabytes; memory holds two."})
+    batch_size: int = option(default=8, help="Rows per pass of the target.")
+    shard_mb: float = option(default=512, help="Size of a shard in megabytes; memory holds two.")
 
     def __post_init__(self) -> None:
         for name in ("teacher_top_k", "batch_size", "shard_mb"):

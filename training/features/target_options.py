@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from training.data.options import refuse_without
+from training.data.options import option, refuse_without
 from training.features.sharded_target import Sharding
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -16,33 +16,29 @@ _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 class ModelArguments:
     """The frozen target, and the heads that are trained for it."""
 
-    target: str = field(metadata={"help": "The target: a folder or a hub id of any stock transformers causal LM."})
-    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Dtype to load the target in; auto = the dtype of its saved weights."}
+    target: str = option(help="The target: a folder or a hub id of any stock transformers causal LM.")
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        default="auto", help="Dtype to load the target in; auto = the dtype of its saved weights."
     )
-    attn_implementation: str = field(
-        default="sdpa", metadata={"help": "The target's attention: sdpa or eager (tree masks need one of the two)."}
+    attn_implementation: str = option(
+        default="sdpa", help="The target's attention: sdpa or eager (tree masks need one of the two)."
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run Python code that comes with the target. Read that code first."}
+    trust_remote_code: bool = option(
+        default=False, help="Run Python code that comes with the target. Read that code first."
     )
-    head_type: str | None = field(
-        default=None, metadata={"help": "Kind of heads to create, a key of heads.HEAD_TYPES. Not with --init_heads."}
+    head_type: str | None = option(
+        default=None, help="Kind of heads to create, a key of heads.HEAD_TYPES. Not with --init_heads."
     )
-    head_overrides: list[str] = field(
+    head_overrides: list[str] = option(
         default_factory=list,
-        metadata={
-            "help": "Fields of the heads' configuration as key=value with JSON values, for example "
-            "--head_overrides num_heads=4 num_layers=1. A mapping in YAML. The last value of a key wins."
-        },
+        help="Fields of the heads' configuration as key=value with JSON values, for example "
+        "--head_overrides num_heads=4 num_layers=1. A mapping in YAML. The last value of a key wins.",
     )
-    init_heads: str | None = field(
+    init_heads: str | None = option(
         default=None,
-        metadata={
-            "help": "Warm start, instead of --head_type: begin a new run with the weights, the configuration and the "
-            "draft vocabulary of trained heads (folder or hub id). To continue an interrupted run, give "
-            "--resume_from_checkpoint."
-        },
+        help="Warm start, instead of --head_type: begin a new run with the weights, the configuration and the "
+        "draft vocabulary of trained heads (folder or hub id). To continue an interrupted run, give "
+        "--resume_from_checkpoint.",
     )
 
     def __post_init__(self) -> None:
@@ -76,20 +72,16 @@ class ModelArguments:
 class PlacementArguments:
     """Where to keep a target that is too large for one device."""
 
-    target_device_map: str | None = field(
+    target_device_map: str | None = option(
         default=None,
-        metadata={
-            "help": "Spread the target over the devices of this one process: auto, balanced, sequential, or a JSON "
-            'mapping of all modules to devices, "cpu" or "disk" (accelerate\'s). The token embedding must be on the '
-            "heads' device. none = keep all of it on that device."
-        },
+        help="Spread the target over the devices of this one process: auto, balanced, sequential, or a JSON "
+        'mapping of all modules to devices, "cpu" or "disk" (accelerate\'s). The token embedding must be on the '
+        "heads' device. none = keep all of it on that device.",
     )
-    shard_target: Sharding = field(
+    shard_target: Sharding = option(
         default="none",
-        metadata={
-            "help": "For a target too large for one device: each process keeps a share of the layers' weights and "
-            "gathers a layer when it runs. fsdp2, independent of the heads' strategy."
-        },
+        help="For a target too large for one device: each process keeps a share of the layers' weights and "
+        "gathers a layer when it runs. fsdp2, independent of the heads' strategy.",
     )
 
     def __post_init__(self) -> None:
@@ -120,18 +112,14 @@ class PlacementArguments:
 class FeatureArguments:
     """Where the target's states come from."""
 
-    features: str | None = field(
+    features: str | None = option(
         default=None,
-        metadata={
-            "help": "Folder of stored features (scripts/extract_features.py); none = run the target on every batch."
-        },
+        help="Folder of stored features (scripts/extract_features.py); none = run the target on every batch.",
     )
-    feature_mode: Literal["offline", "hybrid"] = field(
+    feature_mode: Literal["offline", "hybrid"] = option(
         default="offline",
-        metadata={
-            "help": "offline: every text must be in --features; the target's layers run only in checks and "
-            "evaluations. hybrid: compute and store missing texts, so the first epoch fills the folder."
-        },
+        help="offline: every text must be in --features; the target's layers run only in checks and "
+        "evaluations. hybrid: compute and store missing texts, so the first epoch fills the folder.",
     )
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from heads import DraftHeads
 from inference import Decoder, DynamicTree, GenerationStats, Target
-from training.data.options import refuse_without, seed_of_data
+from training.data.options import option, refuse_without, seed_of_data
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
 from training.synthesis.turn_template import TurnTemplate
 
@@ -39,19 +39,16 @@ Row = dict[str, list[int]]
 class OnPolicyArguments:
     """Replies that the target writes during training."""
 
-    on_policy_fraction: float = field(
+    on_policy_fraction: float = option(
         default=0.0,
-        metadata={
-            "help": "Share of the training conversations whose replies the target rewrites at the beginning of each "
-            "epoch; every epoch draws other ones; 0 = none."
-        },
+        help="Share of the training conversations whose replies the target rewrites at the beginning of each "
+        "epoch; every epoch draws other ones; 0 = none.",
     )
-    on_policy_temperature: float = field(default=1.0, metadata={"help": "Temperature of these replies; 0 = greedy."})
-    on_policy_max_new_tokens: int = field(
-        default=256,
-        metadata={"help": "Longest reply in tokens; a conversation with a longer reply stays unchanged."},
+    on_policy_temperature: float = option(default=1.0, help="Temperature of these replies; 0 = greedy.")
+    on_policy_max_new_tokens: int = option(
+        default=256, help="Longest reply in tokens; a conversation with a longer reply stays unchanged."
     )
-    on_policy_batch_size: int = field(default=32, metadata={"help": "Replies to decode together in each process."})
+    on_policy_batch_size: int = option(default=32, help="Replies to decode together in each process.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.on_policy_fraction <= 1:
