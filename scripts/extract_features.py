@@ -2,9 +2,10 @@
 
     # the features that a training configuration needs
     draftsmith features --config configs/train/eagle3-chat-13m.yaml --output_dir outputs/features
+
     # the features of several kinds of heads: the layers by number
-    draftsmith features --target examples/chat-13m --dataset chat.jsonl.gz \\
-        --feature_layers 2 8 13 --output_dir outputs/features-all
+    draftsmith features --target examples/chat-13m --dataset chat.jsonl.gz --head_type eagle3 \\
+        --head_overrides feature_layers=[2,5,8,13] --output_dir outputs/features-all
 
 The program reads the options that it shares with training from the configuration file, and ignores the others. It
 prints the disk use first, and stops if the disk is too small. Run the same command again to continue after a kill or a
@@ -28,7 +29,7 @@ from training.options.command_line import parse_arguments
 
 GROUPS = {
     "data": "config target dataset max_length max_samples",
-    "features": "output_dir head_type feature_layers teacher_top_k",
+    "features": "output_dir head_type head_overrides init_heads",
     "execution": "target_dtype target_device_map batch_size shard_mb",
 }
 

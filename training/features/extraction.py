@@ -4,7 +4,7 @@ The plan depends only on the rows and the options: shards of about `shard_mb`, r
 once. So any number of processes writes the same shards, each every `num_processes`-th, and an interrupted extraction
 continues with the missing ones.
 
-Legend: T tokens of a row, D hidden size, K teacher's best tokens, V target vocabulary.
+Legend: B batch, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from inference.targets.target import Target
 from training.data.collation import ConversationCollator
 from training.data.options import DataArguments
 from training.data.training_sets import cut_to_limit, load_datasets
-from training.features.extraction_options import ExtractionArguments, choose_layers, plan_tensors
+from training.features.extraction_options import ExtractionArguments, find_layers
 from training.features.sources import OnlineFeatures
 from training.features.store import (
     StoredRow,
@@ -36,6 +36,7 @@ from training.features.store import (
     finished_shards,
     hash_text,
     hash_tokens,
+    name_tensors,
     read_settings,
     tensor_name,
     write_settings,
@@ -45,8 +46,6 @@ from training.features.store_checks import check_room, check_same_target, iterat
 from training.features.target_identity import hash_tokenizer, identify_target
 from training.features.target_loading import check_placement, load_adapted_model
 from training.features.target_options import ModelArguments, PlacementArguments
-from training.losses.teacher import rows_per_chunk
-from training.losses.top_logits import TopLogits, take_top_logits
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class Extraction:
 
     Args:
         settings: of the store; the plan's numbers are added here.
-        layers: the hidden states to store, without the last (`choose_layers`).
+        layers: the hidden states to store, besides the last (`find_layers`).
 
     Raises:
         ValueError: the folder holds other features, or there is no room for these.
@@ -178,23 +177,7 @@ class Extraction:
             tensor_name(layer, self.target.num_layers): encoded.features[..., i * width : (i + 1) * width]
             for i, layer in enumerate(self.layers)
         }
-        if "last" in self.settings.tensors:
-            tensors["last"] = encoded.last_hidden
-        if self.settings.teacher_top_k is not None:
-            top = self._take_top(encoded.last_hidden, self.settings.teacher_top_k)
-            tensors["top.values"] = top.values
-            tensors["top.token_ids"] = top.token_ids.int()
-            tensors["top.log_sum_exp"] = top.log_sum_exp
-        return tensors
-
-    def _take_top(self, last_hidden: Tensor, top_k: int) -> TopLogits:
-        """Works in chunks, so that no [B, T, V] tensor is ever alive."""
-        parts = [
-            vars(take_top_logits(self.target.compute_logits(part), min(top_k, self.target.vocab_size)))
-            for part in last_hidden.flatten(0, 1).split(rows_per_chunk(self.target.vocab_size))
-        ]
-        shape = last_hidden.shape[:2]
-        return TopLogits(**{name: torch.cat([part[name] for part in parts]).unflatten(0, shape) for name in parts[0]})
+        return {**tensors, "last": encoded.last_hidden}
 
 
 def extract_features(
@@ -222,12 +205,11 @@ def extract_features(
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
     data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
-    layers = choose_layers(model_args, args, target)
+    layers = find_layers(model_args, target)
     settings = StoreSettings(
         target=identify_target(target, model_args.target),
-        tensors=plan_tensors(layers, args, target.num_layers),
+        tensors=name_tensors(layers, target.num_layers),
         dtype=str(target.dtype).removeprefix("torch."),
-        teacher_top_k=args.teacher_top_k,
         dataset=[*data_args.dataset, *data_args.eval_dataset],
         max_length=data_args.max_length,
         tokenizer_hash=hash_tokenizer(tokenizer),

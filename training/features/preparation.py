@@ -14,7 +14,7 @@ from heads import DraftHeads
 from inference.targets.target import Target
 from training.features.sharded_target import is_sharded
 from training.features.sources import FeatureSource, FlushFeatures, HybridFeatures, OnlineFeatures, StoredFeatures
-from training.features.store import FeatureStore, StoreSettings, TargetIdentity, tensor_name, write_settings
+from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors, write_settings
 from training.features.store_checks import RowsOfRun, check_can_fill, check_complete, check_same_target
 from training.features.target_options import FeatureArguments
 
@@ -42,7 +42,6 @@ def prepare_features(
     target: Target,
     heads: DraftHeads,
     rows: RowsOfRun,
-    loss_type: str,
     collate: Collate,
     identify: Callable[[], TargetIdentity],
     rank: int = 0,
@@ -61,9 +60,8 @@ def prepare_features(
     folder = Path(args.features)
     wanted = StoreSettings(
         target=identify(),
-        tensors=sorted({*(tensor_name(layer, target.num_layers) for layer in heads.feature_layers), "last"}),
+        tensors=name_tensors(heads.feature_layers, target.num_layers),
         dtype=str(target.dtype).removeprefix("torch."),
-        teacher_top_k=None,
         dataset=list(rows.dataset),
         max_length=rows.max_length,
         tokenizer_hash=rows.tokenizer_hash,
@@ -83,6 +81,6 @@ def prepare_features(
         hybrid = HybridFeatures(online, store, rank=rank)
         callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
         return PreparedFeatures(hybrid, hybrid.peek, hybrid.collator(collate), callbacks)
-    check_complete(store, heads, loss_type, rows)
+    check_complete(store, heads, rows)
     stored = StoredFeatures(target, heads.feature_layers, store)
     return PreparedFeatures(stored, stored, stored.collator(collate), [])

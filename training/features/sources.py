@@ -1,7 +1,6 @@
 """Gives the trainer the target's states of a batch: computed, read from disk, or both.
 
-Legend: B batch, T sequence length, F feature width (number of tapped layers x D), D hidden size, K teacher's best
-tokens.
+Legend: B batch, T sequence length, F feature width (number of tapped layers x D), D hidden size.
 """
 
 from __future__ import annotations
@@ -19,8 +18,15 @@ from transformers import TrainerCallback
 from inference.targets.encoding import encode
 from inference.targets.target import Target
 from training.data.collation import find_documents
-from training.features.store import DiskFullError, FeatureStore, StoredRow, hash_tokens, tensor_name, write_shard
-from training.losses.top_logits import TopLogits
+from training.features.store import (
+    DiskFullError,
+    FeatureStore,
+    StoredRow,
+    hash_tokens,
+    name_tensors,
+    tensor_name,
+    write_shard,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +39,11 @@ class TargetStates:
 
     Attributes:
         features: [B, T, F], the tapped hidden states.
-        last_hidden: [B, T, D], after the final norm; of width 0 where it was not stored.
-        top_logits: a stored teacher, values [B, T, K]; None = the teacher is the LM head's logits of `last_hidden`.
+        last_hidden: [B, T, D], after the final norm.
     """
 
     features: Tensor
     last_hidden: Tensor
-    top_logits: TopLogits | None = None
 
 
 class FeatureSource(Protocol):
@@ -133,9 +137,8 @@ class StoredFeatures:
     def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore) -> None:
         self.target = target
         self.store = store
-        self.settings = store.settings
         self.layer_names = [tensor_name(layer, target.num_layers) for layer in feature_layers]
-        self.names = sorted({*self.layer_names, *(name for name in self.settings.tensors if "hidden." not in name)})
+        self.names = name_tensors(feature_layers, target.num_layers)
 
     def collator(self, collate: Callable[[Any], dict[str, Tensor]]) -> StoredCollator:
         """Returns the trainer's collator, which reads ahead the states that this source returns."""
@@ -151,18 +154,10 @@ class StoredFeatures:
                 f"{self.store.folder} lacks a text of this batch: extract the features of this data "
                 "(scripts/extract_features.py with the same options), or train with --feature_mode hybrid"
             )
-        states = {name: self._floats(batch, name) for name in self.names if "top." not in name}
-        features = [states[name] for name in self.layer_names]
-        some = features[0] if features else states["last"]
-        top = None
-        if self.settings.teacher_top_k is not None:
-            ids, sums = batch["stored.top.token_ids"].long(), batch["stored.top.log_sum_exp"].view(torch.float32)
-            top = TopLogits(self._floats(batch, "top.values"), ids, sums)
-        last_hidden = states.get("last", some[..., :0])
-        return TargetStates(torch.cat(features, -1) if features else some[..., :0], last_hidden, top)
-
-    def _floats(self, batch: Mapping[str, Tensor], name: str) -> Tensor:
-        return batch[f"stored.{name}"].view(self.target.dtype)
+        states = {name: batch[f"stored.{name}"].view(self.target.dtype) for name in self.names}
+        last_hidden = states["last"]
+        features = [states[name] for name in self.layer_names] or [last_hidden[..., :0]]
+        return TargetStates(torch.cat(features, -1), last_hidden)
 
 
 class HybridFeatures:

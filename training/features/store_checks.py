@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads
-from training.features.store import FeatureStore, StoreSettings, TargetIdentity, tensor_name
-from training.losses.terms import parse_loss
+from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ def check_room(folder: Path, size: int) -> None:
     if size > (free := free_space(folder)):
         raise ValueError(
             f"features would take {size / 1e9:.3g} GB more in {folder}, and {free / 1e9:.3g} GB are free there: choose "
-            "another disk, fewer texts (--max_samples), fewer layers, or --teacher_top_k 64 --store_last_hidden false; "
-            "or train online, which stores nothing"
+            "another disk or fewer texts (--max_samples), or train online, which stores nothing"
         )
 
 
@@ -80,20 +78,14 @@ def check_can_fill(store: FeatureStore, wanted: StoreSettings) -> None:
         )
 
 
-def check_complete(store: FeatureStore, heads: DraftHeads, loss_type: str, rows: RowsOfRun) -> None:
+def check_complete(store: FeatureStore, heads: DraftHeads, rows: RowsOfRun) -> None:
     """Raises ValueError when an offline run needs tensors, shards or texts that the store lacks."""
     settings, kind = store.settings, heads.config.head_type
-    wanted = {tensor_name(layer, settings.target.num_layers) for layer in heads.feature_layers}
-    if lacking := sorted(wanted - {*settings.tensors}):
+    wanted = name_tensors(heads.feature_layers, settings.target.num_layers)
+    if lacking := [name for name in wanted if name not in settings.tensors]:
         raise ValueError(
             f"{store.folder} holds {', '.join(settings.tensors)}, and these {kind} heads read "
-            f"{', '.join(sorted(wanted))}: extract again with --head_type {kind} (or --feature_layers) to store "
-            f"{', '.join(lacking)}"
-        )
-    if "last" not in settings.tensors and "states" in parse_loss(loss_type).reads:
-        raise ValueError(
-            f"{store.folder} holds no last state (--store_last_hidden false), and the loss {loss_type} of {kind} heads "
-            "reads it: extract again with it, or choose another --loss_type"
+            f"{', '.join(wanted)}: extract again with --head_type {kind} to store {', '.join(lacking)}"
         )
     planned = settings.num_shards
     if planned is not None and store.num_finished < planned:

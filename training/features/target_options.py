@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from heads import HEAD_TYPES
 from training.data.options import option, refuse_without
 from training.features.sharded_target import Sharding
 
@@ -47,6 +48,8 @@ class ModelArguments:
                 f"got head_type={self.head_type!r} and init_heads={self.init_heads!r}: give head_type to create heads, "
                 "or init_heads to continue from trained ones"
             )
+        if self.head_type is not None and self.head_type not in HEAD_TYPES:
+            raise ValueError(f"unknown head_type {self.head_type!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}")
         if self.init_heads is not None and self.head_overrides:
             raise ValueError(
                 f"got head_overrides {self.head_overrides} with init_heads {self.init_heads!r}: trained heads bring "

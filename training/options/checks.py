@@ -7,19 +7,18 @@ from collections.abc import Iterator
 import torch
 from transformers import TrainingArguments
 
-from heads import HEAD_TYPES
 from training.data.streaming import check_streaming
 from training.distributed.launch import Launch, check_launch
 from training.options.run_options import RunOptions
 
 
 def check_options(options: RunOptions) -> None:
-    """Refuses options that contradict one another, need a missing package or device, or do not fit the launch.
+    """Refuses options that contradict one another, or do not fit the launch or the device.
 
     Raises:
         ValueError: naming every problem.
     """
-    problems = [*_contradictions(options), *_missing(options)]
+    problems = [*_contradictions(options)]
     checks = (
         lambda: check_launch(options.training),
         lambda: check_muon(options.training.muon_learning_rate, options.training),
@@ -90,9 +89,3 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
             "got packing and train_sampling_strategy group_by_length: packed rows all have the same length; leave one "
             "of the two out"
         )
-
-
-def _missing(options: RunOptions) -> Iterator[str]:
-    kind = options.model.head_type
-    if kind is not None and kind not in HEAD_TYPES:
-        yield f"unknown head_type {kind!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}"

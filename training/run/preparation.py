@@ -161,7 +161,6 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
         rows=RowsOfRun(
             rows.train_set, rows.eval_set, options.data.dataset, options.data.max_length, hash_tokenizer(tokenizer)
         ),
-        loss_type=options.training.loss_type or models.heads.default_loss,
         collate=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
         identify=partial(identify_target, models.target, options.model.target),
         rank=options.training.process_index,

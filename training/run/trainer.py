@@ -188,7 +188,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             inputs["loss_mask"],
             heads.draft_token_ids,
             loss_type=self.loss_type,
-            top_logits=states.top_logits,
         )
         loss_fn = partial(
             draft_loss,

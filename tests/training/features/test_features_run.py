@@ -159,7 +159,7 @@ class TestRefusals:
     def test_features_that_are_not_this_runs(
         self, train: Runner, extract: Extract, other_target: Path, tmp_path: Path
     ) -> None:
-        extract(feature_layers=[2], head_type=None, max_samples=20)
+        extract(head_overrides=["feature_layers=[2]"], max_samples=20)
         stored = {"features": tmp_path / "features"}
         medusa = {"head_type": "medusa", "head_overrides": None, **stored}
         for options, message in (
@@ -188,12 +188,6 @@ class TestRefusals:
         # The rows in it are of use to any kind that reads the last state, whatever else is stored.
         assert train(**medusa, max_samples=20)["eval_loss"] > 0
 
-    def test_a_loss_on_states_that_were_not_stored(self, train: Runner, extract: Extract, tmp_path: Path) -> None:
-        extract(teacher_top_k=8, store_last_hidden=False)
-        with pytest.raises(ValueError, match=r"holds no last state .* the loss smooth_l1"):
-            train(features=tmp_path / "features", loss_type="smooth_l1")
-        assert train(features=tmp_path / "features", num_eval_prompts=0)["eval_loss"] > 0
-
     def test_a_self_check_that_fails_stops_the_run(
         self, train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -220,7 +214,6 @@ class TestRefusals:
         extract()
         for options, message in (
             ({"max_length": 16}, "holds other features .*max_length was 64, now 16.*give another --output_dir"),
-            ({"teacher_top_k": 4}, "teacher_top_k was None, now 4"),
             ({"target": other_target}, "states of another target"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -229,10 +222,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"feature_layers": [9]}, r"got feature layers \[9\]: the target has 0 \(embeddings\) to 4 \(last\)"),
-            ({"head_type": "medusas"}, "got head_type 'medusas'; allowed are .*medusa"),
-            ({"head_type": "medusa", "store_last_hidden": False, "teacher_top_k": 4}, "layer 4 is the last state"),
-            ({"store_last_hidden": False}, "without teacher_top_k: there would be no teacher"),
+            ({"head_type": "medusas"}, "unknown head_type 'medusas'; known kinds: .*medusa"),
             ({"shard_target": "fsdp2"}, "got shard_target fsdp2: each process extracts its own texts"),
             ({"shard_mb": 0}, "got shard_mb 0.0: it must be above 0"),
         ],

@@ -15,7 +15,7 @@ from training.data.options import DataArguments
 from training.options.command_line import parse_arguments, resolve_arguments
 from training.options.run_options import ARGUMENT_CLASSES, RunOptions
 
-REQUIRED = ["--target", "t", "--head_type", "kind", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
+REQUIRED = ["--target", "t", "--head_type", "medusa", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
 
 
 def write(folder: Path, settings: dict[str, Any] | str) -> str:
@@ -27,7 +27,7 @@ def write(folder: Path, settings: dict[str, Any] | str) -> str:
 def test_yaml_alone(tmp_path: Path) -> None:
     config = write(
         tmp_path,
-        "target: t\nhead_type: kind\nhead_overrides: {num_heads: 4, rope: [1, 2]}\ndataset: [a.jsonl, b.jsonl]\n"
+        "target: t\nhead_type: medusa\nhead_overrides: {num_heads: 4, rope: [1, 2]}\ndataset: [a.jsonl, b.jsonl]\n"
         "learning_rate: 1e-3\nbf16: false\nuse_cpu: true\nmax_samples: null\nmax_steps: -1\n"
         "lr_scheduler_kwargs: {num_cycles: 0.5}\n",
     )
@@ -45,7 +45,7 @@ def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
         tmp_path,
         {
             "target": "yaml",
-            "head_type": "kind",
+            "head_type": "medusa",
             "head_overrides": {"num_heads": 4, "num_layers": 2},
             "dataset": ["a", "b"],
             "max_length": 100,
@@ -215,7 +215,7 @@ def test_sources_that_make_no_sense_are_refused(options: dict[str, Any], message
 def test_columns_and_weights_are_read_from_yaml_and_back(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(
-        "target: t\nhead_type: kind\nbf16: false\nuse_cpu: true\ndataset: [a.jsonl, b.parquet]\n"
+        "target: t\nhead_type: medusa\nbf16: false\nuse_cpu: true\ndataset: [a.jsonl, b.parquet]\n"
         "dataset_weights: [0.7, 3]\ncolumns: {prompt: question, response: solution}\n"
     )
     arguments = parse_arguments(["--config", str(config)])
