@@ -80,16 +80,8 @@ def _load_mixture(
     ]
     parts = [_hold_out(rows, data_args, seed=seed) for rows in sets]
     held_out = [rows for _, rows in parts if rows is not None]
-    if held_out and len(held_out) < len(parts):
-        small = [name for name, (_, rows) in zip(data_args.dataset, parts, strict=True) if rows is None]
-        logger.warning(
-            "nothing is held out: each set of a mixture must give some rows, and %s has a single conversation; give "
-            "--eval_dataset to evaluate",
-            ", ".join(small),
-        )
-        parts, held_out = [(rows, None) for rows in sets], []
     train_set = _first(mix([train for train, _ in parts], data_args, seed=seed), data_args.max_samples)
-    return train_set, mix(held_out, data_args, seed=seed) if held_out else None
+    return train_set, mix(held_out, data_args, seed=seed) if len(held_out) == len(sets) else None
 
 
 def mix(parts: Sequence[datasets.Dataset], data_args: DataArguments, *, seed: int) -> datasets.Dataset:

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainingArguments
 
 from training.data.streaming import check_streaming
-from training.distributed.launch import Launch, check_launch
+from training.distributed.launch import check_launch, find_strategy
 from training.options.run_options import RunOptions
 
 
@@ -47,7 +47,7 @@ def check_muon(learning_rate: float | None, args: TrainingArguments) -> None:
             f"got muon_learning_rate {learning_rate}, which needs torch.optim.Muon, and torch {torch.__version__} has "
             f"none: install torch 2.9 or newer, or {instead}"
         )
-    if Launch.read(args).strategy != "ddp":
+    if find_strategy(args) != "ddp":
         raise ValueError(
             f"got muon_learning_rate {learning_rate} under DeepSpeed or FSDP, which split matrices that Muon needs "
             f"whole: {instead}, or train with plain DDP (configs/accelerate/multi_gpu.yaml)"

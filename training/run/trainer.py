@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer
-from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
 from heads import DraftHeads
@@ -30,7 +30,6 @@ from training.losses.teacher import compute_teacher
 from training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
 from training.run.evaluation import check_best_metric
 from training.run.optimizer import MuonWithAdamW
-from training.run.progress import RunProgress
 from training.run.stopping import FiniteWatch, explain_full_disk
 from training.synthesis.on_policy import OnPolicyRows
 
@@ -86,8 +85,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.watch = FiniteWatch()
         self._checkpoint_parent: Path | None = None  # set while a checkpoint is written aside
         self.add_callback(ExactEpochs())
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(RunProgress())
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
