@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 Sharding = Literal["none", "fsdp2"]
@@ -75,9 +75,21 @@ def _find_layers(model: Any) -> nn.ModuleList:
 
 def _split(layers: nn.ModuleList, world_size: int, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (world_size,))
-    split = [fully_shard(layer, mesh=mesh, reshard_after_forward=True) for layer in layers]
-    for layer, following in pairwise(split):
-        layer.set_modules_to_forward_prefetch([following])
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    for layer, following in pairwise(layers):
+        layer.register_forward_pre_hook(_GatherAhead(following))
+
+
+class _GatherAhead:
+    """A pre-hook of a layer that starts to gather the weights of the next one."""
+
+    def __init__(self, following: nn.Module) -> None:
+        self.following = following
+
+    def __call__(self, layer: nn.Module, args: Any) -> None:
+        assert isinstance(self.following, FSDPModule)
+        self.following.unshard(async_op=True)
 
 
 def import_deepspeed(device_type: str) -> Any:
