@@ -27,7 +27,7 @@ from scripts.one_line_errors import one_line_errors
 from scripts.whole_files import write_text
 from training.data.options import DataArguments
 from training.data.reply_spans import find_special_ids
-from training.data.set_statistics import MeasuredSet, SetStatistics, measure_sets, total_statistics
+from training.data.set_statistics import join_sets, measure_sets
 from training.data.training_sets import cut_to_limit
 from training.options.command_line import parse_arguments
 
@@ -60,13 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     show = make_printer()
     for each in measured:
         for index in range(min(args.num_rows, len(each.rows))):
-            show([(f"--- {each.statistics.name}, conversation {index + 1}\n", "")])
+            show([(f"--- {each.name}, conversation {index + 1}\n", "")])
             show([*describe_row(each.rows[index], tokenizer), ("\n", "")])
-    total = total_statistics(measured)
-    for statistics in [each.statistics for each in measured] + ([total] if len(measured) > 1 else []):
-        show([(format_statistics(statistics, data_args), "")])
+    *sets, total = (each.count(data_args.max_length) for each in (*measured, join_sets(measured)))
+    for counts in [*sets, total] if len(sets) > 1 else sets:
+        show([(format_statistics(counts, data_args), "")])
     if args.json:
-        write_json(Path(args.json), args.target, measured, total)
+        write_json(Path(args.json), {"target": args.target, "sets": sets, "total": total})
     return 0
 
 
@@ -112,21 +112,21 @@ def mark(pieces: list[tuple[str, str]]) -> str:
     return text + ("]]" if is_open else "")
 
 
-def format_statistics(counts: SetStatistics, data_args: DataArguments) -> str:
+def format_statistics(counts: dict[str, Any], data_args: DataArguments) -> str:
     lines = [
-        f"{counts.name}: {counts.num_conversations} conversations of {counts.num_records} records",
-        *(f"  dropped {number}: {reason}" for reason, number in counts.dropped.items()),
-        f"  turns {counts.num_turns}, of which {counts.num_replies} are the assistant's",
-        f"  tokens {counts.num_tokens}, of which {counts.num_trained_tokens} have a loss ({counts.trained_share:.1%})",
+        f"{counts['name']}: {counts['num_conversations']} conversations of {counts['num_records']} records",
+        *(f"  dropped {number}: {reason}" for reason, number in counts["dropped"].items()),
+        f"  turns {counts['num_turns']}, of which {counts['num_replies']} are the assistant's",
+        f"  tokens {counts['num_tokens']}, of which {counts['num_trained_tokens']} have a loss "
+        f"({counts['trained_share']:.1%})",
         "  tokens of a conversation, by quantile: "
-        + ", ".join(f"{quantile}: {length}" for quantile, length in counts.lengths.items()),
-        f"  {counts.num_at_max_length} have max_length ({data_args.max_length}) tokens; the rest is cut off",
+        + ", ".join(f"{quantile}: {length}" for quantile, length in counts["lengths"].items()),
+        f"  {counts['num_at_max_length']} have max_length ({data_args.max_length}) tokens; the rest is cut off",
     ]
     return "\n".join(lines)
 
 
-def write_json(path: Path, target: str, measured: list[MeasuredSet], total: SetStatistics) -> None:
-    result = {"target": target, "sets": [each.statistics.to_dict() for each in measured], "total": total.to_dict()}
+def write_json(path: Path, result: dict[str, Any]) -> None:
     write_text(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 
 
