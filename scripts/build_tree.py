@@ -20,7 +20,7 @@ from inference.trees.search import best_static_tree
 from scripts.model_loading import DTYPES, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
 from scripts.whole_files import write_text
-from training.data.chat_tokens import tokenize_conversations
+from training.data.chat_tokens import drop_unusable, tokenize_conversations
 from training.data.collation import ConversationCollator
 from training.data.conversations import load_conversations
 from training.losses.rank_accuracy import measure_rank_accuracy
@@ -59,7 +59,7 @@ def build(args: TreeArguments) -> None:
     heads = load_heads(args.heads, target)
     conversations = load_conversations(args.dataset, max_samples=args.num_samples)
     max_length = fit_length(args.max_length, target)
-    rows = tokenize_conversations(conversations, tokenizer, max_length=max_length)
+    rows = drop_unusable(tokenize_conversations(conversations, tokenizer, max_length=max_length))
     batches = DataLoader(rows, batch_size=8, collate_fn=ConversationCollator(tokenizer.pad_token_id or 0))
     accuracy = measure_rank_accuracy(heads, batches, num_ranks=args.num_ranks).tolist()
     # One step serves every depth, and a tree of this many nodes is no deeper.

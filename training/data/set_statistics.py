@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pyarrow.compute
 
-from training.data.chat_tokens import tokenize_with_problems
+from training.data.chat_tokens import tokenize_conversations
 from training.data.conversations import Place, iterate_place, parse_row, read_place
 from training.data.options import DataArguments
 
@@ -100,7 +100,7 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
     if not len(conversations):
         first = next((problem for problem in problems if problem), "it is empty")
         raise ValueError(f"no conversation in {place.label}; the first problem: {first}")
-    rows = tokenize_with_problems(
+    rows = tokenize_conversations(
         conversations,
         tokenizer,
         max_length=data_args.max_length,

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 
 from inference.targets.model_config import LengthLimit
-from training.data.chat_tokens import tokenize_conversations
+from training.data.chat_tokens import drop_unusable, tokenize_conversations
 from training.data.conversations import load_conversations
 from training.data.options import DataArguments
 from training.data.streaming import ConversationStream
@@ -54,28 +54,19 @@ def load_datasets(
     elif data_args.dataset_weights:
         train_set, eval_set = _load_mixture(data_args, tokenizer, seed)
     else:
-        train_set, eval_set = _hold_out(_load_all(data_args, tokenizer), data_args, seed=seed)
+        rows = _load(data_args, tokenizer, data_args.dataset, data_args.splits, data_args.max_samples)
+        train_set, eval_set = _hold_out(rows, data_args, seed=seed)
     if data_args.eval_dataset:
-        return train_set, _load(data_args, tokenizer, data_args.eval_dataset, data_args.eval_split, limit)
+        splits = [data_args.eval_split] * len(data_args.eval_dataset)
+        return train_set, _load(data_args, tokenizer, data_args.eval_dataset, splits, limit)
     return train_set, None if eval_set is None else _first(eval_set, limit)
-
-
-def _load_all(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
-    """All sets in order, up to `max_samples`: sets after that are not read."""
-    if len(data_args.dataset_split) == 1:
-        return _load(data_args, tokenizer, data_args.dataset, data_args.dataset_split[0], data_args.max_samples)
-    parts = [
-        _load(data_args, tokenizer, [name], split, data_args.max_samples)
-        for name, split in zip(data_args.dataset, data_args.splits, strict=True)
-    ]
-    return _first(datasets.concatenate_datasets(parts), data_args.max_samples)
 
 
 def _load_mixture(
     data_args: DataArguments, tokenizer: Any, seed: int
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     sets = [
-        _load(data_args, tokenizer, [name], split, data_args.max_samples)
+        _load(data_args, tokenizer, [name], [split], data_args.max_samples)
         for name, split in zip(data_args.dataset, data_args.splits, strict=True)
     ]
     parts = [_hold_out(rows, data_args, seed=seed) for rows in sets]
@@ -96,22 +87,23 @@ def mix(parts: Sequence[datasets.Dataset], data_args: DataArguments, *, seed: in
 
 
 def _load(
-    data_args: DataArguments, tokenizer: Any, paths: Sequence[str], split: str, max_samples: int | None
+    data_args: DataArguments, tokenizer: Any, paths: Sequence[str], splits: Sequence[str], max_samples: int | None
 ) -> datasets.Dataset:
     conversations = load_conversations(
         paths,
-        split=split,
+        splits=splits,
         max_samples=max_samples,
         skip_bad_lines=data_args.skip_bad_lines,
         record_format=data_args.record_format(),
     )
-    return tokenize_conversations(
+    rows = tokenize_conversations(
         conversations,
         tokenizer,
         max_length=data_args.max_length,
         num_proc=data_args.num_proc,
         train_on_thinking=data_args.train_on_thinking,
     )
+    return drop_unusable(rows)
 
 
 def _hold_out(

@@ -25,7 +25,7 @@ from training.features.self_check import check_first_row
 from training.features.store_checks import RowsOfRun
 from training.features.target_identity import hash_tokenizer, identify_target
 from training.features.target_loading import check_placement, load_model, loading_whole
-from training.features.target_options import FeatureArguments, ModelArguments
+from training.features.target_options import FeatureArguments
 from training.options.checks import check_options
 from training.options.command_line import resolve_arguments
 from training.options.run_options import RunOptions
@@ -106,31 +106,21 @@ def prepare_run(*parts: Any) -> PreparedRun:
 
 
 def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
-    stored = _load_stored_heads(options, checkpoint)
+    """Stored heads keep the draft vocabulary that they were trained for, and bring the target's adapter along."""
     args, device = options.model, options.training.device
+    stored: DraftHeads | None = None
+    if (place := checkpoint or args.init_heads) is not None:
+        with loading_whole():
+            stored = DraftHeads.from_pretrained(place, dtype=torch.float32)
     model = load_model(args, options.placement, device, num_processes=options.training.world_size)
     target = Target(adapt_target(model, stored, options.joint))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
-    return _Models(target, tokenizer, _make_heads(options.model, target, stored), stored is not None)
-
-
-def _load_stored_heads(options: RunOptions, checkpoint: Path | None) -> DraftHeads | None:
-    """The heads to continue from, with the draft vocabulary that they were trained for."""
-    stored = checkpoint or options.model.init_heads
-    if stored is None:
-        return None
-    with loading_whole():
-        heads: DraftHeads = DraftHeads.from_pretrained(stored, dtype=torch.float32)
-    return heads
-
-
-def _make_heads(args: ModelArguments, target: Target, stored: DraftHeads | None) -> DraftHeads:
-    """The stored heads, or untrained ones, bound to the target."""
-    if stored is None:
-        assert args.head_type is not None
-        return create_heads(args.head_type, target, **args.parse_head_overrides())
-    return stored.bind(target)
+    if stored is not None:
+        return _Models(target, tokenizer, stored.bind(target), are_heads_trained=True)
+    assert args.head_type is not None
+    heads = create_heads(args.head_type, target, **args.parse_head_overrides())
+    return _Models(target, tokenizer, heads, are_heads_trained=False)
 
 
 def _load_rows(options: RunOptions, models: _Models) -> _Rows:

@@ -157,9 +157,9 @@ def test_repositories_have_subsets_and_splits(repository: Path) -> None:
     (other,) = to_messages(load_conversations([f"{repository}:other"]))
     assert [message["content"] for message in other] == ["1 + 1?", "#### 2"]
     with pytest.raises(BadLineError, match=r":main \(test\), row 1: got the columns"):
-        load_conversations([name], split="test")
+        load_conversations([name], splits=["test"])
     for max_samples in (None, 1):  # bad rows do not count
-        good = load_conversations([name], split="test", skip_bad_lines=True, max_samples=max_samples)
+        good = load_conversations([name], splits=["test"], skip_bad_lines=True, max_samples=max_samples)
         assert to_messages(good) == [TWO_TURNS]
 
 

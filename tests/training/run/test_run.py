@@ -110,7 +110,7 @@ class TestARun:
 
     def test_acceptance_is_measured_without_held_out_conversations(self, train: Runner, tmp_path: Path) -> None:
         prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text('{"turns": ["word1 word2"]}\n\n{"turns": ["word5"]}\n')
+        prompts.write_text('{"turns": ["word1 word2"]}\n{"turns": ["word5"]}\n')
         metrics = train(max_steps=1, validation_fraction=0.0, eval_prompts=prompts)
         assert metrics.keys() == {"eval_acceptance_length"}
 
@@ -190,14 +190,10 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: expected {'turns': \['...'\]} \(KeyError"),
-            ('{"turns": ["a"]', r"prompts\.jsonl, line 1: expected .*JSONDecodeError"),
-            ('{"turns": []}', r"prompts\.jsonl, line 1: expected .*IndexError"),
-            (
-                '\n{"turns": ["' + "word1 " * 300 + '"]}',
-                r"prompts\.jsonl, line 2: the prompt has 303 tokens, the target takes fewer than 256",
-            ),
-            (None, r"got eval_prompts .*prompts\.jsonl, which is not a file"),
+            ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: got the columns \['turn'\]"),
+            ('{"turns": ["a"]', r"prompts\.jsonl, line 1: Expecting ',' delimiter"),
+            ('{"turns": ["' + "word1 " * 300 + '"]}', r"has 303 tokens, the target takes fewer than 256"),
+            (None, r"eval_prompts .*prompts\.jsonl does not exist"),
         ],
     )
     def test_prompts_are_checked_before_training(
