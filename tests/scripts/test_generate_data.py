@@ -123,7 +123,7 @@ def test_the_reference_has_everything(expected: dict[str, Any], prompts: Path, t
     ids = [row["id"] for row in rows]
     assert ids == [name for name in (f"p{i}" for i in range(NUM_PROMPTS)) if name in ids]
     assert {*ids, *(record["id"] for record in dropped)} == {f"p{i}" for i in range(NUM_PROMPTS)}
-    assert {len(row["conversations"]) for row in rows} >= {2, 4}
+    assert {len(row["messages"]) for row in rows} >= {2, 4}
     stats = expected["stats"]
     assert stats["conversations"] == len(rows)
     assert sum(entry["count"] for entry in stats["dropped"].values()) == len(dropped) > 0
@@ -214,14 +214,12 @@ def test_a_larger_plan_goes_on_from_a_finished_one(
 def test_own_conversations_are_the_same_in_any_number_of_processes(run: Run, tmp_path: Path) -> None:
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl.gz"
     options = ("--mode", "self", "--max_turns", 2, "--num_conversations")
-    told = run(one, *options, 24, "--output_format", "messages", "--keep_truncated")
+    told = run(one, *options, 24, "--keep_truncated")
     for index in (1, 0):
         run(
             two,
             *options,
             24,
-            "--output_format",
-            "messages",
             "--keep_truncated",
             "--num_shards",
             2,

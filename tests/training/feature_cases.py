@@ -32,14 +32,7 @@ def make_extraction(
     args = ExtractionArguments(
         output_dir=str(folder), shard_mb=shard_bytes / 10**6, **{"batch_size": len(ROWS), **options}
     )
-    settings = StoreSettings(
-        target=identify_target(target, "tiny"),
-        tensors=name_tensors(layers, target.num_layers),
-        dtype="float32",
-        dataset=["rows"],
-        max_length=64,
-        tokenizer_hash="",
-    )
+    settings = StoreSettings(identify_target(target, "tiny"), name_tensors(layers, target.num_layers))
     return Extraction(target, datasets.Dataset.from_list(ROWS), settings, args, layers=layers)
 
 

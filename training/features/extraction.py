@@ -43,7 +43,7 @@ from training.features.store import (
     write_shard,
 )
 from training.features.store_checks import check_room, check_same_target, iterate_ids
-from training.features.target_identity import hash_tokenizer, identify_target
+from training.features.target_identity import identify_target
 from training.features.target_loading import check_placement, load_adapted_model
 from training.features.target_options import ModelArguments, PlacementArguments
 
@@ -78,10 +78,6 @@ def plan_shards(rows: Any, *, bytes_per_token: int, shard_bytes: int) -> Plan:
         size += need
         num_tokens += len(input_ids)
     return Plan(shards, len(seen), num_tokens, hash_text(repr(sorted(seen)) + repr(shards)))
-
-
-def shard_name(number: int) -> str:
-    return f"shard-{number:05d}"
 
 
 class Extraction:
@@ -143,7 +139,7 @@ class Extraction:
         """
         computed = 0
         for number in range(rank, len(self.plan.shards), num_processes):
-            numbers, name = self.plan.shards[number], shard_name(number)
+            numbers, name = self.plan.shards[number], f"shard-{number:05d}"
             if name in finished_shards(self.folder):
                 progress(sum(len(self.rows[index]["input_ids"]) for index in numbers))
                 continue
@@ -206,19 +202,12 @@ def extract_features(
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
     data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
     layers = find_layers(model_args, target)
-    settings = StoreSettings(
-        target=identify_target(target, model_args.target),
-        tensors=name_tensors(layers, target.num_layers),
-        dtype=str(target.dtype).removeprefix("torch."),
-        dataset=[*data_args.dataset, *data_args.eval_dataset],
-        max_length=data_args.max_length,
-        tokenizer_hash=hash_tokenizer(tokenizer),
-    )
+    settings = StoreSettings(identify_target(target, model_args.target), name_tensors(layers, target.num_layers))
     extraction = Extraction(target, load_rows(data_args, tokenizer), settings, args, layers=layers)
     plan = extraction.plan
     say(
         f"{plan.num_rows} texts, {plan.num_tokens} tokens x {settings.bytes_per_token} bytes "
-        f"({', '.join(settings.tensors)} in {settings.dtype}) = {extraction.size() / 1e9:.4g} GB in "
+        f"({', '.join(settings.tensors)} in {settings.target.dtype}) = {extraction.size() / 1e9:.4g} GB in "
         f"{len(plan.shards)} shards; {extraction.size_left() / 1e9:.4g} GB are left to write"
     )
     mine = sum(len(extraction.rows[row]["input_ids"]) for shard in plan.shards[rank::num_processes] for row in shard)

@@ -59,18 +59,12 @@ class StoreSettings:
     """The contents of `index.json`.
 
     Attributes:
-        tensors: names of the stored tensors.
-        dtype: of the states.
-        dataset, max_length, tokenizer_hash: where the rows come from, for messages.
+        tensors: names of the stored tensors, in the target's dtype.
         num_shards, data_hash: of a planned extraction; None for a cache that grows.
     """
 
     target: TargetIdentity
     tensors: list[str]
-    dtype: str
-    dataset: list[str]
-    max_length: int
-    tokenizer_hash: str
     num_shards: int | None = None
     data_hash: str | None = None
     format: int = FORMAT
@@ -78,7 +72,7 @@ class StoreSettings:
     @property
     def bytes_per_token(self) -> int:
         """Exact, for the tensors [N, ...] of a shard."""
-        size: int = getattr(torch, self.dtype).itemsize
+        size: int = getattr(torch, self.target.dtype).itemsize
         return 4 + len(self.tensors) * self.target.hidden_size * size
 
     def size_of(self, num_rows: int, num_tokens: int) -> int:

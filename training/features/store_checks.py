@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,6 @@ from torch import Tensor
 
 from heads import DraftHeads
 from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors
-
-
-@dataclass(frozen=True)
-class RowsOfRun:
-    """The texts of a run; `dataset`, `max_length` and `tokenizer_hash` say in messages where they come from."""
-
-    train_set: Any
-    eval_set: Any | None
-    dataset: Sequence[str]
-    max_length: int
-    tokenizer_hash: str
-
-    def known(self) -> dict[str, datasets.Dataset]:
-        """The rows that can be checked before the first step, by purpose: a stream's cannot."""
-        parts = {"training": self.train_set, "held-out": self.eval_set}
-        return {purpose: part for purpose, part in parts.items() if isinstance(part, datasets.Dataset)}
 
 
 def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentity) -> None:
@@ -71,15 +55,19 @@ def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
 def check_can_fill(store: FeatureStore, wanted: StoreSettings) -> None:
     """Raises ValueError when a hybrid run would add other tensors than those in the store."""
     stored = store.settings
-    if (stored.tensors, stored.dtype) != (wanted.tensors, wanted.dtype):
+    if stored.tensors != wanted.tensors:
         raise ValueError(
-            f"{store.folder} holds {', '.join(stored.tensors)} in {stored.dtype}, and this run would add "
-            f"{', '.join(wanted.tensors)} in {wanted.dtype}: fill another folder, or train with --feature_mode offline"
+            f"{store.folder} holds {', '.join(stored.tensors)}, and this run would add {', '.join(wanted.tensors)}: "
+            "fill another folder, or train with --feature_mode offline"
         )
 
 
-def check_complete(store: FeatureStore, heads: DraftHeads, rows: RowsOfRun) -> None:
-    """Raises ValueError when an offline run needs tensors, shards or texts that the store lacks."""
+def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, Any]) -> None:
+    """Raises ValueError when an offline run needs tensors, shards or texts that the store lacks.
+
+    Args:
+        rows: by purpose; the texts of a stream cannot be checked before they are read.
+    """
     settings, kind = store.settings, heads.config.head_type
     wanted = name_tensors(heads.feature_layers, settings.target.num_layers)
     if lacking := [name for name in wanted if name not in settings.tensors]:
@@ -93,24 +81,11 @@ def check_complete(store: FeatureStore, heads: DraftHeads, rows: RowsOfRun) -> N
             f"{store.folder} is not finished: it has {store.num_finished} of {planned} shards. Run the same "
             "extract_features.py command again to write the others"
         )
-    for purpose, part in rows.known().items():
-        if missing := sum(not store.has(ids) for ids in iterate_ids(part)):
+    for purpose, part in rows.items():
+        known = iterate_ids(part) if isinstance(part, datasets.Dataset) else ()
+        if missing := sum(not store.has(ids) for ids in known):
             raise ValueError(
-                f"{store.folder} lacks {missing} of the {len(part)} {purpose} texts of this run "
-                f"({_explain_missing(settings, rows)}): train with the options of the extraction, extract again, or "
-                "add them with --feature_mode hybrid"
+                f"{store.folder} lacks {missing} of the {len(part)} {purpose} texts of this run: train with the data, "
+                "the max_length and the chat template of the extraction, extract again, or add the texts with "
+                "--feature_mode hybrid"
             )
-
-
-def _explain_missing(stored: StoreSettings, rows: RowsOfRun) -> str:
-    differences = [
-        f"{name} was {before}, now {now}"
-        for name, before, now in (
-            ("max_length", stored.max_length, rows.max_length),
-            ("dataset", ", ".join(stored.dataset), ", ".join(rows.dataset)),
-        )
-        if before != now
-    ]
-    if stored.tokenizer_hash != rows.tokenizer_hash:
-        differences.append("the tokenizer or its chat template has changed")
-    return "; ".join(differences) or "the options are those of the extraction, so the data has changed"

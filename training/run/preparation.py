@@ -22,8 +22,7 @@ from training.data.streaming import ConversationStream
 from training.data.training_sets import cut_to_limit, load_datasets
 from training.features.preparation import PreparedFeatures, prepare_features
 from training.features.self_check import check_first_row
-from training.features.store_checks import RowsOfRun
-from training.features.target_identity import hash_tokenizer, identify_target
+from training.features.target_identity import identify_target
 from training.features.target_loading import check_placement, load_model, loading_whole
 from training.features.target_options import FeatureArguments
 from training.options.checks import check_options
@@ -148,9 +147,7 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
         FeatureArguments() if is_trial else options.features,
         target=models.target,
         heads=models.heads,
-        rows=RowsOfRun(
-            rows.train_set, rows.eval_set, options.data.dataset, options.data.max_length, hash_tokenizer(tokenizer)
-        ),
+        rows={"training": rows.train_set, "held-out": rows.eval_set},
         collate=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
         identify=partial(identify_target, models.target, options.model.target),
         rank=options.training.process_index,

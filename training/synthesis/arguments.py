@@ -42,9 +42,6 @@ class SynthesisArguments:
     max_turns: int | None = option(
         default=None, help="Most user turns per conversation; none = all given ones (regenerate), or 1 (self)."
     )
-    output_format: Literal["sharegpt", "messages"] = option(
-        default="sharegpt", help="sharegpt: turns have from and value; messages: role and content."
-    )
     keep_truncated: bool = option(
         default=False,
         help="Keep a reply that was cut at --max_new_tokens as the last one of its conversation. The chat "
@@ -136,7 +133,7 @@ class SynthesisArguments:
 
     def settings_of_the_data(self) -> dict[str, Any]:
         """The settings that determine the text: parts with other values of these must not be mixed."""
-        names = ["target", "mode", "max_turns", "output_format", "keep_truncated", "temperature", "top_p", "top_k"]
+        names = ["target", "mode", "max_turns", "keep_truncated", "temperature", "top_p", "top_k"]
         names += ["max_new_tokens", "seed", "dtype"]
         adapter = None if self.heads is None else find_adapter_of(self.heads)
         return {

@@ -120,7 +120,7 @@ class TestHybrid:
         if not (folder / "index.json").exists():
             tensors = name_tensors(layers, target.num_layers)
             identity = identify_target(target, "tiny")
-            write_settings(folder, StoreSettings(identity, tensors, "float32", [], 64, ""))
+            write_settings(folder, StoreSettings(identity, tensors))
         return HybridFeatures(OnlineFeatures(target, layers), FeatureStore(folder), shard_bytes=shard_bytes)
 
     def test_each_text_is_computed_and_written_once(
