@@ -26,13 +26,9 @@ from training.data.thoughts import find_thought_end
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZED = datasets.Features(
-    {
-        "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "loss_mask": datasets.Sequence(datasets.Value("int8")),
-        "problem": datasets.Value("string"),
-    }
-)
+# The columns of a training row.
+ROW = {"input_ids": datasets.Sequence(datasets.Value("int32")), "loss_mask": datasets.Sequence(datasets.Value("int8"))}
+_TOKENIZED = datasets.Features({**ROW, "problem": datasets.Value("string")})
 # Part of the cache key of tokenized rows: raise it when the code below gives another result.
 _CACHE_VERSION = 6
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -46,14 +46,8 @@ class TargetStates:
     last_hidden: Tensor
 
 
-class FeatureSource(Protocol):
-    """Gives the target's states of a collated batch on the device of the batch.
-
-    A batch has `input_ids`, `attention_mask` and `loss_mask`, each [B, T] int64; a packed one also `document_ids` (see
-    `training.data.collation`).
-    """
-
-    def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates: ...
+# Gives the target's states of a batch of `training.data.collation`, on the device of the batch.
+FeatureSource = Callable[[Mapping[str, Tensor]], TargetStates]
 
 
 class OnlineFeatures:

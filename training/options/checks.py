@@ -84,8 +84,3 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
         for name, (is_given, reason) in excluded.items():
             if is_given:
                 yield f"got on_policy_fraction with {name}, {reason}: leave one out"
-    if options.data.packing and training.train_sampling_strategy == "group_by_length":
-        yield (
-            "got packing and train_sampling_strategy group_by_length: packed rows all have the same length; leave one "
-            "of the two out"
-        )
