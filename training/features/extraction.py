@@ -15,9 +15,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import datasets
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -27,7 +26,7 @@ from inference.targets.model_config import find_length_limit
 from inference.targets.target import Target
 from training.data.collation import ConversationCollator
 from training.data.options import DataArguments
-from training.data.training_sets import cut_to_limit, load_datasets
+from training.data.training_sets import cut_to_limit, load_every_row
 from training.features.extraction_options import ExtractionArguments, find_layers
 from training.features.sources import OnlineFeatures
 from training.features.store import (
@@ -196,6 +195,11 @@ def extract_features(
             f"got shard_target {placement.shard_target}: each process extracts its own texts, and cannot wait for the "
             "others at every layer. Spread the target over the devices of one process (--target_device_map auto)"
         )
+    if data_args.streaming:
+        raise ValueError(
+            "got streaming: an extraction reads the set to its end; leave streaming out, or let training store the "
+            "rows it reads (--feature_mode hybrid)"
+        )
     device = torch.device("cuda", local_device(rank)) if torch.cuda.is_available() else torch.device("cpu")
     target = Target(load_adapted_model(model_args, placement, device, num_processes=num_processes))
     check_placement(target, device)
@@ -203,7 +207,7 @@ def extract_features(
     data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
     layers = find_layers(model_args, target)
     settings = StoreSettings(identify_target(target, model_args.target), name_tensors(layers, target.num_layers))
-    extraction = Extraction(target, load_rows(data_args, tokenizer), settings, args, layers=layers)
+    extraction = Extraction(target, load_every_row(data_args, tokenizer), settings, args, layers=layers)
     plan = extraction.plan
     say(
         f"{plan.num_rows} texts, {plan.num_tokens} tokens x {settings.bytes_per_token} bytes "
@@ -216,27 +220,6 @@ def extract_features(
     done = len(finished_shards(extraction.folder))
     say(f"{extraction.folder}: {done} of {len(plan.shards)} shards are complete, {computed} tokens computed now")
     return computed
-
-
-def load_rows(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
-    """Returns every row that a run may read, however it draws, mixes, packs or holds out rows.
-
-    Raises:
-        ValueError: a stream, which never ends.
-    """
-    if data_args.streaming:
-        raise ValueError(
-            "got streaming: an extraction reads the set to its end; leave streaming out, or let training store the "
-            "rows it reads (--feature_mode hybrid)"
-        )
-    selected = [replace(data_args, validation_fraction=0, packing=False)]
-    if data_args.dataset_weights:  # max_samples counts for each set of a mixture
-        single = replace(selected[0], dataset_weights=[], stopping_strategy=DataArguments.stopping_strategy)
-        sets = zip(data_args.dataset, data_args.splits, strict=True)
-        selected = [replace(single, dataset=[name], dataset_split=[split]) for name, split in sets]
-        selected[1:] = [replace(args, eval_dataset=[], eval_split=DataArguments.eval_split) for args in selected[1:]]
-    parts = [part for args in selected for part in load_datasets(args, tokenizer, seed=0) if part is not None]
-    return datasets.concatenate_datasets(cast(list[datasets.Dataset], parts))
 
 
 def local_device(rank: int) -> int:

@@ -42,9 +42,6 @@ def check_features(
 ) -> float:
     """Compares the states of a batch's first row with a pass of the stock model over its first tokens.
 
-    Args:
-        batch: the trainer's, on the target's device.
-
     Returns:
         the largest difference of log-probabilities.
 

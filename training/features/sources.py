@@ -162,8 +162,7 @@ class HybridFeatures:
     computed online in every epoch.
 
     Args:
-        rank: of this process, which writes its own shards.
-        shard_bytes: bytes of states in memory at which a shard is written.
+        rank: of this process, which writes its own shards, of `shard_bytes` each.
     """
 
     def __init__(

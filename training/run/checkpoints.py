@@ -59,11 +59,8 @@ def _rename(written: Path, folder: Path) -> None:
 def remove_old(output_dir: Path, *, save_total_limit: int | None, best: str | None) -> None:
     """Keeps the newest checkpoints and the best one, as transformers' `rotate_checkpoints` does.
 
-    A checkpoint that goes is renamed first, so that half-deleted folders never carry a checkpoint's name.
-
-    Args:
-        save_total_limit: how many stay; None or 0 = all.
-        best: folder of the best one.
+    A checkpoint that goes is renamed first, so that half-deleted folders never carry a checkpoint's name. With a
+    `save_total_limit` of None or 0 all stay.
     """
     if not save_total_limit:
         return

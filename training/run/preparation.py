@@ -41,9 +41,6 @@ def run_training(*parts: Any) -> dict[str, float]:
     """Trains heads as the options say, saves them in `output_dir` and returns the final metrics.
 
     With `--resume_from_checkpoint true` (or a folder) an interrupted run goes on from its newest complete checkpoint.
-
-    Args:
-        parts: as `parse_arguments` returns them.
     """
     return prepare_run(*parts).finish()
 
@@ -65,10 +62,7 @@ class _Rows:
 
 
 def prepare_run(*parts: Any) -> PreparedRun:
-    """Loads and checks everything that a run needs, and writes its configuration.
-
-    Args:
-        parts: objects of `training.options.run_options.ARGUMENT_CLASSES`; a part that is missing has its defaults.
+    """Loads and checks everything that a run needs, and writes its configuration; `parts` as for `RunOptions.collect`.
 
     Raises:
         ValueError, OSError: for options, files and folders that are wrong.
@@ -96,7 +90,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
     _arrange_rows(options, rows)  # after everything that reads single conversations
     trainer = _make_trainer(options, models, rows, features, meter, description)
     check_first_row(models.target, features, rows.train_set, models.heads.feature_layers)
-    _add_callbacks(trainer, options, models, rows, checkpoint)
+    if isinstance(rows.train_set, OnPolicyRows) and checkpoint is not None:
+        rows.train_set.load(checkpoint)
     output_dir = Path(args.output_dir)
     if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -176,7 +171,7 @@ def _make_trainer(
     description: dict[str, Any],
 ) -> HeadsTrainer:
     args, heads, joint = options.training, models.heads, options.joint
-    return (JointTrainer if joint.is_on else HeadsTrainer)(
+    trainer = (JointTrainer if joint.is_on else HeadsTrainer)(
         target=models.target,
         features=features.source,
         measure_acceptance=meter,
@@ -188,11 +183,6 @@ def _make_trainer(
         data_collator=features.collate,
         callbacks=features.callbacks,
     )
-
-
-def _add_callbacks(
-    trainer: HeadsTrainer, options: RunOptions, models: _Models, rows: _Rows, checkpoint: Path | None
-) -> None:
     if isinstance(rows.train_set, OnPolicyRows):
         trainer.add_callback(
             WriteReplies(
@@ -204,7 +194,6 @@ def _add_callbacks(
                 drafts_at_once=models.are_heads_trained,
             )
         )
-        if checkpoint is not None:
-            rows.train_set.load(checkpoint)
-    if options.training.early_stopping_patience is not None:
-        trainer.add_callback(EarlyStoppingCallback(options.training.early_stopping_patience))
+    if args.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
+    return trainer
