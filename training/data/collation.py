@@ -6,6 +6,7 @@ Legend: B batch, T tokens of the longest row of a batch, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import datasets
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+@dataclass(frozen=True)
 class ConversationCollator:
     """Pads rows on the right: input_ids, attention_mask and loss_mask, each [B, T] int64.
 
@@ -24,9 +26,8 @@ class ConversationCollator:
         multiple_of: T is rounded up to it.
     """
 
-    def __init__(self, pad_token_id: int, *, multiple_of: int = 8) -> None:
-        self.pad_token_id = pad_token_id
-        self.multiple_of = multiple_of
+    pad_token_id: int
+    multiple_of: int = 8
 
     def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from training.data.conversations import Place
 from training.data.layouts import RecordFormat
 
 # transformers' field for an option and its help text; mypy knows only `dataclasses.field`.
@@ -47,13 +46,11 @@ class DataArguments:
     )
     dataset_weights: list[float] = option(
         default_factory=list,
-        help="How often to draw conversations from each of --dataset, relative to one another, such as 0.7 0.3; "
-        "none = use every conversation of every set once per epoch.",
+        help="How often to draw from each of --dataset, such as 0.7 0.3; none = every conversation once per epoch.",
     )
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = option(
         default="first_exhausted",
-        help="With --dataset_weights, when an epoch ends: first_exhausted = when one set has no conversation "
-        "left; all_exhausted = when every set has been used up once (the smaller sets repeat).",
+        help="When an epoch of --dataset_weights ends: when one set is used up, or all (smaller sets repeat).",
     )
     eval_dataset: list[str] = option(
         default_factory=list,
@@ -67,8 +64,7 @@ class DataArguments:
     max_length: int = option(default=2048, help="Longest training row in tokens; longer conversations are cut.")
     packing: bool = option(
         default=False,
-        help="Pack several conversations into each row of up to --max_length tokens. They do not see one "
-        "another, and batches have equal sizes.",
+        help="Pack several conversations, which do not see one another, into each row of up to --max_length tokens.",
     )
     max_samples: int | None = option(default=None, help="Use only the first N conversations of --dataset; none = all.")
     max_eval_samples: int = option(default=512, help="Use the first N held-out conversations for the loss; 0 = all.")
@@ -77,8 +73,7 @@ class DataArguments:
     )
     streaming: bool = option(
         default=False,
-        help="Read and tokenize --dataset during training instead of storing it first: for sets larger than the "
-        "disk. Needs --max_steps, because a stream never ends.",
+        help="Read and tokenize --dataset during training: for sets larger than the disk. Needs --max_steps.",
     )
     shuffle_buffer: int = option(
         default=10000, help="With --streaming: conversations in memory to draw the next one from; 1 = keep the order."
@@ -88,14 +83,13 @@ class DataArguments:
     )
     train_on_thinking: bool = option(
         default=True,
-        help="Learn the thoughts at the beginning of replies (reasoning_content, <think>...</think>): if the "
-        "target thinks, the heads draft its thoughts too.",
+        help="Learn also the thoughts at the beginning of replies (reasoning_content, <think>...</think>).",
     )
     num_proc: int = option(default=1, help="Processes that tokenize the conversations.")
     eval_prompts: str | None = option(
         default=None,
-        help="JSON lines of prompts ({'turns': [...]}) for the acceptance length; none = the first user turns "
-        "of the held-out conversations.",
+        help="Conversations, or JSON lines of {'turns': [...]}, whose first turns are decoded for the acceptance "
+        "length; none = the held-out conversations.",
     )
     num_eval_prompts: int = option(
         default=16, help="Prompts to decode at each evaluation for the acceptance length; 0 = none."
@@ -139,14 +133,6 @@ class DataArguments:
             )
         if any(not 0 < weight < float("inf") for weight in self.dataset_weights):
             raise ValueError(f"got dataset_weights {self.dataset_weights}: each must be above 0; leave out unused sets")
-        for name, split in zip(self.dataset, self.splits, strict=True):
-            # Files have no splits.
-            if name in self.eval_dataset and (self.eval_split == split or Place.find(name).files):
-                raise ValueError(
-                    f"got {name} as dataset and as eval_dataset, with the splits {split!r} and {self.eval_split!r}: "
-                    "the evaluation would read training rows; give another eval_dataset or eval_split, or none to "
-                    "hold out --validation_fraction"
-                )
 
     @property
     def splits(self) -> list[str]:

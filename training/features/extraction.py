@@ -121,8 +121,8 @@ class Extraction:
             )
 
     def size(self) -> int:
-        """Bytes of all shards, without the header of each (below 2 kB)."""
-        return self.settings.size_of(self.plan.num_rows, self.plan.num_tokens)
+        """Bytes of all shards, without the header and the table of rows of each (some kB)."""
+        return self.plan.num_tokens * self.settings.bytes_per_token
 
     def size_left(self) -> int:
         """Bytes that all processes together still have to write."""

@@ -50,6 +50,7 @@ class TargetStates:
 FeatureSource = Callable[[Mapping[str, Tensor]], TargetStates]
 
 
+@dataclass(frozen=True, eq=False)
 class OnlineFeatures:
     """Runs the target on every batch and keeps nothing.
 
@@ -58,18 +59,10 @@ class OnlineFeatures:
         with_autograd: let gradients flow from the states into trained weights of the target (adapters).
     """
 
-    def __init__(
-        self,
-        target: Target,
-        feature_layers: Sequence[int],
-        *,
-        num_groups: int | None = None,
-        with_autograd: bool = False,
-    ) -> None:
-        self.target = target
-        self.feature_layers = tuple(feature_layers)
-        self.num_groups = num_groups
-        self.with_autograd = with_autograd
+    target: Target
+    feature_layers: Sequence[int]
+    num_groups: int | None = None
+    with_autograd: bool = False
 
     def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
         encoded = encode(
@@ -97,6 +90,7 @@ def iterate_documents(batch: Mapping[str, Tensor]) -> Iterator[tuple[int, int, i
             start += count
 
 
+@dataclass(frozen=True, eq=False)
 class StoredCollator:
     """Adds the stored states of a batch's texts to the batch, in the data-loading processes.
 
@@ -104,10 +98,9 @@ class StoredCollator:
     its own dtype. A batch with a text that is not stored gets none.
     """
 
-    def __init__(self, collate: Callable[[Any], dict[str, Tensor]], store: FeatureStore, names: Sequence[str]) -> None:
-        self.collate = collate
-        self.store = store
-        self.names = list(names)
+    collate: Callable[[Any], dict[str, Tensor]]
+    store: FeatureStore
+    names: Sequence[str]
 
     def __call__(self, rows: Any) -> dict[str, Tensor]:
         batch = self.collate(rows)

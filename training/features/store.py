@@ -75,10 +75,6 @@ class StoreSettings:
         size: int = getattr(torch, self.target.dtype).itemsize
         return 4 + len(self.tensors) * self.target.hidden_size * size
 
-    def size_of(self, num_rows: int, num_tokens: int) -> int:
-        """Bytes of the tensors of so many rows; the header of each shard takes less than 2 kB more."""
-        return num_tokens * self.bytes_per_token + num_rows * 16
-
 
 @dataclass(frozen=True)
 class StoredRow:

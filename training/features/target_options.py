@@ -32,14 +32,12 @@ class ModelArguments:
     )
     head_overrides: list[str] = option(
         default_factory=list,
-        help="Fields of the heads' configuration as key=value with JSON values, for example "
-        "--head_overrides num_heads=4 num_layers=1. A mapping in YAML. The last value of a key wins.",
+        help="Fields of the heads' configuration: key=value with JSON values, such as num_heads=4. In YAML a mapping.",
     )
     init_heads: str | None = option(
         default=None,
-        help="Warm start, instead of --head_type: begin a new run with the weights, the configuration and the "
-        "draft vocabulary of trained heads (folder or hub id). To continue an interrupted run, give "
-        "--resume_from_checkpoint.",
+        help="Instead of --head_type: start from the weights, the configuration and the draft vocabulary of trained "
+        "heads (folder or hub id). --resume_from_checkpoint continues an interrupted run.",
     )
 
     def __post_init__(self) -> None:
@@ -77,14 +75,12 @@ class PlacementArguments:
 
     target_device_map: str | None = option(
         default=None,
-        help="Spread the target over the devices of this one process: auto, balanced, sequential, or a JSON "
-        'mapping of all modules to devices, "cpu" or "disk" (accelerate\'s). The token embedding must be on the '
-        "heads' device. none = keep all of it on that device.",
+        help="Spread the target over the devices of one process: auto, balanced, sequential, or a JSON mapping of "
+        "modules to devices, cpu or disk. The token embedding must be on the heads' device.",
     )
     shard_target: Sharding = option(
         default="none",
-        help="For a target too large for one device: each process keeps a share of the layers' weights and "
-        "gathers a layer when it runs. fsdp2, independent of the heads' strategy.",
+        help="For large targets: fsdp2 = each process keeps a share of the layers and gathers a layer when it runs.",
     )
 
     def __post_init__(self) -> None:
@@ -121,8 +117,7 @@ class FeatureArguments:
     )
     feature_mode: Literal["offline", "hybrid"] = option(
         default="offline",
-        help="offline: every text must be in --features; the target's layers run only in checks and "
-        "evaluations. hybrid: compute and store missing texts, so the first epoch fills the folder.",
+        help="offline: every text must be in --features; hybrid: missing texts are computed and stored.",
     )
 
     def __post_init__(self) -> None:

@@ -50,7 +50,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """
 
     logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # prefixes of metrics in training logs
-    more_metrics: ClassVar[tuple[str, ...]] = ()  # metrics of evaluations besides the losses and accuracies by depth
 
     def __init__(
         self,
@@ -73,10 +72,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.depth_weights: str | None = options.depth_weights
         check_loss(self.loss_type, self.heads)
         self.measure_acceptance = measure_acceptance
-        num_steps = self.heads.num_unrolled_steps
-        ranks = [f"top{n}_depth{k + 1}" for k in range(num_steps) for n in (1, 5)]
-        metrics = ["loss", *ranks, *self.more_metrics]
-        check_best_metric(self.args, metrics, can_decode=measure_acceptance is not None)
+        if measure_acceptance is None:
+            check_best_metric(self.args)
         # Tells Trainer that `compute_loss` has already divided by the count of `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
         self.accelerator.gradient_accumulation_steps = 1  # in older releases accelerate divides once more

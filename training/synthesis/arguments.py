@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from heads.adapter import find_adapter_of, hash_adapter
 from training.data.layouts import AUTO, RecordFormat
-from training.data.options import option
+from training.data.options import option, refuse_without
 from training.synthesis.reply_decoding import TurnSettings
 
 
@@ -25,37 +25,34 @@ class SynthesisArguments:
     )
     prompts: str | None = option(
         default=None,
-        help="regenerate: files, a folder or a hub id, as in --dataset of training/train_heads.py, or JSON "
-        "lines of {'turns': ['...']}.",
+        help="regenerate: conversations, as --dataset of train_heads.py takes them, or JSON lines of {'turns': "
+        "['...']}.",
     )
     prompts_split: str = option(default="train", help="Split of a hub id in --prompts. Files have no splits.")
     columns: list[str] = option(
         default_factory=list,
-        help="Columns of --prompts to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, "
-        "system=, tools=); none = find them.",
+        help="Columns of --prompts: messages=COLUMN, or prompt=COLUMN response=COLUMN (context=, system=, tools=).",
     )
     num_conversations: int | None = option(
         default=None,
-        help="Conversations to begin, before useless ones are dropped. self: required. regenerate: draw N "
-        "prompts with --seed; none = all.",
+        help="Conversations to begin. self: required; regenerate: so many prompts, drawn with --seed; none = all.",
     )
     max_turns: int | None = option(
         default=None, help="Most user turns per conversation; none = all given ones (regenerate), or 1 (self)."
     )
     keep_truncated: bool = option(
         default=False,
-        help="Keep a reply that was cut at --max_new_tokens as the last one of its conversation. The chat "
-        "template then ends the reply where the target would have continued.",
+        help="Keep a reply that was cut at --max_new_tokens as the last one of its conversation.",
     )
     heads: str | None = option(
         default=None,
-        help="Trained heads (folder or hub id) that draft: faster, with the same text. Heads that were trained "
-        "with an adapter of the target (lora_r) bring it along; then the adapted target writes.",
+        help="Trained heads (folder or hub id) that draft, with the same text; an adapter that they bring (lora_r) "
+        "changes it.",
     )
     tree: str | None = option(
         default=None,
-        help="The tree that --heads draft: chain:DEPTH, dynamic:DEPTH,TOP_K,NODES, auto, or any other of "
-        "scripts/generate.py; none = chain:3, because wide trees cost too much in a batch.",
+        help="The tree that --heads draft, as in scripts/generate.py; none = chain:3: wide trees cost too much in a "
+        "batch.",
     )
     batch_size: int = option(default=64, help="Conversations to decode together.")
     temperature: float = option(default=1.0, help="Sampling temperature; 0 = greedy.")
@@ -71,14 +68,13 @@ class SynthesisArguments:
     device: str | None = option(default=None, help="Where to run; none = cuda (one GPU per process), else cpu.")
     num_shards: int = option(
         default=1,
-        help="Parts of the work, one command each (jobs of a cluster). Processes that accelerate or torchrun "
-        "starts together share a part by themselves.",
+        help="Parts of the work, one command each. Processes that a launcher starts share a part by themselves.",
     )
     shard_index: int = option(default=0, help="The part of --num_shards to write, from 0.")
     endpoint: str | None = option(
         default=None,
-        help="Base URL of an OpenAI-compatible server that writes instead, such as http://localhost:8000/v1 "
-        "(`endpoint` extra). Its key is read from the environment variable OPENAI_API_KEY.",
+        help="Base URL of an OpenAI-compatible server that writes, such as http://localhost:8000/v1. The key is read "
+        "from the environment variable OPENAI_API_KEY.",
     )
     endpoint_model: str | None = option(
         default=None, help="The server's name for the target; none = --target as written."
@@ -96,13 +92,11 @@ class SynthesisArguments:
                 f"--shard_index is {self.shard_index}: with --num_shards {self.num_shards} give one from 0 to "
                 f"{self.num_shards - 1}"
             )
-        if self.endpoint is None and self.endpoint_model is not None:
-            raise ValueError(f"--endpoint_model is {self.endpoint_model!r} without --endpoint: give both or neither")
+        refuse_without(self, "endpoint", ("endpoint_model",))
+        refuse_without(self, "heads", ("tree",))
         for name in ("heads", "tree"):
             if self.endpoint is not None and getattr(self, name):
                 raise ValueError(f"--{name} is for decoding here, and --endpoint decodes elsewhere: leave one out")
-        if self.tree is not None and self.heads is None:
-            raise ValueError(f"--tree is {self.tree!r}, but there are no heads to draft: give --heads, or no --tree")
         self._check_mode()
         self.turn_settings()
 

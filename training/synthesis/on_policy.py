@@ -41,12 +41,12 @@ class OnPolicyArguments:
 
     on_policy_fraction: float = option(
         default=0.0,
-        help="Share of the training conversations whose replies the target rewrites at the beginning of each "
-        "epoch; every epoch draws other ones; 0 = none.",
+        help="Share of the conversations whose replies the target rewrites before each epoch, each time others; 0 = "
+        "none.",
     )
     on_policy_temperature: float = option(default=1.0, help="Temperature of these replies; 0 = greedy.")
     on_policy_max_new_tokens: int = option(
-        default=256, help="Longest reply in tokens; a conversation with a longer reply stays unchanged."
+        default=256, help="Longest reply in tokens; a conversation with a longer one stays as it is."
     )
     on_policy_batch_size: int = option(default=32, help="Replies to decode together in each process.")
 

@@ -60,7 +60,7 @@ def test_no_store(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_finished_shards(target: Target, tmp_path: Path) -> None:
     """The shards' sizes rise with their rows; the first ones fit, the last does not."""
     extraction = make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1)
-    sizes = [extraction.settings.size_of(1, len(row["input_ids"])) for row in ROWS]
+    sizes = [16 + len(row["input_ids"]) * extraction.settings.bytes_per_token for row in ROWS]
     assert sizes == sorted(sizes)
     with (
         limited_file_size(sizes[-1]),

@@ -81,14 +81,6 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
         ([*REQUIRED, "--max_length", "0"], "got max_length 0: it must be at least 1"),
         ([*REQUIRED, "--shuffle_buffer", "5"], "got shuffle_buffer without streaming"),
         ([*REQUIRED, "--eval_split", "test"], "got eval_split without eval_dataset"),
-        (
-            [*REQUIRED[:5], "some/set", "--eval_dataset", "other", "some/set", "--eval_split", "train"],
-            "got some/set as dataset and as eval_dataset, with the splits 'train' and 'train': the evaluation would",
-        ),
-        (
-            [*REQUIRED[:5], __file__, "--eval_dataset", __file__],
-            "test_arguments.py as dataset and as eval_dataset, with the splits 'train' and 'validation'",
-        ),
         ([*REQUIRED, "--validation_fraction", "1.5"], r"got validation_fraction 1.5: it must be from 0 to below 1"),
         ([*REQUIRED, "--step_decay", "0"], "got step_decay 0.0: it must be above 0"),
         ([*REQUIRED, "--loss_type", "hinge"], "loss_type is 'hinge'.*cross_entropy"),
@@ -201,10 +193,6 @@ def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
         ({"dataset_split": ["a", "b", "c"]}, "got 3 of dataset_split for 2 of dataset"),
         ({"columns": ["prompt"]}, "got columns 'prompt': write ROLE=COLUMN"),
         ({"columns": ["prompt=a"]}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
-        (
-            {"dataset_split": ["a", "b"], "eval_dataset": ["some/b"], "eval_split": "b"},
-            "the evaluation would read training rows",
-        ),
     ],
 )
 def test_sources_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
