@@ -8,8 +8,8 @@
         --head_overrides feature_layers=[2,5,8,13] --output_dir outputs/features-all
 
 The program reads the options that it shares with training from the configuration file, and ignores the others. It
-prints the disk use first. Run the same command again to continue after a kill or a
-full disk. Several processes (torchrun, accelerate launch) share the shards.
+prints the disk use first. Run the same command again to continue after a kill or a full disk. Several processes
+(torchrun, accelerate launch) share the shards.
 """
 
 from __future__ import annotations

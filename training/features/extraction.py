@@ -41,7 +41,7 @@ from training.features.store import (
     write_settings,
     write_shard,
 )
-from training.features.store_checks import check_room, check_same_target, iterate_ids
+from training.features.store_checks import check_same_target, iterate_ids
 from training.features.target_identity import identify_target
 from training.features.target_loading import check_placement, load_adapted_model
 from training.features.target_options import ModelArguments, PlacementArguments
@@ -87,7 +87,7 @@ class Extraction:
         layers: the hidden states to store, besides the last (`find_layers`).
 
     Raises:
-        ValueError: the folder holds other features, or there is no room for these.
+        ValueError: the folder holds other features.
     """
 
     def __init__(
@@ -100,11 +100,9 @@ class Extraction:
         self.folder, self.batch_size = Path(args.output_dir), args.batch_size
         self.collate = ConversationCollator(pad_token_id=0)
         self.online = OnlineFeatures(target, layers)
-        is_new = not (self.folder / "index.json").exists()
-        if not is_new:
+        if (self.folder / "index.json").exists():
             self._check_same_features()
-        check_room(self.folder, self.size_left())
-        if is_new:
+        else:
             write_settings(self.folder, self.settings)
 
     def _check_same_features(self) -> None:
@@ -200,7 +198,9 @@ def extract_features(
             "got streaming: an extraction reads the set to its end; leave streaming out, or let training store the "
             "rows it reads (--feature_mode hybrid)"
         )
-    device = torch.device("cuda", local_device(rank)) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     target = Target(load_adapted_model(model_args, placement, device, num_processes=num_processes))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
@@ -220,7 +220,3 @@ def extract_features(
     done = len(finished_shards(extraction.folder))
     say(f"{extraction.folder}: {done} of {len(plan.shards)} shards are complete, {computed} tokens computed now")
     return computed
-
-
-def local_device(rank: int) -> int:
-    return int(os.environ.get("LOCAL_RANK", rank)) % max(1, torch.cuda.device_count())

@@ -53,7 +53,7 @@ def prepare_features(
         identify: returns the target's identity; called only if there is a store.
 
     Raises:
-        ValueError: features of another target, of other layers or of other texts, or no room for new ones.
+        ValueError: features of another target, of other layers or of other texts.
     """
     online = OnlineFeatures(target, heads.feature_layers)
     if args.features is None:

@@ -1,8 +1,7 @@
-"""Checks before the first step: are stored features those of this target and these texts, and is there room?"""
+"""Checks before the first step: are stored features those of this target and these texts?"""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -27,23 +26,6 @@ def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentit
         )
 
 
-def check_room(folder: Path, size: int) -> None:
-    """Raises ValueError when `size` bytes are more than what is free on the folder's disk."""
-    if size > (free := free_space(folder)):
-        raise ValueError(
-            f"features would take {size / 1e9:.3g} GB more in {folder}, and {free / 1e9:.3g} GB are free there: choose "
-            "another disk or fewer texts (--max_samples), or train online, which stores nothing"
-        )
-
-
-def free_space(folder: Path) -> int:
-    """Free bytes on the disk of a folder, which need not exist yet."""
-    place = folder.resolve()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
 def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
     """Yields the token ids [T] of each row."""
     for batch in rows.select_columns("input_ids").with_format("arrow").iter(1000):
@@ -54,10 +36,9 @@ def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
 
 def check_can_fill(store: FeatureStore, wanted: StoreSettings) -> None:
     """Raises ValueError when a hybrid run would add other tensors than those in the store."""
-    stored = store.settings
-    if stored.tensors != wanted.tensors:
+    if store.settings.tensors != wanted.tensors:
         raise ValueError(
-            f"{store.folder} holds {', '.join(stored.tensors)}, and this run would add {', '.join(wanted.tensors)}: "
+            f"{store.folder} holds {', '.join(store.settings.tensors)}, and this run would add {', '.join(wanted.tensors)}: "
             "fill another folder, or train with --feature_mode offline"
         )
 

@@ -239,19 +239,15 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
             return
         start = time.perf_counter()
         writer = self._make_writer(self.trainer.heads if state.global_step or self.drafts_at_once else None)
-        rewritten = gather_object(self._write(self._share_of(epoch), epoch, writer))
+        chosen = self.rows.choose(self.args.on_policy_fraction, seed=self._seed, epoch=epoch)
+        own = chosen[args.process_index :: args.world_size]
+        rewritten = gather_object(self._write(own, epoch, writer))
         self.rows.replace(epoch, sorted(rewritten, key=lambda one: one.index))
         self.trainer.log(_describe(rewritten, writer.stats, time.perf_counter() - start))
 
     @property
     def _seed(self) -> int:
         return seed_of_data(self.trainer.args)
-
-    def _share_of(self, epoch: int) -> list[int]:
-        """This process's part of the rows to replace."""
-        args: TrainingArguments = self.trainer.args
-        chosen = self.rows.choose(self.args.on_policy_fraction, seed=self._seed, epoch=epoch)
-        return chosen[args.process_index :: args.world_size]
 
     def _write(self, indices: Sequence[int], epoch: int, writer: TurnDecoder) -> list[Rewritten]:
         model: nn.Module = self.trainer.model

@@ -22,7 +22,7 @@ from tests.training.runner import (
     assert_same,
     write_conversations,
 )
-from training.features import sources, store_checks
+from training.features import sources
 from training.features.extraction import Extraction, extract_features
 from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from training.features.store import FeatureStore
@@ -202,12 +202,6 @@ class TestRefusals:
             extract()
         with pytest.raises(ValueError, match=r"do not give the target's distribution: .* extract them again"):
             train(features=tmp_path / "features")
-
-    def test_no_room(self, train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(store_checks, "free_space", lambda folder: 10**4)
-        with pytest.raises(ValueError, match=r"would take 0\.00028\d GB more in \S+, and 1e-05 GB are free there"):
-            extract()
-        assert not (tmp_path / "features").exists()
 
     def test_an_extraction_of_something_else(self, extract: Extract, other_target: Path, tmp_path: Path) -> None:
         extract()

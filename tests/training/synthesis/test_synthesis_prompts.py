@@ -79,22 +79,6 @@ def test_what_is_written_is_read_back_whole(tmp_path: Path) -> None:
     assert parse_record(one.to_row())["messages"] == one.messages
 
 
-def test_what_waits_for_a_reply_is_taken_back(tmp_path: Path) -> None:
-    (one,) = read_prompts(
-        write(tmp_path / "p.jsonl", chat("system:S", "user:Hi", "assistant:Yo", "tool:t", "user:Bye"))
-    )
-    assert one.next_role() == "assistant"
-    assert not one.is_of_use
-    one.add_turn("assistant", "Hello", 3)
-    assert one.next_role() == "assistant"
-    assert [message["role"] for message in one.messages] == ["system", "user", "assistant", "tool"]
-    one.end("assistant turn empty")
-    assert one.next_role() is None
-    assert [message["role"] for message in one.messages] == ["system", "user", "assistant"]
-    assert one.is_of_use
-    assert one.to_row()["ended_by"] == "assistant turn empty"
-
-
 def test_bad_prompts_are_named(tmp_path: Path) -> None:
     good = chat("system:Be brief.", "user:Hi")
     path = write(tmp_path / "prompts.jsonl", good, {"turns": [3]})
