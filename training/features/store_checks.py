@@ -38,8 +38,8 @@ def check_can_fill(store: FeatureStore, wanted: StoreSettings) -> None:
     """Raises ValueError when a hybrid run would add other tensors than those in the store."""
     if store.settings.tensors != wanted.tensors:
         raise ValueError(
-            f"{store.folder} holds {', '.join(store.settings.tensors)}, and this run would add {', '.join(wanted.tensors)}: "
-            "fill another folder, or train with --feature_mode offline"
+            f"{store.folder} holds {', '.join(store.settings.tensors)}, and this run would add "
+            f"{', '.join(wanted.tensors)}: fill another folder, or train with --feature_mode offline"
         )
 
 

@@ -40,15 +40,6 @@ def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
     assert len(load_conversations([files[0], files[1]], max_samples=4)) == 4
 
 
-def test_order_and_limit(tmp_path: Path) -> None:
-    files = [write(tmp_path / f"{name}.jsonl", [sharegpt(f"{name}{i}", "Yo") for i in range(3)]) for name in "ab"]
-    texts = [messages[0]["content"] for messages in to_messages(load_conversations(files, max_samples=4))]
-    assert texts == ["a0", "a1", "a2", "b0"]
-    assert len(load_conversations(files, max_samples=3)) == 3
-    assert len(load_conversations(files, max_samples=99)) == 6
-    assert len(load_conversations([str(tmp_path)], max_samples=3)) == 3
-
-
 BAD_LINES = {
     "": "the line is empty",
     '{"conversations": [': "Expecting value",

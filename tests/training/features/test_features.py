@@ -80,18 +80,6 @@ def test_offline_equals_online_for_every_kind(target: Target, everything: Featur
         assert_same(computed, read)
 
 
-def test_other_shapes_agree_within_rounding(target: Target, tmp_path: Path) -> None:
-    """Extracted one row at a time: relative to the states' length."""
-    store = store_rows(target, tmp_path, [2], batch_size=1)
-    stored = StoredFeatures(target, (2,), store)
-    batch = stored.collator(COLLATE)(ROWS)
-    found, wanted = stored(batch), OnlineFeatures(target, (2,))(batch)
-    real = batch["attention_mask"].bool()
-    assert found.features.dtype == torch.float32
-    for one, other in ((found.features, wanted.features), (found.last_hidden, wanted.last_hidden)):
-        assert float((one[real] - other[real]).norm() / other[real].norm()) < 1e-5
-
-
 def test_packed_documents_are_found_one_by_one(target: Target, everything: FeatureStore) -> None:
     """Two texts in one row, which the store has from rows of their own."""
     first, second = ROWS[0]["input_ids"], ROWS[1]["input_ids"]

@@ -174,17 +174,6 @@ def test_every_option_is_documented_once() -> None:
                 assert len(key.metadata.get("help", "")) > 15, f"{kind.__name__}.{key.name} has no help text"
 
 
-def test_help_lists_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        parse_arguments(["--help_all"])
-    assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    assert "--config FILE.yaml" in text
-    options = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
-    assert {"--head_overrides", "--lora_r", "--dry_run", "--max_steps"} < {*options}
-    assert not [option for option in options if "-" in option.removeprefix("--")], "one spelling: snake_case"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

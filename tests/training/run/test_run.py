@@ -127,13 +127,6 @@ class TestHeldOutConversations:
         assert held_out is not None
         return list(rows), list(held_out)
 
-    def test_a_file_of_its_own(self, train: Runner, tmp_path: Path) -> None:
-        file = write_conversations(tmp_path / "held_out.jsonl", count=5, seed=1)
-        rows, held_out = self.load(train, eval_dataset=file)
-        assert (len(rows), len(held_out)) == (24, 5), "nothing is split off the training conversations"
-        assert held_out == self.load(train, dataset=file, eval_dataset=train.defaults["dataset"])[0]
-        assert train(max_steps=1, eval_dataset=file)["eval_loss"] > 0
-
     def test_a_hub_dataset_is_read_at_its_own_split(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         read = []
 
@@ -147,14 +140,6 @@ class TestHeldOutConversations:
         assert read == [("some/set", "train"), ("some/set", "validation")]
         self.load(train, dataset="some/set", eval_dataset="some/set", eval_split="test_sft")
         assert read[2:] == [("some/set", "train"), ("some/set", "test_sft")]
-
-    def test_zero_samples_are_all_of_them(self, train: Runner, tmp_path: Path) -> None:
-        file = write_conversations(tmp_path / "held_out.jsonl", count=5, seed=1)
-        for max_eval_samples, from_file, split_off in ((0, 5, 6), (3, 3, 3)):
-            _, held_out = self.load(train, eval_dataset=file, max_eval_samples=max_eval_samples)
-            assert len(held_out) == from_file
-            rows, held_out = self.load(train, max_eval_samples=max_eval_samples)
-            assert (len(rows), len(held_out)) == (18, split_off)
 
 
 class TestBadInput:

@@ -168,15 +168,6 @@ class TestEvaluation:
             assert 0 <= top1 <= top5 <= 1
         assert f"eval_top1_depth{depths + 1}" not in metrics
 
-    def test_weighs_steps_as_training_does(self, target: Target, tmp_path: Path) -> None:
-        heads = make_heads(target, "medusa", num_heads=3)
-        rows = make_rows(UNEVEN)
-        options: dict[str, Any] = {"depth_weights": "d_pace", "per_device_eval_batch_size": 2}
-        metrics = make_trainer(target, heads, tmp_path, [], eval_rows=rows, **options).evaluate()
-        expected = mean_loss(target, heads, rows, depth_weights="d_pace")
-        assert metrics["eval_loss"] == pytest.approx(expected.item(), rel=1e-4)
-        assert abs(expected - mean_loss(target, heads, rows)) > 0.01
-
     def test_an_evaluation_starts_from_nothing(self, target: Target, tmp_path: Path) -> None:
         heads = make_heads(target, "medusa")
         trainer = make_trainer(target, heads, tmp_path, [], eval_rows=make_rows(UNEVEN))
@@ -237,27 +228,6 @@ def test_the_acceptance_length_reaches_the_logs_and_early_stopping(target: Targe
     logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert [entry["eval_acceptance_length"] for entry in logged] == [2.0, 1.5]
     assert {"eval_top1_depth1", "eval_top5_depth5", "step"} <= logged[0].keys()
-
-
-def test_training_logs_accuracy_of_the_steps_since_the_last_line(target: Target, tmp_path: Path) -> None:
-    heads = make_heads(target, "medusa")
-    trainer = make_trainer(
-        target,
-        heads,
-        tmp_path,
-        make_rows(UNEVEN),
-        eval_rows=make_rows(UNEVEN),
-        per_device_train_batch_size=5,
-        learning_rate=0.0,
-        num_train_epochs=2,
-        eval_strategy="epoch",
-    )
-    trainer.train()
-    lines = [entry for entry in trainer.state.log_history if "loss" in entry]
-    metrics = trainer.evaluate()
-    assert len(lines) == 2
-    for line in lines:
-        assert line["top1_depth1"] == pytest.approx(metrics["eval_top1_depth1"], abs=1e-4)
 
 
 @pytest.mark.parametrize("head_type", ["medusa", "eagle3"])

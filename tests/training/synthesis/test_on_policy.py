@@ -129,12 +129,6 @@ class TestRewriting:
         assert found == expected
         assert self.rewrite(rows, target, template, seed=12) != expected
 
-    def test_rows_are_cut(self, rows: dict[int, dict[str, list[int]]], target: Target, template: TurnTemplate) -> None:
-        whole, cut = (self.rewrite(rows, target, template, max_length=length) for length in (99, 9))
-        for index, one in whole.items():
-            if one.row is not None:
-                assert cut[index].row == {name: values[:9] for name, values in one.row.items()}
-
 
 class TestRows:
     @pytest.fixture
