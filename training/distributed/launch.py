@@ -127,12 +127,3 @@ def autocast_in_deepspeed(accelerator: Accelerator) -> None:
 def autocast(accelerator: Accelerator, args: TrainingArguments) -> AbstractContextManager[Any]:
     """The options' autocast; accelerate has none under DeepSpeed."""
     return torch.autocast(args.device.type, torch.bfloat16) if args.bf16 else accelerator.autocast()
-
-
-def describe_launch(accelerator: Accelerator) -> dict[str, Any]:
-    """The processes, for the record: distributed_type, num_processes and DeepSpeed's zero_stage."""
-    state: Any = accelerator.state
-    described = {"distributed_type": state.distributed_type.value, "num_processes": state.num_processes}
-    if state.distributed_type == DistributedType.DEEPSPEED:
-        described["zero_stage"] = state.deepspeed_plugin.zero_stage
-    return described

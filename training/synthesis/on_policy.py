@@ -164,11 +164,11 @@ class OnPolicyRows(Dataset[Any]):
 
     def replace(self, epoch: int, rewritten: Sequence[Rewritten]) -> None:
         """Replaces these rows from now on, instead of the earlier ones."""
-        rows = {one.index: one.row for one in rewritten if one.row is not None}
         self.epoch = epoch
         self.new = {
-            index: {name: np.asarray(values, dtype=np.int32) for name, values in row.items()}
-            for index, row in rows.items()
+            one.index: {name: np.asarray(values, dtype=np.int32) for name, values in one.row.items()}
+            for one in rewritten
+            if one.row is not None
         }
 
     def save(self, folder: Path) -> None:

@@ -48,11 +48,7 @@ class Reply:
 
 
 class ReplySource(Protocol):
-    """Writes turns.
-
-    Attributes:
-        capacity: the number of requests to keep outstanding; more are allowed.
-    """
+    """Writes turns; `capacity` is the number of requests to keep outstanding (more are allowed)."""
 
     capacity: int
 
