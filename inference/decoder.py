@@ -141,7 +141,7 @@ class Decoder:
                 nothing. Do not use it after a change of weights or adapters.
             streamer: a transformers streamer (batch 1). It gets every emitted token; its end is always called.
             on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
-            tokenizer, stop_strings: as in transformers; `token_healing` needs the tokenizer, too.
+            tokenizer, stop_strings: as in transformers.
             **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). Stopping
                 criteria are called after every token, with `scores=None`.
 

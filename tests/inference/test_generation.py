@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,35 +106,6 @@ def test_stop_strings_of_the_model(
         generate(model, None, **inputs, **options)
 
 
-@pytest.mark.parametrize("is_option", [True, False], ids=["option", "config"])
-def test_token_healing(chat_target: Any, chat_tokenizer: Any, is_option: bool) -> None:
-    inputs = chat_tokenizer("Once upon a ti", return_tensors="pt", return_token_type_ids=False)
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "token_healing": True}
-    if not is_option:
-        options = {"generation_config": GenerationConfig(**options)}
-    expected = chat_target.generate(**inputs, tokenizer=chat_tokenizer, **options)
-    assert not torch.equal(expected[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
-    streamer = Recorder()
-    output = generate(chat_target, NgramDrafter(), **inputs, tokenizer=chat_tokenizer, streamer=streamer, **options)
-    assert torch.equal(output.sequences, expected)
-    assert streamer.tokens == expected[0].tolist()
-    with pytest.raises(ValueError, match="token_healing needs the tokenizer"):
-        generate(chat_target, None, **inputs, **options)
-    rows = chat_tokenizer(
-        ["Once upon a ti", "Hello, my na"],
-        padding=True,
-        padding_side="right",
-        return_tensors="pt",
-        return_token_type_ids=False,
-    )
-    assert not rows["attention_mask"].all()
-    with pytest.raises(ValueError, match="padding_side = 'left'"):
-        generate(chat_target, None, **rows, tokenizer=SimpleNamespace(padding_side="right"), **options)
-    spaces = chat_tokenizer("Once upon a ti ", return_tensors="pt", return_token_type_ids=False)
-    with pytest.raises(ValueError, match="token_healing tokenizes prompts again"):
-        generate(chat_target, None, **spaces, tokenizer=chat_tokenizer, **options)
-
-
 def test_seed_none_draws_from_torchs_generator() -> None:
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
     texts = []
@@ -217,6 +187,8 @@ def test_outputs_are_read_by_name() -> None:
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
+        ({"token_healing": True}, "token_healing .*: leave it out, and give model.heal_tokens"),
+        ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass an inference.drafters.small_model.SmallModelDrafter"),
     ],
 )
