@@ -151,28 +151,12 @@ def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
     output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
     assert output.sequences.shape[1] == 256
     assert "limit of 256 tokens" in caplog.text
-    assert output.stopped_at_position_limit == [True]
-
-
-def test_rows_that_stop_at_the_position_limit() -> None:
-    prompts, mask = random_prompt(250, batch_size=2), torch.ones(2, 250, dtype=torch.long)
-    mask[1, :100] = 0
-    output = generate(MODEL, None, prompts, mask, max_new_tokens=10, do_sample=False)
-    assert output.stopped_at_position_limit == [True, False]
-    fits = generate(MODEL, None, prompts, mask, max_new_tokens=6, do_sample=False)
-    assert fits.stopped_at_position_limit == [False, False]
-    last = int(output.sequences[0, 255])
-    assert last not in output.sequences[0, 250:255]
-    ended = generate(MODEL, None, prompts[:1], max_new_tokens=10, do_sample=False, eos_token_id=last, pad_token_id=0)
-    assert ended.sequences.shape[1] == 256
-    assert ended.stopped_at_position_limit == [False]
 
 
 def test_outputs_are_read_by_name() -> None:
     output = generate(MODEL, None, PROMPT, **GREEDY)
     assert output["sequences"] is output.sequences
-    assert list(output) == ["sequences", "stats", "stopped_at_position_limit"]
-    assert len(output) == 3
+    assert list(output) == ["sequences", "stats"]
     assert "scores" not in output
     with pytest.raises(KeyError, match="logits"):
         output["logits"]
