@@ -164,12 +164,13 @@ class Decoder:
             if on_step is not None and request.batch_size > 1:
                 raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
             loop = self._begin(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
-            with (
-                _streaming(streamer, request),
-                self._holding(loop),
-                self.target.without_autograd(),
-                self._step.executor.active(),
-            ):
+            with ExitStack() as stack:
+                if streamer is not None:
+                    streamer.put(request.given_ids.cpu())
+                    stack.callback(streamer.end)  # also when a step fails, or its reader would wait for ever
+                stack.enter_context(self._holding(loop))
+                stack.enter_context(self.target.without_autograd())
+                stack.enter_context(self._step.executor.active())
                 for _ in loop.steps():
                     pass
             clock.pause()
@@ -192,18 +193,14 @@ class Decoder:
         for name in ("streamer", "on_step"):
             if options.pop(name, None) is not None:
                 raise ValueError(f"{name} is for generate(): a stream hands out the tokens itself; leave it out")
-        if input_ids.dim() == 2 and input_ids.shape[0] > 1:
-            raise ValueError(
-                f"a stream has one row, and input_ids has {input_ids.shape[0]}: stream rows one by one, or generate() "
-                "them together"
-            )
         with self._take() as busy:
             clock = self._new_clock()
             own = {name: options.pop(name, None) for name in ("tokenizer", "stop_strings")}
             request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=options)
             if request.batch_size > 1:
                 raise ValueError(
-                    f"a stream has one row, and num_return_sequences makes {request.batch_size}: leave it out"
+                    f"a stream has one row, and this call has {request.batch_size} (rows of input_ids, times "
+                    "num_return_sequences): stream rows one by one, or generate() them together"
                 )
             loop = self._begin(request, seed, clock, reuse_cache=reuse_cache)
             clock.pause()
@@ -359,18 +356,3 @@ def _resolve_policy(tree: TreeOption, drafter: Drafter | None) -> TreePolicy | N
             "drafts chains only: pass tree='chain', tree='gamma' or tree=chain(n)"
         )
     return policy
-
-
-@contextmanager
-def _streaming(streamer: Any, request: Request) -> Iterator[None]:
-    """Gives the streamer the prompt; ends it also when a step fails, or who reads from it would wait for ever."""
-    if streamer is None:
-        yield
-        return
-    streamer.put(request.given_ids.cpu())
-    try:
-        yield
-    except BaseException:
-        if not request.is_finished:
-            streamer.end()
-        raise

@@ -155,8 +155,6 @@ class Request:
                 if token in self.eos_token_ids or self.budgets[row] <= 0 or self._meets_criteria(row):
                     self.unfinished.remove(row)
                     break
-        if self.is_finished and self.streamer is not None:
-            self.streamer.end()
         return kept
 
     def _meets_criteria(self, row: int) -> bool:
