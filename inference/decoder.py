@@ -27,7 +27,7 @@ from inference.loop import DecodeLoop, GenerationOutput, StepCallback, gather_ou
 from inference.noise import row_seeds
 from inference.planning.costs import StepCosts
 from inference.planning.planner import TreePlanner
-from inference.prompts import HeldTexts, PromptReader, Reused, leave_room
+from inference.prompts import HeldTexts, PromptReader
 from inference.request.generate_arguments import make_request
 from inference.request.request import Request
 from inference.stats import GenerationStats, PhaseClock
@@ -280,15 +280,14 @@ class Decoder:
                     "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
                 )
         capacity = request.max_length + self._step.num_slots_after
-        reused = self._match(held, request.prompts, capacity) if held is not None and reuse_cache else None
-        if reused is not None and not (reused.is_in_place and reused.held.cache.capacity >= capacity):
-            # The rows are copied into another cache.
-            self._cache = cache = self._step.new_cache(request.batch_size, capacity)
-        elif reused is not None:
-            cache = reused.held.cache
-        else:
-            held = None  # with its cache, which may have to make room for another
-            cache = self._get_cache(request.batch_size, capacity)
+        reused = None
+        if held is not None and reuse_cache:
+            room = min(capacity, self.target.max_length or capacity)
+            # A first token is read once, and stays with its row.
+            needs_all = self.drafter is not None and self.drafter.reads_first_token
+            reused = held.match(request.prompts, room=room, needs_all=needs_all)
+        del held  # with its cache, which may have to make room for another
+        cache = self._get_cache(request.batch_size, capacity)
         return PromptReader(self._step, cache, request.prompts, request.source, stats, reused)
 
     def _check_reuse(self, request: Request) -> None:
@@ -301,13 +300,6 @@ class Decoder:
                 f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
                 "cannot copy rows: implement Drafter.copy_rows, or leave reuse_cache out"
             )
-
-    def _match(self, held: HeldTexts, prompts: Sequence[list[int]], capacity: int) -> Reused | None:
-        rows, kept = held.match(prompts)
-        kept = leave_room(kept, prompts, min(capacity, self.target.max_length or capacity))
-        # A first token is read once, and stays with its row.
-        needs_all = self.drafter is not None and self.drafter.reads_first_token
-        return Reused(held, rows, kept) if any(kept) and (min(kept) > 0 or not needs_all) else None
 
     @property
     def holds_text(self) -> bool:

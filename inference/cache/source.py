@@ -5,7 +5,6 @@ Legend: B batch, E source tokens, D hidden.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,10 +84,3 @@ class SourceMemory:
             if layer.keys is not None:  # each on its layer's device
                 layer.batch_select_indices(rows.to(layer.keys.device))
         self._is_open = False  # the tensors are new
-
-    def copy_of_rows(self, rows: Tensor) -> SourceMemory:
-        """A memory of its own with the rows [B'] long; a row may come several times."""
-        chosen = copy.copy(self)
-        chosen.cross = copy.deepcopy(self.cross)
-        chosen.select_rows(rows)
-        return chosen

@@ -255,20 +255,12 @@ class TreeCache(Cache):
         for place, row in enumerate(rows):
             assert row >= place, "an earlier row would have been overwritten"
             if row > place:
-                self._copy_row(row, slice(place, place + 1))
+                for buffer in self._buffers:
+                    buffer[:, place, :, : self.length_bound] = buffer[:, row, :, : self.length_bound]
+                self.lengths[place] = self.lengths[row]
         self._show_rows(len(rows))
         if self.source is not None:
             self.source.select_rows(torch.tensor(rows, device=self.lengths.device))
-
-    def spread_row(self, num_rows: int) -> None:
-        """Copies row 0 to `num_rows` rows."""
-        self._show_rows(num_rows)
-        self._copy_row(0, slice(1, num_rows))
-
-    def _copy_row(self, row: int, places: slice) -> None:
-        for buffer in self._buffers:
-            buffer[:, places, :, : self.length_bound] = buffer[:, row : row + 1, :, : self.length_bound]
-        self.lengths[places] = self.lengths[row : row + 1]
 
     def clear_from(self, num_slots: int) -> None:
         """Zeroes all slots from `num_slots` on."""
@@ -293,7 +285,7 @@ class TreeCache(Cache):
         self._set_view(0, 0)
 
     def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
-        """Replaces this cache's rows with rows of another cache of the same layers, of any size.
+        """Replaces this cache's rows with rows of a cache of the same layers: itself, or another one of any size.
 
         Worked example, rows of 5, 3 and 7 tokens in `source`, two rows here:
 
@@ -304,15 +296,19 @@ class TreeCache(Cache):
             lengths: [B] long, the number of its first tokens that are kept; `source` has them, and they fit here.
             max_length: no entry of `lengths` is larger.
         """
+        assert source.source is None, "the rows of sources are read anew"
         width = min(max_length, self.capacity, source.capacity)
+        others = (*source._keys, *source._values)
+        self._show_rows(len(rows))
         self._note_use(width)
-        pairs = zip((*self._keys, *self._values), (*source._keys, *source._values), strict=True)
-        for plane, other in pairs:  # one by one, so that the gathered copy is only as large as one plane
+        for plane, other in zip((*self._keys, *self._values), others, strict=True):
+            # Plane by plane, so that the gathered copy is only as large as one plane.
             plane[:, :, :width] = other[:, :, :width].index_select(0, rows.to(other.device))
+        self.clear_from(width)
         self.lengths.copy_(lengths)
         self.length_bound = width
         self.length_floor = 0
-        self.source = None if source.source is None else source.source.copy_of_rows(rows)
+        self.source = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length_bound

@@ -177,6 +177,8 @@ def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) 
     cache.advance(torch.ones(4, dtype=torch.long), 1)
     assert lengths.tolist() == kept
     check(source, [0, 1, 2], [12, 3, 9])
+    source.copy_rows(source, torch.tensor([2, 0]), torch.tensor([9, 4]), max_length=9)
+    check(source, [2, 0], [9, 4])
 
 
 def test_buffers_are_zeroed_stacked_and_kept() -> None:
