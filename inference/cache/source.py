@@ -30,21 +30,6 @@ class Source:
     mask: Tensor
     states: Tensor
 
-    @classmethod
-    def of_call(cls, token_ids: Tensor, mask: Tensor | None, states: Tensor) -> Source:
-        """The source of a call, on the device of its ids, from what transformers' `generate` has prepared.
-
-        Args:
-            token_ids: [B, E] long, the texts as the caller gave them.
-            mask: [rows, E], or None when all tokens are real. The rows are those that are decoded: the
-                `num_return_sequences` rows of a text stand together.
-            states: [rows, E, D].
-        """
-        states = states.to(token_ids.device)
-        token_ids = token_ids.repeat_interleave(states.shape[0] // token_ids.shape[0], dim=0)
-        real = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask.to(states.device).bool()
-        return cls(token_ids, real, states)
-
 
 class SourceMemory:
     """The sources of one cache's rows, as the decoder reads them (`TreeCache.source`).

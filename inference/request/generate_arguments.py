@@ -11,6 +11,7 @@ import copy
 from collections.abc import Sequence, Set
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
@@ -97,7 +98,11 @@ def make_request(
             raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
         mask, source = model_kwargs.get("attention_mask"), None
         if target.is_encoder_decoder:
-            source = Source.of_call(given_ids, mask, model_kwargs["encoder_outputs"].last_hidden_state)
+            states = model_kwargs["encoder_outputs"].last_hidden_state.to(target.device)
+            # The `num_return_sequences` rows of a source stand together.
+            source_ids = given_ids.repeat_interleave(len(states) // len(given_ids), dim=0)
+            is_real = torch.ones_like(source_ids) if mask is None else mask.to(target.device)
+            source = Source(source_ids, is_real.bool(), states)
             mask = model_kwargs.get("decoder_attention_mask")
         request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
         request.source = source
