@@ -65,11 +65,7 @@ class ScratchCache(TreeCache):
         """
         return (self.lengths[:, None] + steps).clamp(max=self.view - 1)
 
-    def _note_use(self, num_slots: int) -> None:
-        """Does nothing: compiled functions open slots, and must not change host numbers."""
-
     def reset(self, num_rows: int | None = None) -> None:
-        self._num_used = self.capacity  # nothing has counted them
         super().reset(num_rows)
         self.lengths = torch.zeros_like(self.lengths)  # those of `keep_certain` may be inference tensors
 

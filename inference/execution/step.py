@@ -182,7 +182,7 @@ class DecodeStep:
             for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
                 self.executor.mark_open(nodes, dim=1)
         output: TargetOutput = self.executor.run_fixed(
-            self.target.verify_opened, cache, tree, feature_layers=self.feature_layers
+            self.target.verify, cache, tree, feature_layers=self.feature_layers
         )
         return output
 

@@ -24,7 +24,7 @@ from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.known_models import describe_model, find_known
+from inference.targets.known_models import KnownModel, describe_model, known_lock, known_models
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
     check_adapters,
@@ -105,8 +105,7 @@ class Target:
         self.hidden_size: int = self.text_config.hidden_size
         self.num_layers: int = self.text_config.num_hidden_layers
         limit = find_length_limit(self.text_config)
-        self.max_length: int | None = limit.max_length
-        self.length_limit_reason: str = limit.reason
+        self.max_length, self.length_limit_reason = limit.max_length, limit.reason
         self.masks = TreeMasks(find_layer_windows(self.text_config), self.dtype)
         self._placed = PlacedDecoder(self._causal_lm) if self._causal_lm.config.is_encoder_decoder else None
         self.findings = findings or self._examine()
@@ -129,15 +128,14 @@ class Target:
         if isinstance(model, Target):
             return model
         description = describe_model(model)
-        known = find_known(model)
-        with known.lock:
-            if known.description != description:
+        with known_lock:
+            known = known_models.get(model)
+            if known is None or known.description != description:
                 target = cls(model)
             else:
                 target = known.find_target() or cls(model, findings=known.findings)
                 target.check_again()
-            known.description, known.findings = description, target.findings
-            known.find_target = weakref.ref(target)
+            known_models[model] = KnownModel(description, target.findings, weakref.ref(target))
         return target
 
     def _examine(self) -> Findings:
@@ -238,19 +236,14 @@ class Target:
 
     @torch.no_grad()
     def verify(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
-        """Scores every node of a tree in one forward pass; commits nothing.
+        """Scores every node of a tree in one forward pass, after `cache.open_slots(N)`; commits nothing.
 
-        Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors.
+        Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. The only
+        host number that is read is the size of the cache's view.
 
         Returns:
             logits [B, N, V] of the token that follows each node, and features [B, N, F].
         """
-        cache.open_slots(tree.token_ids.shape[1])
-        return self.verify_opened(cache, tree, feature_layers=feature_layers)
-
-    @torch.no_grad()
-    def verify_opened(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
-        """`verify` after `cache.open_slots(N)`. The only host number it reads is the size of the cache's view."""
         depths = tree.depths.clamp(min=0).where(tree.parents >= 0, torch.zeros_like(tree.depths))
         output = self._forward_cached(cache, tree.token_ids, depths, tree.ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last)

@@ -84,6 +84,7 @@ def check_tree(
     model: Any, target: Target, cache: TreeCache, tree: TokenTree, sources: list[Tensor], texts: Any
 ) -> None:
     """Every node's logits are those after its path."""
+    cache.open_slots(tree.num_nodes)
     logits = target.verify(cache, tree).logits
     for row, (source, text) in enumerate(zip(sources, texts, strict=True)):
         for node in range(tree.num_nodes):
@@ -123,7 +124,8 @@ def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: s
     check_tree(model, target, cache, tree, sources, texts)
     paths = [[i for i in range(8) if tree.ancestors[row, node, i]] for row, node in enumerate((7, 6, 0))]
     width = max(map(len, paths))
-    cache.commit(torch.tensor([p + [0] * (width - len(p)) for p in paths]), torch.tensor([len(p) for p in paths]))
+    cache.keep(torch.tensor([p + [0] * (width - len(p)) for p in paths]), torch.tensor([len(p) for p in paths]))
+    cache.raise_bound(width)
     texts = [text + tree.token_ids[row, paths[row]].tolist() for row, text in enumerate(texts)]
     tree = random_tree(3, 6, generator)
     tree.token_ids.remainder_(VOCAB_SIZE)
