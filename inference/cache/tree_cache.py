@@ -86,8 +86,6 @@ class TreeCache(Cache):
             device: of `lengths`; default the first layer's device.
             view_multiple: the view grows in steps of this many slots, so that few shapes occur.
         """
-        if batch_size < 1 or capacity < 1:
-            raise ValueError(f"a cache needs at least one row and one slot, got {batch_size=} and {capacity=}")
         super().__init__(layers=[])
         self.layer_specs = tuple(layers)
         self.capacity = capacity

@@ -96,15 +96,9 @@ class Backbone:
         """The output of `module` (the model or a part of it), with hidden_states[layers].
 
         Raises:
-            ValueError: the model is in training mode, or has no such layers.
+            ValueError: the model is in training mode.
         """
         refuse_training(self.model)
-        unknown = [layer for layer in layers if not 0 <= layer <= self.num_layers]
-        if unknown:
-            raise ValueError(
-                f"hidden states {unknown} do not exist: a target of {self.num_layers} layers has 0 (embeddings) to "
-                f"{self.num_layers} (last, after the final norm)"
-            )
         with self.attention():
             return module(
                 input_ids=token_ids,

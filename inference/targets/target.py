@@ -3,8 +3,8 @@
 Only this room depends on how transformers models work inside.
 
 Legend: B batch, L prompt length, T tokens of one pass, N tree nodes, D hidden, F = len(feature_layers) * D, V target
-vocabulary, S cache slots in view, W of them that a layer sees (S without a window). Hidden states are numbered as
-transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[n] the last state AFTER the final norm.
+vocabulary, S cache slots in view, W of them that a layer sees (S without a window). `Backbone` says how hidden states
+are numbered.
 """
 
 from __future__ import annotations
@@ -204,14 +204,9 @@ class Target:
             logits [B, 1, V] of each row's last real token, and features [B, L, F] of all tokens (of padding: any).
 
         Raises:
-            ValueError: the prompt exceeds the cache or the target's `max_length`.
+            ValueError: the prompt exceeds the cache.
         """
         length = token_ids.shape[1]
-        if self.max_length is not None and cache.length_bound + length > self.max_length:
-            raise ValueError(
-                f"{length} tokens after {cache.length_bound} exceed the target's {self.max_length} positions "
-                f"({self.length_limit_reason}): shorten the prompt"
-            )
         features, last = [], None
         for start in range(0, length, chunk_size):
             chunk = token_ids[:, start : start + chunk_size]
@@ -228,8 +223,7 @@ class Target:
             if output.features is not None:
                 features.append(output.features)
             cache.advance(real, size)
-        if last is None:
-            raise ValueError("an empty prompt has no next token: give at least one token")
+        assert last is not None, "an empty prompt has no next token"
         logits = last if output.logits is not None else self.compute_logits(last)
         joined = torch.cat(features, dim=1) if len(features) > 1 else features[0] if features else None
         return TargetOutput(logits[:, None], joined)
@@ -351,10 +345,7 @@ class Target:
             if feature_layers:
                 self.refuse_features()
             refuse_training(self.model)
-            if cache.source is None:
-                raise ValueError(
-                    "an encoder-decoder target has no source to read: call target.read_source(cache, source)"
-                )
+            assert cache.source is not None, "an encoder-decoder target reads a source: call read_source first"
             slots_seen, places = cache.slots_seen(None)
             keys = slots_seen.expand(len(positions), -1).scatter(1, places, tree_positions.expand_as(places))
             logits = self._placed.run(cache.source, cache, token_ids, positions, keys, masks)

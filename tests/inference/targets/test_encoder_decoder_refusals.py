@@ -66,12 +66,6 @@ def test_features() -> None:
         generate(target_of("t5"), drafter, ids, mask, **GREEDY)
 
 
-def test_no_source() -> None:
-    target = target_of("t5")
-    with pytest.raises(ValueError, match="no source"):
-        target.prefill(target.new_cache(1, 8), torch.tensor([[START]]), torch.tensor([1]))
-
-
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
 def test_sources_of_other_tokens(token: int) -> None:
     """Padding as well: the encoder looks it up."""

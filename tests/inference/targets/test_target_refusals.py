@@ -215,13 +215,6 @@ class TestRefusals:
             Target(tiny_target("llama", dtype=torch.bfloat16))
         assert torch.equal(decoder.generate(prompt, max_new_tokens=8).sequences, expected)
 
-    def test_unknown_layer_and_empty_prompt(self) -> None:
-        target = Target(calm_target("llama"))
-        with pytest.raises(ValueError, match=r"hidden states \[7\] do not exist: a target of 6 layers"):
-            encode(target, random_prompt(3), torch.ones(1, 3), feature_layers=(7,))
-        with pytest.raises(ValueError, match="empty prompt"):
-            target.prefill(target.new_cache(1, 8), torch.zeros(1, 0, dtype=torch.long), torch.tensor([0]))
-
     def test_full_cache(self) -> None:
         target = Target(calm_target("llama"))
         cache = target.new_cache(1, 8)
