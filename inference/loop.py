@@ -75,13 +75,7 @@ class Emission:
 
 
 class DecodeLoop:
-    """One call's texts, from the prompts to their last tokens.
-
-    Attributes:
-        request: the call's rows, and what they have emitted.
-        scores: the logits and scores that were kept.
-        stats: counts and times so far.
-    """
+    """One call's texts, from the prompts to their last tokens."""
 
     def __init__(
         self,

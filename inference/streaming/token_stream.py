@@ -25,7 +25,7 @@ class TokenStream:
     ) -> None:
         """
         Args:
-            steps: a generator of the steps' tokens.
+            steps: a generator.
             gather: returns the output so far.
             release: called at the end, possibly several times.
         """

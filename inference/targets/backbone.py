@@ -35,13 +35,12 @@ class PassOutput:
 
 
 class Backbone:
-    """Runs a model; its outputs are on `device`.
+    """Runs a model.
 
     Args:
-        model: the model as the user gave it.
-        causal_lm: the transformers model inside it.
+        causal_lm: the transformers model inside `model`.
         num_layers: n.
-        device: the token embedding's.
+        device: of the outputs.
     """
 
     def __init__(self, model: nn.Module, causal_lm: Any, *, num_layers: int, device: torch.device) -> None:

@@ -149,7 +149,7 @@ class Target:
 
     @property
     def placement(self) -> tuple[tuple[str, int], ...]:
-        """Where the weights are: (device, number of consecutive tensors), in the order of the model's modules."""
+        """Where the weights are (see `find_placement`)."""
         return find_placement(self._causal_lm)
 
     def check_again(self) -> None:
