@@ -25,6 +25,7 @@ from inference.execution.executor import Executor
 from inference.execution.step import DecodeStep
 from inference.loop import DecodeLoop, GenerationOutput, StepCallback, gather_output
 from inference.noise import row_seeds
+from inference.planning.costs import StepCosts
 from inference.planning.planner import TreePlanner
 from inference.prompts import HeldTexts, PromptReader
 from inference.request.generate_arguments import make_request
@@ -304,6 +305,22 @@ class Decoder:
     def holds_text(self) -> bool:
         """Whether the last call has left something in the cache for `reuse_cache`."""
         return self._held is not None
+
+    def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> StepCosts:
+        """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a file.
+
+        Args:
+            processors: logits processors of transformers; those that read the prefix are left out.
+
+        Raises:
+            ValueError: for a decoder with a fixed tree.
+            RuntimeError: while this decoder is in the middle of another text.
+        """
+        seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
+        sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
+        with self._take(), self.target.without_autograd(), self._step.executor.active():
+            costs: StepCosts = self._choice.find_costs(self._step, sampler, batch_size)
+        return costs
 
     def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """The present cache where it has room, else a new one."""

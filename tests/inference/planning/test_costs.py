@@ -85,6 +85,18 @@ def test_costs_are_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch) -> N
     assert min(*costs.plain, *costs.largest, *costs.trees) > 0
 
 
+def test_costs_take_the_decoders_lock() -> None:
+    decoder = decode()
+    assert min(decoder.costs(batch_size=2, do_sample=True).trees) > 0
+    with decoder._take(), pytest.raises(RuntimeError, match="in the middle of another text"):
+        decoder.costs()
+
+
+def test_fixed_trees_have_no_costs() -> None:
+    with pytest.raises(ValueError, match="tree='auto'"):
+        Decoder(tiny_target("llama"), NgramDrafter()).costs()
+
+
 def test_costs_tell_merged_drafters_apart() -> None:
     pairs = [MergedDrafter(NgramDrafter(max_ngram=n), NgramDrafter()) for n in (2, 2, 3)]
     one, same, other = (repr(_describe_drafter(pair)) for pair in pairs)
