@@ -34,7 +34,7 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
         ValueError: when `directory` is a file.
     """
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file: heads are saved into a directory, give another name")
+        raise ValueError(f"{directory} is a file, and heads are saved into a folder: give another name")
     # Inside the directory: its parent could be another file system (a mounted volume), or not ours to write.
     scratch = directory / ".incomplete"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -69,7 +69,7 @@ def is_published(path: str, **hub: Any) -> bool:
 
 
 def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
-    """Which kind of heads a folder or hub id holds.
+    """The kind of the heads in a folder or hub repository.
 
     Args:
         known: the kinds this release has.

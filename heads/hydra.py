@@ -1,4 +1,4 @@
-"""Hydra (arXiv 2402.05109): Medusa's heads made sequential: each reads the tokens drafted before its own.
+"""Hydra (arXiv 2402.05109): sequential Medusa heads. Each head reads the tokens drafted before its own.
 
 Legend: B batch, T sequence length, S slots of one call, W frontier nodes, R scratch rows of the tree, D hidden size,
 V target vocabulary, K heads.
@@ -37,20 +37,20 @@ class HydraConfig(DraftHeadsConfig):
 
     Args:
         num_heads: K, one for each drafted token (the authors' recipe has 4).
-        num_layers: blocks of each head's MLP; the first reads the concatenation (1 as in Medusa; the authors' recipe of
-            Hydra++ has 4).
-        tie_lm_head: one LM head for all draft heads. The authors give each head its own, K * D * V weights in all.
+        num_layers: blocks of each head's MLP; the first block reads the concatenation (1 as in Medusa; 4 in the
+            authors' recipe of Hydra++).
+        tie_lm_head: one LM head for all draft heads. In the authors' code each head has its own: K * D * V weights.
         use_prefix_attention: Hydra++'s decoder layer over the target's states. The default loss is then distillation;
             without the layer it is cross-entropy to the data's tokens, as for Medusa.
-        use_embedding_norm: an RMSNorm on the token embeddings. The authors have none, but embeddings may be far smaller
-            than h_t (23 times in examples/chat-13m), and their weights then learn slowly.
+        use_embedding_norm: an RMSNorm on the token embeddings. The authors have none. Embeddings may be far smaller
+            than h_t, and their weights then learn slowly.
         use_biases: biases on the residual projections and the LM heads, as in the authors' code.
         use_prefix_norm: an RMSNorm after the prefix layer, as in the authors' code. Untrained heads then do not repeat
             the LM head.
         dropout: before each block and the LM head, in training (0.2 in the authors' recipe of Hydra++, for 10 epochs).
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rope_parameters,
-            max_position_embeddings: the prefix layer's shape, the target's unless overridden; None without that layer.
-        rms_norm_eps: of all norms; the target's unless overridden.
+            max_position_embeddings: the prefix layer's shape; the target's by default. None without a prefix layer.
+        rms_norm_eps: epsilon of all norms; the target's by default.
     """
 
     model_type = "draftsmith_hydra"

@@ -1,7 +1,7 @@
 """MTP modules in a target's own checkpoint, read for `heads.mtp`.
 
-transformers leaves these tensors out when it loads the target. They come under three sets of names. The engines' and
-transformers' code agree on the conventions, except that only the engines zero the embedding of position 0.
+transformers leaves these tensors out when it loads the target. Checkpoints use three sets of names. Serving engines and
+transformers agree on the conventions, with one exception: only the engines zero the embedding of position 0.
 
     DeepSeek-V3, GLM-4-MoE   model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm, the layer's own}
     Qwen3-Next and later     mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0.{the layer's own}
@@ -124,11 +124,11 @@ MIMO = Naming(
 
 @dataclass(frozen=True)
 class NativeModules:
-    """What a target's checkpoint says of its MTP modules.
+    """The MTP modules of a target's checkpoint.
 
     Attributes:
-        settings: the keys of `MTPConfig` that the checkpoint decides or suggests.
-        tensors: by the names they have in `MTPHeads`.
+        settings: keys of `MTPConfig` that the checkpoint decides or suggests.
+        tensors: by their names in `MTPHeads`.
     """
 
     settings: dict[str, Any]
