@@ -1,10 +1,11 @@
-"""The whole road in a few minutes: train every kind of draft heads on the embedded target, then decode with each.
+"""Trains Medusa and EAGLE-3 heads on chat-13m in a few minutes, then compares them with plain decoding.
 
-    make demo        # or: python examples/demo.py [--max_steps 20] [--num_prompts 2] ...
+    make demo
+    python examples/demo.py --max_steps 20 --num_prompts 2    # a quick look
 
-Heads are trained by training/train_heads.py, in front of you, on conversations that the target wrote itself. Then
-prompts they never saw are decoded by transformers, without heads, with the fresh heads and with those of
-examples/heads, which were trained longer. Writes report.json, plot.png and the heads into examples/output.
+training/train_heads.py trains the heads on conversations that the target wrote. Then transformers, plain decoding, the
+new heads, and the heads of examples/heads (trained longer) decode prompts that no heads have seen. The results are in
+examples/output: report.json, plot.png and the new heads.
 """
 
 from __future__ import annotations
@@ -52,24 +53,29 @@ SAMPLE, SAMPLE_SEED = "What do you think about football?", 8
 
 @dataclass
 class DemoArguments:
-    target: str = field(default="examples/chat-13m", metadata={"help": "The target."})
+    target: str = field(default="examples/chat-13m", metadata={"help": "The target: a folder or a hub id."})
     conversations: str = field(
-        default="examples/conversations.jsonl.gz", metadata={"help": "What the target wrote, to train on."}
+        default="examples/conversations.jsonl.gz",
+        metadata={"help": "Conversations to train on, written by the target."},
     )
     prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Held-out prompts to decode."})
     output: str = field(default="examples/output", metadata={"help": "Folder for the report, the plot and the heads."})
-    max_steps: int | None = field(default=None, metadata={"help": "Training steps of each kind; none = its config's."})
-    train_options: list[str] = field(
-        default_factory=list, metadata={"help": "Further training options, key=value (see train_heads.py --help)."}
+    max_steps: int | None = field(
+        default=None, metadata={"help": "Training steps of each kind; none = as in its config."}
     )
-    # In float32, where texts are identical to the last token, every further node of a tree costs a CPU time.
-    tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree (see scripts/benchmark.py --help)."})
-    dtype: str = field(default="float32", metadata={"help": "Weights while decoding.", "choices": list(DTYPES)})
-    compile: bool = field(default=True, metadata={"help": "Compile the decoding: small targets gain most."})
+    train_options: list[str] = field(
+        default_factory=list, metadata={"help": "More training options, key=value (see draftsmith train --help)."}
+    )
+    # In float32, texts are identical to the last token, but every node of the tree costs a CPU time.
+    tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree (see draftsmith bench --help)."})
+    dtype: str = field(
+        default="float32", metadata={"help": "Dtype of target and heads while decoding.", "choices": list(DTYPES)}
+    )
+    compile: bool = field(default=True, metadata={"help": "Compile the decoding. Small targets gain most."})
     num_prompts: int = field(default=6, metadata={"help": "Prompts to decode."})
     max_new_tokens: int = field(default=96, metadata={"help": "Tokens decoded for each prompt."})
     repeats: int = field(default=2, metadata={"help": "Rounds over the prompts."})
-    threads: int | None = field(default=None, metadata={"help": "CPU threads; none = one for each core."})
+    threads: int | None = field(default=None, metadata={"help": "CPU threads; none = one per core."})
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "num_prompts", "max_new_tokens", "repeats", "threads"):
@@ -112,12 +118,12 @@ def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> 
         [sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, env=environment, check=False
     )
     if launched.returncode:
-        raise ValueError(f"training with {recipe} failed; what it said is above")
+        raise ValueError(f"training with {recipe} failed; its output is above")
     return time.perf_counter() - start
 
 
 def gather_heads(trained: dict[str, Path], target: Target) -> dict[str, DraftHeads]:
-    """The heads that were just trained, each followed by those of its kind in the repository."""
+    """The new heads, each followed by the repository's heads of the same kind."""
     heads = {}
     for kind, path in trained.items():
         heads[f"{kind}, trained here"] = load_heads(str(path), target)
@@ -130,7 +136,7 @@ def gather_heads(trained: dict[str, Path], target: Target) -> dict[str, DraftHea
 def compare(
     heads: dict[str, DraftHeads], target: Target, prompts: list[Prompt], args: DemoArguments, console: Console
 ) -> tuple[list[Contender], list[Row]]:
-    """Decodes the prompts with everything there is, in turns."""
+    """Decodes the prompts with all contenders in turns."""
     settings = make_settings(args)
     contenders = make_contenders(target, heads, [args.tree], settings, modes=(args.compile,))
     num_runs = args.repeats * len(prompts) * len(contenders)
@@ -178,7 +184,7 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
     os.chdir(ROOT)
     start = time.perf_counter()
     torch.set_num_threads(args.threads or os.cpu_count() or 1)
-    # Before the minutes of training, so that a wrong option is seen at once.
+    # Before the minutes of training, so that a wrong option is reported at once.
     resolve_policy(args.tree, None)
     target, tokenizer = load_target(args.target, dtype=args.dtype, device="cpu")
     prompts, _ = load_prompts(
@@ -208,9 +214,7 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
     for line in headline([row for row in rows if row.name.removesuffix(", compiled") in heads or not row.tree]):
         console.print(line, markup=False)
     minutes = (time.perf_counter() - start) / 60
-    console.print(
-        f"{output}/report.json, {output}/plot.png and {output}/trained were written; {minutes:.1f} minutes in all."
-    )
+    console.print(f"Wrote {output}/report.json, {output}/plot.png and {output}/trained in {minutes:.1f} minutes.")
     return rows
 
 

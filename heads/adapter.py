@@ -1,7 +1,7 @@
-"""The target's adapter that heads were trained with (Medusa-2): where it is stored, and how a target gets it.
+"""The adapter of the target that heads were trained with (Medusa-2): stores it, and applies it to a target.
 
-Heads that were trained jointly with an adapter of the target draft for the target with that adapter. It is stored
-beside their weights, in PEFT's format:
+Heads that were trained together with an adapter of the target draft for the adapted target. The adapter is stored
+beside the heads' weights, in PEFT's format:
 
     config.json, model.safetensors                               the heads
     adapter/adapter_config.json, adapter/adapter_model.safetensors   the target's adapter
@@ -28,7 +28,7 @@ _MERGED = "_draftsmith_adapter"  # attribute of a model: the adapter merged into
 _HASH = "_draftsmith_adapter_hash"  # attribute of a model: `hash_adapter` of the adapter that `load_adapter` gave it
 # The keys of an adapter's configuration that change what the target computes.
 _OF_THE_MODEL = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
-_INSTALL_HINT = "these heads come with an adapter of the target, which needs peft: pip install 'draftsmith[peft]'"
+_INSTALL_HINT = "these heads have an adapter of the target, which needs peft: pip install 'draftsmith[peft]'"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class StoredAdapter:
             files = [Path(str(cached_file(self.heads, name, subfolder=subfolder, **hub))) for name in _FILES]
         except OSError as error:
             raise ValueError(
-                f"the heads of {self.heads} draft for a target with an adapter, which is not in their folder "
-                f"{subfolder!r} ({error}): copy or download that folder as well"
+                f"the heads of {self.heads} were trained with an adapter of the target, but their folder {subfolder!r} "
+                f"does not have it ({error}): copy or download that folder too"
             ) from error
         return files[0].parent
 
@@ -84,7 +84,7 @@ def hash_adapter(folder: Path) -> str:
 
 
 def find_adapter_hash(model: nn.Module) -> str | None:
-    """`hash_adapter` of the adapter that `load_adapter` gave a model; None = it gave it none."""
+    """`hash_adapter` of the adapter that `load_adapter` gave to a model; None = no adapter."""
     found: str | None = getattr(model, _HASH, None)
     return found
 
@@ -114,15 +114,15 @@ def load_adapter(model: nn.Module, folder: Path, *, merge: bool) -> nn.Module:
     With `merge`: `model` itself, with the adapter added to its weights; a second call adds nothing.
 
     Raises:
-        ValueError: the model has an adapter already, this one does not fit it, or peft is not installed.
+        ValueError: the model already has an adapter, the adapter does not fit the model, or peft is not installed.
     """
     place = str(folder.resolve())
     if merge and getattr(model, _MERGED, None) == place:
         return model
     if is_adapted(model):
         raise ValueError(
-            "the target has adapters already, and these heads bring their own: give the target as it was loaded "
-            "(model.unload() removes adapters)"
+            "the target already has an adapter, and these heads have their own: give the target without adapters "
+            "(model.unload() removes them)"
         )
     try:
         from peft import PeftModel

@@ -56,12 +56,12 @@ class AutoregressionConfig(DecoderConfig):
 
 @dataclass
 class AutoregressionState:
-    """The state of one batch. Tensors of fixed shape tell levels apart, so that one compiled graph serves every level.
+    """The state of one batch. The level is in tensors of fixed shape, so that one compiled graph serves every level.
 
     Attributes:
         cache: the draft layer's keys and values, with R scratch rows.
-        hidden: [B, 1 + R, D] outputs of the last accepted slot (row 0) and of each scratch row: their children's
-        states.
+        hidden: [B, 1 + R, D] outputs of the last accepted slot (row 0) and of each scratch row; the states of their
+            children.
         ancestors: [B, 1 + R, R] bool, which scratch rows each row of `hidden` sees.
         base: [1], where the last frontier begins in `hidden`.
         depth: [1], how many levels there are so far.

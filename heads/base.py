@@ -74,13 +74,13 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         super().__init__(config)
         # A list hides the target from nn.Module: borrowed modules are never saved and never trained by accident.
         self._bound: list[Target] = []
-        # The target's adapter, hidden likewise: stored beside the heads, or in a PEFT model that is being trained.
+        # The target's adapter, in a list for the same reason: stored beside the heads, or in a PEFT model in training.
         self._adapter: list[StoredAdapter | nn.Module] = []
         self._checked: weakref.WeakSet[Target] = weakref.WeakSet()
         self._copies = WeightCopies()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles come back unbound."""
+        """Copies and pickles are unbound."""
         stored = [adapter for adapter in self._adapter if isinstance(adapter, StoredAdapter)]
         fresh = {"_bound": [], "_adapter": stored, "_checked": None, "_copies": None}
         return {**self.__dict__, **fresh}
@@ -129,7 +129,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     @abstractmethod
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        """All drafting steps over whole right-padded sequences.
+        """Drafts at all slots of whole, right-padded sequences.
 
         Args:
             features: [B, T, F] the target's features of every position.
@@ -141,7 +141,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """
 
     def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
-        """`unroll` for a loss on the tokens of `loss_mask` [B, T] only. Kinds that draw slots draw them there."""
+        """`unroll` for a loss on only the tokens of `loss_mask` [B, T]. Kinds that draw slots draw them among these."""
         return self.unroll(features, input_ids)
 
     def forward(
@@ -159,10 +159,10 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
         Args:
             features, input_ids: as in `unroll`.
-            loss_fn: from the steps to whatever is returned; None returns the steps.
+            loss_fn: a function of the steps, whose result is returned; None returns the steps.
             loss_mask: as in `unroll_where`; None runs `unroll`.
             document_ids: [B, T], for rows that hold several documents. Each document is unrolled by itself (see
-                `split_documents`), and no kind needs to know.
+                `split_documents`), so `unroll` sees single documents only.
             num_groups: as in `split_documents`.
         """
         if document_ids is None:
@@ -192,7 +192,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     @property
     def num_unrolled_steps(self) -> int:
-        """How many steps `unroll` returns. Kinds without a `max_depth` override it."""
+        """The number of steps that `unroll` returns. Kinds without a `max_depth` override it."""
         return 1 if self.runs_target_layers else cast(int, self.max_depth)
 
     @property
@@ -201,22 +201,23 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return False
 
     def fit_vocabulary(self, token_counts: Tensor) -> None:
-        """Chooses the draft vocabulary: the tokens that training data has most often.
+        """Chooses the draft vocabulary: the most frequent tokens of the training data. Kinds without a reduced
+        vocabulary do nothing.
 
         Args:
-            token_counts: [V] int64, how often each target token is to be predicted. Kinds without a reduced vocabulary
-                do nothing.
+            token_counts: [V] int64, how often the data has each target token as a token to predict.
         """
 
     def init_from_target(self, target: Target) -> None:
-        """Copies starting weights from the target. Kinds whose method says so override it."""
+        """Copies initial weights from the target. The base class copies nothing."""
 
     # Binding.
 
     def bind(self, target: Target | PreTrainedModel) -> Self:
-        """Binds these heads in place: lends them the target's embedding and LM head, and moves them to its device.
+        """Binds these heads in place: they borrow the target's embedding and LM head, and move to its device.
 
-        Training needs this; decoders bind views of their own (`for_target`). Binding again replaces the target.
+        Training needs a bound target. A decoder makes its own bound view (`for_target`). Binding again replaces the
+        target.
 
         Raises:
             ValueError: the heads do not fit the target.
@@ -229,8 +230,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def for_target(self, target: Target) -> Self:
         """A view of these heads that is bound to the target; the heads stay as they are.
 
-        A target of the heads' own dtype and device shares their weights. For another one the weights are copied into
-        its dtype, once as long as they do not change; a view of changed weights is made by the next `for_target`.
+        For a target of the heads' own dtype and device, the view shares the weights. For another target the weights are
+        copied into its dtype. The copy is kept until the weights change; the next `for_target` then copies again.
 
         Raises:
             ValueError: the heads do not fit the target.
@@ -257,8 +258,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         check_fit(cast(DraftHeadsConfig, self.config), target)
         if self.config.target_adapter and not is_adapted(target.model):
             logger.warning(
-                "these heads were trained for their target with an adapter, which this target does not have. The text "
-                "is right, but few drafts will be accepted: decode with heads.apply_adapter(model)"
+                "these heads were trained with an adapter of their target, and this target has no adapter. The text is "
+                "right, but few drafts will be accepted: decode with heads.apply_adapter(model)"
             )
 
     @property
@@ -278,7 +279,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return self.target.compute_logits(hidden.to(self.target.dtype))
 
     def get_input_embeddings(self) -> Any:
-        """None: the embeddings are the target's. FSDP asks."""
+        """None, which FSDP reads: the embeddings are the target's."""
 
     def get_output_embeddings(self) -> Any:
         """None, also for kinds with an LM head: FSDP keeps all weights of the heads in one unit."""
@@ -292,17 +293,16 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             target = heads.apply_adapter(model)
             generate(target, heads, input_ids)
 
-        The text is then the adapted target's, token by token. The model itself is changed: PEFT puts layers into it,
-        and `target.model` is the PEFT model around it.
+        The text is then the adapted target's. The model itself changes: PEFT inserts layers into the model, and
+        `target.model` is the PEFT model around it.
 
         Args:
             target: as it was loaded, without adapters.
-            merge: add the adapter to the model's weights. This decodes as fast as without an adapter, rounds to the
-                weights' dtype, and leaves `target.model` the model itself.
+            merge: add the adapter to the model's weights. Decoding is then as fast as without an adapter, the sum is
+                rounded to the weights' dtype, and `target.model` is still the model itself.
 
         Raises:
-            ValueError: the heads have no adapter (bind them to the target itself), the heads or the adapter do not fit
-                the target, or peft is missing.
+            ValueError: the heads have no adapter, the heads or the adapter do not fit the target, or peft is missing.
         """
         folder = self.find_adapter()
         target = Target.of(target)
@@ -319,9 +319,9 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """
         if not self._adapter or not isinstance(stored := self._adapter[0], StoredAdapter):
             raise ValueError(
-                "these heads come with no stored adapter: bind them to their target as it is"
+                "these heads have no adapter: bind them to their target without one"
                 if not self.config.target_adapter
-                else "the adapter of these heads is not stored yet: save the heads, and load them again"
+                else "the adapter of these heads is not stored yet: save the heads, then load them again"
             )
         return stored.find()
 
@@ -361,8 +361,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             if self.config.target_adapter:
                 if not self._adapter:
                     raise ValueError(
-                        "these heads are a copy that has lost the adapter they belong to, and cannot be saved without "
-                        "it: save the heads they were copied from"
+                        "these heads are a copy without the adapter that they were trained with, so they cannot be "
+                        "saved: save the original heads"
                     )
                 write_adapter(self._adapter[0], scratch / self.config.target_adapter)
         if push_to_hub:
@@ -449,7 +449,11 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         heads: Any = kind_class(config)
         if isinstance(dtype, str):
             dtype = None if dtype == "auto" else getattr(torch, dtype)
-        imported.fill(heads.to(dtype or imported.dtype), path)
+        heads.to(dtype or imported.dtype)
+        for name, buffer in heads.named_buffers():
+            if name.rpartition(".")[2] in imported.float32_parts:
+                buffer.data = buffer.float()
+        imported.fill(heads, path)
         heads.bind(target)
         return cast(Self, heads.eval())
 

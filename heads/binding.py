@@ -1,4 +1,4 @@
-"""Binding heads to a target: whether they fit it, and copies of their weights in its dtype and on its device."""
+"""Binds heads to a target: checks that they fit, and copies their weights into its dtype and onto its device."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check_fit(config: DraftHeadsConfig, target: Target) -> None:
 
 @dataclass
 class _Copy:
-    """originals: the tensors that were copied, held so that no other tensor takes their place in memory. state: what
-    tells whether their values have changed. parts: the copied module's `_modules`, `_parameters` and `_buffers`."""
+    """originals: the copied tensors, kept so that no other tensor takes their place in memory. state: their identities,
+    addresses and versions, which tell a change. parts: the copy's `_modules`, `_parameters` and `_buffers`."""
 
     originals: list[Tensor]
     state: list[tuple[int, int, int]]

@@ -64,7 +64,7 @@ class BlockConfig(DecoderConfig):
 
     Args:
         block_size: N, tokens of a block, its anchor included (DFlash: 16, 10 or 8; small targets: 6 to 8).
-        num_layers: draft layers (DFlash: 5; for a small target 2 are enough).
+        num_layers: draft layers (DFlash: 5; 2 are enough for a small target).
         num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In eval
             mode the draw is always the same.
         loss_decay: gamma; the step that predicts k tokens after the anchor weighs exp(-(k - 1) / gamma). None = by
@@ -73,12 +73,12 @@ class BlockConfig(DecoderConfig):
             (DSpark).
         markov_rank: R, of the bias W2 W1[x_{k-1}] that the previous token adds to the logits (DSpark: 256); 0 = none.
             In trees every node has its own previous token (PCTree).
-        has_confidence: train a head for the chance that a depth's token is accepted if all before it are (DSpark). In a
-            tree every node has its own confidence. A `MergedDrafter` weighs these heads with it.
-        confidence_threshold: needs that head. Nodes below the root's children are left out if their chance of being
-            accepted, the product of the confidences along the path, is smaller than this (DSpark). None = off, the
-            default: trees have fixed shapes, so a node left out saves no time, though a dynamic tree fills its place.
-            May be changed between texts: `from_pretrained(path, confidence_threshold=0.1)`, or in `heads.config`.
+        has_confidence: train a head for the chance that a depth's token is accepted if all tokens before it are
+            (DSpark). In a tree every node has its own confidence. A `MergedDrafter` uses the confidence as a weight.
+        confidence_threshold: needs `has_confidence`. Leaves out nodes below the root's children whose chance of being
+            accepted (the product of the confidences along the path) is smaller than this (DSpark). None = off, the
+            default: trees have fixed shapes, so leaving a node out saves no time, but a dynamic tree fills the place.
+            You may change it between texts: `from_pretrained(path, confidence_threshold=0.1)`, or in `heads.config`.
         is_causal: a block's rows see only the rows before them (JetSpec).
         **kwargs: those of `DecoderConfig`.
     """
@@ -156,7 +156,7 @@ class BlockState:
         caches: each draft layer's keys and values of the fused features, with N scratch rows for the block.
         chances: [B, room for a frontier] float32; its first W entries are the chances that a child of each node of the
             last frontier is accepted.
-        threshold: the config's at the start of the text; compiled graphs would not see a later change.
+        threshold: the config's value at the start of the text; compiled graphs would not see a later change.
         hidden: [B, K, D] normed states of all depths after the last accepted slot.
         logits: [B, K, V] of these states, without the Markov bias.
     """

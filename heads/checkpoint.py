@@ -34,7 +34,7 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
         ValueError: when `directory` is a file.
     """
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file: heads are saved into a directory, give another name")
+        raise ValueError(f"{directory} is a file, and heads are saved into a folder: give another name")
     # Inside the directory: its parent could be another file system (a mounted volume), or not ours to write.
     scratch = directory / ".incomplete"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -57,14 +57,19 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
 
 
 def is_published(path: str, **hub: Any) -> bool:
-    """Whether a folder or hub id that exists holds a checkpoint that is not ours."""
+    """Whether a folder or hub id holds a checkpoint that is not ours.
+
+    Raises:
+        ValueError: there is no such folder or hub id.
+    """
+    check_place(path)
     if os.path.isdir(path) and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
         return True
     return "head_type" not in _read_config(path, **hub)
 
 
 def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
-    """Which kind of heads a folder or hub id holds.
+    """The kind of the heads in a folder or hub repository.
 
     Args:
         known: the kinds this release has.

@@ -14,17 +14,17 @@ DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 class DraftHeadsConfig(PreTrainedConfig):
-    """What every kind of heads records about itself and about the target it was made for.
+    """The settings that every kind of heads records about itself and about its target.
 
     Args:
         target_name_or_path: where the target came from. A note for people: nothing loads it.
         target_model_type: the target's `model_type`.
-        target_hidden_size: the target's hidden size. This and the next two are 0 when there is no target yet.
+        target_hidden_size: the target's hidden size. This and the next two are 0 in a config without a target.
         target_vocab_size: rows of the target's LM head.
         target_num_layers: the target's number of decoder layers.
         feature_layers: tapped layers, as indices into transformers' `hidden_states` (0 = embeddings, n = post-norm).
         target_adapter: the folder, beside the heads' own files, of the adapter that the target was trained with
-            (`heads.adapter`); None = the heads draft for the target as it is.
+            (`heads.adapter`); None = the heads draft for the target without an adapter.
         format_version: version of the checkpoint layout.
         **kwargs: keys of `PreTrainedConfig`; any other key is an error.
 
@@ -111,7 +111,7 @@ class DraftHeadsConfig(PreTrainedConfig):
 
 
 def name_of_target(target: Target) -> str:
-    """Where the target came from; empty for one made in memory."""
+    """The target's folder or hub id; empty for a target made in memory."""
     return str(cast(Any, target.model).config._name_or_path)
 
 
@@ -120,8 +120,7 @@ class DecoderConfig(DraftHeadsConfig):
 
     Args:
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rms_norm_eps,
-        rope_parameters,
-        max_position_embeddings: the draft layers' shape; `from_target` takes the target's unless overridden.
+            rope_parameters, max_position_embeddings: the draft layers' shape; the target's by default.
         **kwargs: as in `DraftHeadsConfig`.
     """
 

@@ -24,7 +24,7 @@ from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftAttention, DraftLayer
 from inference.targets.target import Target
 
-NOISE_LENGTH = 512  # tokens of a sequence that gets noise of the config's width
+NOISE_LENGTH = 512  # tokens of a sequence whose noise has the config's width
 # Keys of older checkpoints; the loss is now a training option.
 FORMER_LOSS_WEIGHTS = {"feature_loss_weight": 1.0, "token_loss_weight": 0.1}
 
@@ -34,9 +34,9 @@ class EagleConfig(AutoregressionConfig):
 
     Args:
         ttt_steps: aligned steps in training: 1 = EAGLE-1, 3 = HASS.
-        fc_bias: whether fc has a bias. The authors' code has one. vLLM drops it, so heads meant for export have none.
+        fc_bias: whether fc has a bias. The authors' code has one. vLLM drops the bias, so the default has none.
         feature_noise: width of the uniform noise on the target's states in training, for sequences of 512 tokens; 0 =
-            no noise. The width is scaled by 512 / length of the padded batch (in the authors' code, of each sequence).
+            no noise. The width is scaled by 512 / length of the padded batch (the authors' code: of each sequence).
         **kwargs: those of `AutoregressionConfig`.
     """
 

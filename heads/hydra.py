@@ -1,4 +1,4 @@
-"""Hydra (arXiv 2402.05109): Medusa's heads made sequential: each reads the tokens drafted before its own.
+"""Hydra (arXiv 2402.05109): sequential Medusa heads. Each head reads the tokens drafted before its own.
 
 Legend: B batch, T sequence length, S slots of one call, W frontier nodes, R scratch rows of the tree, D hidden size,
 V target vocabulary, K heads.
@@ -10,8 +10,9 @@ head is an MLP over the concatenation, then an LM head.
 Hydra++, of the same paper, is `use_prefix_attention=True, num_layers=4`: the output of one decoder layer over the
 target's states, run once per decoding step, replaces h_t, and the objective is the target's distribution.
 
-Three things differ from the authors' code (github.com/zankner/Hydra): token embeddings are normed (an option),
-untrained heads repeat the LM head exactly, and the blocks of a head share no weights.
+Some things differ from the authors' code (github.com/zankner/Hydra), the first three of them by options: token
+embeddings are normed, projections have no bias, and no norm follows the prefix layer. Untrained heads repeat the LM
+head exactly, and the blocks of a head share no weights.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ class HydraConfig(DraftHeadsConfig):
 
     Args:
         num_heads: K, one for each drafted token (the authors' recipe has 4).
-        num_layers: blocks of each head's MLP; the first reads the concatenation (1 as in Medusa; the authors' recipe of
-            Hydra++ has 4).
-        tie_lm_head: one LM head for all draft heads. The authors give each head its own, K * D * V weights in all.
+        num_layers: blocks of each head's MLP; the first block reads the concatenation (1 as in Medusa; 4 in the
+            authors' recipe of Hydra++).
+        tie_lm_head: one LM head for all draft heads. In the authors' code each head has its own: K * D * V weights.
         use_prefix_attention: Hydra++'s decoder layer over the target's states. The default loss is then distillation;
             without the layer it is cross-entropy to the data's tokens, as for Medusa.
-        use_embedding_norm: an RMSNorm on the token embeddings. The authors have none, but embeddings may be far smaller
-            than h_t (23 times in examples/chat-13m), and their weights then learn slowly.
+        use_embedding_norm: an RMSNorm on the token embeddings. The authors have none. Embeddings may be far smaller
+            than h_t, and their weights then learn slowly.
+        use_biases: biases on the residual projections and the LM heads, as in the authors' code.
+        use_prefix_norm: an RMSNorm after the prefix layer, as in the authors' code. Untrained heads then do not repeat
+            the LM head.
         dropout: before each block and the LM head, in training (0.2 in the authors' recipe of Hydra++, for 10 epochs).
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rope_parameters,
-            max_position_embeddings: the prefix layer's shape, the target's unless overridden; None without that layer.
-        rms_norm_eps: of all norms; the target's unless overridden.
+            max_position_embeddings: the prefix layer's shape; the target's by default. None without a prefix layer.
+        rms_norm_eps: epsilon of all norms; the target's by default.
     """
 
     model_type = "draftsmith_hydra"
@@ -60,6 +64,8 @@ class HydraConfig(DraftHeadsConfig):
         tie_lm_head: bool = False,
         use_prefix_attention: bool = False,
         use_embedding_norm: bool = True,
+        use_biases: bool = False,
+        use_prefix_norm: bool = False,
         dropout: float = 0.0,
         num_attention_heads: int | None = None,
         num_key_value_heads: int | None = None,
@@ -90,6 +96,10 @@ class HydraConfig(DraftHeadsConfig):
                 f"{', '.join(given)} given, but only the prefix layer reads them: set use_prefix_attention to true, or "
                 "leave them out"
             )
+        if use_prefix_norm and not use_prefix_attention:
+            raise ValueError(
+                "use_prefix_norm is true, but there is no prefix layer: set use_prefix_attention to true too"
+            )
         # Without the layer the config has none of these keys; transformers would replace RoPE settings of None.
         shape = {**_SMALL_SHAPE, **{name: shape[name] for name in given}} if use_prefix_attention else {}
         if shape:
@@ -99,6 +109,8 @@ class HydraConfig(DraftHeadsConfig):
         self.tie_lm_head = tie_lm_head
         self.use_prefix_attention = use_prefix_attention
         self.use_embedding_norm = use_embedding_norm
+        self.use_biases = use_biases
+        self.use_prefix_norm = use_prefix_norm
         self.dropout = dropout
         self.rms_norm_eps = rms_norm_eps
         for name, value in shape.items():
@@ -130,11 +142,12 @@ _SMALL_SHAPE: dict[str, Any] = {
 class PrefixLayer(DecoderLayer):
     """Hydra++'s prefix attention: one decoder layer over the states h_0..h_t, with RoPE position t for h_t.
 
-    No norm follows it, and both its residual branches start at zero, so that it returns h_t until it is trained.
+    Both its residual branches start at zero, so that it returns h_t until it is trained, if no norm follows it.
     """
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config, config.target_hidden_size)
+        self.norm = RMSNorm(config.target_hidden_size, config.rms_norm_eps) if config.use_prefix_norm else nn.Identity()
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
@@ -143,7 +156,7 @@ class PrefixLayer(DecoderLayer):
         batch, length, _ = states.shape
         positions = torch.arange(length, device=states.device).expand(batch, -1)
         q, keys, values = self.project(states, positions)
-        return self.finish(states, self.self_attn.attend_unrolled(q, [keys], [values]))
+        return cast(Tensor, self.norm(self.finish(states, self.self_attn.attend_unrolled(q, [keys], [values]))))
 
     def read_last(self, states: Tensor, last: Tensor, counts: Tensor, cache: DraftCache, max_slots: int) -> Tensor:
         """Appends the states [B, S, D] of new slots to the cache, and returns the layer's output at one of them.
@@ -161,7 +174,7 @@ class PrefixLayer(DecoderLayer):
         place = last[:, None, :, None]
         q = q.gather(2, place.expand(-1, q.shape[1], -1, q.shape[3]))
         mask = mask.gather(2, place.expand(-1, -1, -1, mask.shape[3]))
-        return self.finish(_pick(states, last), self.self_attn.attend(q, keys, values, mask))
+        return cast(Tensor, self.norm(self.finish(_pick(states, last), self.self_attn.attend(q, keys, values, mask))))
 
 
 class ConcatBlock(nn.Module):
@@ -170,10 +183,12 @@ class ConcatBlock(nn.Module):
     At the start P selects h, and W and b are zero, so that an untrained head repeats the LM head, as Medusa's do.
     """
 
-    def __init__(self, size: int, num_tokens: int) -> None:
+    def __init__(self, size: int, num_tokens: int, *, has_bias: bool) -> None:
         super().__init__()
         self.linear = nn.Linear((1 + num_tokens) * size, size)
-        self.residual = nn.Linear((1 + num_tokens) * size, size, bias=False)
+        self.residual = nn.Linear((1 + num_tokens) * size, size, bias=has_bias)
+        if has_bias:
+            nn.init.zeros_(self.residual.bias)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         nn.init.eye_(self.residual.weight)
@@ -214,15 +229,19 @@ class HydraHeads(DraftHeads):
         self.embedding_norm = RMSNorm(size, config.rms_norm_eps) if config.use_embedding_norm else nn.Identity()
         self.mlps = nn.ModuleList(self._make_mlp(config, num_tokens=i + 1) for i in range(config.num_heads))
         self.lm_head = nn.ModuleList(
-            nn.Linear(size, config.target_vocab_size, bias=False)
+            nn.Linear(size, config.target_vocab_size, bias=config.use_biases)
             for _ in range(1 if config.tie_lm_head else config.num_heads)
         )
+        if config.use_biases:
+            for lm_head in self.lm_head:
+                nn.init.zeros_(cast(Tensor, lm_head.bias))
         self.post_init()
 
     @staticmethod
     def _make_mlp(config: HydraConfig, num_tokens: int) -> nn.Sequential:
         size = config.target_hidden_size
-        blocks = [ConcatBlock(size, num_tokens), *(ResidualBlock(size) for _ in range(config.num_layers - 1))]
+        first = ConcatBlock(size, num_tokens, has_bias=config.use_biases)
+        blocks = [first, *(ResidualBlock(size) for _ in range(config.num_layers - 1))]
         dropouts = [nn.Dropout(config.dropout) for _ in range(config.num_layers + 1)]
         return nn.Sequential(dropouts[0], *(part for pair in zip(blocks, dropouts[1:], strict=True) for part in pair))
 

@@ -46,11 +46,11 @@ class KangarooConfig(DecoderConfig):
     """The settings of Kangaroo heads.
 
     Args:
-        exit_layer: how many of the target's layers drafting runs, at least 1 and fewer than all (from_target:
+        exit_layer: the number of the target's layers that drafting runs: at least 1, and fewer than all (from_target:
             `default_exit_layer`).
         confidence_threshold: the second exit (section 3.2). A token gets no children if it was drawn from a
-            distribution whose best token has a smaller chance than this, at temperature 1 (the paper uses 0.6). None,
-            the default, is off: trees have fixed shapes, so a node left out saves no time. May be changed between
+            distribution whose best token has a smaller chance than this, at temperature 1 (the paper uses 0.6). None =
+            off, the default: trees have fixed shapes, so leaving a node out saves no time. You may change it between
             texts: `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config`.
         use_mlp: a gated MLP with its own norm after the attention. The paper's adapter has none (section 3.1: one
             multi-head attention and two norms).
@@ -103,8 +103,8 @@ class KangarooConfig(DecoderConfig):
 
 
 class KangarooAdapter(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) if there is an MLP. The norm before the LM head belongs to the
-    heads."""
+    """x + attention(norm(x)), then x + mlp(norm(x)) if there is an MLP. `KangarooHeads` has the norm before the LM
+    head."""
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class KangarooState:
         rows: the same rows in the target's own cache; None until it is shared.
         ancestors: [B, R, R] bool, which rows each row sees.
         confidence: [B, R] float32, the chance of each row's best child.
-        threshold: the config's at the start of the text; compiled graphs would not see a later change.
+        threshold: the config's value at the start of the text; compiled graphs would not see a later change.
         base: [1] the row at which the last level begins; a tensor, so that one compiled graph serves every level.
     """
 

@@ -5,6 +5,7 @@ Legend: B batch, T sequence length, S slots of one call, D hidden size, V target
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -25,17 +26,20 @@ class MedusaConfig(DraftHeadsConfig):
     Args:
         num_heads: K, one for each drafted token (the paper trains 5; section 2.1.1).
         num_layers: residual blocks before each head's projection (the paper uses 1).
+        shares_lm_head: the target's LM head scores the blocks' outputs, so that a head is its blocks only (the authors'
+            second version). False: each head has a projection of its own, as in the paper.
         **kwargs: those of `DraftHeadsConfig`.
     """
 
     model_type = "draftsmith_medusa"
     head_type: ClassVar[str] = "medusa"
 
-    def __init__(self, *, num_heads: int = 5, num_layers: int = 1, **kwargs: Any) -> None:
+    def __init__(self, *, num_heads: int = 5, num_layers: int = 1, shares_lm_head: bool = False, **kwargs: Any) -> None:
         if num_heads < 1 or num_layers < 0:
             raise ValueError(f"num_heads is {num_heads} and num_layers {num_layers}; allowed are >= 1 and >= 0")
         self.num_heads = num_heads
         self.num_layers = num_layers
+        self.shares_lm_head = shares_lm_head
         super().__init__(**kwargs)
         if self.target_num_layers and len(self.feature_layers) != 1:
             raise ValueError(
@@ -61,13 +65,13 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    def __init__(self, size: int, vocab_size: int, num_layers: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(ResidualBlock(size) for _ in range(num_layers)))
-        self.lm_head = nn.Linear(size, vocab_size, bias=False)
+    """blocks, and a projection to the vocabulary; without the latter the target's LM head scores."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.lm_head(self.blocks(hidden)))
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        size = config.target_hidden_size
+        self.blocks = nn.Sequential(*(ResidualBlock(size) for _ in range(config.num_layers)))
+        self.lm_head = None if config.shares_lm_head else nn.Linear(size, config.target_vocab_size, bias=False)
 
 
 @dataclass
@@ -85,10 +89,7 @@ class MedusaHeads(DraftHeads):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
-        self.heads = nn.ModuleList(
-            MedusaHead(config.target_hidden_size, config.target_vocab_size, config.num_layers)
-            for _ in range(config.num_heads)
-        )
+        self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.num_heads))
         self.post_init()
 
     @property
@@ -103,11 +104,16 @@ class MedusaHeads(DraftHeads):
         weight = target.lm_head_weight()
         with torch.no_grad():
             for head in self.each_head:
-                head.lm_head.weight.copy_(weight)
+                if head.lm_head is not None:
+                    head.lm_head.weight.copy_(weight)
+
+    def scorer_of(self, head: MedusaHead) -> Callable[[Tensor], Tensor]:
+        """Scores the outputs of a head's blocks: [..., D] -> [..., V]."""
+        return self.score_as_target if head.lm_head is None else head.lm_head
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         hidden = features.to(self.dtype)
-        return [DraftStep(2 + i, head.blocks(hidden), head.lm_head) for i, head in enumerate(self.each_head)]
+        return [DraftStep(2 + i, head.blocks(hidden), self.scorer_of(head)) for i, head in enumerate(self.each_head)]
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MedusaState:
         return MedusaState()
@@ -121,7 +127,7 @@ class MedusaHeads(DraftHeads):
         assert features is not None
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
         hidden_BD = features.gather(1, last)[:, 0].to(self.dtype)
-        state.logits = torch.stack([head(hidden_BD) for head in self.each_head], dim=1)
+        state.logits = torch.stack([self.scorer_of(head)(head.blocks(hidden_BD)) for head in self.each_head], dim=1)
         return DraftLogits(state.logits[:, :1])
 
     def expand(self, state: MedusaState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:

@@ -65,10 +65,10 @@ class MTPConfig(DecoderConfig):
             do and as depth 0 reads the target's. False: it reads the state before that norm.
         hidden_first: the projection reads [state, embedding] (V3's equation 21, MiMo) instead of [embedding, state]
             (DeepSeek's, GLM's and Qwen's published modules).
-        zero_first_embedding: the embedding read at position 0 is zero, as serving engines run DeepSeek's modules.
+        zero_first_embedding: the embedding at position 0 is zero, as in serving engines for DeepSeek's modules.
         reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
         stock_layer: the `to_dict()` of a config whose family's own decoder layer is in the blocks, as
-            `heads.formats.native_mtp` writes it; None = a layer as Llama's.
+            `heads.formats.native_mtp` writes it; None = a layer like Llama's.
         **kwargs: those of `DecoderConfig`.
     """
 
@@ -109,14 +109,14 @@ class MTPConfig(DecoderConfig):
 
 @dataclass
 class MTPState:
-    """The state of one batch. Tensors of fixed shape tell levels apart, so that one compiled graph serves every level
-    of a shared block.
+    """The state of one batch. The level is in tensors of fixed shape, so that one compiled graph serves every level of
+    a shared block.
 
     Attributes:
         caches: one per block, all of one length.
         states: [B, 1 + R, n, D], each block's output for the last accepted token (row 0) and for each scratch row.
-        trail: [B, slots, n - 1, D], for every accepted token, what the next block reads at the token after it: a copied
-            row may end there. None for a shared block, which does not read it.
+        trail: [B, slots, n - 1, D], for every accepted token, the states that the next blocks read at the token after
+            it, because a copied row may end there. None for a shared block, which does not read them.
         ancestors: [B, 1 + R, R] bool, which scratch rows each row of `states` sees.
         levels: [R] the level of each scratch row, from 0.
         base: [1], where the last frontier begins in `states`.
@@ -168,7 +168,7 @@ class MTPHeads(DraftHeads):
         native = read_native_modules(path, target)
         fixed = {"share_block", "stock_layer"} | (set() if native.settings["share_block"] else {"num_steps"})
         if refused := sorted(fixed & overrides.keys()):
-            raise ValueError(f"{', '.join(refused)} cannot be chosen: the MTP modules of {path} decide; leave it out")
+            raise ValueError(f"{', '.join(refused)} cannot be set: the MTP modules of {path} decide; leave it out")
         heads = cls(MTPConfig.from_target(target, **{**native.settings, **overrides}))
         cast(nn.Module, heads).to(target.dtype)
         for name, buffer in heads.named_buffers():
@@ -200,8 +200,7 @@ class MTPHeads(DraftHeads):
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale, so the norm starts from the target's. The projection
-        starts by passing the state on: after 36 AdamW steps on chat-13m the first depth's loss on held-out texts is
-        3.7, and 4.2 from a random projection."""
+        starts by passing the state on, which learns faster than a random projection."""
         gain, size = target.final_norm_gain(), target.hidden_size
         with torch.no_grad():
             for block in self.each_block:
@@ -223,8 +222,8 @@ class MTPHeads(DraftHeads):
             cast(Tensor, self.state_gain).copy_(gain)
 
     def first_state(self, features: Tensor) -> Tensor:
-        """What depth 0 reads. `hnorm` ignores the length of its input, so dividing by the gain of the target's final
-        norm undoes that norm."""
+        """The state that depth 0 reads. `hnorm` ignores the length of its input, so dividing by the gain of the
+        target's final norm undoes that norm."""
         state = features.to(self.dtype)
         return state / cast(Tensor, self.state_gain) if self.config.reads_before_final_norm else state
 

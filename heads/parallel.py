@@ -41,7 +41,7 @@ class ParallelConfig(Eagle3Config):
 
     Args:
         num_depths: K, tokens drafted by one pass.
-        num_layers: EAGLE-3's layer and plain decoder layers above it.
+        num_layers: EAGLE-3's layer plus the plain decoder layers above it.
         keep_ratio: the share of one depth's slots that the next depth is trained on (0.7 in published trainers).
         min_keep_ratio: the share of all slots that every depth keeps (0.2 in published trainers).
         mask_before_fc: the learned hidden state of mask rows is one of features, which fc projects, as engines read it.

@@ -1,6 +1,7 @@
 """How drafts become tokens: the target, token trees, drafters without training, acceptance and the decode loop."""
 
 from inference.acceptance.rules import AcceptanceRule
+from inference.custom_generate import CustomGenerate
 from inference.decoder import Decoder
 from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
@@ -19,6 +20,7 @@ from inference.trees.static import StaticTree, chain
 
 __all__ = [
     "AcceptanceRule",
+    "CustomGenerate",
     "Decoder",
     "DraftLogits",
     "DraftSampling",

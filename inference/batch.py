@@ -19,7 +19,6 @@ class Batch:
     """The rows in the cache, with their sampler and drafting.
 
     Attributes:
-        cache, sampler, drafting: of these rows.
         rows: which of the call's rows each of them is.
         active: [B] int64, 0 for finished rows that are still here; None if there are none.
     """

@@ -27,7 +27,7 @@ from inference.loop import DecodeLoop, GenerationOutput, StepCallback, gather_ou
 from inference.noise import row_seeds
 from inference.planning.costs import StepCosts
 from inference.planning.planner import TreePlanner
-from inference.prompts import HeldTexts, PromptReader, Reused, leave_room
+from inference.prompts import HeldTexts, PromptReader
 from inference.request.generate_arguments import make_request
 from inference.request.request import Request
 from inference.stats import GenerationStats, PhaseClock
@@ -141,7 +141,7 @@ class Decoder:
                 nothing. Do not use it after a change of weights or adapters.
             streamer: a transformers streamer (batch 1). It gets every emitted token; its end is always called.
             on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
-            tokenizer, stop_strings: as in transformers; `token_healing` needs the tokenizer, too.
+            tokenizer, stop_strings: as in transformers.
             **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). Stopping
                 criteria are called after every token, with `scores=None`.
 
@@ -163,16 +163,31 @@ class Decoder:
             )
             if on_step is not None and request.batch_size > 1:
                 raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
-            loop = self._begin(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
-            with (
-                _streaming(streamer, request),
-                self._holding(loop),
-                self.target.without_autograd(),
-                self._step.executor.active(),
-            ):
-                for _ in loop.steps():
-                    pass
-            clock.pause()
+            return self._run(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
+
+    def decode(self, request: Request, *, seed: int | Sequence[int] | None = None) -> GenerationOutput:
+        """`generate` of a request that is ready (`inference.request`).
+
+        Raises:
+            RuntimeError: while this decoder is in the middle of another text.
+        """
+        with self._take():
+            return self._run(request, seed, self._new_clock(), reuse_cache=False)
+
+    def _run(
+        self, request: Request, seed: int | Sequence[int] | None, clock: PhaseClock, **options: Any
+    ) -> GenerationOutput:
+        loop = self._begin(request, seed, clock, **options)
+        with ExitStack() as stack:
+            if request.streamer is not None:
+                request.streamer.put(request.given_ids.cpu())
+                stack.callback(request.streamer.end)  # also when a step fails, or its reader would wait for ever
+            stack.enter_context(self._holding(loop))
+            stack.enter_context(self.target.without_autograd())
+            stack.enter_context(self._step.executor.active())
+            for _ in loop.steps():
+                pass
+        clock.pause()
         return gather_output(loop.request, loop.scores, loop.stats)
 
     def stream(
@@ -192,18 +207,14 @@ class Decoder:
         for name in ("streamer", "on_step"):
             if options.pop(name, None) is not None:
                 raise ValueError(f"{name} is for generate(): a stream hands out the tokens itself; leave it out")
-        if input_ids.dim() == 2 and input_ids.shape[0] > 1:
-            raise ValueError(
-                f"a stream has one row, and input_ids has {input_ids.shape[0]}: stream rows one by one, or generate() "
-                "them together"
-            )
         with self._take() as busy:
             clock = self._new_clock()
             own = {name: options.pop(name, None) for name in ("tokenizer", "stop_strings")}
             request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=options)
             if request.batch_size > 1:
                 raise ValueError(
-                    f"a stream has one row, and num_return_sequences makes {request.batch_size}: leave it out"
+                    f"a stream has one row, and this call has {request.batch_size} (rows of input_ids, times "
+                    "num_return_sequences): stream rows one by one, or generate() them together"
                 )
             loop = self._begin(request, seed, clock, reuse_cache=reuse_cache)
             clock.pause()
@@ -283,15 +294,14 @@ class Decoder:
                     "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
                 )
         capacity = request.max_length + self._step.num_slots_after
-        reused = self._match(held, request.prompts, capacity) if held is not None and reuse_cache else None
-        if reused is not None and not (reused.is_in_place and reused.held.cache.capacity >= capacity):
-            # The rows are copied into another cache.
-            self._cache = cache = self._step.new_cache(request.batch_size, capacity)
-        elif reused is not None:
-            cache = reused.held.cache
-        else:
-            held = None  # with its cache, which may have to make room for another
-            cache = self._get_cache(request.batch_size, capacity)
+        reused = None
+        if held is not None and reuse_cache:
+            room = min(capacity, self.target.max_length or capacity)
+            # A first token is read once, and stays with its row.
+            needs_all = self.drafter is not None and self.drafter.reads_first_token
+            reused = held.match(request.prompts, room=room, needs_all=needs_all)
+        del held  # with its cache, which may have to make room for another
+        cache = self._get_cache(request.batch_size, capacity)
         return PromptReader(self._step, cache, request.prompts, request.source, stats, reused)
 
     def _check_reuse(self, request: Request) -> None:
@@ -304,13 +314,6 @@ class Decoder:
                 f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
                 "cannot copy rows: implement Drafter.copy_rows, or leave reuse_cache out"
             )
-
-    def _match(self, held: HeldTexts, prompts: Sequence[list[int]], capacity: int) -> Reused | None:
-        rows, kept = held.match(prompts)
-        kept = leave_room(kept, prompts, min(capacity, self.target.max_length or capacity))
-        # A first token is read once, and stays with its row.
-        needs_all = self.drafter is not None and self.drafter.reads_first_token
-        return Reused(held, rows, kept) if any(kept) and (min(kept) > 0 or not needs_all) else None
 
     @property
     def holds_text(self) -> bool:
@@ -359,18 +362,3 @@ def _resolve_policy(tree: TreeOption, drafter: Drafter | None) -> TreePolicy | N
             "drafts chains only: pass tree='chain', tree='gamma' or tree=chain(n)"
         )
     return policy
-
-
-@contextmanager
-def _streaming(streamer: Any, request: Request) -> Iterator[None]:
-    """Gives the streamer the prompt; ends it also when a step fails, or who reads from it would wait for ever."""
-    if streamer is None:
-        yield
-        return
-    streamer.put(request.given_ids.cpu())
-    try:
-        yield
-    except BaseException:
-        if not request.is_finished:
-            streamer.end()
-        raise

@@ -6,12 +6,12 @@ V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers.utils.generic import ModelOutput
 
 from inference.acceptance.exact import accept_exact
 from inference.acceptance.sampler import Sampler
@@ -31,9 +31,8 @@ StepCallback = Callable[[list[int], int], None]
 
 
 @dataclass
-class GenerationOutput(Mapping[str, Any]):
-    """The result of a call. Like transformers' outputs it may also be read by name (`output["sequences"]`), without the
-    fields that are None.
+class GenerationOutput(ModelOutput):
+    """The result of a call.
 
     Attributes:
         sequences: [B, L + new] int64, as transformers' generate returns them: the prompts as given (of an
@@ -41,27 +40,12 @@ class GenerationOutput(Mapping[str, Any]):
         stats: counts and times.
         scores, logits: with `return_dict_in_generate` and `output_scores` or `output_logits`, one [B, V] float32 per
             new token, as processors left them and as the target gave them (zeros for rows that had ended); else None.
-        stopped_at_position_limit: of each row, whether it took all positions that the target is exact for
-            (`Target.max_length`), before its own length limit and without an EOS.
     """
 
     sequences: Tensor
-    stats: GenerationStats
+    stats: GenerationStats = None  # type: ignore[assignment]  # ModelOutput allows one field without a default
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
-    stopped_at_position_limit: list[bool] = field(default_factory=list)
-
-    def __getitem__(self, name: str) -> Any:
-        value = vars(self)[name]
-        if value is None:
-            raise KeyError(name)
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, value in vars(self).items() if value is not None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 @dataclass(frozen=True)
@@ -91,13 +75,7 @@ class Emission:
 
 
 class DecodeLoop:
-    """One call's texts, from the prompts to their last tokens.
-
-    Attributes:
-        request: the call's rows, and what they have emitted.
-        scores: the logits and scores that were kept.
-        stats: counts and times so far.
-    """
+    """One call's texts, from the prompts to their last tokens."""
 
     def __init__(
         self,
@@ -141,7 +119,9 @@ class DecodeLoop:
         self.batch = Batch(request, sampler, cache, Drafting(self.step, self._choice, read.state))
         self.clock.stop("profile")
         # The first token's "tree" is the last prompt token, which is already committed.
-        first = TokenTree.from_root(request.last_prompt_ids)
+        first = TokenTree.from_root(
+            torch.tensor([prompt[-1] for prompt in request.prompts], device=cache.lengths.device)
+        )
         prefixes = None if sampler.is_prefix_free else request.prefixes(self.batch.rows)
         accepted = accept_exact(sampler, first, read.logits, cache.lengths - 1, prefixes=prefixes)
         self.batch.drafting.take(
@@ -224,6 +204,4 @@ class DecodeLoop:
 def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:
     """The output so far. It holds no loop, so none of the loop's buffers."""
     stats.num_new_tokens = request.num_new_tokens
-    return GenerationOutput(
-        request.sequences(), stats, scores.scores(), scores.logits(), request.stopped_at_position_limit
-    )
+    return GenerationOutput(request.sequences(), stats, scores.scores(), scores.logits())

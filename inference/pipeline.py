@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import TextGenerationPipeline
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from inference.decoder import Decoder
 from inference.drafters.base import Drafter
@@ -34,12 +33,7 @@ class DraftingPipeline(TextGenerationPipeline):
         stats: the sum over all calls.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        drafter: Drafter | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, drafter: Drafter | None = None, **kwargs: Any) -> None:
         options = take_decoder_options(kwargs)
         super().__init__(*args, **kwargs)
         self.stats = GenerationStats()
@@ -76,7 +70,4 @@ class _DraftingModel:
         kwargs = {"tokenizer": self._pipeline.tokenizer, **kwargs}  # for stop strings
         output = self._pipeline.decoder.generate(input_ids, attention_mask, **kwargs)
         self._pipeline.stats += output.stats
-        if output.scores is None and output.logits is None:
-            return output.sequences
-        make_output = cast(Any, GenerateDecoderOnlyOutput)
-        return make_output(sequences=output.sequences, scores=output.scores, logits=output.logits)
+        return output

@@ -40,18 +40,25 @@ class HeldTexts:
     texts: list[list[int]]
     num_taken: list[int] | None
 
-    def match(self, prompts: Sequence[list[int]]) -> tuple[list[int], list[int]]:
-        """For every prompt, the row that holds most of it, and how many of its tokens need not be read again.
+    def match(self, prompts: Sequence[list[int]], *, room: int, needs_all: bool) -> Reused | None:
+        """The part of the prompts that need not be read again; None if there is no such part.
 
         At least one token is always read, because its logits are needed. With a drafter, slot k - 1 pairs token k with
         a feature that is gone, so k tokens are kept only if the next token is the same, too.
+
+        Args:
+            room: as in `leave_room`.
+            needs_all: whether a part of some prompts is of no use without a part of the others.
         """
         rows, kept = [], []
         for prompt in prompts:
             lengths = [self._count_kept(row, prompt) for row in range(len(self.texts))]
             kept.append(max(lengths))
             rows.append(lengths.index(max(lengths)))
-        return rows, kept
+        kept = leave_room(kept, prompts, room)
+        if not any(kept) or (needs_all and not all(kept)):
+            return None
+        return Reused(self.cache, self.state, rows, kept)
 
     def _count_kept(self, row: int, prompt: list[int]) -> int:
         text = self.texts[row]
@@ -90,29 +97,25 @@ class ReadPrompts:
 
 @dataclass(frozen=True)
 class Reused:
-    """The part of the prompts that an earlier call's cache holds.
+    """The part of the prompts that a cache and a drafter hold.
 
     Attributes:
-        held: the earlier call's texts.
-        rows: per prompt, the row of `held` that holds most of it.
+        cache, state: of an earlier call, or of the beginning that all prompts share.
+        rows: per prompt, the row that holds most of it.
         kept: per prompt, how many of its tokens are not read again.
     """
 
-    held: HeldTexts
+    cache: TreeCache
+    state: Any
     rows: list[int]
     kept: list[int]
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether every row is in its place already."""
-        return self.rows == list(range(self.held.cache.batch_size))
 
 
 class PromptReader:
     """Reads a call's prompts into a cache and hands them to the drafter, all slots except each row's last.
 
     Args:
-        cache: with one row per prompt: the cache of `reused` with every row in its place, or another one.
+        cache: with room for one row per prompt; it may be the cache of `reused`.
         source: of the rows of an encoder-decoder target.
         reused: the part that need not be read.
     """
@@ -131,41 +134,30 @@ class PromptReader:
 
     def read(self) -> ReadPrompts:
         """Reads the part that is not held. Call it once."""
-        if self._reused is not None:
-            counts = self._reused.kept
-            return self._read_rest(self._take_over(), self.prompts, counts)
         cache, prompts = self.cache, self.prompts
-        shared = count_shared(prompts) if len(prompts) > 1 and self.source is None else 0
-        if shared < MIN_SHARED or not (self.step.drafter is None or self.step.drafter.can_copy_rows):
+        reused, self._reused = self._reused or self._read_shared(), None
+        if reused is None:
             cache.reset(len(prompts))
             return self._read_rest(self._start(prompts), prompts, [0] * len(prompts))
+        rows, kept = (torch.tensor(numbers, device=cache.lengths.device) for numbers in (reused.rows, reused.kept))
+        cache.copy_rows(reused.cache, rows, kept, max_length=max(reused.kept))
+        state, counts = self.step.copy_state(cache, reused.state, reused.rows, reused.kept), reused.kept
+        del reused  # frees the earlier call's cache
+        return self._read_rest(state, prompts, counts)
+
+    def _read_shared(self) -> Reused | None:
+        """Reads the beginning that all prompts share into the first row, if it is worth a pass of its own."""
+        cache, prompts, drafter = self.cache, self.prompts, self.step.drafter
+        shared = count_shared(prompts) if len(prompts) > 1 and self.source is None else 0
+        if shared < MIN_SHARED or not (drafter is None or drafter.can_copy_rows):
+            return None
         # Up to the token before the shared beginning's last: the drafter pairs every feature with the next token.
         shared = min(shared, min(map(len, prompts)) - 1)
         cache.reset(1)
-        first = self._start(prompts[:1])
-        self._read_rest(first, [prompts[0][:shared]], [0])
-        kept = shared if self.step.drafter is None else shared - 1
-        cache.length_bound = shared
-        cache.spread_row(len(prompts))
-        cache.lengths.fill_(kept)
-        state = self.step.copy_state(cache, first, [0] * len(prompts), [kept] * len(prompts))
-        return self._read_rest(state, prompts, [kept] * len(prompts))
-
-    def _take_over(self) -> Any:
-        """Fills the cache with the kept tokens and frees the earlier call's cache; returns a state of the drafter that
-        holds as much."""
-        reused, self._reused = self._reused, None
-        assert reused is not None
-        cache, held, rows, kept = self.cache, reused.held, reused.rows, reused.kept
-        lengths = torch.tensor(kept, device=cache.lengths.device)
-        if cache is held.cache:
-            assert reused.is_in_place
-            cache.lengths.copy_(lengths)
-            cache.clear_from(max(kept))
-        else:
-            cache.copy_rows(held.cache, torch.tensor(rows, device=lengths.device), lengths, max_length=max(kept))
-        cache.length_bound, cache.length_floor = max(kept), 0
-        return self.step.copy_state(cache, held.state, rows, kept)
+        state = self._start(prompts[:1])
+        self._read_rest(state, [prompts[0][:shared]], [0])
+        kept = shared if drafter is None else shared - 1
+        return Reused(cache, state, [0] * len(prompts), [kept] * len(prompts))
 
     def _start(self, prompts: Sequence[list[int]]) -> Any:
         state = None if self.step.drafter is None else self.step.start_drafter(self.cache)

@@ -1,14 +1,13 @@
-"""Measures draft heads beside every baseline, interleaved in one process.
+"""Measures draft heads and every baseline side by side, in one process.
 
-    python scripts/benchmark.py --target examples/chat-13m --heads examples/heads/medusa examples/heads/eagle3 \\
+    draftsmith bench --target examples/chat-13m --heads examples/heads/medusa examples/heads/eagle3 \\
         --prompts examples/prompts.jsonl --tree dynamic chain --json outputs/benchmark.json
 
-Baselines: transformers' `generate`, its prompt look-up and (--assistant) its assisted generation; plain decoding of
-this library, eager and compiled; and an untrained drafter that looks up n-grams of the text, which shows how much of a
-gain comes from text that repeats itself.
+Baselines: transformers' `generate`, prompt look-up and (with --assistant) assisted generation; this library's plain
+decoding, eager and compiled; and an untrained drafter of n-grams, whose speed-up comes from repeated text only.
 
-Several targets, prompt files, temperatures and batch sizes make a matrix: one report for each combination, and one more
-table for several batch sizes.
+Several targets, prompt files, temperatures and batch sizes make a matrix, with one report for each combination. Several
+batch sizes add one table that compares them.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ from scripts.measuring.matrix import Measured, check_matrix, is_faster_compiled,
 from scripts.measuring.measure import Settings
 from scripts.measuring.plot import draw_batch_plot, draw_plot
 from scripts.measuring.render import Grid, make_grids
-from scripts.measuring.report import headline, make_report, write_json, write_text
+from scripts.measuring.report import headline, make_report, write_json
 from scripts.model_loading import DTYPES, TREE_HELP
 from scripts.one_line_errors import one_line_errors
+from scripts.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 GROUPS = {
-    "what is measured": "target heads drafter_model ngrams assistant tree acceptance",
-    "prompts": "prompts num_prompts max_new_tokens temperature batch_size seed",
-    "how": "dtype compile device threads repeats",
-    "what is written": "json markdown plot",
+    "target and drafters": "target heads drafter_model ngrams assistant tree acceptance",
+    "prompts and sampling": "prompts num_prompts max_new_tokens temperature batch_size seed",
+    "execution": "dtype compile device threads repeats",
+    "output": "json markdown plot",
 }
 
 
@@ -49,24 +49,25 @@ GROUPS = {
 class BenchmarkArguments:
     target: list[str] = field(metadata={"help": "Targets: folders or hub ids."})
     prompts: list[str] = field(
-        metadata={"help": "Files of JSON lines (.gz or not), `turns` or conversations; first user turns."}
+        metadata={"help": "Files of prompts or conversations (JSON lines, .gz or not); the first user turns are used."}
     )
     heads: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Draft heads: folders or hub ids. Of several targets, one that heads were not made for gets a row "
-            "that says so."
+            "help": "Draft heads: folders or hub ids. With several targets, heads that do not fit one of them get a "
+            "row that says so."
         },
     )
     assistant: str | None = field(
-        default=None, metadata={"help": "A small causal LM with the target's tokenizer, for assisted generation."}
+        default=None,
+        metadata={"help": "A small causal LM with the target's tokenizer, for transformers' assisted generation."},
     )
     drafter_model: str | None = field(
-        default=None, metadata={"help": "A small causal LM with the target's tokenizer, to draft in our decoding."}
+        default=None, metadata={"help": "A small causal LM with the target's tokenizer, as one more drafter."}
     )
     ngrams: bool = field(
         default=False,
-        metadata={"help": "Measure every drafter a second time, its candidates merged with n-grams of the text."},
+        metadata={"help": "Measure every drafter once more, with its candidates and n-grams of the text in one tree."},
     )
     num_prompts: int | None = field(
         default=None, metadata={"help": "Use only the first N prompts of each file; none = all."}
@@ -78,26 +79,26 @@ class BenchmarkArguments:
     batch_size: list[int] = field(
         default_factory=lambda: [1],
         metadata={
-            "help": "Prompts decoded together, in the file's order and left-padded; the last batch is filled up with "
-            "prompts from the start again."
+            "help": "Prompts decoded together, left-padded, in the file's order; the last batch is filled up with the "
+            "first prompts."
         },
     )
     dtype: str = field(
-        default="auto", metadata={"help": "Weights; auto = as they were saved.", "choices": list(DTYPES)}
+        default="auto", metadata={"help": "Dtype of the weights; auto = as saved.", "choices": list(DTYPES)}
     )
     tree: list[str] = field(default_factory=lambda: ["dynamic"], metadata={"help": f"Token trees: {TREE_HELP}."})
     acceptance: list[str] = field(
         default_factory=lambda: ["exact"],
         metadata={
-            "help": f"Acceptance rules ({', '.join(RULES)}) at temperatures above 0: each is measured with every tree, "
-            "or has a row that says why it cannot be."
+            "help": f"Acceptance rules: {', '.join(RULES)}; at temperatures above 0 each is measured with every tree, "
+            "or gets a row that says why not."
         },
     )
     compile: bool | None = field(
         default=None,
         metadata={
-            "help": "Compile drafters and plain decoding; none = where compiled is the faster: on a CPU with less than "
-            "1 GB of weights. Plain decoding and generate are then measured both ways.",
+            "help": "Compile drafters and plain decoding; none = only where compiled decoding is faster: on a CPU with "
+            "less than 1 GB of weights. Plain decoding and generate then run eagerly too.",
             "nargs": "?",
             "const": True,
         },
@@ -112,8 +113,8 @@ class BenchmarkArguments:
     plot: str | None = field(
         default=None,
         metadata={
-            "help": "Draw into this PNG file; several reports into FILE-1.png, FILE-2.png, ..., and the speed-up over "
-            "several batch sizes into FILE-batches.png or FILE-batches-1.png, ..."
+            "help": "Draw a chart into this PNG file; several reports go into FILE-1.png, FILE-2.png, ..., and several "
+            "batch sizes also into FILE-batches.png or FILE-batches-1.png, ..."
         },
     )
     markdown: str | None = field(default=None, metadata={"help": "Write the tables to this Markdown file."})
@@ -127,8 +128,8 @@ class BenchmarkArguments:
             resolve_rule(rule)
         if self.acceptance != ["exact"] and not any(self.temperature):
             raise ValueError(
-                f"got --acceptance {' '.join(self.acceptance)} for greedy decoding, where all rules are one: give a "
-                "--temperature above 0 with it"
+                f"got --acceptance {' '.join(self.acceptance)} for greedy decoding, where all rules are the same: give "
+                "a --temperature above 0 too"
             )
 
     def settings(self, temperature: float, batch_size: int = 1) -> Settings:
@@ -142,7 +143,7 @@ class BenchmarkArguments:
 
 
 class Publication:
-    """What is printed, and the files: written after each report, so that a kill leaves those that are done."""
+    """Prints the tables and writes the files. The files are written after each report, so a kill loses no report."""
 
     def __init__(self, args: BenchmarkArguments, console: Console) -> None:
         self.args, self.console = args, console
@@ -171,11 +172,6 @@ class Publication:
         if self.args.plot is not None:
             draw_batch_plot(name_plot(self.args, self._num_groups, is_group=True), rows, grid.title)
         self._show([grid], environment)
-
-    def conclude(self) -> None:
-        files = [name for name in (self.args.json, self.args.markdown, self.args.plot) if name is not None]
-        if files:
-            self.console.print(f"Wrote {', '.join(files)}.", markup=False, highlight=False)
 
     def _show(self, grids: Sequence[Grid], environment: dict[str, Any]) -> None:
         for grid in grids:
@@ -219,17 +215,18 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
                     single_texts=group[0].single_texts if group else None,
                 )
                 publication.add(measured)
-                group.append(replace(measured, contenders=[]))  # their buffers are not needed any more
+                group.append(replace(measured, contenders=[]))  # frees their buffers
             if len(group) > 1:
                 publication.add_batches(group)
         del subject, measured  # before the next target needs the memory
-    publication.conclude()
+    if files := [name for name in (args.json, args.markdown, args.plot) if name is not None]:
+        console.print(f"Wrote {', '.join(files)}.", markup=False, highlight=False)
     return publication.reports
 
 
 def name_plot(args: BenchmarkArguments, number: int, *, is_group: bool = False) -> Path:
-    """Where the picture of a report goes: --plot itself, or with several reports FILE-1.png, FILE-2.png, ...; that of a
-    group of batch sizes likewise, to FILE-batches.png or FILE-batches-1.png, ..."""
+    """The file of a report's chart: --plot itself, or FILE-1.png, FILE-2.png, ... for several reports. The chart of a
+    group of batch sizes goes to FILE-batches.png, or to FILE-batches-1.png, ..."""
     path = Path(args.plot or "")
     num_groups = len(args.target) * len(args.prompts) * len(args.temperature)
     is_single = (num_groups if is_group else num_groups * len(args.batch_size)) == 1

@@ -1,6 +1,6 @@
-"""Builds the static tree that gains most for given heads, from their measured accuracy per depth and rank.
+"""Builds the best static tree for trained heads, from their measured accuracy by depth and rank.
 
-    python scripts/build_tree.py --target examples/chat-13m --heads examples/heads/medusa \\
+    draftsmith tree --target examples/chat-13m --heads examples/heads/medusa \\
         --dataset examples/conversations.jsonl.gz --num_nodes 24 --output configs/trees/medusa-chat-13m.yaml
 """
 
@@ -19,7 +19,8 @@ from inference import StaticTree, Target
 from inference.trees.search import best_static_tree
 from scripts.model_loading import DTYPES, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
-from training.data.chat_tokens import tokenize_conversations
+from scripts.whole_files import write_text
+from training.data.chat_tokens import drop_unusable, tokenize_conversations
 from training.data.collation import ConversationCollator
 from training.data.conversations import load_conversations
 from training.losses.rank_accuracy import measure_rank_accuracy
@@ -28,17 +29,15 @@ from training.options.program_parser import ProgramParser
 
 @dataclass
 class TreeArguments:
-    """Options of build_tree.py."""
-
     target: str = field(metadata={"help": "The frozen target: a folder or hub id."})
     heads: str = field(metadata={"help": "Trained heads: a folder or hub id."})
-    dataset: list[str] = field(metadata={"help": "Conversations to measure on, as for training."})
+    dataset: list[str] = field(metadata={"help": "Files of conversations, as for training."})
     output: str = field(metadata={"help": "The tree file to write (YAML)."})
-    num_nodes: int = field(default=24, metadata={"help": "Drafted nodes of the tree, the root left out."})
+    num_nodes: int = field(default=24, metadata={"help": "Nodes of the tree, without the root."})
     num_ranks: int = field(default=8, metadata={"help": "Candidates considered at each depth."})
-    num_samples: int = field(default=128, metadata={"help": "Conversations measured."})
+    num_samples: int = field(default=128, metadata={"help": "Conversations to measure on."})
     max_length: int = field(default=384, metadata={"help": "Longest conversation in tokens; longer ones are cut."})
-    dtype: str = field(default="auto", metadata={"help": f"The target's dtype: {', '.join(DTYPES)}."})
+    dtype: str = field(default="auto", metadata={"help": f"Dtype of the target: {', '.join(DTYPES)}; auto = as saved."})
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "num_ranks", "num_samples", "max_length"):
@@ -60,10 +59,10 @@ def build(args: TreeArguments) -> None:
     heads = load_heads(args.heads, target)
     conversations = load_conversations(args.dataset, max_samples=args.num_samples)
     max_length = fit_length(args.max_length, target)
-    rows = tokenize_conversations(conversations, tokenizer, max_length=max_length)
+    rows = drop_unusable(tokenize_conversations(conversations, tokenizer, max_length=max_length))
     batches = DataLoader(rows, batch_size=8, collate_fn=ConversationCollator(tokenizer.pad_token_id or 0))
     accuracy = measure_rank_accuracy(heads, batches, num_ranks=args.num_ranks).tolist()
-    # One step that serves every depth; a tree of this many nodes is no deeper.
+    # One step serves every depth, and a tree of this many nodes is no deeper.
     depths = accuracy * args.num_nodes if heads.runs_target_layers else accuracy
     paths = best_static_tree(depths, args.num_nodes)
     lines = [
@@ -75,20 +74,18 @@ def build(args: TreeArguments) -> None:
         "paths:",
         *(f"  - {path}" for path in paths),
     ]
-    scratch = output.with_name(f".{output.name}.tmp")
-    scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    scratch.replace(output)
+    write_text(output, "\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
 def fit_length(max_length: int, target: Target) -> int:
-    """Rows no longer than the target's position limit."""
+    """`max_length`, or the target's position limit if that is smaller; says so on the standard error."""
     limit = target.max_length
     if limit is None or max_length <= limit:
         return max_length
     print(
-        f"build_tree.py: --max_length is {max_length}, the target takes {limit} tokens ({target.length_limit_reason}): "
-        "longer conversations are cut there",
+        f"build_tree.py: --max_length is {max_length}, but the target reads only {limit} tokens "
+        f"({target.length_limit_reason}): longer conversations are cut there",
         file=sys.stderr,
     )
     return limit

@@ -10,17 +10,19 @@ from pathlib import Path
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# Name -> module, and what it does.
+# Name -> module and purpose.
 PROGRAMS = {
-    "chat": ("scripts.generate", "chat with a target, or answer one prompt, and show what was drafted"),
+    "chat": ("scripts.generate", "chat with a target, or answer one prompt, and show accepted drafts"),
     "bench": ("scripts.benchmark", "measure drafters beside every baseline: tables, JSON, charts"),
     "data": ("scripts.generate_data", "let a target write the conversations that heads learn from"),
-    "inspect": ("scripts.inspect_data", "show and count what training would learn of a data set"),
-    "features": ("scripts.extract_features", "store a target's hidden states, to train without running it"),
+    "inspect": ("scripts.inspect_data", "show and count the tokens of a data set that heads would learn"),
+    "features": ("scripts.extract_features", "store a target's hidden states, for training without the target"),
     "train": ("training.train_heads", "train draft heads (several processes: accelerate launch)"),
+    "import": ("scripts.import_heads", "turn heads that another project trained into heads of this library"),
+    "export": ("scripts.export_heads", "write heads as vLLM, SGLang, llama.cpp or their authors read them"),
     "tree": ("scripts.build_tree", "build the best static tree for trained heads"),
 }
-# What only some programs need -> the extra that brings it.
+# Package that only some programs need -> the extra that installs it.
 EXTRAS = {
     "rich": "bench",
     "matplotlib": "bench",
@@ -32,7 +34,7 @@ EXTRAS = {
 
 
 def overview() -> str:
-    """What `draftsmith --help` prints."""
+    """The text of `draftsmith --help`."""
     names = "\n".join(f"  {name:<10}{what}" for name, (_, what) in PROGRAMS.items())
     return (
         "usage: draftsmith NAME [--option VALUE ...]\n\n"

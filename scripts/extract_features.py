@@ -1,15 +1,15 @@
-"""Stores the target's states of a data set, which training/train_heads.py --features then reads.
+"""Stores a target's hidden states of a data set, for `draftsmith train --features`.
 
-    # what a training configuration needs, from the same data
-    python scripts/extract_features.py --config configs/train/eagle3-chat-13m.yaml --output_dir outputs/features
+    # the features that a training configuration needs
+    draftsmith features --config configs/train/eagle3-chat-13m.yaml --output_dir outputs/features
 
-    # for several kinds of heads at once: the layers by number
-    python scripts/extract_features.py --target examples/chat-13m --dataset chat.jsonl.gz \\
-        --feature_layers 2 8 13 --output_dir outputs/features-all
+    # the features of several kinds of heads: the layers by number
+    draftsmith features --target examples/chat-13m --dataset chat.jsonl.gz --head_type eagle3 \\
+        --head_overrides feature_layers=[2,5,8,13] --output_dir outputs/features-all
 
-Of a configuration's file it takes what both programs know; the rest is training's. Disk use is printed first, and
-refused where it does not fit. Run the same command again to go on after a kill or a full disk. Several processes
-(torchrun, accelerate launch) share the work: each takes its part of the shards.
+The program reads the options that it shares with training from the configuration file, and ignores the others. It
+prints the disk use first. Run the same command again to continue after a kill or a full disk. Several processes
+(torchrun, accelerate launch) share the shards.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from training.options.command_line import parse_arguments
 
 GROUPS = {
-    "what is read": "config target dataset max_length max_samples",
-    "what is stored": "output_dir head_type feature_layers teacher_top_k",
-    "how": "target_dtype target_device_map batch_size shard_mb",
+    "data": "config target dataset max_length max_samples",
+    "features": "output_dir head_type head_overrides init_heads",
+    "execution": "target_dtype target_device_map batch_size shard_mb",
 }
 
 

@@ -1,13 +1,14 @@
-"""Writes text with a target and a drafter, and shows what was drafted while it appears.
+"""Chats with a target and a drafter, or answers one prompt, and shows accepted drafts in colour.
 
-    python scripts/generate.py --target examples/chat-13m --heads examples/heads/eagle3 --prompt "Tell me a story."
+    draftsmith chat --target examples/chat-13m --heads examples/heads/eagle3
+    draftsmith chat --target examples/chat-13m --heads examples/heads/eagle3 --prompt "Tell me a story."
 
-Besides heads, a small model (--drafter_model) and n-grams of the text (--ngrams) can draft; of several, the candidates
-are merged in one tree.
+Heads, a small model (--drafter_model) and n-grams of the text (--ngrams) can draft. Several drafters are merged: the
+tree has the candidates of all of them.
 
-Without --prompt it is a chat in a terminal (/new forgets what was said, Ctrl-C ends a reply, Ctrl-D the program), and
-otherwise one prompt per line of the standard input. Text goes to the standard output, the counts below it to the error
-output.
+In a terminal, the program is a chat: /new starts a new conversation, Ctrl-C ends a reply, Ctrl-D ends the program. With
+--prompt it answers one prompt. In a pipe it answers each line of the standard input. The text goes to the standard
+output, the counts to the standard error.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from training.options.program_parser import ProgramParser
 
 DRAFTED_STYLE = "bold green"
 GROUPS = {
-    "who writes": "target heads drafter_model ngrams dtype device compile",
-    "the prompt": "prompt system raw",
-    "the text": "max_new_tokens temperature top_k top_p seed",
+    "target and drafter": "target heads drafter_model ngrams dtype device compile",
+    "prompt": "prompt system raw",
+    "sampling": "max_new_tokens temperature top_k top_p seed",
     "drafting": "tree acceptance staged",
-    "the output": "color",
+    "output": "compare color",
 }
 DRAFTERS = "--heads, --drafter_model or --ngrams"
 
@@ -51,48 +52,51 @@ class GenerateArguments:
     )
     drafter_model: str | None = field(
         default=None,
-        metadata={"help": "A small causal LM with the target's tokenizer that drafts: a folder or a hub id."},
+        metadata={"help": "A small causal LM with the target's tokenizer, as the drafter: a folder or a hub id."},
     )
     staged: bool = field(
-        default=False, metadata={"help": "N-grams draft for the --drafter_model; for chains (--tree chain or gamma)."}
+        default=False, metadata={"help": "N-grams draft for the --drafter_model; only with --tree chain or gamma."}
     )
     ngrams: bool = field(default=False, metadata={"help": "Also draft with n-grams of the text."})
     prompt: str | None = field(
-        default=None, metadata={"help": "What to ask; none = chat, or lines of the standard input."}
+        default=None, metadata={"help": "The prompt; none = chat in a terminal, or read lines of the standard input."}
     )
-    system: str | None = field(default=None, metadata={"help": "System message in front of every conversation."})
+    system: str | None = field(default=None, metadata={"help": "System message of every conversation."})
     max_new_tokens: int = field(default=256, metadata={"help": "Longest reply in tokens."})
     temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 = greedy."})
-    top_k: int = field(default=0, metadata={"help": "Sample from the k likeliest tokens only; 0 = from all."})
-    top_p: float = field(default=1.0, metadata={"help": "Sample from the likeliest tokens of this total probability."})
-    seed: int | None = field(default=None, metadata={"help": "Seed of the sampling; none = another text each time."})
+    top_k: int = field(default=0, metadata={"help": "Sample only from the k likeliest tokens; 0 = from all."})
+    top_p: float = field(
+        default=1.0, metadata={"help": "Sample only from the likeliest tokens with this total probability."}
+    )
+    seed: int | None = field(default=None, metadata={"help": "Seed of the sampling; none = a new text each time."})
     tree: str | None = field(default=None, metadata={"help": f"Token tree: {TREE_HELP}."})
     acceptance: str = field(
         default="exact",
         metadata={
-            "help": "How drafts of sampled text are accepted: exact (the text of plain decoding), rejection or "
-            "block_verification (its distribution; trees of a fixed shape), typical (lossy).",
+            "help": "Acceptance rule: exact, rejection, block_verification, typical; for sampled text. exact gives the "
+            "text of plain decoding. rejection (chains, static trees) and block_verification (chains) keep the "
+            "distribution. typical is lossy.",
             "choices": list(RULES),
         },
     )
     dtype: str = field(
-        default="auto", metadata={"help": "Weights; auto = as they were saved.", "choices": list(DTYPES)}
+        default="auto", metadata={"help": "Dtype of the weights; auto = as saved.", "choices": list(DTYPES)}
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    compile: bool = field(default=False, metadata={"help": "Compile each step: slow to start, then faster."})
+    compile: bool = field(default=False, metadata={"help": "Compile the decoding: a slow start, then faster steps."})
     compare: bool = field(
-        default=False, metadata={"help": "Decode each reply once more without drafts, and print both speeds."}
+        default=False, metadata={"help": "Decode each reply a second time without drafts, and print both speeds."}
     )
-    raw: bool = field(default=False, metadata={"help": "Continue the prompt as it is, without the chat template."})
-    color: bool = field(default=True, metadata={"help": "Accepted drafted tokens in colour (in a terminal)."})
+    raw: bool = field(default=False, metadata={"help": "Continue the prompt without the chat template."})
+    color: bool = field(default=True, metadata={"help": "Show accepted drafts in colour (in a terminal)."})
 
     def __post_init__(self) -> None:
         has_drafter = bool(self.heads or self.drafter_model or self.ngrams)
         if self.staged and self.drafter_model is None:
-            raise ValueError("got --staged without --drafter_model: give the small model that n-grams draft for")
+            raise ValueError("got --staged without --drafter_model: give the small model that n-grams should draft for")
         if self.staged and (self.tree or "").partition(":")[0] not in ("chain", "gamma"):
             raise ValueError(
-                f"got --staged with --tree {self.tree}: it drafts chains, so give chain, chain:DEPTH or gamma"
+                f"got --staged with --tree {self.tree}: --staged drafts chains, so give chain, chain:LENGTH or gamma"
             )
         if self.max_new_tokens < 1:
             raise ValueError(f"got --max_new_tokens {self.max_new_tokens}: give at least 1")
@@ -100,17 +104,17 @@ class GenerateArguments:
             raise ValueError(f"got --temperature {self.temperature}: give 0 for greedy decoding, or a positive number")
         if self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
-                f"got --top_k {self.top_k} and --top_p {self.top_p}: top_k starts at 0, top_p is in (0, 1]"
+                f"got --top_k {self.top_k} and --top_p {self.top_p}: top_k is 0 or more, top_p is in (0, 1]"
             )
         if self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0):
-            raise ValueError("--top_k and --top_p change sampled text only: give a --temperature above 0 with them")
+            raise ValueError("--top_k and --top_p change only sampled text: give a --temperature above 0 too")
         if self.temperature == 0 and self.acceptance != "exact":
             raise ValueError(
-                f"got --acceptance {self.acceptance} for greedy decoding, where all rules are one: give a "
-                "--temperature above 0 with it"
+                f"got --acceptance {self.acceptance} for greedy decoding, where all rules are the same: give a "
+                "--temperature above 0 too"
             )
         if self.raw and self.system is not None:
-            raise ValueError("--system is part of the chat template, which --raw leaves out: drop one of the two")
+            raise ValueError("--system needs the chat template, and --raw leaves the template out: drop one of the two")
         if not has_drafter and self.tree is not None:
             raise ValueError(f"got --tree {self.tree} without {DRAFTERS}: nothing is drafted in plain decoding")
         if not has_drafter and self.compare:
@@ -129,10 +133,10 @@ class GenerateArguments:
 
 
 class SpeculationPrinter:
-    """An `on_step` callback that prints each step's tokens: accepted drafted ones in colour, the bonus token plain.
+    """An `on_step` callback that prints each step's tokens: accepted drafts in colour, the bonus token plain.
 
     Args:
-        has_brackets: put [brackets] around what was drafted, for places without colour.
+        has_brackets: put [brackets] around accepted drafts, for places without colour.
     """
 
     def __init__(self, tokenizer: Any, console: Console, *, has_brackets: bool = False) -> None:
@@ -147,7 +151,7 @@ class SpeculationPrinter:
         self._print("".join(pieces[num_drafted:]), is_drafted=False)
 
     def finish(self) -> None:
-        """Prints what was held back, and ends the line."""
+        """Prints the held-back text, and ends the line."""
         self._print(self._detokenizer.flush(), is_drafted=False)
         self.console.print()
 
@@ -163,7 +167,6 @@ class SpeculationPrinter:
 
 
 def describe(stats: GenerationStats, *, has_drafter: bool, has_color: bool) -> Text:
-    """The line below a reply."""
     seconds = stats.seconds["total"]
     line = Text(f"{stats.num_new_tokens} tokens in {seconds:.2f} s, {stats.num_new_tokens / seconds:.1f} tokens/s")
     if has_drafter:
@@ -189,7 +192,7 @@ def read_turns(console: Console) -> Iterator[str]:
 
 
 class Conversation:
-    """Messages of a chat and how the next prompt is made of them."""
+    """The messages of a chat; makes the next prompt from them."""
 
     def __init__(self, tokenizer: Any, *, system: str | None, is_raw: bool) -> None:
         if not is_raw and not tokenizer.chat_template:
@@ -204,7 +207,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system is not None else []
 
     def ask(self, turn: str) -> Tensor:
-        """Adds a user turn; the prompt as [1, L] token ids."""
+        """Adds a user turn, and returns the prompt: [1, L] token ids."""
         if self.is_raw:
             input_ids: Tensor = self.tokenizer(turn, return_tensors="pt")["input_ids"]
             return input_ids
@@ -228,7 +231,7 @@ def reply_to(
     """Prints the reply as it is decoded and keeps it in the conversation.
 
     Args:
-        goes_on: read only what the decoder's cache does not hold of the conversation.
+        goes_on: read only the part of the conversation that is not in the decoder's cache.
         plain: decodes the reply once more, to compare the speed.
     """
     input_ids = conversation.ask(turn).to(decoder.target.device)
@@ -278,7 +281,7 @@ def run(args: GenerateArguments) -> None:
             continue
         try:
             reply_to(turn, conversation, decoder, console, args, goes_on=is_chat, plain=plain)
-        except ValueError as error:  # a conversation that has grown beyond the target's positions, most of all
+        except ValueError as error:  # usually the conversation is longer than the target's position limit
             if not is_chat:
                 raise
             console.print(f"{error}\nStarting a new conversation.", style="red", markup=False)

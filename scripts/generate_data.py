@@ -1,16 +1,14 @@
-"""Lets a target write training conversations: JSON lines, which training/train_heads.py reads.
+"""Lets a target write training conversations (JSON lines) for draftsmith train.
 
-    # the target answers the user turns of given conversations, turn by turn; with --heads it is faster
-    python scripts/generate_data.py --target examples/chat-13m --prompts chat.jsonl.gz --output regenerated.jsonl
-
+    # the target answers the user turns of your conversations
+    draftsmith data --target examples/chat-13m --prompts chat.jsonl.gz --output replies.jsonl
     # the target writes both sides
-    python scripts/generate_data.py --target examples/chat-13m --mode self --num_conversations 5000 --output self.jsonl
+    draftsmith data --target examples/chat-13m --mode self --num_conversations 5000 --output self.jsonl
+    # all GPUs of a machine
+    accelerate launch scripts/generate_data.py --target examples/chat-13m --prompts chat.jsonl.gz --output replies.jsonl
 
-    # all GPUs of a machine; a server that is running
-    accelerate launch scripts/generate_data.py ...      python scripts/generate_data.py --endpoint URL ...
-
-What is finished is on the disk within seconds. Run the same command again to continue after a kill; docs/data.md
-says what is dropped, and how several processes and machines share the work.
+Finished conversations reach the disk within seconds. Run the same command again to continue after a kill. docs/data.md
+explains which turns are dropped, and how several processes and machines share the work.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Launched as a file, Python looks for packages in scripts/ (under -P nowhere); ours stand beside it.
+# Launched as a file, Python looks for packages in scripts/ (with -P nowhere). Ours are one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -44,13 +42,12 @@ from training.synthesis.turn_template import TurnTemplate
 
 SECONDS_BETWEEN_WRITES = 5.0
 
-
 GROUPS = {
-    "what is written": "target mode prompts output num_conversations max_turns",
-    "text": "max_new_tokens temperature top_p top_k seed",
-    "speed": "heads tree batch_size dtype device",
-    "a server that decodes": "endpoint endpoint_model concurrency",
-    "parts of the work": "num_shards shard_index",
+    "conversations": "target mode prompts output num_conversations max_turns",
+    "sampling": "max_new_tokens temperature top_p top_k seed",
+    "decoding": "heads tree batch_size dtype device",
+    "a server writes the replies": "endpoint endpoint_model concurrency",
+    "several machines": "num_shards shard_index",
 }
 
 
@@ -62,7 +59,7 @@ def main() -> int:
 
 
 def generate_data(args: SynthesisArguments) -> None:
-    plan = make_plan(args)  # before what takes long
+    plan = make_plan(args)  # first: it finds wrong input before the target is loaded
     names = [conversation.id for conversation in plan]
     index, count = args.shard()
     output = SynthesisOutput(Path(args.output), args.settings_of_the_data(), shard=(index, count))
@@ -79,7 +76,9 @@ def generate_data(args: SynthesisArguments) -> None:
         output.close()
     stats = output.merge(names)
     if stats is None:
-        print(f"{args.output}: shard {index} of {count} is done; the last one that is, or a rerun, puts them together")
+        print(
+            f"{args.output}: shard {index} of {count} is done; the last shard to finish, or a rerun, merges all shards"
+        )
     else:
         report(stats, f"{args.output}: {stats['conversations']} conversations, {len(todo)} begun by this process")
 
@@ -96,7 +95,7 @@ def make_plan(args: SynthesisArguments) -> list[Conversation]:
 
 
 def make_source(args: SynthesisArguments) -> ReplySource:
-    """Where turns come from: a server, or the target on this process's device."""
+    """The writer of the turns: a server, or the target on this process's device."""
     settings = args.turn_settings()
     if args.endpoint is not None:
         template = TurnTemplate(AutoTokenizer.from_pretrained(args.target))
@@ -118,7 +117,7 @@ def make_source(args: SynthesisArguments) -> ReplySource:
 
 
 def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: SynthesisOutput) -> None:
-    """Writes them all; what is finished is on the disk a few seconds later, also when something fails."""
+    """Writes the conversations. Finished ones reach the disk within seconds, also if another one fails."""
     finished: list[Conversation] = []
     last_write = time.monotonic()
     with tqdm(total=len(todo), unit=" conversations", mininterval=1.0) as progress:
@@ -135,7 +134,6 @@ def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: Synthe
 
 
 def report(stats: dict[str, Any], title: str) -> None:
-    """The final table."""
     print(title)
     print(f"  {stats['turns']} turns, {stats['tokens']} tokens")
     for name in ("dropped", "shortened"):

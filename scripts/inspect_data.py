@@ -1,10 +1,10 @@
-"""Shows which tokens of conversations training would learn, and counts conversations, turns and tokens.
+"""Shows which tokens of conversations heads would learn, and counts conversations, turns and tokens.
 
-    python scripts/inspect_data.py --target examples/chat-13m --dataset examples/conversations.jsonl.gz
-    python scripts/inspect_data.py --config configs/train/medusa-chat-13m.yaml --num_rows 5 --json outputs/data.json
+    draftsmith inspect --target examples/chat-13m --dataset examples/conversations.jsonl.gz
+    draftsmith inspect --config configs/train/medusa-chat-13m.yaml --num_rows 5 --json outputs/data.json
 
-Options of the data are those of training/train_heads.py, from its configuration file as well. On a terminal, what is
-learned is green and special tokens stand out (`bench` extra); elsewhere, what is learned stands between [[ and ]].
+The data options are those of training, and a training configuration is read too. In a terminal, learned text is green
+and special tokens stand out (`bench` extra). Elsewhere, learned text is in [[ ]].
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference.targets.model_config import find_length_limit
 from scripts.one_line_errors import one_line_errors
+from scripts.whole_files import write_text
 from training.data.options import DataArguments
 from training.data.reply_spans import find_special_ids
-from training.data.set_statistics import MeasuredSet, SetStatistics, measure_sets, total_statistics
+from training.data.set_statistics import join_sets, measure_sets
 from training.data.training_sets import cut_to_limit
 from training.options.command_line import parse_arguments
 
 GROUPS = {
-    "the data": "config target dataset columns dataset_weights max_length max_samples",
-    "the reply": "num_rows json",
+    "data": "config target dataset columns dataset_weights max_length max_samples",
+    "output": "num_rows json",
 }
 
 
 @dataclass
 class InspectArguments:
-    """Options of inspect_data.py."""
-
     target: str = field(metadata={"help": "The target whose tokenizer and chat template are used: a folder or hub id."})
-    num_rows: int = field(default=3, metadata={"help": "Conversations shown of each set."})
+    num_rows: int = field(default=3, metadata={"help": "Conversations to show from each data set."})
     json: str | None = field(default=None, metadata={"help": "JSON file to write the counts to."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the target."})
 
@@ -61,18 +60,18 @@ def main(argv: list[str] | None = None) -> int:
     show = make_printer()
     for each in measured:
         for index in range(min(args.num_rows, len(each.rows))):
-            show([(f"--- {each.statistics.name}, conversation {index + 1}\n", "")])
+            show([(f"--- {each.name}, conversation {index + 1}\n", "")])
             show([*describe_row(each.rows[index], tokenizer), ("\n", "")])
-    total = total_statistics(measured)
-    for statistics in [each.statistics for each in measured] + ([total] if len(measured) > 1 else []):
-        show([(format_statistics(statistics, data_args), "")])
+    *sets, total = (each.count(data_args.max_length) for each in (*measured, join_sets(measured)))
+    for counts in [*sets, total] if len(sets) > 1 else sets:
+        show([(format_statistics(counts, data_args), "")])
     if args.json:
-        write_json(Path(args.json), args.target, measured, total)
+        write_json(Path(args.json), {"target": args.target, "sets": sets, "total": total})
     return 0
 
 
 def describe_row(row: dict[str, list[int]], tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """Text of a row in pieces, each with what it is: "", "special", "trained" or "trained special"."""
+    """The text of a row in pieces, each with its kind: "", "special", "trained" or "trained special"."""
     special = find_special_ids(tokenizer)
     ids, mask = row["input_ids"], row["loss_mask"]
     kinds = [
@@ -88,7 +87,7 @@ def describe_row(row: dict[str, list[int]], tokenizer: Any) -> Iterator[tuple[st
 
 
 def make_printer() -> Any:
-    """A function that prints pieces: in colour on a terminal, else with markers around what is trained."""
+    """A function that prints pieces: in colour in a terminal, else with markers around trained text."""
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -113,25 +112,22 @@ def mark(pieces: list[tuple[str, str]]) -> str:
     return text + ("]]" if is_open else "")
 
 
-def format_statistics(counts: SetStatistics, data_args: DataArguments) -> str:
+def format_statistics(counts: dict[str, Any], data_args: DataArguments) -> str:
     lines = [
-        f"{counts.name}: {counts.num_conversations} conversations of {counts.num_records} records",
-        *(f"  dropped {number}: {reason}" for reason, number in counts.dropped.items()),
-        f"  turns {counts.num_turns}, of which {counts.num_replies} are the assistant's",
-        f"  tokens {counts.num_tokens}, of which {counts.num_trained_tokens} have a loss ({counts.trained_share:.1%})",
+        f"{counts['name']}: {counts['num_conversations']} conversations of {counts['num_records']} records",
+        *(f"  dropped {number}: {reason}" for reason, number in counts["dropped"].items()),
+        f"  turns {counts['num_turns']}, of which {counts['num_replies']} are the assistant's",
+        f"  tokens {counts['num_tokens']}, of which {counts['num_trained_tokens']} have a loss "
+        f"({counts['trained_share']:.1%})",
         "  tokens of a conversation, by quantile: "
-        + ", ".join(f"{quantile}: {length}" for quantile, length in counts.lengths.items()),
-        f"  {counts.num_at_max_length} have max_length ({data_args.max_length}) tokens; what follows is cut off",
+        + ", ".join(f"{quantile}: {length}" for quantile, length in counts["lengths"].items()),
+        f"  {counts['num_at_max_length']} have max_length ({data_args.max_length}) tokens; the rest is cut off",
     ]
     return "\n".join(lines)
 
 
-def write_json(path: Path, target: str, measured: list[MeasuredSet], total: SetStatistics) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"target": target, "sets": [each.statistics.to_dict() for each in measured], "total": total.to_dict()}
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    scratch.replace(path)
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    write_text(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the programs that decode share: loading targets and drafters, naming trees, turning messages into token ids."""
+"""Shared by the programs that decode: loads targets and drafters, fits trees, turns messages into token ids."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from heads import DraftHeads
+from heads.checkpoint import is_published
 from inference import Drafter, DynamicTree, Target
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
@@ -24,11 +25,11 @@ from inference.trees.options import resolve_policy
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TREE_HELP = (
-    "dynamic (EAGLE-2; the default), dynamic:DEPTH,TOP_K,NODES, auto (the fastest size), chain, chain:LENGTH, "
-    "gamma (the fastest length), gamma:LENGTH, or a file of configs/trees"
+    "dynamic, chain, auto, gamma or a file; dynamic:DEPTH,TOP_K,NODES and chain:LENGTH set the size, auto and gamma "
+    "choose the fastest size, files are in configs/trees"
 )
 
-# Which adapter the weights of a target contain, by model; None = there are heads that need it without any.
+# By model: the adapter that is merged into its weights; None = some heads need the model without an adapter.
 _ADAPTERS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
 
@@ -45,7 +46,7 @@ def load_target(name: str, *, dtype: str = "auto", device: str | None = None) ->
     """
     if dtype not in DTYPES:
         raise ValueError(f"got dtype {dtype!r}; allowed are {', '.join(DTYPES)}")
-    disable_progress_bar()  # one bar for each file of weights would stand between the lines of a chat
+    disable_progress_bar()  # a bar for each file of weights would clutter a chat
     check_folder(name)
     device = check_device(device)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).requires_grad_(False).eval().to(device)
@@ -53,7 +54,7 @@ def load_target(name: str, *, dtype: str = "auto", device: str | None = None) ->
 
 
 def check_folder(name: str) -> None:
-    """Refuses the name of a folder that is not there, which transformers would look up on the hub.
+    """Refuses a folder that does not exist. transformers would look up its name on the hub.
 
     >>> check_folder("organisation/a-model-of-the-hub")
     """
@@ -65,7 +66,7 @@ def check_folder(name: str) -> None:
 
 
 def check_device(name: str | None) -> str:
-    """The device to run on: the one that is named, or cuda if there is one, else cpu."""
+    """The named device; without a name, cuda if there is one, else cpu."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -79,24 +80,25 @@ def check_device(name: str | None) -> str:
 
 def load_heads(name: str, target: Target) -> DraftHeads:
     """Heads of any kind from a folder or hub id, bound to the target, in its dtype and on its device (see
-    `bind_heads`)."""
+    `bind_heads`). Heads in another project's format are imported."""
     check_folder(name)
-    heads: DraftHeads = DraftHeads.from_pretrained(name, dtype=target.dtype)
+    owner = {"target": target} if is_published(name) else {}
+    heads: DraftHeads = DraftHeads.from_pretrained(name, dtype=target.dtype, **owner)
     return bind_heads(heads, target).to(target.device)
 
 
 def bind_heads(heads: DraftHeads, target: Target) -> DraftHeads:
-    """Binds heads to the target; of those that were trained with an adapter of it (Medusa-2), that adapter is added to
-    the target's weights, which from then on are the adapted target's for everything that runs.
+    """Binds heads to the target. If the heads were trained with an adapter of the target (Medusa-2), the adapter is
+    merged into the target's weights: from then on every decoder runs the adapted target.
 
     Raises:
-        ValueError: heads that do not fit the target, or were trained for another adapter of it than others before.
+        ValueError: the heads do not fit the target, or they need another adapter than heads that were bound before.
     """
     adapter = str(heads.find_adapter()) if heads.config.target_adapter else None
     if _ADAPTERS.get(target.model, adapter) != adapter:
         raise ValueError(
-            "some of these heads were trained for the target as it is and some for one with an adapter, or for "
-            "different adapters: run the program for each of them by itself"
+            "these heads were trained for different adapters of the target, or some of them without an adapter: run "
+            "the program for each of them by itself"
         )
     if adapter is not None:
         heads.apply_adapter(target, merge=True)
@@ -126,7 +128,7 @@ def load_drafter(
     staged: bool = False,
     ngrams: bool = False,
 ) -> Drafter | None:
-    """What drafts: heads, a small model, n-grams of the text, or several of them merged; None = plain decoding.
+    """The drafter: heads, a small model, n-grams of the text, or several of them merged; None = plain decoding.
 
     Args:
         heads, drafter_model: folders or hub ids.
@@ -142,14 +144,14 @@ def load_drafter(
 
 
 def load_assistant(name: str, target: Target) -> PreTrainedModel:
-    """A small causal LM that is to draft, in the target's dtype and on its device."""
+    """A small causal LM in the target's dtype and on its device."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
     return model.requires_grad_(False).eval().to(target.device)
 
 
 def fit_tree(text: str, max_depth: int | None) -> str:
-    """A tree for a drafter that proposes at most `max_depth` levels, cut to that depth. A dynamic tree keeps its number
-    of nodes, and grows wider where they would not fit; tree files are left as they are.
+    """The tree, cut for a drafter that drafts at most `max_depth` levels. A dynamic tree keeps its number of nodes, and
+    becomes wider if they would not fit. Tree files stay as they are.
 
     >>> fit_tree("dynamic:4,4,16", 2), fit_tree("dynamic:4,4,16", 1), fit_tree("chain:7", 4)
     ('dynamic:2,4,16', 'dynamic:1,8,16', 'chain:4')
@@ -166,7 +168,7 @@ def fit_tree(text: str, max_depth: int | None) -> str:
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Tensor:
-    """[1, L] int64: messages under the tokenizer's chat template, up to where the assistant's reply begins."""
+    """[1, L] int64: the messages under the tokenizer's chat template, ending where the assistant's reply begins."""
     encoded = tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

@@ -12,7 +12,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     """Ends the program with one line for wrong input and for files that cannot be read or written.
 
     Args:
-        program: the file's name, for example "generate.py"; as `draftsmith NAME` a program goes by that name.
+        program: the file's name, for example "generate.py". Under `draftsmith NAME` the line begins with that name.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The same reply decoded plainly and with a drafter: when each token came, and how fast both were."""
+"""Records the same reply decoded plainly and with a drafter: the time of each token, and both speeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inference import Decoder
 
-REPEATS = 5  # recordings of each decoder, in turns; the one of median length is kept
+REPEATS = 5  # recordings of each decoder, in turns; the recording of median duration is kept
 
 
 @dataclass
@@ -61,7 +61,7 @@ def record_side_by_side(
     """One recording of each decoder. Both are warmed up first, then take turns."""
     decoders = (plain, drafting)
     for decoder in decoders:
-        for _ in range(2):  # compiling, then the lengths of the cache that were not met
+        for _ in range(2):  # the first call compiles, the second one compiles for other lengths of the cache
             record(decoder, input_ids, **options)
     turns = [[record(decoder, input_ids, **options) for decoder in decoders] for _ in range(repeats)]
     columns = list(zip(*turns, strict=True))

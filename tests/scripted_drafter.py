@@ -51,7 +51,7 @@ class ScriptedDrafter(Drafter):
         ranks: the true token's rank at a position is one of these (by the position's hash); num_candidates or more =
             missing.
         num_candidates: C real candidates a node; the others are decoys.
-        feature_layers: asked for, so that features flow as they do for heads; their values are checked by shape only.
+        feature_layers: layers to tap, so that features flow as they do for heads; only their shape is checked.
         is_strict: refuse tokens that are not the text's; otherwise write them down in `strangers`.
 
     Attributes:

@@ -19,8 +19,8 @@ from tests.conftest import REPOSITORY
 PACKAGES = ("inference", "heads", "training", "scripts")
 # What `inference` and `heads` may need: the base dependencies of pyproject.toml and what those bring along.
 BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml"}
-# What they import inside a function alone, for those who have it.
-OPTIONAL_DEPENDENCIES = {"heads/adapter.py": {"peft"}}
+# What they import only inside a function, for users who have it.
+OPTIONAL_DEPENDENCIES = {"heads/adapter.py": {"peft"}, "heads/formats/llama_cpp/gguf_file.py": {"gguf"}}
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 
@@ -68,7 +68,7 @@ def conditions(tree: ast.AST) -> Iterator[ast.AST]:
 
 def kinds_branched_on(tree: ast.AST) -> set[str]:
     """Head kinds that a condition names: as a string, by a class of theirs (`MedusaHeads`), or as `heads.medusa`. A
-    kind's name alone may be a word of its own ("block")."""
+    kind's bare name may be an ordinary word ("block")."""
     classes = {kind + suffix: kind for kind in HEAD_TYPES for suffix in ("heads", "config")}
     found = set()
     for condition in conditions(tree):
@@ -101,7 +101,7 @@ def test_imports_point_one_way() -> None:
 # The rooms of `inference`: a file imports from its own room and from earlier ones.
 ROOMS = (
     *("noise", "stats", "cache", "targets", "drafters", "request", "trees", "acceptance", "execution", "planning"),
-    *("prompts", "batch", "loop", "streaming", "decoder", "generation", "pipeline"),
+    *("prompts", "batch", "loop", "streaming", "decoder", "custom_generate", "generation", "pipeline"),
 )
 
 

@@ -20,7 +20,7 @@ def texts(num_shared: int = 0) -> list[Tensor]:
 
 
 def hand_over(drafter: ScriptedDrafter, state: ScriptedState, rows: list[Tensor], counts: list[int]) -> Tensor:
-    """Gives each row the next tokens of its text; returns the candidates behind them [B, C]."""
+    """Gives each row the next tokens of its text; returns the candidates after them [B, C]."""
     starts, width = state.lengths.tolist(), max(counts)
     tokens = torch.stack(
         [
@@ -47,7 +47,7 @@ def test_the_true_token_stands_at_the_scheduled_rank_among_distinct_ones() -> No
         assert deeper is not None
         for row, at in enumerate((3, 5, 1)):
             is_true = deeper[row] == rows[row][at + 2]
-            assert is_true.nonzero().tolist() == [[rank, rank]], "only behind the true token, and at its rank"
+            assert is_true.nonzero().tolist() == [[rank, rank]], "only after the true token, and at its rank"
         assert drafter.offered == {(0, rank), (1, rank)}
     missing = ScriptedDrafter(rows, VOCAB, ranks=(9,))
     candidates = hand_over(missing, missing.start(3, 20, 8), rows, [3, 5, 1])

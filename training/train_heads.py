@@ -31,8 +31,6 @@ def main() -> int:
 
     if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
         sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
-    import torch
-
     from training.data.conversations import BadLineError
     from training.data.streaming import NoConversationError
     from training.options.command_line import parse_arguments
@@ -60,11 +58,6 @@ def main() -> int:
             words = describe_outcome(run.output_dir, options.model.target, run.finish())
     except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # bad lines of a stream show late
         sys.exit(f"{program}: {error}")
-    except torch.OutOfMemoryError as error:
-        sys.exit(
-            f"{program}: out of memory ({str(error).splitlines()[0]}): lower per_device_train_batch_size (and "
-            "raise gradient_accumulation_steps), or max_length"
-        )
     if is_main_process:
         sys.stdout.write(words + "\n")
     return 0

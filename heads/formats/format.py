@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from heads.formats.llama_cpp.gguf_file import write_gguf
 from heads.formats.published import Published
 from inference.targets.target import Target
 
@@ -32,6 +33,7 @@ class Imported:
         names: our name -> the checkpoint's, for messages; names that are alike may be left out.
         problems: what is wrong with the checkpoint, one sentence each.
         notes: what the checkpoint leaves open, and how it was read, one sentence each.
+        float32_parts: last parts of the names of tensors that stay in float32, whatever the others have.
     """
 
     kind: str
@@ -40,11 +42,16 @@ class Imported:
     names: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    float32_parts: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
         """The narrowest dtype that holds all values of the floating-point tensors."""
-        found = {tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point()}
+        found = {
+            tensor.dtype
+            for name, tensor in self.tensors.items()
+            if tensor.is_floating_point() and name.rpartition(".")[2] not in self.float32_parts
+        }
         return functools.reduce(torch.promote_types, sorted(found, key=str)) if found else torch.float32
 
     def refuse(self, path: str, problems: Iterable[str] = ()) -> None:
@@ -91,6 +98,7 @@ class Exported:
         file: its name.
         commands: how to serve them, one command for each engine; `{heads}` and `{target}` stand for the paths.
         notes: what a user of the files should know, one sentence each.
+        files: further text files; `{heads}` in them stands for the quoted place of the heads.
     """
 
     config: dict[str, Any]
@@ -98,12 +106,24 @@ class Exported:
     file: str = "model.safetensors"
     commands: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
 
-    def save(self, folder: Path) -> None:
-        """Writes config.json and the weights into a folder."""
+    def save(self, folder: Path, at: str | None = None) -> None:
+        """Writes config.json and the weights into a folder; of a GGUF file `config` is the metadata.
+
+        Args:
+            at: the hub id under which users will find the heads; None = in the folder.
+        """
+        for name, text in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            place = json.dumps(at or str(folder.resolve()))
+            (folder / name).write_text(text.replace("{heads}", place), encoding="utf-8")
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        if self.file.endswith(".gguf"):
+            write_gguf(folder / self.file, self.config, tensors)
+            return
         if self.config:
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         if self.file.endswith(".safetensors"):
             save_file(tensors, folder / self.file, metadata={"format": "pt"})
         else:
@@ -117,12 +137,15 @@ class Format(ABC):
         name: as `--format` has it.
         title: as in "this folder holds TITLE".
         kinds: of heads that can be written in it.
+        needs_this_library: whether who decodes with such heads needs this library, so that no other choice of format
+            names it.
         cure: what to do with a checkpoint of a format that is named, but not read; None = it is read.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]] = ()
+    needs_this_library: ClassVar[bool] = False
     cure: str | None = None
 
     @abstractmethod
@@ -143,6 +166,14 @@ class Format(ABC):
             ValueError: settings that the format, or the engines that read it, cannot express.
         """
         raise ValueError(f"heads are not written as {self.title}")
+
+    def with_target_file(self, path: str) -> Format:
+        """This format, with what it copies from the target's own file (`--target_gguf`).
+
+        Raises:
+            ValueError: it copies nothing.
+        """
+        raise ValueError(f"{self.title} takes nothing from the target's file {path}: leave --target_gguf out")
 
     def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:
         """Conventions under which other projects may have written the same files.

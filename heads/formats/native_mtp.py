@@ -1,7 +1,7 @@
 """MTP modules in a target's own checkpoint, read for `heads.mtp`.
 
-transformers leaves these tensors out when it loads the target. They come under three sets of names. The engines' and
-transformers' code agree on the conventions, except that only the engines zero the embedding of position 0.
+transformers leaves these tensors out when it loads the target. Checkpoints use three sets of names. Serving engines and
+transformers agree on the conventions, with one exception: only the engines zero the embedding of position 0.
 
     DeepSeek-V3, GLM-4-MoE   model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm, the layer's own}
     Qwen3-Next and later     mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0.{the layer's own}
@@ -30,7 +30,7 @@ from inference.targets.target import Target
 
 # FastMTP (arXiv 2509.18362) fine-tunes a native module with three applications.
 DEFAULT_NUM_STEPS = 3
-_OUTER_NORM = re.compile(r"blocks\.\d+\.(enorm|hnorm|norm)\.weight")
+OUTER_NORM = re.compile(r"blocks\.\d+\.(enorm|hnorm|norm)\.weight")
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -40,6 +40,7 @@ class Naming:
 
     Attributes:
         layer: matches a tensor of module `index`, with `rest` for the part after the prefix.
+        prefix: what new checkpoints have before that part, with {} for the number.
         parts: the family's name of a part after the prefix -> ours.
         top: names without an index, of a single module -> ours.
         borrowed: copies of the target's embedding and LM head.
@@ -47,6 +48,7 @@ class Naming:
     """
 
     layer: str
+    prefix: str
     parts: dict[str, str]
     settings: dict[str, Any]
     top: dict[str, str] = field(default_factory=dict)
@@ -62,9 +64,26 @@ class Naming:
         index = int(match["index"]) - (num_layers if self is DEEPSEEK else 0)
         return (index, self.parts.get(match["rest"], f"layer.layer.{match['rest']}")) if index >= 0 else None
 
+    def name(self, index: int, ours: str, num_layers: int) -> str:
+        """The inverse of `rename`: the checkpoint's name of a part of module `index`."""
+        for theirs, known in self.top.items():
+            if known == ours:
+                return theirs
+        rest = next((theirs for theirs, known in self.parts.items() if known == ours), None)
+        return self.prefix.format(num_layers + index if self is DEEPSEEK else index) + (
+            rest or ours.removeprefix("layer.layer.")
+        )
+
+    def has(self, name: str, num_layers: int) -> bool:
+        """Whether a tensor is of an MTP module, or a copy of the target's beside one."""
+        match = re.fullmatch(self.layer, name)
+        first = num_layers if self is DEEPSEEK else 0
+        return name in self.top or (match is not None and int(match["index"]) >= first)
+
 
 DEEPSEEK = Naming(
     layer=r"(?:model\.)?(?:language_model\.)?layers\.(?P<index>\d+)\.(?P<rest>.+)",
+    prefix="model.layers.{}.",
     parts={
         "enorm.weight": "enorm.weight",
         "hnorm.weight": "hnorm.weight",
@@ -75,6 +94,7 @@ DEEPSEEK = Naming(
 )
 QWEN = Naming(
     layer=r"mtp\.layers\.(?P<index>\d+)\.(?P<rest>.+)",
+    prefix="mtp.layers.{}.",
     parts={},
     settings={"norm_output": True, "hidden_first": False, "zero_first_embedding": False},
     top={
@@ -86,6 +106,7 @@ QWEN = Naming(
 )
 MIMO = Naming(
     layer=r"model\.mtp_layers\.(?P<index>\d+)\.(?P<rest>.+)",
+    prefix="model.mtp_layers.{}.",
     parts={
         "token_layernorm.weight": "enorm.weight",
         "hidden_layernorm.weight": "hnorm.weight",
@@ -103,11 +124,11 @@ MIMO = Naming(
 
 @dataclass(frozen=True)
 class NativeModules:
-    """What a target's checkpoint says of its MTP modules.
+    """The MTP modules of a target's checkpoint.
 
     Attributes:
-        settings: the keys of `MTPConfig` that the checkpoint decides or suggests.
-        tensors: by the names they have in `MTPHeads`.
+        settings: keys of `MTPConfig` that the checkpoint decides or suggests.
+        tensors: by their names in `MTPHeads`.
     """
 
     settings: dict[str, Any]
@@ -120,7 +141,7 @@ def read_native_modules(path: str, target: Target) -> NativeModules:
     Raises:
         ValueError: there is no MTP module, or one that cannot be used, with the reason.
     """
-    files = _find_tensors(path)
+    files = find_tensors(path)
     naming, places = _find_modules(path, files, target.num_layers)
     num_blocks = 1 + max(index for index, _ in places.values())
     settings = {
@@ -135,12 +156,12 @@ def read_native_modules(path: str, target: Target) -> NativeModules:
         raise ValueError(f"the MTP modules of {path} cannot be used: {error}") from error
     tensors = _read(path, files, places)
     for name, tensor in tensors.items():
-        if _OUTER_NORM.fullmatch(name):  # norms outside the layer are ours, which multiply by their weight only
+        if OUTER_NORM.fullmatch(name):  # norms outside the layer are ours, which multiply by their weight only
             tensors[name] = tensor.float() + offset
     return NativeModules(settings, _merge_experts(tensors))
 
 
-def _find_tensors(path: str) -> dict[str, str]:
+def find_tensors(path: str) -> dict[str, str]:
     """Each tensor's name and the file that holds it."""
     index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:

@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from heads.formats.llama_cpp.gguf_file import read_gguf
+
 OWN_KEY = "draftsmith"
 # The first that a checkpoint has is read. Safetensors come first: a pickle is read only where there is nothing else.
 WEIGHT_FILES = (
@@ -57,7 +59,8 @@ class Published(Mapping[str, Tensor]):
     @property
     def architectures(self) -> str:
         """All `architectures` of the config, joined by blanks."""
-        return " ".join(self.config.get("architectures") or ())
+        names = self.config.get("architectures")
+        return " ".join(map(str, names)) if isinstance(names, list) else ""
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A key of the config, also where it stands one level down (`eagle_config`, `transformer_layer_config`)."""
@@ -66,7 +69,8 @@ class Published(Mapping[str, Tensor]):
 
     def own_setting(self, name: str, default: Any = None) -> Any:
         """A key of ours that an export has left in the config for the way back (see `Exported`)."""
-        return (self.config.get(OWN_KEY) or {}).get(name, default)
+        own = self.config.get(OWN_KEY)
+        return own.get(name, default) if isinstance(own, dict) else default
 
     def has(self, pattern: str) -> bool:
         """Whether some tensor's whole name matches."""
@@ -74,7 +78,7 @@ class Published(Mapping[str, Tensor]):
 
 
 def open_published(path: str, *, on_meta: bool = False, **hub: Any) -> Published:
-    """Opens a checkpoint in a folder or hub repository, sharded or not.
+    """Opens a checkpoint in a folder or hub repository, sharded or not, or a GGUF file.
 
     Args:
         on_meta: read the names and shapes only, where the file allows it.
@@ -84,6 +88,8 @@ def open_published(path: str, *, on_meta: bool = False, **hub: Any) -> Published
         ValueError: a weights file that is damaged, truncated, missing from its index, or a pickle that holds more than
             tensors.
     """
+    if (gguf_file := _find_gguf(Path(path))) is not None:
+        return Published(path, *_read_gguf(gguf_file))
     config_file = _find(path, "config.json", hub)
     config = {} if config_file is None else _read_json(path, config_file)
     for name in WEIGHT_FILES:
@@ -100,6 +106,23 @@ def _read_json(path: str, file: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: {Path(file).name} holds a {type(content).__name__}, and should hold a table")
     return content
+
+
+def _find_gguf(path: Path) -> Path | None:
+    """A GGUF file that was given itself, or the only one of a folder without other weights."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or any((path / name).is_file() for name in WEIGHT_FILES):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise ValueError(f"{path} holds {len(files)} GGUF files: give one of them, such as {files[0]}")
+    return files[0] if files else None
+
+
+def _read_gguf(file: Path) -> tuple[dict[str, Any], str, dict[str, Tensor]]:
+    metadata, tensors = read_gguf(file)
+    return metadata, file.name, tensors
 
 
 def _find(path: str, name: str, hub: dict[str, Any]) -> str | None:

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
+from heads.formats.custom_generate import CustomGenerateFolder
 from heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
 from heads.formats.eagle.eagle3 import Eagle3
 from heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
 from heads.formats.eagle.speculators_format import Speculators
 from heads.formats.format import Format
+from heads.formats.hydra import Hydra
+from heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
+from heads.formats.medusa import Medusa, VLLMMedusa
 from heads.formats.published import Published
-from heads.formats.unread import PublishedBlock, PublishedHydra, PublishedMedusa, WholeModel
+from heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
+from heads.formats.unread import WholeModel
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
 # one name write different kinds of heads for one engine.
 FORMATS: tuple[Format, ...] = (
-    PublishedBlock(),
+    GgufEagle3(),
+    BlockSpeculators(),
+    DFlash(),
     Speculators(),
     Eagle3(),
     Eagle1(),
-    PublishedHydra(),
-    PublishedMedusa(),
+    Hydra(),
+    Medusa(),
+    VLLMMedusa(),
+    VLLMMTP(),
     WholeModel(),
     VLLMEagle1(),
     VLLMEagle3(),
     SGLangEagle1(),
     SGLangEagle3(),
+    VLLMBlock(),
+    SGLangBlock(),
+    SGLangMTP(),
+    CustomGenerateFolder(),
 )
 
 
@@ -44,7 +58,8 @@ def find_format(name: str, kind: str) -> Format:
         raise ValueError(f"got format {name!r}; allowed are {', '.join(dict.fromkeys(one.name for one in writers))}")
     if (found := next((known for known in named if kind in known.kinds), None)) is not None:
         return found
-    others = dict.fromkeys(known.name for known in writers if kind in known.kinds)
+    engines = [known for known in writers if not known.needs_this_library]
+    others = dict.fromkeys(known.name for known in engines if kind in known.kinds)
     kinds = dict.fromkeys(one for known in named for one in known.kinds)
     raise ValueError(
         f"{kind} heads are not written as {name}, which takes {', '.join(kinds)}: "

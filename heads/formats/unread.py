@@ -31,33 +31,3 @@ class WholeModel(UnreadFormat):
 
     def matches(self, published: Published) -> bool:
         return re.search("ForCausalLM|ForConditionalGeneration", published.architectures) is not None
-
-
-class PublishedBlock(UnreadFormat):
-    name = "dflash"
-    title = "a block drafter in the published DFlash or DSpark format"
-
-    def matches(self, published: Published) -> bool:
-        names = f"{published.architectures} {published.config.get('speculators_model_type', '')}"
-        return re.search("DFlash|DSpark", names, re.IGNORECASE) is not None
-
-
-class PublishedHydra(UnreadFormat):
-    name = "hydra"
-    title = "heads in the published Hydra format"
-
-    def matches(self, published: Published) -> bool:
-        return "hydra_num_heads" in published.config or published.file.startswith("hydra") or published.has(r"hydra_.*")
-
-
-class PublishedMedusa(UnreadFormat):
-    name = "medusa"
-    title = "heads in the published Medusa format"
-
-    def matches(self, published: Published) -> bool:
-        return (
-            "medusa_num_heads" in published.config
-            or "MedusaModel" in published.architectures
-            or published.file.startswith("medusa_lm_head")
-            or published.has(r"(medusa_head\..*|\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)")
-        )

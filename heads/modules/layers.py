@@ -183,8 +183,8 @@ class DraftCache:
         self.lengths, self.rows = self.lengths[list(rows)], self.rows[: len(rows)]
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The second half of both: fills the opened columns, and returns keys and values up to the last column in
-        view."""
+        """The second half of `append` and `append_scratch`: fills the opened columns, and returns keys and values up to
+        the last column in view."""
         if columns.dim() == 1:
             self.keys.index_copy_(2, columns, keys)  # compiled, a slice assignment would copy the cache
             self.values.index_copy_(2, columns, values)
@@ -236,7 +236,6 @@ class DraftAttention(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def new_cache(self, batch_size: int, *, num_slots: int, num_scratch: int) -> DraftCache:
-        """An empty cache for this attention's keys and values."""
         weight = self.k_proj.weight
         shape = (batch_size, self.num_groups, self.head_dim)
         return DraftCache(shape, num_slots=num_slots, num_scratch=num_scratch, device=weight.device, dtype=weight.dtype)

@@ -36,7 +36,7 @@ class Rows:
 
 
 class MTPLayer(DecoderLayer):
-    """A decoder layer as Llama's."""
+    """A decoder layer like Llama's."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config, config.hidden_size)

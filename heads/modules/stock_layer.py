@@ -64,7 +64,7 @@ def find_family(settings: dict[str, Any]) -> Family:
     config = model.config
     config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
     if not hasattr(model, "layers") or not hasattr(model, "rotary_emb"):
-        raise ValueError(f"{type(model).__name__} has no `layers` and `rotary_emb`, by which other families are read")
+        raise ValueError(f"{type(model).__name__} has no `layers` and `rotary_emb`, so its layers cannot be reused")
     if any(window is not None for window in find_layer_windows(config).values()):
         raise ValueError(f"MTP layers of {model_type} attend to a sliding window; the draft cache has none")
     layer = model.layers[-1]

@@ -55,8 +55,7 @@ class Sampler:
             eos_token_ids: tokens that end a row. Processors that are not prefix-free are not called after them.
             keeps_scores: rules hand over the scores (`Acceptance.scores`).
         """
-        if do_sample and row_seeds is None:
-            raise ValueError("sampling needs row_seeds: noise.row_seeds(seed, batch_size, device)")
+        assert row_seeds is not None or not do_sample, "sampling needs seeds"
         self.processors = tuple(processors)
         self.do_sample = do_sample
         self.row_seeds = row_seeds

@@ -59,9 +59,7 @@ class Walk:
     def __init__(
         self, sampler: Sampler, logits: Tensor, prefixes: Sequence[Tensor] | None, max_tokens: Sequence[int] | None
     ) -> None:
-        if prefixes is None and not sampler.is_prefix_free:
-            names = ", ".join(sampler.reading_names)
-            raise ValueError(f"{names} may read the text so far: give prefixes, one [1, L] tensor per row")
+        assert prefixes is not None or sampler.is_prefix_free
         self.sampler, self.logits, self.prefixes, self.max_tokens = sampler, logits, prefixes, max_tokens
         self.rows = torch.arange(logits.shape[0], device=logits.device)
         self.current = torch.zeros_like(self.rows)
@@ -123,7 +121,6 @@ class Walk:
         return may
 
     def acceptance(self) -> Acceptance:
-        """The result of the steps so far."""
         is_real = torch.stack(self._walked, dim=1)  # [B, K+1]
         path, tokens = (torch.stack(entries, dim=1) * is_real for entries in (self._path, self._tokens))
         scores = torch.stack(self._scores, dim=1) if self._scores else None

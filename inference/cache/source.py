@@ -5,7 +5,6 @@ Legend: B batch, E source tokens, D hidden.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,21 +29,6 @@ class Source:
     token_ids: Tensor
     mask: Tensor
     states: Tensor
-
-    @classmethod
-    def of_call(cls, token_ids: Tensor, mask: Tensor | None, states: Tensor) -> Source:
-        """The source of a call, on the device of its ids, from what transformers' `generate` has prepared.
-
-        Args:
-            token_ids: [B, E] long, the texts as the caller gave them.
-            mask: [rows, E], or None when all tokens are real. The rows are those that are decoded: the
-                `num_return_sequences` rows of a text stand together.
-            states: [rows, E, D].
-        """
-        states = states.to(token_ids.device)
-        token_ids = token_ids.repeat_interleave(states.shape[0] // token_ids.shape[0], dim=0)
-        real = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask.to(states.device).bool()
-        return cls(token_ids, real, states)
 
 
 class SourceMemory:
@@ -85,10 +69,3 @@ class SourceMemory:
             if layer.keys is not None:  # each on its layer's device
                 layer.batch_select_indices(rows.to(layer.keys.device))
         self._is_open = False  # the tensors are new
-
-    def copy_of_rows(self, rows: Tensor) -> SourceMemory:
-        """A memory of its own with the rows [B'] long; a row may come several times."""
-        chosen = copy.copy(self)
-        chosen.cross = copy.deepcopy(self.cross)
-        chosen.select_rows(rows)
-        return chosen

@@ -47,19 +47,19 @@ class TreeCache(Cache):
     """A preallocated cache in which slot = position for every committed token of every row.
 
     A step calls `open_slots(N)`, runs the model (each layer's `update` writes N rows after the row's own length), and
-    calls `commit(path, counts)`. The next step overwrites nodes that were not committed.
+    calls `keep(path, counts)`. The next step overwrites nodes that were not committed.
 
     Worked example, one row with 5 committed tokens and a tree of 4 nodes (node 0 the root, 1 and 2 its children,
     3 the child of 2):
 
         open_slots(4)                     nodes 0..3 go to slots 5, 6, 7, 8
-        commit([[0, 2, 3]], [3])          slots 7, 8 are copied to 6, 7; the row's length becomes 8
+        keep([[0, 2, 3]], [3])            slots 7, 8 are copied to 6, 7; the row's length becomes 8
 
     Attributes:
         lengths: [B] long on the target's device, committed tokens per row. The cache never reads them on the host.
-        length_bound: a host number, at least the maximum of `lengths`. It sets how many slots the attention sees. A
-            commit raises it by the path's width. The decode loop, which reads the true lengths once per step, assigns
-            the exact maximum to keep the view small.
+        length_bound: a host number, at least the maximum of `lengths`. It sets how many slots the attention sees.
+            `raise_bound` raises it by the path's width. The decode loop, which reads the true lengths once per step,
+            assigns the exact maximum to keep the view small.
         length_floor: a host number; no row whose result matters holds fewer tokens. 0 is always right. It sets which
             slots the layers with a window see. A floor that is too high loses keys: lower it before lengths shrink.
         slots: [B, N] long, the slots opened for the present forward pass.
@@ -86,15 +86,12 @@ class TreeCache(Cache):
             device: of `lengths`; default the first layer's device.
             view_multiple: the view grows in steps of this many slots, so that few shapes occur.
         """
-        if batch_size < 1 or capacity < 1:
-            raise ValueError(f"a cache needs at least one row and one slot, got {batch_size=} and {capacity=}")
         super().__init__(layers=[])
         self.layer_specs = tuple(layers)
         self.capacity = capacity
         self.view_multiple = view_multiple
         self.length_bound = 0
         self.length_floor = 0
-        self._num_used = self._num_rows_used = 0  # slots and rows that may hold something since the last reset
         self.source: SourceMemory | None = None
         groups: Counter[PlaneSpec] = Counter()  # planes of one shape, dtype and device share a stacked buffer
         self._places: list[tuple[PlaneSpec, int]] = []
@@ -121,7 +118,6 @@ class TreeCache(Cache):
         """From now on all methods work on the first `num_rows` rows."""
         shown = {plane: buffer[:, :num_rows] for plane, buffer in self._all_buffers.items()}
         self._buffers = list(shown.values())
-        self._num_rows_used = max(self._num_rows_used, num_rows)
         planes = [shown[plane][index] for plane, index in self._places]
         self._keys, self._values = planes[0::2], planes[1::2]  # per layer [B, H, C, width]
         self.lengths = self._all_lengths[:num_rows]
@@ -155,16 +151,12 @@ class TreeCache(Cache):
         the view is slots 12 .. S - 1.
         """
         self.slots_in_view = self.view_slots(num_slots)
-        self._note_use(self.view)
         self.window_sizes: dict[int, Tensor] = {}
         for window in self._windows:
             if window is not None and window not in self.window_sizes:
                 start = max(0, length_floor - window + 1) // self.view_multiple * self.view_multiple
                 # The slice begins at slot 0, because compiled graphs guard a tensor's storage offset.
                 self.window_sizes[window] = self._every_slot[: self.view - start]
-
-    def _note_use(self, num_slots: int) -> None:
-        self._num_used = max(self._num_used, num_slots)
 
     def open_slots(self, num_nodes: int, *, num_ahead: int = 0) -> int:
         """Opens the next `num_nodes` slots after every row's length for the coming forward pass; returns the view.
@@ -216,19 +208,15 @@ class TreeCache(Cache):
         """The first slot in view. It comes from shapes only, because compiled graphs contain it."""
         return 0 if window is None else self.view - self.window_sizes[window].shape[0]
 
-    def commit(self, path: Tensor, counts: Tensor, *, is_chain: bool = False) -> None:
-        """Keeps the accepted nodes of the last pass and forgets the others.
+    def keep(self, path: Tensor, counts: Tensor, *, is_chain: bool = False) -> None:
+        """Keeps the accepted nodes of the last pass and forgets the others. It works on tensors only: the caller then
+        raises the bound, `raise_bound(P)`.
 
         Args:
             path: [B, P] long, node indices, root first (`path[:, 0]` is 0); entries from `counts[b]` on are padding.
             counts: [B] long, number of nodes that are kept, root included; 0 leaves a row unchanged.
             is_chain: the path is 0, 1, 2, ... in every row, so that nothing has to move.
         """
-        self.keep(path, counts, is_chain=is_chain)
-        self.raise_bound(path.shape[1])
-
-    def keep(self, path: Tensor, counts: Tensor, *, is_chain: bool) -> None:
-        """The part of `commit` that works on tensors only. The caller still calls `raise_bound(P)`."""
         assert path.shape[1] <= self.slots.shape[1], "a path cannot be longer than the tree"
         if not is_chain and path.shape[1] > 1:
             start = self.lengths[:, None]
@@ -255,36 +243,25 @@ class TreeCache(Cache):
         for place, row in enumerate(rows):
             assert row >= place, "an earlier row would have been overwritten"
             if row > place:
-                self._copy_row(row, slice(place, place + 1))
+                for buffer in self._buffers:
+                    buffer[:, place, :, : self.length_bound] = buffer[:, row, :, : self.length_bound]
+                self.lengths[place] = self.lengths[row]
         self._show_rows(len(rows))
         if self.source is not None:
             self.source.select_rows(torch.tensor(rows, device=self.lengths.device))
 
-    def spread_row(self, num_rows: int) -> None:
-        """Copies row 0 to `num_rows` rows."""
-        self._show_rows(num_rows)
-        self._copy_row(0, slice(1, num_rows))
-
-    def _copy_row(self, row: int, places: slice) -> None:
-        for buffer in self._buffers:
-            buffer[:, places, :, : self.length_bound] = buffer[:, row : row + 1, :, : self.length_bound]
-        self.lengths[places] = self.lengths[row : row + 1]
-
     def clear_from(self, num_slots: int) -> None:
         """Zeroes all slots from `num_slots` on."""
         for buffer in self._all_buffers.values():
-            buffer[:, : self._num_rows_used, :, num_slots : self._num_used].zero_()
-        self._num_used = min(self._num_used, num_slots)
+            buffer[:, :, :, num_slots:].zero_()
 
     def reset(self, num_rows: int | None = None) -> None:
-        """Forgets every token and zeroes the rows and slots that were used: a NaN in a masked slot would spoil the next
-        text.
+        """Forgets every token and zeroes all slots: a NaN in a masked slot would spoil the next text.
 
         Args:
             num_rows: the number of rows to work on; None = all.
         """
         self.clear_from(0)
-        self._num_rows_used = 0
         self._show_rows(self._all_lengths.shape[0] if num_rows is None else num_rows)
         self._all_lengths.zero_()
         self.length_bound = 0
@@ -293,7 +270,7 @@ class TreeCache(Cache):
         self._set_view(0, 0)
 
     def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
-        """Replaces this cache's rows with rows of another cache of the same layers, of any size.
+        """Replaces this cache's rows with rows of a cache of the same layers: itself, or another one of any size.
 
         Worked example, rows of 5, 3 and 7 tokens in `source`, two rows here:
 
@@ -304,15 +281,18 @@ class TreeCache(Cache):
             lengths: [B] long, the number of its first tokens that are kept; `source` has them, and they fit here.
             max_length: no entry of `lengths` is larger.
         """
+        assert source.source is None, "the rows of sources are read anew"
         width = min(max_length, self.capacity, source.capacity)
-        self._note_use(width)
-        pairs = zip((*self._keys, *self._values), (*source._keys, *source._values), strict=True)
-        for plane, other in pairs:  # one by one, so that the gathered copy is only as large as one plane
+        others = (*source._keys, *source._values)
+        self._show_rows(len(rows))
+        for plane, other in zip((*self._keys, *self._values), others, strict=True):
+            # Plane by plane, so that the gathered copy is only as large as one plane.
             plane[:, :, :width] = other[:, :, :width].index_select(0, rows.to(other.device))
+        self.clear_from(width)
         self.lengths.copy_(lengths)
         self.length_bound = width
         self.length_floor = 0
-        self.source = None if source.source is None else source.source.copy_of_rows(rows)
+        self.source = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length_bound

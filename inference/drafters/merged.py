@@ -16,8 +16,8 @@ V target vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,21 +33,18 @@ MIN_WEIGHT = 0.02
 
 @dataclass
 class MergedState:
-    """The state of one batch. All but `states` are None before the first `extend`.
+    """The state of one batch.
 
     Attributes:
         states: the two drafters'.
-        weights: [B, 2] float32.
-        roots: each drafter's scores of the last root's children.
-        has_root: [B] bool, whether the row has such scores.
-        lengths: [B] int64, slots so far.
+        weights: [B, 2] float32; None before the first `extend`.
+        roots: each drafter's scores of the last root's children, -inf for a row that has none; None before the first
+            `extend`.
     """
 
     states: tuple[Any, Any]
     weights: Tensor | None = None
     roots: tuple[DraftLogits, DraftLogits] | None = None
-    has_root: Tensor | None = None
-    lengths: Tensor | None = None
 
 
 class MergedDrafter(Drafter, nn.Module):
@@ -115,38 +112,27 @@ class MergedDrafter(Drafter, nn.Module):
     def copy_rows(
         self, state: MergedState, source: MergedState, rows: Tensor, lengths: Tensor, *, max_slots: int
     ) -> None:
-        """Rows keep their weights; rows that keep all their slots also keep the scores of their last root's
-        children."""
+        """Rows keep their weights. Their next token changes no weight, because the scores of their last root's children
+        are not copied."""
         for drafter, own, other in zip(self.drafters, state.states, source.states, strict=True):
             drafter.copy_rows(own, other, rows, lengths, max_slots=max_slots)
-        if source.weights is None or source.roots is None or source.has_root is None or source.lengths is None:
-            return
-        here = rows.to(source.weights.device)
-        state.lengths = lengths.to(here.device, copy=True)
-        state.weights = source.weights.index_select(0, here)
-        state.has_root = source.has_root[here] & (source.lengths[here] == state.lengths)
-        first, second = (_select_rows(root, here) for root in source.roots)
-        state.roots = (first, second)
+        if source.weights is not None:
+            state.weights = source.weights.index_select(0, rows.to(source.weights.device))
 
     def keep_rows(self, state: MergedState, rows: Sequence[int]) -> None:
         for drafter, own in zip(self.drafters, state.states, strict=True):
             drafter.keep_rows(own, rows)
-        if state.weights is None or state.roots is None or state.has_root is None or state.lengths is None:
-            return
-        state.weights, state.has_root, state.lengths = (
-            first_rows(values, rows) for values in (state.weights, state.has_root, state.lengths)
-        )
-        kept = torch.tensor(rows, device=state.weights.device)
-        first, second = (_select_rows(root, kept) for root in state.roots)
-        state.roots = (first, second)
+        if state.weights is not None:
+            state.weights = first_rows(state.weights, rows)
+        if state.roots is not None:
+            first, second = (_map_rows(lambda values: values[list(rows)], root) for root in state.roots)
+            state.roots = (first, second)
 
     def read_source(self, state: MergedState, token_ids: Tensor, mask: Tensor) -> None:
-        """Passes the source texts [B, E] on to both drafters."""
         for drafter, own in zip(self.drafters, state.states, strict=True):
             drafter.read_source(own, token_ids, mask)
 
     def read_first(self, state: MergedState, token_ids: Tensor) -> None:
-        """Passes the texts' first tokens [B] on to both drafters."""
         for drafter, own in zip(self.drafters, state.states, strict=True):
             drafter.read_first(own, token_ids)
 
@@ -154,21 +140,20 @@ class MergedDrafter(Drafter, nn.Module):
         self, state: MergedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         """`Drafter.extend` of both, after each got its credit for the token that followed the last root."""
-        self._credit(state, next_token_ids, counts)
+        if state.weights is None:
+            weights = torch.tensor([1 - self.weight, self.weight], device=next_token_ids.device)
+            state.weights = weights.repeat(next_token_ids.shape[0], 1)
+        if state.roots is not None and self.rate > 0:
+            state.weights = self._credit(state.weights, state.roots, next_token_ids[:, 0], counts > 0)
         first, second = (
             drafter.extend(own, self._features_of(drafter, features), next_token_ids, counts, max_slots=max_slots)
             for drafter, own in zip(self.drafters, state.states, strict=True)
         )
-        is_new = counts > 0
-        if state.roots is None:
-            state.roots = (first, second)
-        else:  # rows without new slots keep their scores
-            old = state.roots
-            state.roots = (_choose_rows(is_new, first, old[0]), _choose_rows(is_new, second, old[1]))
+        old = state.roots or (_silence(first), _silence(second))
+        state.roots = (_choose_rows(counts > 0, first, old[0]), _choose_rows(counts > 0, second, old[1]))
         return self._merge(state, first, second)
 
     def expand(self, state: MergedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """`Drafter.expand` of both, merged."""
         first, second = (
             drafter.expand(own, token_ids, parents, depth)
             for drafter, own in zip(self.drafters, state.states, strict=True)
@@ -184,25 +169,18 @@ class MergedDrafter(Drafter, nn.Module):
         layers = dict(zip(self.feature_layers, features.chunk(len(self.feature_layers), dim=-1), strict=True))
         return torch.cat([layers[layer] for layer in drafter.feature_layers], dim=-1)
 
-    def _credit(self, state: MergedState, next_token_ids: Tensor, counts: Tensor) -> None:
-        """Updates the weights: the first new token of a row is the one that followed its last root."""
-        if state.weights is None or state.lengths is None:
-            start = torch.tensor([1 - self.weight, self.weight], device=next_token_ids.device)
-            state.weights = start.repeat(next_token_ids.shape[0], 1)
-            state.lengths = torch.zeros_like(counts)
-        had_root, has_slots = state.has_root, counts > 0
-        state.has_root = has_slots if had_root is None else had_root | has_slots
-        state.lengths = state.lengths + counts
-        if state.roots is None or had_root is None or self.rate == 0:
-            return
-        chances = torch.stack([chance_of(root, next_token_ids[:, 0]) for root in state.roots], dim=1)  # [B, 2]
-        had_candidates = torch.stack([(root.logits > -torch.inf).any(-1)[:, 0] for root in state.roots], dim=1).all(1)
-        shares = state.weights * chances
+    def _credit(
+        self, weights: Tensor, roots: tuple[DraftLogits, DraftLogits], token_ids: Tensor, is_new: Tensor
+    ) -> Tensor:
+        """The weights after the tokens [B] that followed the last roots, in the rows where they are new [B]."""
+        chances = torch.stack([chance_of(root, token_ids) for root in roots], dim=1)  # [B, 2]
+        had_candidates = torch.stack([(root.logits > -torch.inf).any(-1)[:, 0] for root in roots], dim=1).all(1)
+        shares = weights * chances
         total = shares.sum(1)
-        moved = (1 - self.rate) * state.weights + self.rate * shares / total.clamp(min=1e-30)[:, None]
+        moved = (1 - self.rate) * weights + self.rate * shares / total.clamp(min=1e-30)[:, None]
         moved = moved.clamp(MIN_WEIGHT, 1 - MIN_WEIGHT)
-        is_credited = had_candidates & had_root & has_slots & (total > 0)
-        state.weights = torch.where(is_credited[:, None], moved, state.weights)
+        is_credited = had_candidates & is_new & (total > 0)
+        return torch.where(is_credited[:, None], moved, weights)
 
     def _merge(self, state: MergedState, first: DraftLogits, second: DraftLogits) -> DraftLogits:
         assert state.weights is not None
@@ -210,28 +188,24 @@ class MergedDrafter(Drafter, nn.Module):
         return merge_drafts(first, to_chances(first) * weights[:, 0], second, to_chances(second) * weights[:, 1])
 
 
-def _select_rows(draft: DraftLogits, rows: Tensor) -> DraftLogits:
-    """The draft of rows [B'] of a batch."""
-    token_ids, confidence = draft.token_ids, draft.confidence
+def _map_rows(function: Callable[..., Tensor], *drafts: DraftLogits) -> DraftLogits:
+    """The draft whose tensors [B, ...] are `function` of those of `drafts`, which have one form."""
+    token_ids, confidence = drafts[0].token_ids, drafts[0].confidence
     if token_ids is not None and token_ids.dim() == 3:
-        token_ids = token_ids.index_select(0, rows)
+        token_ids = function(*(draft.token_ids for draft in drafts))
     if confidence is not None:
-        confidence = confidence.index_select(0, rows)
-    return DraftLogits(draft.logits.index_select(0, rows), token_ids, confidence)
+        confidence = function(*(draft.confidence for draft in drafts))
+    return DraftLogits(function(*(draft.logits for draft in drafts)), token_ids, confidence)
 
 
 def _choose_rows(is_new: Tensor, new: DraftLogits, old: DraftLogits) -> DraftLogits:
     """Of two drafts of one form, `new` in the rows where `is_new` [B] and `old` elsewhere."""
+    return _map_rows(lambda x, y: torch.where(is_new.view(-1, *[1] * (x.dim() - 1)), x, y), new, old)
 
-    def choose(one: Tensor, other: Tensor) -> Tensor:
-        return torch.where(is_new.view(-1, *[1] * (one.dim() - 1)), one, other)
 
-    token_ids, confidence = new.token_ids, new.confidence
-    if token_ids is not None and token_ids.dim() == 3 and old.token_ids is not None:
-        token_ids = choose(token_ids, old.token_ids)
-    if confidence is not None and old.confidence is not None:
-        confidence = choose(confidence, old.confidence)
-    return DraftLogits(choose(new.logits, old.logits), token_ids, confidence)
+def _silence(draft: DraftLogits) -> DraftLogits:
+    """The draft without candidates."""
+    return replace(draft, logits=torch.full_like(draft.logits, -torch.inf))
 
 
 def to_chances(draft: DraftLogits) -> Tensor:

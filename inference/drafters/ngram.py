@@ -75,18 +75,14 @@ class NgramDrafter(Drafter):
         self.max_ngram = max_ngram
         self.num_candidates = num_candidates
 
-    def start(
-        self, batch_size: int, max_length: int, num_scratch: int, device: torch.device | str = "cpu"
-    ) -> NgramState:
-        """Empty histories, which the first `extend` moves to its device (`Drafter.start`)."""
-        history = torch.zeros((batch_size, max_length + 1), dtype=torch.long, device=device)
-        lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
-        return NgramState(history, lengths, 0, history.new_zeros((batch_size, 1, 0)))
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> NgramState:
+        """Empty histories, which the first `extend` moves to its device."""
+        history = torch.zeros((batch_size, max_length + 1), dtype=torch.long)
+        return NgramState(history, history.new_zeros(batch_size), 0, history.new_zeros((batch_size, 1, 0)))
 
     def extend(
         self, state: NgramState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        """Appends accepted tokens and looks up the root's children (`Drafter.extend`)."""
         if state.history.device != next_token_ids.device:
             state.history = state.history.to(next_token_ids.device)
             state.lengths = state.lengths.to(next_token_ids.device)
@@ -113,7 +109,6 @@ class NgramDrafter(Drafter):
         state.history, state.lengths = first_rows(state.history, rows), first_rows(state.lengths, rows)
 
     def expand(self, state: NgramState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """Looks up the children of the frontier (`Drafter.expand`)."""
         index = parents[..., None].expand(*parents.shape, state.paths.shape[2])
         state.paths = torch.cat([state.paths.gather(1, index), token_ids[..., None]], dim=2)
         return self._look_up(state)

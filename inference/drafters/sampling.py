@@ -33,15 +33,18 @@ class DraftSampling:
             every sampling setting is an adjusted distribution, applied to p and q alike); None = greedy decoding.
         noise: [B, depth + 1, V] float32 Gumbel noise: entry d is that of the token drawn at the nodes of depth d;
             None = greedy, or uncoupled drafting.
-        draws: draws drafts at random, for acceptance rules that compare p and q; None = the best candidates.
+        seeds: [B] int64, of this step only: drafts are drawn at random (`draw`), for acceptance rules that compare p
+            and q; None = the best candidates.
+        vocab_size: V, for drafts drawn at random.
     """
 
     warp: Callable[[Tensor], Tensor] | None = None
     noise: Tensor | None = None
-    draws: DraftDraws | None = None
+    seeds: Tensor | None = None
+    vocab_size: int = 0
 
     def at_depth(self, depth: int) -> DraftSampling:
-        """The same for nodes of one depth only: `noise` is [B, 1, V], and stands at depth 0."""
+        """The same for nodes of one depth only: `noise` is [B, 1, V]."""
         return self if self.noise is None else replace(self, noise=self.noise[:, depth : depth + 1])
 
     def take_best(self, draft: DraftLogits, top_k: int) -> tuple[Tensor, Tensor]:
@@ -55,19 +58,19 @@ class DraftSampling:
             return top, draft.token_ids[columns]
         return top, draft.token_ids.gather(-1, columns)
 
-    def score(self, draft: DraftLogits, depth: int = 0) -> Tensor:
-        """Log-scores [B, W or 1, C] float32 of the children of nodes at `depth` (root 0), normalised over the columns.
+    def score(self, draft: DraftLogits) -> Tensor:
+        """Log-scores [B, W or 1, C] float32 of the children of nodes of one depth, normalised over the columns.
 
         They are log q, at `GREEDY_TEMPERATURE` when the target is greedy; coupled drafting adds the target's own Gumbel
         noise (arXiv 2408.07978).
         """
         logits = draft.logits.float()
-        if self.warp is None and self.noise is None:
-            logits = logits / GREEDY_TEMPERATURE
-        elif self.warp is not None:
+        if self.warp is not None:
             logits = warp_candidates(self.warp, logits)
+        elif self.noise is None:
+            logits = logits / GREEDY_TEMPERATURE
         if self.noise is not None:
-            noise_BV = self.noise[:, depth]
+            noise_BV = self.noise[:, 0]
             if draft.token_ids is None:
                 noise = noise_BV[:, None, :]
             elif draft.token_ids.dim() == 1:
@@ -75,23 +78,7 @@ class DraftSampling:
             else:
                 noise = torch.gather(noise_BV, 1, draft.token_ids.flatten(1)).view_as(draft.token_ids)
             logits = torch.log_softmax(logits, dim=-1) + noise
-        # A node without any candidate normalises to NaN.
-        return torch.log_softmax(logits, dim=-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
-
-
-@dataclass(frozen=True)
-class DraftDraws:
-    """How one step's drafts are drawn.
-
-    Attributes:
-        seeds: [B] int64, of this step only.
-        vocab_size: V.
-        warp: as in `DraftSampling`.
-    """
-
-    seeds: Tensor
-    vocab_size: int
-    warp: Callable[[Tensor], Tensor] | None = None
+        return normalise(logits)
 
     def draw(self, draft: DraftLogits, depth: int, num_ranks: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draws the children of one level's frontier nodes.
@@ -107,11 +94,10 @@ class DraftDraws:
             token_ids: of the same shape, int64.
             log_q: [B, W, V] float32.
         """
+        assert self.seeds is not None
         batch, _, columns = draft.logits.shape
         logits = draft.logits.float().expand(batch, width, columns)
-        if self.warp is not None:
-            logits = warp_candidates(self.warp, logits)
-        log_q = torch.log_softmax(logits, dim=-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+        log_q = normalise(logits if self.warp is None else warp_candidates(self.warp, logits))
         nodes = torch.arange(width, device=log_q.device)
         seeds = derive_seeds(self.seeds[:, None].expand(batch, width), depth, nodes)  # [B, W]
         places = torch.zeros(batch * width, 1, dtype=torch.long, device=log_q.device)
@@ -125,6 +111,11 @@ class DraftDraws:
         # Columns without a chance may repeat another column's token id.
         full = full.scatter_reduce(-1, ids, log_q, "amax")
         return log_probs, ids.gather(-1, drawn), full
+
+
+def normalise(logits: Tensor) -> Tensor:
+    """Log-probabilities over the columns; -inf at a node without any candidate, which would be NaN."""
+    return torch.log_softmax(logits, dim=-1).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
 
 
 def warp_candidates(warp: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Legend: B batch, S slots, F feature width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,10 +40,6 @@ class NewSlots:
         """The slots of these rows."""
         rows = list(rows)
         return NewSlots(None if self.features is None else self.features[rows], self.next_ids[rows], self.counts[rows])
-
-    def masked(self, active: Tensor) -> NewSlots:
-        """No slots for the rows whose `active` [B] is 0."""
-        return replace(self, counts=self.counts * active)
 
 
 def join_slots(waiting: Sequence[NewSlots], width: int) -> NewSlots:

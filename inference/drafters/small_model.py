@@ -10,8 +10,6 @@ vocabulary, Vs the small model's.
 from __future__ import annotations
 
 import copy
-import logging
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from inference.cache.scratch_cache import ScratchCache
-from inference.cache.tree_cache import VIEW_MULTIPLE
 from inference.drafters.base import Drafter, DraftLogits, first_rows
 from inference.targets.target import Target
 
 EXTEND_CHUNK = 512  # tokens of a prompt per pass
 SHOWN_CONFLICTS = 3
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,7 +35,6 @@ class SmallModelState:
         depths: [R] int64, the level of each scratch row, 0 = the root's children.
         base: [1], where the last frontier begins in `ancestors`.
         used, depth: [1], scratch rows and levels so far.
-        num_used: `used` on the host, for a check.
         num_first: first tokens of texts in the cache, which no slot holds: 0 or 1.
     """
 
@@ -50,7 +44,6 @@ class SmallModelState:
     base: Tensor
     used: Tensor
     depth: Tensor
-    num_used: int = 0
     num_first: int = 0
 
 
@@ -58,8 +51,7 @@ class SmallModelDrafter(Drafter, nn.Module):
     """Drafts with a causal LM whose token ids mean what the target's mean.
 
     A chain of n tokens takes n passes of the LM. Positions beyond the small model's own limit are drafted at the limit:
-    fewer drafts are accepted then, and a warning says so once (not from compiled steps). Layers with a sliding window
-    read the whole text. The cache is kept from text to text.
+    fewer drafts are accepted then, at full cost. Layers with a sliding window read the whole text.
 
     Args:
         model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device. An encoder-decoder
@@ -84,18 +76,9 @@ class SmallModelDrafter(Drafter, nn.Module):
         if self.has_compared:
             compare_tokenizers(tokenizer, target_tokenizer)
         self.num_target_tokens = self.small.vocab_size
-        # The last text's cache, its shape, and a reference to its state: the cache is free when the state is gone.
-        # These are lists because threads, and views of this drafter, share them.
-        self._kept: list[tuple[ScratchCache, tuple[int, int, int], weakref.ref[SmallModelState]]] = []
-        self._warned: list[str] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles come without the cache."""
-        return {**self.__dict__, "_kept": [], "_warned": []}
 
     @property
     def config(self) -> Any:
-        """The small model's."""
         return self.small.text_config
 
     @property
@@ -106,8 +89,8 @@ class SmallModelDrafter(Drafter, nn.Module):
         """The drafter itself, or one of the same small model for a vocabulary of another size.
 
         Raises:
-            ValueError: the vocabularies differ in size and the tokenizers were not compared, one model is decoder-only
-                and the other an encoder-decoder, or they are on different devices.
+            ValueError: the vocabularies differ in size and the tokenizers were not compared, or one model is
+                decoder-only and the other an encoder-decoder.
         """
         if self.small.vocab_size != target.vocab_size and not self.has_compared:
             raise ValueError(
@@ -121,47 +104,25 @@ class SmallModelDrafter(Drafter, nn.Module):
                 f"the target is {kinds[target.is_encoder_decoder]}, the small model "
                 f"{kinds[self.small.is_encoder_decoder]}: both must be of one kind"
             )
-        if self.small.device != target.device:
-            raise ValueError(
-                f"the target is on {target.device}, the small model on {self.small.device}: move the small model with "
-                f"model.to({str(target.device)!r}) before making its drafter"
-            )
         if self.num_target_tokens == target.vocab_size:
             return self
         view = copy.copy(self)
-        view.num_target_tokens, view._kept, view._warned = target.vocab_size, self._kept, self._warned
+        view.num_target_tokens = target.vocab_size
         return view
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:
-        cache = self._get_cache(batch_size, max_length + 1, num_scratch)
+        cache = self.small.new_scratch_cache(batch_size, max_tokens=max_length + 1, num_scratch=num_scratch)
         device = cache.lengths.device
         ancestors = torch.zeros(batch_size, 1 + num_scratch, num_scratch, dtype=torch.bool, device=device)
         depths = torch.zeros(num_scratch, dtype=torch.long, device=device)
         zero = torch.zeros(1, dtype=torch.long, device=device)
-        state = SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
-        self._kept[:] = [(cache, (batch_size, max_length + 1, num_scratch), weakref.ref(state))]
-        return state
-
-    def _get_cache(self, batch_size: int, max_tokens: int, num_scratch: int) -> ScratchCache:
-        """The last text's cache if it has this shape and that text has ended, else a new one."""
-        try:
-            cache, shape, state = self._kept.pop()
-        except IndexError:
-            pass
-        else:
-            if shape == (batch_size, max_tokens, num_scratch) and state() is None:
-                cache.reset()
-                return cache
-            del cache  # free the old one first
-        return self.small.new_scratch_cache(batch_size, max_tokens=max_tokens, num_scratch=num_scratch)
+        return SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
 
     def read_source(self, state: SmallModelState, token_ids: Tensor, mask: Tensor) -> None:
-        """Encodes the source texts with the small model's own encoder (`Drafter.read_source`)."""
         self.small.read_source(state.cache, self.small.encode_source(self.to_small_ids(token_ids), mask))
 
     def read_first(self, state: SmallModelState, token_ids: Tensor) -> None:
-        """Reads the texts' first tokens [B] (`Drafter.read_first`). Without this call, texts begin with their
-        second."""
+        """`Drafter.read_first`. Without this call, texts begin with their second token."""
         self.read_certain(state, token_ids[:, None], torch.ones_like(token_ids), max_tokens=1)
         state.num_first = 1
 
@@ -176,16 +137,8 @@ class SmallModelDrafter(Drafter, nn.Module):
         state.ancestors = first_rows(state.ancestors, rows)
 
     def extend(
-        self,
-        state: SmallModelState,
-        features: Tensor | None,
-        next_token_ids: Tensor,
-        counts: Tensor,
-        *,
-        max_slots: int,
+        self, state: SmallModelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        """Reads accepted tokens and scores the root's children (`Drafter.extend`)."""
-        self.check_length(max_slots)
         last: Tensor | None = None
         for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
             chunk = next_token_ids[:, start : start + EXTEND_CHUNK]
@@ -196,13 +149,8 @@ class SmallModelDrafter(Drafter, nn.Module):
         return self.to_draft(last)
 
     def expand(self, state: SmallModelState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """Reads the frontier and scores its children (`Drafter.expand`)."""
         batch, width = token_ids.shape
         num_scratch = state.depths.shape[0]
-        if not torch.compiler.is_compiling():
-            state.num_used += width
-            if state.num_used > num_scratch:
-                raise ValueError(f"the tree has more than {num_scratch=} frontier nodes: start() the drafter with more")
         own = state.used + torch.arange(width, device=token_ids.device)  # the scratch rows of this level
         itself = own[:, None] == torch.arange(num_scratch, device=own.device)
         rows = (state.base + parents)[..., None].expand(-1, -1, num_scratch)
@@ -221,13 +169,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         return self.to_draft(logits)
 
     def read_certain(
-        self,
-        state: SmallModelState,
-        token_ids: Tensor,
-        counts: Tensor,
-        *,
-        max_tokens: int,
-        num_guesses: int = 0,
+        self, state: SmallModelState, token_ids: Tensor, counts: Tensor, *, max_tokens: int, num_guesses: int = 0
     ) -> Tensor:
         """One pass over accepted tokens and guesses that follow them.
 
@@ -249,23 +191,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         cache.keep_certain(counts)
         state.base, state.used = torch.zeros_like(state.base), torch.zeros_like(state.used)
         state.depth = torch.zeros_like(state.depth)
-        state.num_used = 0
         return logits
-
-    def check_length(self, max_slots: int) -> None:
-        """Warns once about texts longer than the small model's positions."""
-        limit = self.small.max_length
-        # The loop rounds `max_slots` up to a view.
-        if torch.compiler.is_compiling() or self._warned or limit is None or max_slots < limit + VIEW_MULTIPLE:
-            return
-        self._warned.append("length")
-        logger.warning(
-            "the text is longer than the %d positions of the small model that drafts (%s): beyond them few drafts are "
-            "accepted, at full cost; use a small model with more positions, or tree='auto', which stops drafting where "
-            "drafting gains nothing",
-            limit,
-            self.small.length_limit_reason,
-        )
 
     def to_small_ids(self, token_ids: Tensor) -> Tensor:
         """Ids that the small model does not have are padding of the vocabulary; its last id replaces them."""
@@ -281,29 +207,20 @@ class SmallModelDrafter(Drafter, nn.Module):
 
 
 def compare_tokenizers(tokenizer: Any, target_tokenizer: Any) -> None:
-    """Refuses a small model's tokenizer whose ids do not mean what the target's mean.
-
-    A token that only one side has does no harm if the other has no token of its id.
+    """Refuses a small model's tokenizer in which an id is another token than in the target's.
 
     Raises:
-        ValueError: naming the first tokens that conflict.
+        ValueError: naming the first ids that conflict.
     """
-    small, target = tokenizer.get_vocab(), target_tokenizer.get_vocab()
-    small_ids, target_ids = set(small.values()), set(target.values())
-    conflicting = sorted(
-        token
-        for token in small.keys() | target.keys()
-        if small.get(token) != target.get(token)
-        and ((token in small and token in target) or small.get(token) in target_ids or target.get(token) in small_ids)
-    )
-    if not conflicting:
-        return
-    shown = [
-        f"{token!r} is {target.get(token, 'missing')} in the target's and {small.get(token, 'missing')} in the small "
-        "model's"
-        for token in conflicting[:SHOWN_CONFLICTS]
-    ]
-    raise ValueError(
-        f"the tokenizers differ in {len(conflicting)} tokens ({'; '.join(shown)}): give a small model with the "
-        "target's tokenizer"
-    )
+    vocabularies = (one.get_vocab().items() for one in (tokenizer, target_tokenizer))
+    small, target = ({index: token for token, index in vocabulary} for vocabulary in vocabularies)
+    conflicting = sorted(index for index in small.keys() & target.keys() if small[index] != target[index])
+    if conflicting:
+        shown = [
+            f"{index} is {target[index]!r} in the target's and {small[index]!r} in the small model's"
+            for index in conflicting[:SHOWN_CONFLICTS]
+        ]
+        raise ValueError(
+            f"the tokenizers differ in {len(conflicting)} ids ({'; '.join(shown)}): give a small model with the "
+            "target's tokenizer"
+        )

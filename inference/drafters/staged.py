@@ -6,7 +6,6 @@ Legend: B batch, S slots of one call, G guesses, Vs the small model's vocabulary
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +52,6 @@ class StagedDrafter(Drafter, nn.Module):
         small: the small model's drafter.
         ngrams: guesses the continuation.
         num_guesses: G.
-
-    Attributes:
-        num_passes: passes of the small model, without those over the texts' first tokens.
-        num_saved: levels that needed no pass.
     """
 
     drafts_chains_only = True
@@ -72,19 +67,9 @@ class StagedDrafter(Drafter, nn.Module):
         self.small = small
         self.ngrams = ngrams or NgramDrafter()
         self.num_guesses = num_guesses
-        self._counts: Counter[str] = Counter()  # shared with the views of `for_target`
-
-    @property
-    def num_passes(self) -> int:
-        return self._counts["passes"]
-
-    @property
-    def num_saved(self) -> int:
-        return self._counts["saved"]
 
     @property
     def config(self) -> Any:
-        """The small model's."""
         return self.small.config
 
     @property
@@ -103,8 +88,8 @@ class StagedDrafter(Drafter, nn.Module):
         small = self.small.start(batch_size, max_length, num_scratch + self.num_guesses)
         device = small.cache.lengths.device
         guesses = torch.full((batch_size, self.num_guesses), -1, device=device)
-        ngram = self.ngrams.start(batch_size, max_length, num_scratch, device)
-        return StagedState(small, ngram, guesses[:, 0] > 0, torch.empty(0, device=device), guesses, 0)
+        ngrams = self.ngrams.start(batch_size, max_length, num_scratch)
+        return StagedState(small, ngrams, guesses[:, 0] > 0, torch.empty(0, device=device), guesses, 0)
 
     def read_source(self, state: StagedState, token_ids: Tensor, mask: Tensor) -> None:
         self.small.read_source(state.small, token_ids, mask)
@@ -126,18 +111,13 @@ class StagedDrafter(Drafter, nn.Module):
     def extend(
         self, state: StagedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        """Reads accepted tokens and the guesses after them in one pass (`Drafter.extend`)."""
         draft = self.ngrams.extend(state.ngram, None, next_token_ids, counts, max_slots=max_slots)
         state.guesses = self._guess(state.ngram, draft, 1)
         state.is_active, state.first_depth = counts > 0, 0
-        self.small.check_length(max_slots)
         num_slots, num_guesses = next_token_ids.shape[1], self.num_guesses
-        self._counts["passes"] += -(-num_slots // EXTEND_CHUNK)
         if num_slots > EXTEND_CHUNK:  # a prompt in several passes gets no guesses
             state.guesses = torch.full_like(state.guesses, -1)
-            known = self.small.extend(state.small, None, next_token_ids, counts, max_slots=max_slots)
-            state.logits = known.logits.expand(-1, 1 + num_guesses, -1)
-            return known
+            return self.small.extend(state.small, None, next_token_ids, counts, max_slots=max_slots)
         token_ids = nn.functional.pad(next_token_ids, (0, num_guesses))
         places = counts[:, None] + torch.arange(num_guesses, device=counts.device)
         token_ids = token_ids.scatter(1, places, state.guesses.clamp(min=0))
@@ -148,7 +128,6 @@ class StagedDrafter(Drafter, nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def expand(self, state: StagedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """Scores the children of the one node [B, 1], without a pass if the node was guessed (`Drafter.expand`)."""
         assert token_ids.shape[1] == 1, "a chain"
         own = self.ngrams.expand(state.ngram, token_ids, parents, depth)
         place = depth - state.first_depth
@@ -156,9 +135,7 @@ class StagedDrafter(Drafter, nn.Module):
             is_guess = state.guesses[:, place - 1] == token_ids[:, 0]
             # Without active rows (costs are measured so) every level makes its pass.
             if bool((is_guess | ~state.is_active).all() & state.is_active.any()):
-                self._counts["saved"] += 1
                 return self.small.to_draft(state.logits[:, place : place + 1])
-        self._counts["passes"] += 1
         state.guesses, state.first_depth = self._guess(state.ngram, own, depth + 1), depth
         state.logits = self._read_drafted(state.small, torch.cat([token_ids, state.guesses.clamp(min=0)], 1), depth)
         return self.small.to_draft(state.logits[:, :1])
@@ -188,8 +165,6 @@ class StagedDrafter(Drafter, nn.Module):
         batch, width = token_ids.shape
         nodes = torch.arange(state.depths.shape[0], device=token_ids.device)  # node r of a chain is scratch row r
         own = nodes[depth - 1 : depth - 1 + width]
-        if len(own) < width:
-            raise ValueError(f"the chain is deeper than num_scratch allows at {depth=}: start() the drafter with more")
         state.cache.open_level(own)
         ancestors = (nodes <= own[:, None]).expand(batch, -1, -1)
         return self.small.small.score_opened(

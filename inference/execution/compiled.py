@@ -45,14 +45,15 @@ class CompiledExecutor(Executor):
     is_compiled = True
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._functions: dict[tuple[Callable[..., Any], bool], _CompiledFunction] = {}
+        self._functions: dict[tuple[Callable[..., Any], bool | None], _CompiledFunction] = {}
         weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
         num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
         self.is_freezing = num_bytes <= FREEZE_LIMIT_BYTES and all(weight.device.type == "cpu" for weight in weights)
-        self.options: dict[str, Any] = {}
+        self.options: dict[str, Any] = {"guard_filter_fn": _keep_guards} if _CAN_FILTER_GUARDS else {}
         if self.is_freezing:
-            is_for_onednn = _prefers_onednn(weight.dtype for weight in weights)
-            self.options = FROZEN_OPTIONS if is_for_onednn else FROZEN_OPTIONS | OWN_KERNELS
+            self.options |= FROZEN_OPTIONS
+            if not _prefers_onednn(weight.dtype for weight in weights):
+                self.options |= OWN_KERNELS
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -67,19 +68,19 @@ class CompiledExecutor(Executor):
             yield
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._find(function, is_open=True)(*args, **kwargs)
+        return self._find(function, dynamic=None)(*args, **kwargs)
 
     def run_fixed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._find(function, is_open=False)(*args, **kwargs)
+        return self._find(function, dynamic=False)(*args, **kwargs)
 
     def mark_open(self, values: Tensor, dim: int = 0) -> Tensor:
         torch._dynamo.maybe_mark_dynamic(values, dim)
         return values
 
-    def _find(self, function: Callable[..., Any], *, is_open: bool) -> _CompiledFunction:
-        key = (function, is_open)
+    def _find(self, function: Callable[..., Any], *, dynamic: bool | None) -> _CompiledFunction:
+        key = (function, dynamic)
         if key not in self._functions:
-            self._functions[key] = _CompiledFunction(function, self, dynamic=None if is_open else False)
+            self._functions[key] = _CompiledFunction(function, self, dynamic=dynamic)
         return self._functions[key]
 
 
@@ -88,13 +89,8 @@ class _CompiledFunction:
         self.function = _copy_function(function)
         self.dynamic = dynamic
         self.executor = executor
-        self.compiled = self._compile(executor.options)
-
-    def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
-        """In one piece: after a break of the graph, the guards that are dropped would be missed (`_keep_guards`)."""
-        if _CAN_FILTER_GUARDS:
-            options = {**options, "guard_filter_fn": _keep_guards}
-        return torch.compile(self.function, dynamic=self.dynamic, fullgraph=True, options=options)
+        # In one piece: after a break of the graph, the guards that are dropped would be missed (`_keep_guards`).
+        self.compiled = torch.compile(self.function, dynamic=dynamic, fullgraph=True, options=executor.options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs, start = count_graphs(), time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -57,8 +58,8 @@ class Drafting:
         state: the drafter's; None without one.
 
     Attributes:
-        has_taken_all: whether the last `draft` handed all certain slots to the drafter. After
-            steps without drafting they wait.
+        has_taken_all: whether the last `draft` handed all certain slots to the drafter. After steps without drafting
+            they wait.
     """
 
     def __init__(self, step: DecodeStep, choice: TreeChoice, state: Any) -> None:
@@ -79,16 +80,15 @@ class Drafting:
             newest = self._waiting[-1]
             self._waiting = self._waiting if self.step.drafter is not None else []
             return self.step.draft_nothing(cache, sampler, newest)
-        if self._active is not None:
-            self._waiting = [slots.masked(self._active) for slots in self._waiting]
         slots = join_slots(self._waiting, self.step.least_slots)
+        if self._active is not None:
+            slots = replace(slots, counts=slots.counts * self._active)
         self._waiting = []
         return self.step.draft(self.state, cache, sampler, slots, policy)
 
     def retire(self, active: Tensor) -> None:
         """Rows whose `active` [B] is 0 have finished and stay in the batch."""
         self._active = active
-        self._waiting[-1:] = [slots.masked(active) for slots in self._waiting[-1:]]
 
     def keep_rows(self, places: Sequence[int], cache: TreeCache) -> None:
         """Row i becomes the present row places[i] >= i. The other rows have left the batch, and its cache."""

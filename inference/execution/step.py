@@ -20,7 +20,7 @@ from inference.acceptance.walk import Acceptance
 from inference.cache.source import Source
 from inference.cache.tree_cache import VIEW_MULTIPLE, TreeCache
 from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.sampling import DraftDraws, DraftSampling
+from inference.drafters.sampling import DraftSampling
 from inference.drafters.slots import NewSlots
 from inference.execution.executor import Executor
 from inference.noise import derive_seeds
@@ -141,6 +141,7 @@ class DecodeStep:
         Returns:
             the tree, and the step's noise [B, P, V] (None when greedy).
         """
+        assert self.drafter is not None
         assert self.policy is not None
         in_view = self.executor.mark_open(cache.view_slots(cache.length_bound))
         # Compiled, trees of all sizes share their graphs.
@@ -152,8 +153,15 @@ class DecodeStep:
         root_ids, draft, noise = run(
             _extend, self.drafter, state, sampler, slots, cache.lengths, in_view, depth + 1, vocab_size
         )
-        sampling = self._sampling(sampler, noise, cache.lengths)
-        assert self.drafter is not None
+        seeds = None
+        if self.rule.draws_drafts and sampler.row_seeds is not None:
+            seeds = derive_seeds(sampler.row_seeds, DRAFT_STREAM, cache.lengths)
+        sampling = DraftSampling(
+            warp=sampler.warp_draft if sampler.do_sample else None,
+            noise=noise if self.is_coupled else None,
+            seeds=seeds,
+            vocab_size=vocab_size,
+        )
         tree = policy.grow(self.drafter, state, root_ids, draft, sampling, run=self.executor.run)
         tree.max_depth = depth
         return tree, noise
@@ -164,13 +172,6 @@ class DecodeStep:
         tree, noise = run(_plant_root, sampler, slots.next_ids, slots.counts, cache.lengths, self.target.vocab_size)
         return tree, noise
 
-    def _sampling(self, sampler: Sampler, noise: Tensor | None, lengths: Tensor) -> DraftSampling:
-        warp = sampler.warp_draft if sampler.do_sample else None
-        draws = None
-        if self.rule.draws_drafts and sampler.row_seeds is not None:
-            draws = DraftDraws(derive_seeds(sampler.row_seeds, DRAFT_STREAM, lengths), self.target.vocab_size, warp)
-        return DraftSampling(warp=warp, noise=noise if self.is_coupled else None, draws=draws)
-
     def verify(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
         """Logits [B, N, V] and features [B, N, F] of the tree's nodes, from one forward pass of the target."""
         cache.open_slots(tree.num_nodes)
@@ -180,7 +181,9 @@ class DecodeStep:
             # One graph for trees of all sizes: each would have its own packed copy of the target's weights.
             for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
                 self.executor.mark_open(nodes, dim=1)
-        output: TargetOutput = self.executor.run_fixed(_verify, self.target, cache, tree, self.feature_layers)
+        output: TargetOutput = self.executor.run_fixed(
+            self.target.verify, cache, tree, feature_layers=self.feature_layers
+        )
         return output
 
     def accept(self, sampler: Sampler, tree: TokenTree, *args: Any, **kwargs: Any) -> Acceptance:
@@ -228,10 +231,6 @@ def _plant_root(
     sampler: Sampler, next_ids: Tensor, counts: Tensor, lengths: Tensor, vocab_size: int
 ) -> tuple[TokenTree, Tensor | None]:
     return TokenTree.from_root(NewSlots(None, next_ids, counts).last_ids), sampler.draw_noise(lengths, 1, vocab_size)
-
-
-def _verify(target: Target, cache: TreeCache, tree: TokenTree, feature_layers: tuple[int, ...]) -> TargetOutput:
-    return target.verify_opened(cache, tree, feature_layers=feature_layers)
 
 
 def _commit(cache: TreeCache, path: Tensor, counts: Tensor, features: Tensor | None, is_chain: bool) -> Tensor | None:

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Sequence, Set
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
@@ -81,7 +82,8 @@ def make_request(
         input_ids, attention_mask = pad_left(given_ids, attention_mask.to(target.device))
         input_ids = input_ids.where((attention_mask != 0) | are_tokens(input_ids, target.num_embeddings), 0)
     kwargs = dict(generate_kwargs)
-    criteria, is_healed = _take_text_options(target, tokenizer, stop_strings, kwargs)
+    criteria = _take_stop_strings(model, tokenizer, stop_strings, kwargs)
+    criteria += kwargs.pop("stopping_criteria", None) or []
 
     def custom_generate(
         model: Any,
@@ -96,13 +98,15 @@ def make_request(
             raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
         mask, source = model_kwargs.get("attention_mask"), None
         if target.is_encoder_decoder:
-            source = Source.of_call(given_ids, mask, model_kwargs["encoder_outputs"].last_hidden_state)
+            states = model_kwargs["encoder_outputs"].last_hidden_state.to(target.device)
+            # The `num_return_sequences` rows of a source stand together.
+            source_ids = given_ids.repeat_interleave(len(states) // len(given_ids), dim=0)
+            is_real = torch.ones_like(source_ids) if mask is None else mask.to(target.device)
+            source = Source(source_ids, is_real.bool(), states)
             mask = model_kwargs.get("decoder_attention_mask")
-        if is_healed:
-            input_ids = _heal_tokens(model, input_ids, mask, tokenizer)
         request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
         request.source = source
-        if not is_healed and not target.is_encoder_decoder:  # padding where the caller had it
+        if not target.is_encoder_decoder:  # padding where the caller had it
             request.given_ids = given_ids.repeat_interleave(len(input_ids) // len(given_ids), dim=0)
         return request
 
@@ -116,27 +120,61 @@ def make_request(
     return cast(Request, request)
 
 
-def _take_text_options(
-    target: Target, tokenizer: Any, stop_strings: str | list[str] | None, kwargs: dict[str, Any]
-) -> tuple[list[Any], bool]:
-    """Takes out the options that need the tokenizer, which a custom_generate does not get.
+# What transformers prepares for a decoding method, and this loop prepares anew.
+_PREPARED = {"position_ids", "past_key_values", "logits_to_keep", "cache_position"}
 
-    Returns:
-        the stopping criteria, with one for stop strings, and whether prompts are healed.
+
+def request_of_hook(
+    target: Target,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: Sequence[Any],
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    streamer: Any = None,
+) -> Request:
+    """The request of transformers' `generate`, from what it hands to its `custom_generate`.
+
+    Raises:
+        ValueError: for options that this loop cannot honour.
     """
-    model = cast(Any, target.model)
-    criteria = list(kwargs.pop("stopping_criteria", None) or [])
-    stop_strings = _take_option("stop_strings", stop_strings, kwargs, model)
-    if stop_strings is not None:
-        if tokenizer is None:
-            raise ValueError(f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=...")
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    is_healed = bool(_take_option("token_healing", kwargs.pop("token_healing", None), kwargs, model))
-    if is_healed and target.is_encoder_decoder:
-        raise ValueError(f"token_healing is for prompts, and {type(model).__name__} reads a source: leave it out")
-    if is_healed and tokenizer is None:
-        raise ValueError("token_healing needs the tokenizer: pass tokenizer=...")
-    return criteria, is_healed
+    target.check_again()
+    name = type(target.model).__name__
+    if target.is_encoder_decoder:
+        raise ValueError(f"custom_generate does not give the sources that {name} reads: call inference.generate")
+    _refuse_options(config, model_kwargs.keys() - _PREPARED)
+    mask = model_kwargs.get("attention_mask")
+    check_prompt(input_ids, mask)
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise ValueError("past_key_values holds tokens already, and this decode loop has its own cache: leave it out")
+    real = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not torch.equal((positions * real), (real.cumsum(1) - 1) * real):
+        raise ValueError("position_ids is not supported by this decode loop: leave it out")
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
+    return Request(input_ids, mask, processors, criteria, config, target, streamer)
+
+
+def _take_stop_strings(model: Any, tokenizer: Any, stop_strings: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """A stopping criterion for the stop strings of the call, or else of its config, or else of the model's config.
+
+    The hook drops the tokenizer, so transformers must not see the stop strings.
+    """
+    given = kwargs.get("generation_config")
+    for config in (given, model.generation_config):
+        stop_strings = getattr(config, "stop_strings", None) if stop_strings is None else stop_strings
+    if stop_strings is None:
+        return []
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=...")
+    if getattr(given, "stop_strings", None) is not None:
+        kwargs["generation_config"] = copy.deepcopy(given)
+        kwargs["generation_config"].stop_strings = None
+    if model.generation_config.stop_strings is not None:
+        kwargs["stop_strings"] = None  # an argument outranks both configs
+    return [StopStringCriteria(tokenizer, stop_strings)]
 
 
 def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
@@ -148,6 +186,12 @@ def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{name} is not supported by this decode loop: {cure}")
     if generate_kwargs.get("cache_implementation") == "paged":
         raise ValueError("cache_implementation='paged' is not supported by this decode loop: leave it out")
+    configs = generate_kwargs.get("generation_config"), model.generation_config
+    if generate_kwargs.get("token_healing", any(getattr(config, "token_healing", False) for config in configs)):
+        raise ValueError(
+            "token_healing is not supported by this decode loop: leave it out, and give "
+            "model.heal_tokens(input_ids, tokenizer) as the prompt"
+        )
 
 
 def _refuse_options(config: GenerationConfig, forward_names: Set[str]) -> None:
@@ -157,32 +201,3 @@ def _refuse_options(config: GenerationConfig, forward_names: Set[str]) -> None:
             raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
     if dropped := sorted(forward_names - _READ):
         raise ValueError(f"{', '.join(dropped)}: this decode loop gives the model only token ids; leave it out")
-
-
-def _take_option(name: str, value: Any, kwargs: dict[str, Any], model: Any) -> Any:
-    """The value of a generation option: the argument, or else the call's config, or else the model's config.
-
-    Switches the option off in `kwargs`: in a copy of the call's config, and as an argument where transformers would
-    otherwise fill in the model's value.
-    """
-    given = kwargs.get("generation_config")
-    for config in (given, model.generation_config):
-        value = getattr(config, name, None) if value is None else value
-    if getattr(given, name, None) not in (None, False):
-        kwargs["generation_config"] = copy.deepcopy(given)
-        setattr(kwargs["generation_config"], name, None)
-    if getattr(model.generation_config, name, None) not in (None, False):
-        kwargs[name] = None  # an argument outranks both
-    return value
-
-
-def _heal_tokens(model: Any, input_ids: Tensor, mask: Tensor | None, tokenizer: Any) -> Tensor:
-    if tokenizer.padding_side != "left" and mask is not None and not mask.all():
-        raise ValueError("token_healing reads each row's last token: set tokenizer.padding_side = 'left'")
-    healed = cast(Tensor, model.heal_tokens(input_ids, tokenizer))
-    if healed.shape != input_ids.shape:
-        raise ValueError(
-            f"token_healing tokenizes prompts again, and changed their shape from {tuple(input_ids.shape)} to "
-            f"{tuple(healed.shape)}: pass the tokenizer's own ids of texts without spaces around them"
-        )
-    return healed

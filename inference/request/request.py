@@ -1,6 +1,6 @@
 """The rows of one call: their prompts, the tokens emitted so far, and when each row ends.
 
-Legend: B batch, L padded prompt length as given, T longest prompt without padding.
+Legend: B batch, L padded prompt length as given.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ class Request:
     """The rows of one call and the tokens emitted so far. Its state is on the host.
 
     Attributes:
-        prompt_ids: [B, T] int64, right-padded.
-        prompt_counts: [B] int64, number of real tokens.
-        last_prompt_ids: [B], the last real token of each prompt.
         prompts: the real tokens of each row.
         processors: transformers' logits processors, in order.
         max_length: the most tokens of any row, prompt without padding included.
@@ -58,14 +55,9 @@ class Request:
             raise ValueError(
                 f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token"
             )
-        self.prompt_counts = torch.tensor(counts, device=target.device)
-        order = mask.argsort(dim=1, descending=True, stable=True)
-        self.prompt_ids = (self.input_ids * mask).gather(1, order)[:, : max(counts)]
         self._left_padded = pad_left(self.input_ids, mask)[0]
-        self.last_prompt_ids = self.prompt_ids.gather(1, (self.prompt_counts - 1)[:, None])[:, 0]
-        self.prompts: list[list[int]] = [
-            row[:count] for row, count in zip(self.prompt_ids.tolist(), counts, strict=True)
-        ]
+        rows: list[list[int]] = self._left_padded.tolist()
+        self.prompts = [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
         check_token_ids(self.prompts, target.num_embeddings)
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
@@ -90,7 +82,6 @@ class Request:
         self._new: list[list[int]] = [[] for _ in counts]
         self.unfinished = set(range(len(counts)))
         self.budgets = [limit - self.input_ids.shape[1]] * len(counts)
-        self._is_cut = [False] * len(counts)
         if target.max_length is not None:
             self._cut_budgets(target.max_length, target.length_limit_reason)
         # A prompt beyond the limit still gets one token, as in transformers.
@@ -109,7 +100,6 @@ class Request:
                 max_length,
                 reason,
             )
-        self._is_cut = [after < before for after, before in zip(cut, self.budgets, strict=True)]
         self.budgets = cut
 
     @property
@@ -123,14 +113,6 @@ class Request:
     @property
     def num_new_tokens(self) -> int:
         return sum(map(len, self._new))
-
-    @property
-    def stopped_at_position_limit(self) -> list[bool]:
-        """Whether each row stopped because the target has no more positions, without an EOS and before its limit."""
-        return [
-            is_cut and budget <= 0 and new[-1] not in self.eos_token_ids
-            for is_cut, budget, new in zip(self._is_cut, self.budgets, self._new, strict=True)
-        ]
 
     def num_committed(self, row: int) -> int:
         """The number of a row's tokens in the cache: all but the newest, which is the next tree's root."""
@@ -173,8 +155,6 @@ class Request:
                 if token in self.eos_token_ids or self.budgets[row] <= 0 or self._meets_criteria(row):
                     self.unfinished.remove(row)
                     break
-        if self.is_finished and self.streamer is not None:
-            self.streamer.end()
         return kept
 
     def _meets_criteria(self, row: int) -> bool:

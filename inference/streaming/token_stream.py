@@ -16,8 +16,8 @@ class TokenStream:
     """Yields the tokens of each step, a list of one or more.
 
     Read it with `for` or, in a coroutine, with `async for`, which runs each step in a thread. Nothing is computed ahead
-    of the reader. To stop early, call `close()`, leave the `with` or `async with` block, or drop the stream. If a
-    coroutine is cancelled while it waits for a step, the stream closes after this step.
+    of the reader. To stop early, call `close()`, leave the `with` block, or drop the stream. If a coroutine is
+    cancelled while it waits for a step, the stream closes after this step.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class TokenStream:
     ) -> None:
         """
         Args:
-            steps: a generator of the steps' tokens.
+            steps: a generator.
             gather: returns the output so far.
             release: called at the end, possibly several times.
         """
@@ -50,12 +50,10 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> list[int]:
-        step = asyncio.get_running_loop().run_in_executor(None, self._steps.advance)
         try:
-            tokens = await asyncio.shield(step)
+            tokens = await asyncio.to_thread(self._steps.advance)
         except asyncio.CancelledError:
-            step.add_done_callback(_retrieve)
-            self._steps.close_soon()  # a step that has begun cannot be interrupted
+            self.close()
             raise
         if tokens is None:
             raise StopAsyncIteration
@@ -64,7 +62,7 @@ class TokenStream:
     def close(self) -> None:
         """Ends the text and frees the decoder, which can continue it later (`reuse_cache`).
 
-        A call from within a step (a logits processor, a signal handler) takes effect after the step.
+        A step that is running, in any thread, ends first; `close` does not wait for it.
         """
         self._steps.close()
 
@@ -76,20 +74,8 @@ class TokenStream:
     ) -> None:
         self.close()
 
-    async def aclose(self) -> None:
-        """`close` for `contextlib.aclosing`; waits for the running step."""
-        await asyncio.to_thread(self.close)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
     def __del__(self) -> None:
-        self._steps.close_soon()
+        self.close()
 
 
 class _Steps:
@@ -102,47 +88,26 @@ class _Steps:
         self._steps: Iterator[list[int]] | None = steps
         self._release = release
         self._one_at_a_time = threading.Lock()
-        self._running_thread: int | None = None
         self._is_to_close = False
 
     def advance(self) -> list[int] | None:
         """Returns the next step's tokens; None at the end."""
         try:
             with self._one_at_a_time:
-                self._running_thread = threading.get_ident()
-                try:
-                    return None if self._steps is None else next(self._steps, None)
-                finally:
-                    self._running_thread = None
+                return None if self._steps is None else next(self._steps, None)
         finally:
             if self._is_to_close:
                 self.close()
 
     def close(self) -> None:
-        """Ends the text; waits for another thread's step."""
-        if self._running_thread == threading.get_ident():
-            self._is_to_close = True
-            return
-        with self._one_at_a_time:
-            self._end()
-        self._release()
-
-    def close_soon(self) -> None:
-        """`close` that does not wait: a running step closes when it ends."""
+        """Ends the text; a running step does so when it ends."""
         self._is_to_close = True  # set before the lock is tried: a step reads it after it has released the lock
-        if self._one_at_a_time.acquire(blocking=False):
-            try:
-                self._end()
-            finally:
-                self._one_at_a_time.release()
-            self._release()
-
-    def _end(self) -> None:
-        steps, self._steps = self._steps, None
-        if steps is not None:
-            steps.close()  # type: ignore[attr-defined]
-
-
-def _retrieve(step: asyncio.Future[list[int] | None]) -> None:
-    if not step.cancelled():
-        step.exception()  # read, or asyncio would log it as never retrieved
+        if not self._one_at_a_time.acquire(blocking=False):
+            return
+        try:
+            steps, self._steps = self._steps, None
+            if steps is not None:
+                steps.close()  # type: ignore[attr-defined]
+        finally:
+            self._one_at_a_time.release()
+        self._release()

@@ -35,13 +35,12 @@ class PassOutput:
 
 
 class Backbone:
-    """Runs a model; its outputs are on `device`.
+    """Runs a model.
 
     Args:
-        model: the model as the user gave it.
-        causal_lm: the transformers model inside it.
+        causal_lm: the transformers model inside `model`.
         num_layers: n.
-        device: the token embedding's.
+        device: of the outputs.
     """
 
     def __init__(self, model: nn.Module, causal_lm: Any, *, num_layers: int, device: torch.device) -> None:
@@ -96,15 +95,9 @@ class Backbone:
         """The output of `module` (the model or a part of it), with hidden_states[layers].
 
         Raises:
-            ValueError: the model is in training mode, or has no such layers.
+            ValueError: the model is in training mode.
         """
         refuse_training(self.model)
-        unknown = [layer for layer in layers if not 0 <= layer <= self.num_layers]
-        if unknown:
-            raise ValueError(
-                f"hidden states {unknown} do not exist: a target of {self.num_layers} layers has 0 (embeddings) to "
-                f"{self.num_layers} (last, after the final norm)"
-            )
         with self.attention():
             return module(
                 input_ids=token_ids,

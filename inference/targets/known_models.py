@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,31 +14,23 @@ from inference.targets.model_config import find_attention, find_causal_lm, find_
 from inference.targets.probe import Findings
 
 
+@dataclass(frozen=True)
 class KnownModel:
     """What is known of a model. Nothing in it keeps the model alive.
 
     Attributes:
-        lock: held while this model is examined, so that it is examined once. Other models need not wait.
-        description: of the model when it was examined; None before.
+        description: of the model when it was examined.
         findings: of the examination.
         find_target: returns the model's `Target`, or None when nobody holds one.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.description: Any = None
-        self.findings: Findings | None = None
-        self.find_target: Callable[[], Any] = lambda: None
+    description: Any
+    findings: Findings
+    find_target: Callable[[], Any]
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, KnownModel] = weakref.WeakKeyDictionary()
-_known_lock = threading.Lock()  # of the dictionary
-
-
-def find_known(model: nn.Module) -> KnownModel:
-    """What is known of the model. One object per model, so that its lock is one, too."""
-    with _known_lock:
-        return _known.setdefault(model, KnownModel())
+known_models: weakref.WeakKeyDictionary[nn.Module, KnownModel] = weakref.WeakKeyDictionary()
+known_lock = threading.RLock()  # held while a model is examined, so that it is examined once
 
 
 def describe_model(model: nn.Module) -> tuple[Any, ...]:

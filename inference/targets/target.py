@@ -3,8 +3,8 @@
 Only this room depends on how transformers models work inside.
 
 Legend: B batch, L prompt length, T tokens of one pass, N tree nodes, D hidden, F = len(feature_layers) * D, V target
-vocabulary, S cache slots in view, W of them that a layer sees (S without a window). Hidden states are numbered as
-transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[n] the last state AFTER the final norm.
+vocabulary, S cache slots in view, W of them that a layer sees (S without a window). `Backbone` says how hidden states
+are numbered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.known_models import describe_model, find_known
+from inference.targets.known_models import KnownModel, describe_model, known_lock, known_models
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
     check_adapters,
@@ -105,8 +105,7 @@ class Target:
         self.hidden_size: int = self.text_config.hidden_size
         self.num_layers: int = self.text_config.num_hidden_layers
         limit = find_length_limit(self.text_config)
-        self.max_length: int | None = limit.max_length
-        self.length_limit_reason: str = limit.reason
+        self.max_length, self.length_limit_reason = limit.max_length, limit.reason
         self.masks = TreeMasks(find_layer_windows(self.text_config), self.dtype)
         self._placed = PlacedDecoder(self._causal_lm) if self._causal_lm.config.is_encoder_decoder else None
         self.findings = findings or self._examine()
@@ -129,15 +128,14 @@ class Target:
         if isinstance(model, Target):
             return model
         description = describe_model(model)
-        known = find_known(model)
-        with known.lock:
-            if known.description != description:
+        with known_lock:
+            known = known_models.get(model)
+            if known is None or known.description != description:
                 target = cls(model)
             else:
                 target = known.find_target() or cls(model, findings=known.findings)
                 target.check_again()
-            known.description, known.findings = description, target.findings
-            known.find_target = weakref.ref(target)
+            known_models[model] = KnownModel(description, target.findings, weakref.ref(target))
         return target
 
     def _examine(self) -> Findings:
@@ -151,7 +149,7 @@ class Target:
 
     @property
     def placement(self) -> tuple[tuple[str, int], ...]:
-        """Where the weights are: (device, number of consecutive tensors), in the order of the model's modules."""
+        """Where the weights are (see `find_placement`)."""
         return find_placement(self._causal_lm)
 
     def check_again(self) -> None:
@@ -206,14 +204,9 @@ class Target:
             logits [B, 1, V] of each row's last real token, and features [B, L, F] of all tokens (of padding: any).
 
         Raises:
-            ValueError: the prompt exceeds the cache or the target's `max_length`.
+            ValueError: the prompt exceeds the cache.
         """
         length = token_ids.shape[1]
-        if self.max_length is not None and cache.length_bound + length > self.max_length:
-            raise ValueError(
-                f"{length} tokens after {cache.length_bound} exceed the target's {self.max_length} positions "
-                f"({self.length_limit_reason}): shorten the prompt"
-            )
         features, last = [], None
         for start in range(0, length, chunk_size):
             chunk = token_ids[:, start : start + chunk_size]
@@ -230,27 +223,21 @@ class Target:
             if output.features is not None:
                 features.append(output.features)
             cache.advance(real, size)
-        if last is None:
-            raise ValueError("an empty prompt has no next token: give at least one token")
+        assert last is not None, "an empty prompt has no next token"
         logits = last if output.logits is not None else self.compute_logits(last)
         joined = torch.cat(features, dim=1) if len(features) > 1 else features[0] if features else None
         return TargetOutput(logits[:, None], joined)
 
     @torch.no_grad()
     def verify(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
-        """Scores every node of a tree in one forward pass; commits nothing.
+        """Scores every node of a tree in one forward pass, after `cache.open_slots(N)`; commits nothing.
 
-        Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors.
+        Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. The only
+        host number that is read is the size of the cache's view.
 
         Returns:
             logits [B, N, V] of the token that follows each node, and features [B, N, F].
         """
-        cache.open_slots(tree.token_ids.shape[1])
-        return self.verify_opened(cache, tree, feature_layers=feature_layers)
-
-    @torch.no_grad()
-    def verify_opened(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
-        """`verify` after `cache.open_slots(N)`. The only host number it reads is the size of the cache's view."""
         depths = tree.depths.clamp(min=0).where(tree.parents >= 0, torch.zeros_like(tree.depths))
         output = self._forward_cached(cache, tree.token_ids, depths, tree.ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last)
@@ -358,10 +345,7 @@ class Target:
             if feature_layers:
                 self.refuse_features()
             refuse_training(self.model)
-            if cache.source is None:
-                raise ValueError(
-                    "an encoder-decoder target has no source to read: call target.read_source(cache, source)"
-                )
+            assert cache.source is not None, "an encoder-decoder target reads a source: call read_source first"
             slots_seen, places = cache.slots_seen(None)
             keys = slots_seen.expand(len(positions), -1).scatter(1, places, tree_positions.expand_as(places))
             logits = self._placed.run(cache.source, cache, token_ids, positions, keys, masks)

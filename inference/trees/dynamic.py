@@ -1,7 +1,6 @@
 """DynamicTree: EAGLE-2's trees, whose shape follows the drafter's scores, and the beam they are grown with.
 
-Legend: B batch, W frontier nodes of one level, M nodes drafted for it, C candidate columns, k children per node,
-P nodes of the pool that a tree is chosen from.
+Legend: B batch, W nodes of a level's beam, M nodes of the level.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ROOT_FACTOR = 2
 
 class DynamicTree(TreePolicy):
     """EAGLE-2 (arXiv 2406.16858, section 4): per level the `top_k` most likely nodes are expanded into `top_k` children
-    each; the whole pool is then re-ranked and the best nodes are verified.
+    each; all drafted nodes are then re-ranked and the best are verified.
 
     Args:
         depth: levels of the tree.
@@ -48,14 +47,12 @@ class DynamicTree(TreePolicy):
         self.max_depth = depth
         self.top_k = top_k
         self.root_factor = root_factor
-        self.root_top_k = root_factor * top_k
-        self.pool_size = self.root_top_k + (depth - 1) * top_k**2  # nodes drafted
-        self.num_nodes = min(num_nodes, 1 + self.pool_size)
+        self.num_nodes = min(num_nodes, 1 + root_factor * top_k + (depth - 1) * top_k**2)  # no more than are drafted
         self.num_scratch = (depth - 1) * top_k
 
     @property
     def is_chain(self) -> bool:
-        return self.root_top_k == 1
+        return self.root_factor * self.top_k == 1
 
     def contains(self, other: TreePolicy) -> bool:
         if not isinstance(other, DynamicTree) or other.root_factor != self.root_factor:
@@ -78,121 +75,113 @@ class DynamicTree(TreePolicy):
         *,
         run: Run = run_eagerly,
     ) -> TokenTree:
-        levels = [run(_root_children, draft, sampling.at_depth(0), self.top_k, self.root_factor)]
+        root = Level.of_root(root_ids)
+        levels = [root, run(_add_root_children, root, draft, sampling.at_depth(0), self.top_k, self.root_factor)]
         for depth in range(1, self.max_depth):
             # One graph serves all levels: weights are packed per graph, and a copy for each level would drive the
             # others out of the processor's caches.
             levels.append(run(expand_level, drafter, state, levels[-1], depth, self.top_k, sampling.at_depth(depth)))
-        tree: TokenTree = run(choose_best, root_ids, Pool.of_levels(levels), self.num_nodes)
+        tree: TokenTree = run(keep_best, join_levels(levels), self.num_nodes)
         tree.max_depth = self.max_depth
         return tree
 
 
-def _root_children(draft: DraftLogits, sampling: DraftSampling, top_k: int, root_factor: int) -> Children:
-    top, ids = sampling.take_best(draft, root_factor * top_k)
-    return Children.of_root(top[:, 0], ids[:, 0], top_k, root_factor)
-
-
 @dataclass(frozen=True)
-class Children:
-    """All drafted nodes of one level, M of them, and the W best, whose children are drafted next.
+class Level:
+    """All drafted nodes of one depth, M of them.
 
-    token_ids, scores: [B, M]; parents: [B, M] indices into all nodes of the level above (-1 for children of the root);
-    widths: [B, M] as in `TokenTree`. best: [B, W] indices into these; best_ids, best_scores: [B, W]; best_parents:
-    [B, W] their parents as indices into the best of the level above (0 for children of the root).
+    Attributes:
+        token_ids: [B, M] int64.
+        scores: [B, M] float32, log-scores of their paths.
+        parents: [B, M] int64, indices into the level above; -1 for the root.
+        widths: [B, M] int64, as in `TokenTree`.
+        num_siblings: children that each node of the beam above got; a node's place // num_siblings is its parent's
+            place in that beam.
     """
 
     token_ids: Tensor
     scores: Tensor
     parents: Tensor
     widths: Tensor
-    best: Tensor
-    best_ids: Tensor
-    best_scores: Tensor
-    best_parents: Tensor
+    num_siblings: int
 
     @classmethod
-    def of_root(cls, scores: Tensor, token_ids: Tensor, width: int, root_factor: int = ROOT_FACTOR) -> Children:
-        """scores, token_ids: [B, M], best first."""
-        # Of the strides that later levels have, too: a graph serves tensors of one layout.
-        best_ids, best_scores = (x[:, :width].clone(memory_format=torch.contiguous_format) for x in (token_ids, scores))
-        ranks = torch.arange(token_ids.shape[1], device=token_ids.device).repeat(token_ids.shape[0], 1)
-        best = torch.arange(best_ids.shape[1], device=token_ids.device).repeat(token_ids.shape[0], 1)
-        widths, parents = ranks // root_factor + 1, torch.full_like(ranks, -1)
-        return cls(token_ids, scores, parents, widths, best, best_ids, best_scores, torch.zeros_like(best))
+    def of_root(cls, root_ids: Tensor) -> Level:
+        """The level of the roots [B]."""
+        zeros = torch.zeros_like(root_ids)[:, None]
+        return cls(root_ids[:, None], zeros.float(), zeros - 1, zeros, 1)
 
 
-@dataclass(frozen=True)
-class Pool:
-    """All drafted nodes of all levels, [B, P] each: parents are indices into the pool (-1: the root), depths those in
-    the tree; the rest as in `Children`. A parent stands before its children."""
-
-    token_ids: Tensor
-    scores: Tensor
-    parents: Tensor
-    depths: Tensor
-    widths: Tensor
-
-    @classmethod
-    def of_levels(cls, levels: Sequence[Children]) -> Pool:
-        parents, offset = [levels[0].parents], 0
-        for above, level in itertools.pairwise(levels):
-            parents.append(level.parents + offset)
-            offset += above.token_ids.shape[1]
-        token_ids, scores, widths = (
-            torch.cat([getattr(level, name) for level in levels], 1) for name in ("token_ids", "scores", "widths")
-        )
-        depths = torch.cat([torch.full_like(level.parents, depth) for depth, level in enumerate(levels, start=1)], 1)
-        return cls(token_ids, scores, torch.cat(parents, 1), depths, widths)
+def _add_root_children(root: Level, draft: DraftLogits, sampling: DraftSampling, top_k: int, root_factor: int) -> Level:
+    top, ids = sampling.take_best(draft, root_factor * top_k)
+    ranks = torch.arange(top.shape[-1], device=top.device)
+    return add_children(root, root.widths, root.scores, top, ids, ranks // root_factor + 1)
 
 
-def choose_best(root_ids: Tensor, pool: Pool, num_nodes: int) -> TokenTree:
-    """The tree of the pool's best nodes, with the roots `root_ids` [B].
-
-    A stable sort breaks ties by index, so that a parent always outranks its child, even one of probability 1.
+def expand_level(drafter: Drafter, state: Any, level: Level, depth: int, top_k: int, sampling: DraftSampling) -> Level:
+    """The children of a level's `top_k` best nodes, which are its beam.
 
     Args:
-        num_nodes: nodes to keep, root included.
+        depth: of the level.
+        sampling: of this depth (`DraftSampling.at_depth`).
     """
-    batch, pool_size = pool.token_ids.shape
-    device = root_ids.device
-    keep = min(num_nodes - 1, pool_size)
-    kept = pool.scores.sort(dim=-1, descending=True, stable=True).indices[:, :keep].sort(dim=-1).values
-    # Tree index of each pool node; the last entry stands for the root, which pool parents call -1.
-    place = torch.zeros(batch, pool_size + 1, dtype=torch.long, device=device)
-    place.scatter_(1, kept, torch.arange(1, keep + 1, device=device).expand(batch, -1))
-    kept_parents = place.gather(1, pool.parents.gather(1, kept) % (pool_size + 1))
-    root = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    return mask_absent(
-        TokenTree(
-            token_ids=torch.cat([root_ids[:, None], pool.token_ids.gather(1, kept)], dim=1),
-            parents=torch.cat([root - 1, kept_parents], dim=1),
-            depths=torch.cat([root, pool.depths.gather(1, kept)], dim=1),
-            log_probs=torch.cat([root.float(), pool.scores.gather(1, kept)], dim=1),
-            widths=torch.cat([root + 1, pool.widths.gather(1, kept)], dim=1),
-        )
+    best_scores, best = level.scores.topk(min(top_k, level.scores.shape[1]), dim=-1)
+    draft = drafter.expand(state, level.token_ids.gather(1, best), best // level.num_siblings, depth)
+    top, ids = sampling.take_best(draft, top_k)
+    return add_children(level, best, best_scores, top, ids, torch.arange(1, top.shape[-1] + 1, device=top.device))
+
+
+def add_children(
+    level: Level, beam: Tensor, beam_scores: Tensor, top: Tensor, ids: Tensor, child_widths: Tensor
+) -> Level:
+    """The next level.
+
+    Args:
+        beam: [B, W] int64, nodes of the level, best first; beam_scores: [B, W] float32.
+        top, ids: scores and token ids of their k children, [B, W or 1, k], as from `DraftSampling.take_best`.
+        child_widths: [k] int64, the narrowest beam that drafts a node's child of this rank.
+    """
+    width, num_siblings = beam.shape[1], top.shape[-1]
+    places = torch.arange(1, width + 1, device=beam.device)
+    needed = torch.maximum(level.widths.gather(1, beam), places)  # for a node to be in the beam
+    return Level(
+        token_ids=ids.expand(-1, width, -1).flatten(1),
+        scores=(beam_scores[:, :, None] + top).flatten(1),
+        parents=beam[:, :, None].expand(-1, -1, num_siblings).flatten(1),
+        widths=torch.maximum(needed[:, :, None], child_widths).flatten(1),
+        num_siblings=num_siblings,
     )
 
 
-def expand_level(
-    drafter: Drafter, state: Any, level: Children, depth: int, top_k: int, sampling: DraftSampling
-) -> Children:
-    """The children of a level's best nodes.
+def join_levels(levels: Sequence[Level]) -> TokenTree:
+    """The tree of all drafted nodes, root included."""
+    sizes = [level.token_ids.shape[1] for level in levels]
+    starts = [0, 0, *itertools.accumulate(sizes[:-2])]  # of the level above each level
+    token_ids, scores, widths = (
+        torch.cat([getattr(level, name) for level in levels], 1) for name in ("token_ids", "scores", "widths")
+    )
+    parents = torch.cat([level.parents + start for level, start in zip(levels, starts, strict=True)], 1)
+    depths = torch.cat([torch.full_like(level.parents, depth) for depth, level in enumerate(levels)], 1)
+    return TokenTree(token_ids, parents, depths, scores, widths=widths)
 
-    Its shapes are the same at every depth, and only the drafter is told which one it is.
 
-    Args:
-        depth: of the best nodes.
-        sampling: of this depth (`DraftSampling.at_depth`).
+def keep_best(tree: TokenTree, num_nodes: int) -> TokenTree:
+    """The tree of the best nodes, `num_nodes` of them with the root.
+
+    A stable sort breaks ties by index, so that a parent always outranks its child, even one of probability 1.
     """
-    draft = drafter.expand(state, level.best_ids, level.best_parents, depth)
-    top, ids = sampling.take_best(draft, top_k)
-    scores = (level.best_scores[:, :, None] + top).flatten(1)  # [B, W * k]
-    batch, width = level.best_ids.shape
-    ids = ids.expand(-1, width, -1).flatten(1)
-    parents = level.best[:, :, None].expand(-1, -1, top.shape[-1]).flatten(1)
-    places, ranks = torch.arange(1, width + 1, device=ids.device), torch.arange(1, top.shape[-1] + 1, device=ids.device)
-    needed = torch.maximum(level.widths.gather(1, level.best), places)  # for a node to be in the beam
-    widths = torch.maximum(needed[:, :, None], ranks).expand(batch, width, -1).flatten(1)
-    best_scores, best = scores.topk(min(top_k, scores.shape[1]), dim=-1)
-    return Children(ids, scores, parents, widths, best, ids.gather(1, best), best_scores, best // top.shape[-1])
+    assert tree.widths is not None
+    batch, num_drafted = tree.token_ids.shape
+    kept = tree.log_probs.sort(dim=-1, descending=True, stable=True).indices[:, :num_nodes].sort(dim=-1).values
+    # Each node's place in the new tree; the last entry stands for what the root hangs on, -1.
+    places = torch.full((batch, num_drafted + 1), -1, device=kept.device)
+    places.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
+    return mask_absent(
+        TokenTree(
+            token_ids=tree.token_ids.gather(1, kept),
+            parents=places.gather(1, tree.parents.gather(1, kept) % (num_drafted + 1)),
+            depths=tree.depths.gather(1, kept),
+            log_probs=tree.log_probs.gather(1, kept),
+            widths=tree.widths.gather(1, kept),
+        )
+    )

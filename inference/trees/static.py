@@ -16,32 +16,31 @@ from torch import Tensor
 from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.sampling import DraftSampling
 from inference.trees.policy import Run, TreePolicy, mask_absent, run_eagerly
-from inference.trees.token_tree import DrawnFrom, TokenTree, Topology, paths_to_topology
+from inference.trees.token_tree import DrawnFrom, TokenTree
 
 
 class StaticTree(TreePolicy):
     """A fixed shape (Medusa, arXiv 2401.10774, section 2.1.2): node [0, 2] is the third-best child of the best child.
 
     Args:
-        paths: rank paths; every proper prefix of a path must be there too (see `paths_to_topology`).
+        paths: one rank path for each node, as in `order_paths`.
+
+    Attributes:
+        paths: as `order_paths` returns them.
     """
 
     has_fixed_shape = True
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        self.topology = paths_to_topology(paths)
-        self.max_depth = self.topology.max_depth
-        self.num_nodes = self.topology.num_nodes
+        self.paths = order_paths(paths)
+        self.max_depth = len(self.paths[-1])
+        self.num_nodes = len(self.paths)
         if self.num_nodes < 2:
             raise ValueError("a static tree needs at least one path, such as [[0]]")
-        self.num_scratch = sum(len(set(parents)) for parents in self._level_parents()[1:])
-        known = set(self.topology.paths)
+        self.num_scratch = len({path[:-1] for path in self.paths if len(path) > 1})
+        known = set(self.paths)
         self.skips_ranks = any((*path[:-1], path[-1] - 1) not in known for path in known if path and path[-1])
         self._plans: dict[torch.device, _StaticPlan] = {}
-
-    def _level_parents(self) -> list[list[int]]:
-        """For each depth from 1 on, the parent of each of its nodes."""
-        return [[self.topology.parents[node] for node in level] for level in self.topology.levels[1:]]
 
     @classmethod
     def from_file(cls, path: str | Path) -> StaticTree:
@@ -71,7 +70,7 @@ class StaticTree(TreePolicy):
     ) -> TokenTree:
         batch, device = root_ids.shape[0], root_ids.device
         if device not in self._plans:
-            self._plans[device] = _StaticPlan.build(self.topology, device)
+            self._plans[device] = _StaticPlan.build(self.paths, device)
         plan = self._plans[device]
         levels = [_Nodes(root_ids[:, None], torch.zeros(batch, 1, device=device))]
         for depth, level in enumerate(plan.levels):
@@ -121,8 +120,19 @@ class _Level:
 
 @dataclass(frozen=True)
 class _StaticPlan:
-    """A topology as index tensors on one device. parents, depths: [1, N]; draft_rows: [N], which of all frontier nodes
-    a node is (0 for those without children); num_ranks: as in `Topology`, which the compiler cannot ask."""
+    """A tree's shape as index tensors on one device. parents, depths: [1, N]; draft_rows, num_ranks: as in `DrawnFrom`.
+
+    Worked example, the paths of `order_paths`, which are the shape of TokenTree's example:
+
+        node              0   1   2   3   4
+        parents          -1   0   0   1   1
+        depths            0   1   1   2   2
+
+        level               1            2
+        frontier            0            0      node 1, the first of its level, has children
+        child_frontier      0   0        0   0
+        child_ranks         0   1        0   1
+    """
 
     levels: list[_Level]
     parents: Tensor
@@ -131,29 +141,33 @@ class _StaticPlan:
     num_ranks: int
 
     @classmethod
-    def build(cls, topology: Topology, device: torch.device) -> _StaticPlan:
+    def build(cls, paths: Sequence[tuple[int, ...]], device: torch.device) -> _StaticPlan:
         def tensor(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
-        levels, before = [], [0]
-        draft_rows, num_rows = [0] * topology.num_nodes, 0
-        for nodes, children in zip(topology.levels[:-1], topology.levels[1:], strict=True):
-            frontier = sorted({topology.parents[child] for child in children})
-            for node in frontier:
-                draft_rows[node], num_rows = num_rows, num_rows + 1
-            ranks = [topology.ranks[child] for child in children]
+        levels: list[_Level] = []
+        root: list[tuple[int, ...]] = [()]
+        above, before = root, root  # the nodes of the level above, and those of the one before it that have children
+        drafted_from: list[tuple[int, ...]] = []
+        for depth in range(1, 1 + len(paths[-1])):
+            nodes = [path for path in paths if len(path) == depth]
+            frontier = sorted({path[:-1] for path in nodes})
+            ranks = [path[-1] for path in nodes]
             levels.append(
                 _Level(
-                    frontier=tensor([node - nodes[0] for node in frontier]),
-                    frontier_parents=tensor([before.index(max(topology.parents[node], 0)) for node in frontier])[None],
-                    child_frontier=tensor([frontier.index(topology.parents[child]) for child in children]),
+                    frontier=tensor([above.index(path) for path in frontier]),
+                    frontier_parents=tensor([before.index(path[:-1]) for path in frontier])[None],
+                    child_frontier=tensor([frontier.index(path[:-1]) for path in nodes]),
                     child_ranks=tensor(ranks),
                     num_ranks=max(ranks) + 1,
                 )
             )
-            before = frontier
-        parents, depths = tensor(topology.parents)[None], tensor(topology.depths)[None]
-        return cls(levels, parents, depths, tensor(draft_rows), topology.num_ranks)
+            drafted_from += frontier
+            above, before = nodes, frontier
+        parents = tensor([-1, *(paths.index(path[:-1]) for path in paths[1:])])
+        depths = tensor([len(path) for path in paths])
+        rows = tensor([drafted_from.index(path) if path in drafted_from else 0 for path in paths])
+        return cls(levels, parents[None], depths[None], rows, max(level.num_ranks for level in levels))
 
 
 def _draft_ranks(
@@ -168,10 +182,10 @@ def _draft_ranks(
 def _take_ranks(draft: DraftLogits, above: _Nodes, level: _Level, depth: int, sampling: DraftSampling) -> _Nodes:
     """The candidates of the ranks that the tree has at this depth, from the scores of their parents' children."""
     log_q = None
-    if sampling.draws is None:
+    if sampling.seeds is None:
         top, ids = sampling.take_best(draft, level.num_ranks)
     else:
-        top, ids, log_q = sampling.draws.draw(draft, depth, level.num_ranks, level.frontier.numel())
+        top, ids, log_q = sampling.draw(draft, depth, level.num_ranks, level.frontier.numel())
     missing = level.num_ranks - top.shape[-1]
     if missing > 0:  # the drafter has fewer candidates than the tree has ranks
         top = torch.nn.functional.pad(top, (0, missing), value=float("-inf"))
@@ -186,3 +200,35 @@ def chain(depth: int) -> StaticTree:
     if depth < 1:
         raise ValueError(f"a chain has a depth of at least 1, got {depth}")
     return StaticTree([[0] * (length + 1) for length in range(depth)])
+
+
+def order_paths(paths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The rank paths of a tree's nodes, the root's () in front, by depth and then by path, so that levels are
+    contiguous.
+
+    Worked example:
+
+        [[1], [0], [0, 1], [0, 0]]  ->  (), (0,), (1,), (0, 0), (0, 1)
+
+    Args:
+        paths: one list of ranks per node, root left out: [1] is the root's second-best candidate, [1, 0] that node's
+            best one.
+
+    Raises:
+        ValueError: an empty path (the root is implied), a rank below 0 or no integer, a node named twice, or a node
+            whose parent is missing.
+    """
+    nodes: set[tuple[int, ...]] = {()}
+    for path in paths:
+        ranks = tuple(path)
+        if not ranks:
+            raise ValueError("an empty path stands for the root, which every tree has: leave it out")
+        if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in ranks):
+            raise ValueError(f"path {list(path)}: ranks are integers from 0 (the best candidate) upwards")
+        if ranks in nodes:
+            raise ValueError(f"path {list(path)} stands twice in the tree: leave one out")
+        nodes.add(ranks)
+    for ranks in nodes - {()}:
+        if ranks[:-1] not in nodes:
+            raise ValueError(f"path {list(ranks)} has no parent: add {list(ranks[:-1])}")
+    return tuple(sorted(nodes, key=lambda path: (len(path), path)))

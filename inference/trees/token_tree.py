@@ -5,9 +5,7 @@ Legend: B batch, N tree nodes, I nodes with children, K depth, V target vocabula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -106,92 +104,3 @@ def compute_ancestors(parents: Tensor, *, max_depth: int | None = None) -> Tenso
         reach = reach | reach.gather(-2, target[..., None].expand(reach.shape))
         target = target.gather(-1, target)
     return reach
-
-
-def compute_depths(parents: Tensor, *, max_depth: int | None = None) -> Tensor:
-    """Edges between each node and its root: long [..., N] from `parents` [..., N]."""
-    return compute_ancestors(parents, max_depth=max_depth).sum(-1) - 1
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The shape of a static tree, the same in every step: which ranks of which candidates are drafted.
-
-    Nodes are sorted by depth, then by path, so levels are contiguous. Worked example, `paths_to_topology([[0], [0, 0],
-    [0, 1], [1]])`, the shape of TokenTree's example:
-
-        node       0   1   2   3   4
-        parents   -1   0   0   1   1
-        depths     0   1   1   2   2
-        ranks      0   0   1   0   1
-
-    Attributes:
-        parents, depths: as in TokenTree, root included.
-        ranks: the node is the candidate of this rank (0 = best) of its parent; the root's is 0.
-    """
-
-    parents: tuple[int, ...]
-    depths: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes N, root included."""
-        return len(self.parents)
-
-    @property
-    def max_depth(self) -> int:
-        return max(self.depths)
-
-    @property
-    def num_ranks(self) -> int:
-        """Candidates a node must have at most: the largest rank plus one (0 for a tree of the root only)."""
-        return max((rank + 1 for rank, depth in zip(self.ranks, self.depths, strict=True) if depth), default=0)
-
-    @cached_property
-    def levels(self) -> tuple[tuple[int, ...], ...]:
-        """Node indices of each depth; levels[0] is (0,)."""
-        return tuple(
-            tuple(node for node, depth in enumerate(self.depths) if depth == level)
-            for level in range(self.max_depth + 1)
-        )
-
-    @cached_property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks from the root to each node (the root: empty)."""
-        paths: list[tuple[int, ...]] = [()]
-        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
-            paths.append((*paths[parent], rank))
-        return tuple(paths)
-
-
-def paths_to_topology(paths: Sequence[Sequence[int]]) -> Topology:
-    """A static tree from the rank paths of its nodes, root left out; see Topology's worked example.
-
-    Args:
-        paths: one list of ranks per node: [1] is the root's second-best candidate, [1, 0] that node's best one.
-
-    Raises:
-        ValueError: an empty path (the root is implied), a rank below 0 or no integer, a node named twice, or a node
-            whose parent is missing.
-    """
-    nodes: set[tuple[int, ...]] = set()
-    for path in paths:
-        ranks = tuple(path)
-        if not ranks:
-            raise ValueError("an empty path stands for the root, which every tree has: leave it out")
-        if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in ranks):
-            raise ValueError(f"path {list(path)}: ranks are integers from 0 (the best candidate) upwards")
-        if ranks in nodes:
-            raise ValueError(f"path {list(path)} stands twice in the tree: leave one out")
-        nodes.add(ranks)
-    ordered: list[tuple[int, ...]] = [(), *sorted(nodes, key=lambda path: (len(path), path))]
-    index = {path: node for node, path in enumerate(ordered)}
-    for path in ordered[1:]:
-        if path[:-1] not in index:
-            raise ValueError(f"path {list(path)} has no parent: add {list(path[:-1])}")
-    return Topology(
-        parents=(-1, *(index[path[:-1]] for path in ordered[1:])),
-        depths=tuple(len(path) for path in ordered),
-        ranks=(0, *(path[-1] for path in ordered[1:])),
-    )

@@ -1,1 +1,1 @@
-"""Programs that measure: one file each."""
+"""Programs that measure, one file each."""

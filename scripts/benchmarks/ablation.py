@@ -1,10 +1,10 @@
-"""Trains heads with each of several configurations on the same data, and compares their acceptance in one table.
+"""Trains heads with several configurations on the same data, and compares their acceptance in one table.
 
     python scripts/benchmarks/ablation.py --configs configs/ablation/eagle3.yaml configs/ablation/hass.yaml \\
         --dataset outputs/replies.jsonl.gz --output outputs/ablation
 
-`scripts/generate_data.py` writes such a data set. Options that this program does not know are passed to each training
-run (`--max_steps 1000`). Run the same command again to continue: finished runs are neither trained nor measured again.
+`draftsmith data` writes the data set. Options that this program does not know go to each training run, such as
+`--max_steps 1000`. Run the same command again to continue: finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from inference import Decoder, GenerationStats, Target
 from scripts.measuring.environment import describe_environment
 from scripts.measuring.measure import Prompt, Settings, load_prompts
 from scripts.measuring.render import Grid
-from scripts.measuring.report import write_text
 from scripts.model_loading import TREE_HELP, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
+from scripts.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[2] / "training" / "train_heads.py"
@@ -43,18 +43,20 @@ class AblationArguments:
         default_factory=list, metadata={"help": "Training configurations; none = all of configs/ablation."}
     )
     dataset: str | None = field(
-        default=None, metadata={"help": "Conversations that all runs train on; none = those named in each file."}
+        default=None, metadata={"help": "Conversations that all runs train on; none = the data set of each file."}
     )
     target: str = field(default="examples/chat-13m", metadata={"help": "Target of all configurations."})
     prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts to measure acceptance on."})
-    num_prompts: int | None = field(default=None, metadata={"help": "Number of prompts to read; none = all."})
+    num_prompts: int | None = field(default=None, metadata={"help": "Use only the first N prompts; none = all."})
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
-    tree: str = field(default="dynamic:6,4,24", metadata={"help": f"Token tree for measuring. {TREE_HELP}."})
-    temperature: list[float] = field(default_factory=lambda: [0.0, 1.0], metadata={"help": "0 = greedy."})
-    dtype: str = field(default="float32", metadata={"help": "Weights of target and heads when they are measured."})
+    tree: str = field(default="dynamic:6,4,24", metadata={"help": f"Token tree for measuring: {TREE_HELP}."})
+    temperature: list[float] = field(
+        default_factory=lambda: [0.0, 1.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
+    )
+    dtype: str = field(default="float32", metadata={"help": "Dtype of target and heads for measuring."})
     seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
     output: str = field(
-        default="outputs/ablation", metadata={"help": "Folder of the runs, and of ablation.md and ablation.json."}
+        default="outputs/ablation", metadata={"help": "Folder for the runs, ablation.md and ablation.json."}
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ def train(args: AblationArguments, config: Path, options: Sequence[str]) -> dict
 
 
 def measure(args: AblationArguments, folder: Path, target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Acceptance of finished heads by temperature; kept in their folder for the next call with the same options."""
+    """Acceptance of finished heads by temperature. Their folder keeps it for the next call with the same options."""
     options = {name: getattr(args, name) for name in MEASURED}
     kept = folder / "acceptance.json"
     if kept.exists() and (content := json.loads(kept.read_text(encoding="utf-8")))["options"] == options:

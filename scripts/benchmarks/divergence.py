@@ -1,11 +1,11 @@
-"""Counts where greedy decoding in low precision leaves the text of plain decoding, and whether these are near-ties.
+"""Counts where greedy decoding in low precision diverges from plain decoding, and how many divergences are near-ties.
 
     python scripts/benchmarks/divergence.py --heads examples/heads/eagle3 --dtype bfloat16 float32
 
-Two references: transformers' `generate` and this library's plain decoding. A reference's text is held fixed: after a
-divergence, decoding starts again after the reference's own token, so every position is compared once. At each
-divergence, one pass in higher precision over the common text gives the logits of both tokens. The divergence is a
-near-tie if these are at most NEAR_TIE_STEPS steps of the dtype apart.
+There are two references: transformers' `generate` and this library's plain decoding. After a divergence, decoding
+starts again after the reference's token, so every position is compared once. At each divergence, one pass in higher
+precision over the common text gives the logits of both tokens. If these are at most NEAR_TIE_STEPS steps of the dtype
+apart, the divergence is a near-tie.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from scripts.measuring.environment import describe_environment
 from scripts.measuring.matrix import load_all_heads
 from scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Prompt, Run, Settings, load_prompts
 from scripts.measuring.render import Grid
-from scripts.measuring.report import write_text
 from scripts.measuring.texts import find_step
 from scripts.model_loading import fit_tree, load_target
 from scripts.one_line_errors import one_line_errors
+from scripts.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -56,11 +56,13 @@ class DivergenceArguments:
     heads: list[str] = field(default_factory=list, metadata={"help": "Draft heads: folders or hub ids."})
     tree: list[str] = field(
         default_factory=lambda: ["chain:4", "dynamic"],
-        metadata={"help": "Trees for the heads, as for benchmark.py; n-grams draft with the first one."},
+        metadata={"help": "Trees for the heads, as in `draftsmith bench`; n-grams draft the first one."},
     )
-    dtype: list[str] = field(default_factory=lambda: ["bfloat16"], metadata={"help": f"Of {', '.join(DTYPES)}."})
-    num_tokens: int = field(default=10_000, metadata={"help": "Stop when this many positions were compared."})
-    max_new_tokens: int = field(default=64, metadata={"help": "Tokens of each text, which ends at an EOS."})
+    dtype: list[str] = field(
+        default_factory=lambda: ["bfloat16"], metadata={"help": f"Dtypes to compare: {', '.join(DTYPES)}."}
+    )
+    num_tokens: int = field(default=10_000, metadata={"help": "Number of positions to compare."})
+    max_new_tokens: int = field(default=64, metadata={"help": "Longest text in tokens."})
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     output: str = field(default="outputs/divergence.md", metadata={"help": "Markdown file for the tables."})
 
@@ -73,7 +75,7 @@ class DivergenceArguments:
 
 @dataclass
 class Tally:
-    """gaps: at each divergence, how far apart the two tokens are in higher precision, in steps of the dtype."""
+    """gaps: at each divergence, the distance of the two logits in higher precision, in steps of the dtype."""
 
     num_tokens: int = 0
     gaps: list[float] = field(default_factory=list)
@@ -90,8 +92,8 @@ Judge = Callable[[Sequence[int], Sequence[int]], float]
 
 
 def make_judge(model: Any) -> Judge:
-    """A function of a prefix and two tokens: how far apart they are after the prefix, in steps of the model's dtype at
-    the larger logit's size. It reads with a copy of the model in higher precision, with the same weights."""
+    """A function of a prefix and two tokens: the distance of their logits, in steps of the model's dtype at the larger
+    logit's size. A copy of the model in higher precision, with the same weights, computes the logits."""
     higher = copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
 
     @torch.no_grad()
@@ -124,7 +126,7 @@ def compare(tally: Tally, decode: Decode, prompt: list[int], text: list[int], ju
 
 
 def make_decodings(target: Target, heads: dict[str, Drafter], trees: Sequence[str]) -> dict[str, Decode]:
-    """All ways to decode by name, the references among them."""
+    """All decodings by name, the references included."""
     # A copy of the target nearly always agrees with it, so that nearly every token comes from a wide pass.
     assistant = copy.deepcopy(target.model)
     decodings: dict[str, Callable[..., Run]] = {
@@ -150,7 +152,7 @@ def make_decodings(target: Target, heads: dict[str, Drafter], trees: Sequence[st
 
 
 def measure(args: DivergenceArguments, dtype: str) -> tuple[dict[str, Any], Tallies]:
-    """Compares every decoding with both references in one dtype; also returns what it ran on."""
+    """Compares every decoding with both references in one dtype. Returns the environment and the counts."""
     target, tokenizer = load_target(args.target, dtype=dtype, device=args.device)
     heads = load_all_heads(args.heads, target, is_only_target=True)[0]
     decodings, judge = make_decodings(target, dict(heads), args.tree), make_judge(target.model)
@@ -168,14 +170,13 @@ def measure(args: DivergenceArguments, dtype: str) -> tuple[dict[str, Any], Tall
 
 
 def read_prompts(args: DivergenceArguments, tokenizer: Any, target: Target) -> Iterator[Prompt]:
-    """The prompts of all files, at most one for each token that is wanted."""
+    """The prompts of all files, at most one for each token to compare."""
     for path in args.prompts:
         limits = {"num_prompts": args.num_tokens, "max_new_tokens": args.max_new_tokens}
         yield from load_prompts(Path(path), tokenizer, target, **limits)[0]
 
 
 def make_grids(environment: dict[str, Any], tallies: Tallies) -> Iterator[Grid]:
-    """A table for each reference."""
     for reference, own in tallies.items():
         cells = []
         for name, tally in own.items():
@@ -194,7 +195,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write(args: DivergenceArguments, measured: Sequence[tuple[dict[str, Any], Tallies]]) -> None:
-    """Prints the tables and writes them to the file."""
     grids = [grid for environment, tallies in measured for grid in make_grids(environment, tallies)]
     for grid in grids:
         grid.print(Console(width=None if sys.stdout.isatty() else 150))

@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/drafters.py --prompts examples/prompts.jsonl --output outputs/drafters
 
-Every drafter gets one tree with the same number of nodes, cut to the depth that the drafter can draft. All contenders
-and the baselines take turns on each file of prompts at each temperature. OUTPUT.json is written after each of these
-reports; the same command continues after an interruption.
+Every drafter gets a tree with the same number of nodes, cut to the depth that the drafter can draft. All drafters and
+baselines take turns on each file of prompts at each temperature. OUTPUT.json is written after each report, and the same
+command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from scripts.measuring.environment import describe_machine
 from scripts.measuring.matrix import Measured, Subject, check_matrix, load_subject, measure_combination, name_heads
 from scripts.measuring.measure import PLAIN, Contender, Settings
 from scripts.measuring.render import Grid, format_number
-from scripts.measuring.report import write_text
 from scripts.model_loading import DTYPES, TREE_HELP
 from scripts.one_line_errors import one_line_errors
+from scripts.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 HEADS_FOLDER = Path("examples/heads")
@@ -50,26 +50,26 @@ class DraftersArguments:
     )
     prompts: list[str] = field(
         default_factory=lambda: ["examples/prompts.jsonl"],
-        metadata={"help": "Files of JSON lines (.gz or not) with `turns` or conversations; first user turns are used."},
+        metadata={"help": "Files of prompts or conversations (JSON lines, .gz or not); the first user turns are used."},
     )
     num_prompts: int | None = field(
-        default=None, metadata={"help": "Number of prompts to read from each file; none = all."}
+        default=None, metadata={"help": "Use only the first N prompts of each file; none = all."}
     )
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
     temperature: list[float] = field(
         default_factory=lambda: [0.0, 1.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
     )
-    dtype: str = field(
-        default="float32", metadata={"help": "Weights of the target and the heads.", "choices": list(DTYPES[1:])}
-    )
-    tree: str = field(default="dynamic:4,4,16", metadata={"help": f"Token tree. {TREE_HELP}."})
-    compile: bool = field(default=True, metadata={"help": "Compile the drafters; acceptance is the same."})
+    dtype: str = field(default="float32", metadata={"help": "Dtype of target and heads.", "choices": list(DTYPES[1:])})
+    tree: str = field(default="dynamic:4,4,16", metadata={"help": f"Token tree: {TREE_HELP}."})
+    compile: bool = field(default=True, metadata={"help": "Compile the drafters. Acceptance stays the same."})
     seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
     repeats: int = field(default=3, metadata={"help": "Rounds over all prompts."})
     threads: int | None = field(default=None, metadata={"help": "CPU threads; none = torch's choice."})
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    output: str = field(default="outputs/drafters", metadata={"help": "Writes OUTPUT.md and OUTPUT.json."})
-    overwrite: bool = field(default=False, metadata={"help": "Measure everything again, whatever OUTPUT.json holds."})
+    output: str = field(default="outputs/drafters", metadata={"help": "Write OUTPUT.md and OUTPUT.json."})
+    overwrite: bool = field(
+        default=False, metadata={"help": "Ignore an existing OUTPUT.json and measure everything again."}
+    )
 
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "threads")
@@ -91,8 +91,8 @@ def describe_conditions(args: DraftersArguments) -> dict[str, Any]:
 
 
 def describe_heads(folder: Path) -> dict[str, Any]:
-    """Path, fingerprint of configuration and weights, and how many tokens the heads were trained on if a training
-    record says so."""
+    """Path, fingerprint of configuration and weights, and the number of training tokens if there is a training
+    record."""
     files = sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])
     if len(files) < 2:
         raise ValueError(f"{folder} has no config.json or no *.safetensors: give the folder of trained heads")
@@ -278,7 +278,6 @@ def _describe_mean(mean: Mean | None) -> list[str]:
 
 
 def render_page(content: dict[str, Any], grid: Grid) -> str:
-    """The table with the command and the conditions."""
     one, environments = content["conditions"], [report["environment"] for report in content["reports"]]
     files = ", ".join({f"{each['num_prompts']} of {Path(each['prompts']).name}": None for each in environments})
     return (

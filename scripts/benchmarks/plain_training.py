@@ -1,10 +1,11 @@
-"""A training step as one would first write it, for `training_speed.py` to compare with: same heads and loss, dense
+"""A direct implementation of a training step, with which `training_speed.py` compares: same heads and loss, dense
 tensors.
 
-- Attention of the unroll: the keys and values of all steps so far in one tensor, under a mask [T, K * T], with a
-  softmax in float32 as in transformers' eager attention and the papers' code, or by torch's own function.
-- The teacher: the target's logits at all positions, [B, T, V] in float32, and their softmax; the draft's likewise.
-- The target reads the batch with its attention mask; padding is computed like everything else.
+- Attention of the unroll: keys and values of all steps so far in one tensor, under a mask [T, K * T]. The softmax runs
+  in float32, as in transformers' eager attention and the papers' code, or attention is torch's own function.
+- The teacher: the target's logits at all positions, [B, T, V] in float32, and their softmax. The draft's logits and
+  log-softmax also cover all positions, in float32.
+- The target reads the batch with its attention mask, and computes padding too.
 
 Legend: B batch, T sequence length, M slots that a step drafts from, H query heads, G key/value heads, d head size, K
 steps so far, V vocabulary, C draft vocabulary.
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
 
-# First on the path: another distribution also ships a package named `inference`.
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""Draws an animated SVG of one reply: plain decoding beside drafting, tokens appearing when they were measured.
+"""Draws an animated SVG of one reply, plain and drafted side by side, with measured times.
 
     python scripts/benchmarks/record.py --target examples/chat-13m --heads examples/heads/eagle3 \\
         --output docs/images/demo.svg
@@ -22,10 +22,10 @@ import torch
 from inference import Decoder
 from inference.streaming.detokenizer import IncrementalDetokenizer
 from scripts.measuring.environment import describe_machine
-from scripts.measuring.report import write_text
 from scripts.model_loading import encode_messages, load_heads, load_target
 from scripts.one_line_errors import one_line_errors
 from scripts.side_by_side import Recording, record_side_by_side
+from scripts.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 COLUMNS, CHARACTER, LINE = 50, 8.0, 19  # characters in a line; pixels of a character and of a line
@@ -39,14 +39,14 @@ Piece = tuple[float, str, bool]  # seconds, text, is it drafted
 class RecordArguments:
     target: str = field(default="examples/chat-13m", metadata={"help": "The target: a folder or a hub id."})
     heads: str = field(default="examples/heads/eagle3", metadata={"help": "Draft heads: a folder or a hub id."})
-    prompt: str = field(default="What do you think about football?", metadata={"help": "What to ask."})
+    prompt: str = field(default="What do you think about football?", metadata={"help": "The prompt."})
     tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree."})
     temperature: float = field(default=0.7, metadata={"help": "Sampling temperature; 0 = greedy."})
     seed: int = field(default=8, metadata={"help": "Seed of the sampling."})
     max_new_tokens: int = field(default=96, metadata={"help": "Longest reply in tokens."})
-    dtype: str = field(default="float32", metadata={"help": "Weights."})
-    slow_down: float = field(default=8.0, metadata={"help": "The picture's seconds for each measured second."})
-    output: str = field(default="docs/images/demo.svg", metadata={"help": "The picture."})
+    dtype: str = field(default="float32", metadata={"help": "Dtype of target and heads."})
+    slow_down: float = field(default=8.0, metadata={"help": "Seconds of the picture per measured second."})
+    output: str = field(default="docs/images/demo.svg", metadata={"help": "The SVG file to write."})
 
 
 def main() -> None:

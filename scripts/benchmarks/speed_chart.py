@@ -1,26 +1,40 @@
-"""Draws speed beside transformers' `generate`, every plain baseline included, as an SVG.
+"""Draws an SVG chart of speeds relative to transformers' `generate`, with every plain baseline.
 
     python scripts/benchmarks/speed_chart.py --json docs/benchmarks/speed.json --svg docs/images/speed.svg
     python scripts/benchmarks/speed_chart.py --json docs/benchmarks/heads.json --temperature 1 --svg FILE.svg
 
-The JSON is written by `draftsmith bench --json`. The chart shows each drafter's fastest row. Several reports of one
-temperature (files of prompts) are drawn as their mean.
+`draftsmith bench --json` and `drafters.py` write the JSON. The chart shows each drafter's fastest row, and the mean of
+all reports with the given temperature (one report for each file of prompts).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.one_line_errors import one_line_errors
+from scripts.whole_files import write_text
+from training.options.program_parser import ProgramParser
 
 PLAIN = ("transformers generate", "plain decoding")
 COLOURS = {"plain": "#94a3b8", "untrained": "#60a5fa", "heads": "#1d4ed8"}
 LEFT, BAR, ROW, TOP, WIDTH = 280, 390, 26, 66, 880  # pixels
 
 Row = dict[str, Any]
+
+
+@dataclass
+class ChartArguments:
+    json: str = field(metadata={"help": "Results of draftsmith bench --json, or of drafters.py."})
+    svg: str = field(metadata={"help": "The SVG file to write."})
+    temperature: float = field(default=0.0, metadata={"help": "Draw the reports with this temperature."})
 
 
 def choose_rows(rows: list[Row], heads: list[str]) -> list[tuple[str, Row]]:
@@ -109,18 +123,14 @@ def _text(x: float, y: float, text: str, attributes: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, help="benchmark results")
-    parser.add_argument("--svg", type=Path, required=True, help="the file to write")
-    parser.add_argument("--temperature", type=float, default=0.0, help="draw the reports of this temperature")
-    arguments = parser.parse_args()
-    reports = json.loads(arguments.json.read_text(encoding="utf-8"))["reports"]
-    reports = [one for one in reports if one["environment"]["temperature"] == arguments.temperature]
-    if not reports:
-        sys.exit(f"speed_chart.py: {arguments.json} has no report with temperature {arguments.temperature:g}")
-    arguments.svg.parent.mkdir(parents=True, exist_ok=True)
-    arguments.svg.write_text(draw(mean_of(reports)), encoding="utf-8")
-    print(f"wrote {arguments.svg}")
+    with one_line_errors("speed_chart.py"):
+        (args,) = ProgramParser([ChartArguments], doc=__doc__).read()
+        reports = json.loads(Path(args.json).read_text(encoding="utf-8"))["reports"]
+        reports = [one for one in reports if one["environment"]["temperature"] == args.temperature]
+        if not reports:
+            raise ValueError(f"{args.json} has no report with temperature {args.temperature:g}: give another one")
+        write_text(Path(args.svg), draw(mean_of(reports)))
+        print(f"wrote {args.svg}")
 
 
 if __name__ == "__main__":

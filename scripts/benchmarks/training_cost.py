@@ -1,10 +1,10 @@
-"""Estimates what training EAGLE-3 heads costs: hours of H100 GPUs, memory of one GPU, disk for stored features.
+"""Estimates the cost of training EAGLE-3 heads: hours on H100 GPUs, memory per GPU, disk for stored features.
 
     python scripts/benchmarks/training_cost.py --target meta-llama/Llama-3.1-8B --conversations 532000 --num_gpus 8
 
 Nothing is trained, and only the target's config is loaded. Parameters, operations and memory come from the library's
-own modules on fake tensors, which have shapes and no storage: operations are counted while the unroll runs forward and
-backward, recomputation included. The constants below are assumptions.
+modules on fake tensors, which have shapes but no storage. Operations are counted in the forward and backward pass of
+the unroll, recomputation included. The constants below are assumptions.
 """
 
 from __future__ import annotations
@@ -144,7 +144,6 @@ def _run_unroll(config: Any, length: int) -> tuple[int, float, float]:
 
 
 def estimate(args: CostArguments, config: Any) -> dict[str, str]:
-    """The lines of the table."""
     target, draft = find_target_cost(config, LENGTH), find_draft_cost(config, LENGTH)
     operations = target.forward + draft.unroll + REPLY_SHARE * (target.lm_head + draft.lm_head)
     speed = args.num_gpus * UTILISATION * PEAK / operations
@@ -158,7 +157,7 @@ def estimate(args: CostArguments, config: Any) -> dict[str, str]:
     kept = draft.kept + draft.kept_per_token * args.batch_tokens
     features = 4 * 2 * config.hidden_size * args.batch_tokens
     memory = weights + gathered + BYTES_TRAINED * draft.parameters + kept + features + LOSS_BYTES
-    stored = tokens * (4 * 2 * config.hidden_size + 5)  # 3 tapped layers, last state (bfloat16); int32 id, mask byte
+    stored = tokens * (4 * 2 * config.hidden_size + 4)  # 3 tapped layers, last state (bfloat16); int32 id
     return {
         "tokens of an epoch": f"{tokens / 1e6:,.0f} M",
         "H100 GPUs": str(args.num_gpus),

@@ -1,9 +1,9 @@
-"""Measures training steps: tokens per second, parts of a step and peak memory, beside a plain implementation.
+"""Measures training steps beside a plain implementation: tokens per second, parts of a step, peak memory.
 
     python scripts/benchmarks/training_speed.py --lengths 512 2048 --output outputs/training
 
-The plain implementation (`plain_training.py`) has the same heads, batch and loss (asserted), with dense tensors. Steps
-of all implementations take turns in one process. A target folder that holds only a config.json gets random weights.
+The plain implementation (`plain_training.py`) uses dense tensors, with the same heads, batch and loss (asserted). Steps
+of all implementations take turns in one process. A target folder with only a config.json gets random weights.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
 from scripts.benchmarks.plain_training import plain_loss, run_target
+from scripts.measuring.clock import read_clock
 from scripts.measuring.environment import describe_machine, describe_program
 from scripts.measuring.render import Grid
-from scripts.measuring.report import write_text
 from scripts.one_line_errors import one_line_errors
+from scripts.whole_files import write_text
 from training.data.collation import ConversationCollator, find_documents
 from training.features.sources import OnlineFeatures
 from training.losses.draft_loss import draft_loss
@@ -49,19 +51,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {"eagle3": {"ttt_steps": 7}}  # the autho
 class TrainingSpeedArguments:
     target: str = field(default="examples/chat-13m", metadata={"help": "Target: a folder or hub id."})
     kinds: list[str] = field(default_factory=lambda: sorted(HEAD_TYPES), metadata={"help": "Kinds of heads."})
-    lengths: list[int] = field(default_factory=lambda: [2048], metadata={"help": "Tokens of a row."})
+    lengths: list[int] = field(default_factory=lambda: [2048], metadata={"help": "Row lengths in tokens."})
     plain_up_to: int = field(
-        default=2048, metadata={"help": "Longest rows, in tokens, for which the plain implementation runs too."}
+        default=2048, metadata={"help": "Longest row, in tokens, that the plain implementation also runs."}
     )
     dtype: str = field(
         default="bfloat16",
-        metadata={"help": "The target's weights, and what heads compute in.", "choices": ["float32", "bfloat16"]},
+        metadata={"help": "Dtype of the target's weights and of the computation.", "choices": ["float32", "bfloat16"]},
     )
-    batch: int = field(default=1, metadata={"help": "Rows of a batch."})
+    batch: int = field(default=1, metadata={"help": "Rows per batch."})
     repeats: int = field(default=5, metadata={"help": "Timed steps of each implementation."})
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     threads: int = field(default=1, metadata={"help": "CPU threads."})
-    output: str = field(default="outputs/training", metadata={"help": "Writes OUTPUT.md and OUTPUT.json."})
+    output: str = field(default="outputs/training", metadata={"help": "Write OUTPUT.md and OUTPUT.json."})
 
     def __post_init__(self) -> None:
         for name in ("lengths", "plain_up_to", "batch", "repeats", "threads"):
@@ -74,7 +76,7 @@ class TrainingSpeedArguments:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured. length: tokens of a row; batch: rows; dtype: of the target's weights and the computation."""
+    """One measurement. length: tokens of a row; batch: rows; dtype: of the target's weights and the computation."""
 
     target: str
     kind: str
@@ -182,7 +184,8 @@ def measure_cell(cell: Cell, implementations: Sequence[str], repeats: int) -> di
     """
     bench = Bench(cell)
     rows = bench.make_rows(cell.length)
-    clock = time.process_time if bench.device.type == "cpu" else _read_synchronised
+    on_device = partial(read_clock, bench.device)
+    clock: Callable[[], float] = time.process_time if bench.device.type == "cpu" else on_device
     first = {name: bench.step(name, rows, clock).loss for name in implementations}
     limit = 1e-4 if cell.dtype == "float32" else 1e-2
     assert all(abs(loss / first[OURS] - 1) < limit for loss in first.values()), f"{cell}: the losses differ: {first}"
@@ -198,11 +201,6 @@ def measure_cell(cell: Cell, implementations: Sequence[str], repeats: int) -> di
         peak = measure_peak(bench, name, rows)
         timings[name] = Timing(parts.median(0).values.tolist(), total, (high - low) / total, peak)
     return timings
-
-
-def _read_synchronised() -> float:
-    torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 def measure_peak(bench: Bench, implementation: str, rows: list[dict[str, list[int]]]) -> int:

@@ -1,1 +1,1 @@
-"""What the benchmarks are made of: contenders, clocks, rooflines, tables and plots."""
+"""The parts of the measuring programs: contenders, clocks, rooflines, tables and plots."""

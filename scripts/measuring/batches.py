@@ -32,11 +32,11 @@ def make_batch_grid(rows: Mapping[int, Sequence[Row]], environment: dict[str, An
         if any(not row.problem for row in own.values())
     ]
     notes = [
-        "tokens/s of all rows together (× generate, × plain decoding, both at the same batch size)"
+        "tokens/s of all rows together (in brackets: × generate, × fastest plain, at the same batch size)"
         + (f"; {MARK} fastest tree of its drafter" if chosen else "")
     ]
     if chosen:
-        notes.append("in brackets below: speed over the fastest decoding without drafts at the same batch size")
+        notes.append("below, in brackets: speed over the fastest decoding without drafts at the same batch size")
     notes += [_describe_choice(name, trees, rows) for name, trees in chosen.items()]
     title = (
         f"{environment['target']}, {environment['dtype']}, T = {environment['temperature']:g}: "

@@ -8,7 +8,7 @@ import torch
 
 
 def read_clock(device: torch.device) -> float:
-    """Seconds, after everything sent to the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Seconds, after the device has finished its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()

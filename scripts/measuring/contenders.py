@@ -1,4 +1,4 @@
-"""Who is measured: transformers' own decoding and ours, with and without drafters, eager and compiled."""
+"""The contenders of a benchmark: transformers' decoding and ours, with and without drafters, eager and compiled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
 
 
 class TransformersDecoding:
-    """The target's own `generate`, with options of its own speculation."""
+    """The target's own `generate`, with options such as transformers' own speculation."""
 
     def __init__(self, target: Target, **options: Any) -> None:
         self.target = target
@@ -48,12 +48,12 @@ class TransformersDecoding:
             )
             seconds = read_clock(device) - start
         texts = _read_texts(sequences, batch, self.target)
-        # In a batch nobody speculates: a pass gives every row that has not ended one token.
+        # transformers does not speculate in batches: a pass gives one token to every row that has not ended.
         return Run(texts, seconds, len(num_forwards) if len(texts) == 1 else sum(map(len, texts)))
 
 
 def _read_texts(sequences: Tensor, batch: Batch, target: Target) -> list[list[int]]:
-    """Each row's new tokens up to its EOS; what follows in `sequences` [B, L + new] is padding."""
+    """Each row's new tokens up to its EOS; the rest of `sequences` [B, L + new] is padding."""
     eos = target.model.generation_config.eos_token_id  # type: ignore[union-attr]
     eos_ids = set(eos if isinstance(eos, list) else [eos])
     texts: list[list[int]] = sequences[:, batch.input_ids.shape[1] :].tolist()
@@ -62,7 +62,7 @@ def _read_texts(sequences: Tensor, batch: Batch, target: Target) -> list[list[in
 
 
 def compiled_options() -> dict[str, Any]:
-    """What makes transformers' `generate` compile its forward, on a CPU too, where it does not of itself."""
+    """Options with which transformers' `generate` compiles its forward, on a CPU too (where it does not by default)."""
     config = CompileConfig(mode=None)
     config._compile_all_devices = True
     return {"cache_implementation": "static", "compile_config": config}
@@ -80,10 +80,10 @@ def _count_forwards(model: Any) -> Iterator[list[None]]:
 
 
 class TimedDrafter(Drafter):
-    """A drafter that adds up its own time, so that growing the tree can be told from drafting."""
+    """A drafter that adds up its own time, so that drafting and growing the tree are timed apart."""
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
-        self.drafter = self.__wrapped__ = drafter  # measured costs are those of what is wrapped
+        self.drafter = self.__wrapped__ = drafter  # costs are kept for the wrapped drafter
         self.device = device
         self.feature_layers = drafter.feature_layers
         self.max_depth = drafter.max_depth
@@ -129,8 +129,8 @@ class TimedDrafter(Drafter):
 
 
 class OurDecoding:
-    """A `Decoder`, kept from prompt to prompt. Compiled, a draft phase is one graph: its forwards and its tree cannot
-    be told apart, and count as forwards together."""
+    """A `Decoder`, kept from prompt to prompt. A compiled draft phase is one graph, so growing the tree counts as part
+    of the drafter's forwards."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class OurDecoding:
         if self.timed is not None:
             self.timed.seconds, self.timed.is_synchronised = 0.0, is_synchronised
         seeds = None
-        if settings.is_sampled:  # each row draws what it draws by itself
+        if settings.is_sampled:  # each row samples the text that it samples by itself
             seeds = [int(row_seeds(settings.seed + prompt.index, 1, "cpu")) for prompt in batch.prompts]
         start = read_clock(device)
         output = self.decoder.generate(
@@ -210,13 +210,13 @@ class AssistedDecoding(TransformersDecoding):
 
 
 def count_work(contenders: Sequence[Contender], prompts: Sequence[Prompt]) -> None:
-    """Fills in what a round of our own contenders does for one row, counted once for those that draft alike."""
+    """Fills in the work of a round, for one row, of our own contenders. Contenders that draft alike share the count."""
     counted: dict[tuple[str, Drafter | None], Work | None] = {}
     for contender in contenders:
         if contender.problem or not isinstance(contender.decode, OurDecoding):
             continue
         decode = contender.decode
-        if isinstance(decode.decoder.policy, AutoTree):  # another tree, and other work, at every step
+        if isinstance(decode.decoder.policy, AutoTree):  # the tree, and so the work, changes from step to step
             continue
         key = (contender.tree, decode.drafter)
         if key not in counted:
@@ -241,19 +241,19 @@ def make_contenders(
     """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule, the exact one
     with and without coupled drafting.
 
-    A tree that is too deep for a drafter, or that a rule cannot judge, makes a contender with a `problem`, no error.
+    If a tree is too deep for a drafter, or a rule refuses the tree, the contender gets a `problem`; there is no error.
 
     Args:
         modes: how heads run: False = eager, True = compiled. Plain decoding and transformers' `generate` always run
-            eagerly, and compiled as well where heads do.
-        acceptance: names of rules; a greedy target has one.
-        assistant: a small causal LM for transformers' assisted generation, one baseline more.
-        misfits: heads that do not fit the target and why: each becomes a contender with that `problem`.
-        is_each_once: every drafter of `heads`, and no other, is one contender: in the last of the modes, by exact
-            acceptance, drafting coupled, with its trees cut to the depth it can draft.
+            eagerly, and also compiled if heads do.
+        acceptance: names of rules. They make no difference in greedy decoding.
+        assistant: a small causal LM; adds transformers' assisted generation as a baseline.
+        misfits: heads that do not fit the target, with the reason: each becomes a contender with that `problem`.
+        is_each_once: one contender for each drafter of `heads`, and for no other drafter. It runs in the last of the
+            modes, with exact acceptance, coupled drafting, and trees cut to the depth that it can draft.
 
     Raises:
-        ValueError: for what is no tree at all, and for two trees of one name.
+        ValueError: for an unknown tree, and for two trees of the same name.
     """
     names = _name_trees(trees)
     plain_modes = (False, True) if True in modes else (False,)
@@ -269,7 +269,7 @@ def make_contenders(
             if "exact" in acceptance:
                 ways = [("", "exact", True), (", uncoupled", "exact", False), *ways]
     for name, drafter, own_trees in drafters:
-        own_modes = modes if name in heads else (False,)  # looking up n-grams is no work for a compiler
+        own_modes = modes if name in heads else (False,)  # compiling does not help n-gram look-ups
         for tree, (ending, rule, is_coupled), mode in itertools.product(own_trees, ways, own_modes):
             own_tree = fit_tree(tree, drafter.max_depth) if is_each_once else tree
             tree_name = names[tree] if own_tree == tree else own_tree
@@ -285,14 +285,14 @@ def make_contenders(
 
 
 def _name_trees(trees: Sequence[str]) -> dict[str, str]:
-    """What a report calls each tree."""
+    """The name of each tree in reports."""
     for tree in trees:
         resolve_policy(tree, None)
     names = {tree: Path(tree).stem or tree for tree in trees}
     if len(set(names.values())) < len(trees):
         raise ValueError(
-            f"--tree names one tree twice, or two files of one name: {', '.join(trees)}; reports could not tell them "
-            "apart, so leave one out or rename a file"
+            f"--tree has the same tree twice, or two files with the same name: {', '.join(trees)}; leave one out or "
+            "rename a file"
         )
     return names
 
@@ -300,8 +300,8 @@ def _name_trees(trees: Sequence[str]) -> dict[str, str]:
 def _make_baselines(
     target: Target, plain_modes: Sequence[bool], assistant: PreTrainedModel | None, batch_size: int
 ) -> list[Contender]:
-    """Who needs no heads: transformers' own ways, and plain decoding."""
-    one_row = f"transformers speculates for one row at a time, and the batch has {batch_size}" if batch_size > 1 else ""
+    """The contenders without heads: transformers' decodings and plain decoding."""
+    one_row = f"transformers speculates only for single rows, and the batch has {batch_size}" if batch_size > 1 else ""
     contenders = [
         Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
         for mode, options in zip(plain_modes, ({}, compiled_options()), strict=False)

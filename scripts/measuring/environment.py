@@ -1,4 +1,4 @@
-"""What a benchmark ran on: the machine, the versions, the commit and the command."""
+"""The environment of a benchmark: machine, versions, commit and command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "am
 
 
 def describe_environment(target: Target, settings: Settings | None, /, **details: Any) -> dict[str, Any]:
-    """Everything a reader needs to judge the numbers, or to make them again; settings and details are taken in."""
+    """Everything a reader needs to judge or to reproduce the numbers, with the settings and details."""
     options = asdict(settings) if settings is not None else {}
     return {
         **describe_machine(target.device),
@@ -38,7 +38,6 @@ def describe_environment(target: Target, settings: Settings | None, /, **details
 
 
 def describe_program() -> dict[str, Any]:
-    """What ran: the interpreter, the commit and the command."""
     return {
         "python": platform.python_version(),
         "commit": _read_commit(),
@@ -47,12 +46,12 @@ def describe_program() -> dict[str, Any]:
 
 
 def _shorten(word: str) -> str:
-    """Files of this repository by their place in it, as a reader would type them."""
+    """A file of this repository becomes a relative path, as a reader would type it."""
     return str(Path(word).relative_to(ROOT)) if Path(word).is_absolute() and Path(word).is_relative_to(ROOT) else word
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """The hardware, and the versions of what computes on it."""
+    """The hardware, and the versions of torch and transformers."""
     cpu, flags = _read_cpu()
     return {
         "cpu": cpu,
@@ -76,7 +75,7 @@ def _read_cpu() -> tuple[str, list[str]]:
 
 
 def _read_commit() -> str | None:
-    """The commit that is checked out, with a + when tracked files have changed since; None without git."""
+    """The commit that is checked out, with a + if tracked files have changed; None without git."""
 
     def git(*words: str) -> str:
         return subprocess.run(

@@ -31,14 +31,14 @@ SMALL_BYTES = 10**9  # a pass over more weights than this takes a CPU far longer
 
 @dataclass(frozen=True)
 class Subject:
-    """A target with all that is measured on it.
+    """A target with everything that is measured on it.
 
     Attributes:
-        drafters: heads by their short names, the small model, and each of them merged with n-grams if asked for.
-        misfits: those that were made for another target, and why they do not fit.
-        prompts: of each file, and how many were left out for being too long.
-        hardware: what the machine can do with weights of this size and dtype.
-        details: what a report's environment says of all this.
+        drafters: heads by their short names and the small model; with --ngrams, also each of them merged with n-grams.
+        misfits: drafters that do not fit this target, with the reason.
+        prompts: by file: the prompts, and the number of prompts that were too long.
+        hardware: the machine's limits for weights of this size and dtype.
+        details: entries of a report's environment.
     """
 
     target: Target
@@ -52,7 +52,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Measured:
-    """One combination: environment, and a row for each contender. single_texts: as in `measure_combination`."""
+    """One combination: its environment and a row for each contender. single_texts: as in `measure_combination`."""
 
     environment: dict[str, Any]
     rows: list[Row]
@@ -74,10 +74,10 @@ def load_subject(
     device: str | None,
     is_only_target: bool,
 ) -> Subject:
-    """Loads a target and what is measured on it (options as in `benchmark.py`).
+    """Loads a target, its drafters and its prompts (options as in `benchmark.py`).
 
     Raises:
-        ValueError: for heads or a drafter model that do not fit the only target.
+        ValueError: heads or a drafter model do not fit the only target.
     """
     target, tokenizer = load_target(name, dtype=dtype, device=device)
     loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
@@ -112,13 +112,13 @@ def load_subject(
 
 
 def is_faster_compiled(target: Target) -> bool:
-    """Whether a step is mostly dispatch, which compiling saves: small weights on a CPU."""
+    """Whether a step is mostly dispatch, which compiling saves: true for small weights on a CPU."""
     return target.device.type == "cpu" and count_weight_bytes(target.model) < SMALL_BYTES
 
 
 def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> None:
-    """Checks a program's options: `counts` are positive or None, `lists` hold each value once, and prompts and
-    temperatures are among them."""
+    """Checks a program's options: `counts` are positive or None, `lists` have distinct values, prompts exist, and
+    temperatures are not negative."""
     for name in counts:
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"got --{name} {value}: give at least 1")
@@ -135,7 +135,7 @@ def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> N
 
 
 def name_heads(paths: Sequence[str]) -> dict[str, str]:
-    """Short distinct names for sets of heads: the ends of their paths.
+    """Short, distinct names for heads: the ends of their paths.
 
     >>> name_heads(["a/heads/medusa", "b/heads/medusa", "b/heads/eagle3"])
     {'a/heads/medusa': 'a/heads/medusa', 'b/heads/medusa': 'b/heads/medusa', 'eagle3': 'b/heads/eagle3'}
@@ -153,7 +153,7 @@ def name_heads(paths: Sequence[str]) -> dict[str, str]:
 
 
 def load_all_heads(paths: Sequence[str], target: Target, *, is_only_target: bool) -> tuple[Heads, dict[str, str]]:
-    """Heads by name, and those that were made for another target with the reason (an error if there is no other)."""
+    """Heads by name, and heads that do not fit the target with the reason (an error if it is the only target)."""
     heads: Heads = {}
     misfits: dict[str, str] = {}
     for name, path in name_heads(paths).items():
@@ -179,22 +179,22 @@ def measure_combination(
     earlier: Sequence[Contender] | None = None,
     single_texts: list[list[int]] | None = None,
 ) -> Measured:
-    """Everybody on one file's prompts at one temperature and batch size, interleaved.
+    """Measures all contenders, interleaved, on one file's prompts at one temperature and batch size.
 
     Args:
         is_compiled: heads run compiled, and the baselines both ways.
         is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
-        earlier: the contenders of an earlier combination of the same subject, which keep what they have compiled; only
-            with `is_each_once`, where temperatures have the same contenders.
-        single_texts: the reference's text of each prompt by itself, to compare rows of batches with; None = those of
-            this combination if its batches are of 1, else they are made.
+        earlier: the contenders of an earlier combination of the same subject, which keep their compiled graphs. Only
+            with `is_each_once`, where all temperatures have the same contenders.
+        single_texts: the reference's text of each prompt decoded by itself; rows of batches are compared with these.
+            None = this combination's texts if its batch size is 1, otherwise they are decoded.
     """
     target = subject.target
     if earlier is not None:
         contenders = [replace(one, runs=[], profiled=[], work=None, warm_up_seconds=0.0) for one in earlier]
     else:
         if is_compiled:
-            torch._dynamo.reset()  # what compiles here compiles for itself, and does not meet the limit of graphs
+            torch._dynamo.reset()  # graphs of earlier combinations would count towards torch's limit
         contenders = make_contenders(
             target,
             subject.drafters,
@@ -229,7 +229,7 @@ def measure_combination(
 
 
 def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
-    """What the reference writes for each prompt by itself."""
+    """The reference's text for each prompt, decoded by itself."""
     decode = OurDecoding(target, None) if settings.is_sampled else TransformersDecoding(target)
     return [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
 

@@ -1,4 +1,4 @@
-"""Measuring side by side: every batch goes through every contender in turn, in rotating order, in one process.
+"""Measures contenders side by side: in one process, all contenders decode each batch in turn, in rotating order.
 
 Legend: B rows of a batch, L prompt length (of a batch: the longest).
 """
@@ -29,8 +29,8 @@ TRANSFORMERS, PLAIN = "transformers generate", "plain decoding"
 
 @dataclass(frozen=True)
 class Settings:
-    """How everybody decodes. max_new_tokens: per prompt. temperature: 0 = greedy. seed: prompt i uses seed + i.
-    batch_size: prompts decoded together."""
+    """The settings of all contenders. max_new_tokens: per prompt. temperature: 0 = greedy. seed: of prompt 0; prompt i
+    uses seed + i. batch_size: prompts decoded together."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -45,13 +45,13 @@ class Settings:
     def generate_kwargs(self, max_new_tokens: int | None = None) -> dict[str, Any]:
         """Keyword arguments of transformers' `generate`."""
         kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens or self.max_new_tokens, "do_sample": self.is_sampled}
-        # All of the target's distribution, whatever its generation config says: the same for everybody.
+        # The target's whole distribution, whatever its generation config says: the same for all contenders.
         return {**kwargs, "temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.is_sampled else kwargs
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """input_ids: [1, L] int64. index: its place among the prompts, which its seed depends on."""
+    """input_ids: [1, L] int64. index: its place among the prompts; the seed depends on it."""
 
     id: str
     index: int
@@ -85,8 +85,7 @@ class Batch:
 
 
 def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[Batch]:
-    """Batches in the prompts' order. All have the full size: the last one is filled up with prompts from the start
-    again, as often as it takes.
+    """Batches in the prompts' order, all of the full size: the last batch is filled up with the first prompts.
 
     >>> prompts = [Prompt(str(i), i, torch.ones(1, 1, dtype=torch.long)) for i in range(3)]
     >>> [[prompt.index for prompt in batch.prompts] for batch in make_batches(prompts, 2)]
@@ -106,7 +105,7 @@ class Run:
         seconds: wall clock of the whole call, prefill included.
         num_forwards: forward passes of the target, each counted once for every row that had not ended.
         stats: of our own decoder; None for transformers'.
-        draft_forward_seconds: time inside the drafter, part of the draft phase; the rest of that phase grows the tree.
+        draft_forward_seconds: time inside the drafter. The rest of the draft phase grows the tree.
     """
 
     texts: list[list[int]]
@@ -125,11 +124,11 @@ class Contender:
     """One way to decode.
 
     Attributes:
-        problem: why it does not run, "" if it does.
-        is_exact: its text is that of plain decoding with the same seed.
-        is_compiled: warms up over all of the prompts' lengths before it is measured.
-        warm_up_seconds: what that took, compiling included.
-        work: what one of its rounds must read and multiply (see `roofline`); None where that is not known.
+        problem: why it does not run; "" if it runs.
+        is_exact: its text equals plain decoding's text with the same seed.
+        is_compiled: it warms up on the shortest and the longest batch before it is measured.
+        warm_up_seconds: duration of the warm-up, compiling included.
+        work: the weights that one round must read and multiply (see `roofline`); None if unknown.
     """
 
     name: str
@@ -141,13 +140,13 @@ class Contender:
     warm_up_seconds: float = 0.0
     work: Work | None = None
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][batch]
-    profiled: list[Run] = field(default_factory=list)  # where the phases' times come from
+    profiled: list[Run] = field(default_factory=list)  # the runs that give the times of the phases
 
 
 def load_prompts(
     path: Path, tokenizer: Any, target: Target, *, num_prompts: int | None, max_new_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """The first user turns of a file of prompts or conversations, and how many were left out for being too long."""
+    """The first user turns of a file of prompts or conversations, and the number of turns that were too long."""
     prompts: list[Prompt] = []
     num_too_long = 0
     limit = target.max_length
@@ -177,14 +176,14 @@ def measure(
     *,
     on_run: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fills in the contenders' runs. The order of the contenders moves on by one from batch to batch, so that a
-    neighbour's load, a warm cache or a falling clock meets all of them alike. Warming up is not counted."""
+    """Fills in the contenders' runs. The order of the contenders rotates from batch to batch, so that other load, warm
+    caches and changing clock rates affect all contenders equally. Warming up does not count."""
     runnable = [contender for contender in contenders if not contender.problem]
     batches = make_batches(prompts, settings.batch_size)
     by_length = sorted(batches, key=lambda batch: batch.input_ids.shape[1])
     for contender in runnable:
         start = time.perf_counter()
-        if contender.is_compiled:  # graphs are made for some lengths of the cache: reach them all
+        if contender.is_compiled:  # graphs depend on the length of the cache: compile all of them
             for batch in (by_length[0], by_length[-1]):
                 contender.decode(batch, settings)  # type: ignore[misc]
         else:
@@ -202,7 +201,7 @@ def measure(
 
 
 def _decode_warm(contender: Contender, batch: Batch, settings: Settings) -> Run:
-    """A run that compiled nothing: one that met a new shape counts as warming up and is made again."""
+    """A run that compiles nothing. A run that compiles counts as warm-up and is repeated."""
     while True:
         graphs, start = count_graphs(), time.perf_counter()
         run = contender.decode(batch, settings)  # type: ignore[misc]
@@ -212,8 +211,8 @@ def _decode_warm(contender: Contender, batch: Batch, settings: Settings) -> Run:
 
 
 def _profile(contender: Contender, batches: Sequence[Batch], settings: Settings) -> None:
-    """Where the phases' times come from: the runs themselves, but on an accelerator, whose work is only launched by
-    then, one more round that waits at every phase boundary and counts for nothing else."""
+    """Chooses the runs that give the times of the phases. On a CPU these are the measured runs. On an accelerator a
+    phase only launches work, so one more round waits at the end of every phase."""
     contender.profiled = [run for runs in contender.runs for run in runs]
     if contender.profiled[0].stats is not None and batches[0].input_ids.is_cuda:
         contender.profiled = [contender.decode(batch, settings, is_synchronised=True) for batch in batches]

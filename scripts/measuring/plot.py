@@ -1,4 +1,4 @@
-"""A benchmark's rows as a picture: speed, acceptance length, and where a step's time goes; speed over batch sizes."""
+"""A benchmark's rows as charts: speed, acceptance length and the parts of a step; speed over batch sizes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SPEED_COLOUR, LENGTH_COLOUR = "#4878a8", "#d98c3f"
 
 
 def draw_plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Bars of the speed against transformers' `generate`, of the acceptance length, and of the milliseconds of a verify
-    step by what they went to, as a PNG. Rows that did not run are left out."""
+    """Draws a PNG with bars: speed relative to transformers' `generate`, acceptance length, and the milliseconds of
+    each part of a step. Rows that did not run are left out."""
     plt = load_pyplot()
     shown = [row for row in rows if not row.problem and row.over_transformers is not None]
     figure, (speed, acceptance, step) = plt.subplots(
@@ -42,8 +42,8 @@ def draw_plot(path: Path, rows: Sequence[Row], title: str) -> None:
 
 
 def draw_batch_plot(path: Path, rows: Mapping[int, Sequence[Row]], title: str) -> None:
-    """Speed against transformers' `generate` at the same batch size, over the batch size: a line for each contender and
-    tree, one colour for each contender."""
+    """Draws speed relative to transformers' `generate` over the batch size: one line for each contender and tree, one
+    colour for each contender."""
     plt = load_pyplot()
     lines: dict[tuple[str, str], dict[int, float]] = {}
     for batch, row in ((batch, row) for batch, own in rows.items() for row in own):
@@ -89,7 +89,7 @@ def _draw_bars(
 
 
 def _draw_steps(axis: Any, rows: Sequence[Row]) -> None:
-    """transformers does not tell its steps apart: its rows stay empty."""
+    """Rows of transformers stay empty: its steps are not timed."""
     steps = [row.step_milliseconds or {} for row in rows]
     lefts = [0.0] * len(rows)
     for part, colour in PART_COLOURS.items():
@@ -105,7 +105,7 @@ def _draw_steps(axis: Any, rows: Sequence[Row]) -> None:
 def _label_ends(axis: Any, tops: Sequence[float], texts: Sequence[str], least: float = 0.0) -> None:
     """Writes a number after the end of each bar, and leaves room for it."""
     for place, (top, text) in enumerate(zip(tops, texts, strict=True)):
-        # On white, so that the line at 1 does not run through a number.
+        # A white box, so that the line at 1 does not cross a number.
         axis.annotate(text, (top, place), (5, 0), textcoords="offset points", va="center", fontsize=9,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
     axis.set_xlim(0, 1.18 * max(least, *tops, 1e-9))

@@ -41,7 +41,7 @@ class Grid:
 
 
 def make_grids(rows: Sequence[Row], environment: dict[str, Any]) -> list[Grid]:
-    """Speed and text; where a step's time goes."""
+    """The table of speeds and texts, and the table of a step's parts."""
     grids = [_speed_grid(rows, environment), _step_grid(rows, environment)]
     return [grid for grid in grids if grid.cells]
 
@@ -79,9 +79,7 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
             ]
         )
     if again := environment.get("num_prompts_again"):
-        notes.append(
-            f"rows of the last batch that are prompts from the start again, and count like all others: {again}"
-        )
+        notes.append(f"the last batch was filled up with {again} of the first prompts; they count like all others")
     source = f" of {Path(environment['prompts']).name}" if environment.get("prompts") else ""
     title = (
         f"{environment['target']}, {environment['dtype']}, T = {environment['temperature']:g}, "
@@ -90,14 +88,14 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         f"{environment['gpu'] or environment['cpu']}, {environment['threads']} threads"
     )
     legend = (
-        "× generate: beside transformers' eager generate; × fastest plain: beside this library's own decoding without "
-        "drafts, in its faster mode"
+        "× generate: speed over transformers' eager generate; × fastest plain: speed over this library's fastest "
+        "decoding without drafts"
     )
     return Grid(title, columns, cells, [*notes, *text_notes(rows), legend])
 
 
 def text_notes(rows: Sequence[Row]) -> list[str]:
-    """What the differing texts are worth: nobody should take a near-tie for a bug, or a bug for a near-tie."""
+    """Notes on differing texts: the gap of the two logits shows whether a difference is a near-tie or a bug."""
     notes = []
     for row in rows:
         if not row.differences:
@@ -132,11 +130,11 @@ def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
     ]
     if any(row.roofline_share is not None for row in rows):
         notes.append(
-            "of the roofline: the time this machine needs to read the weights and multiply by them / the time a step "
-            f"took ({environment['bandwidth_gb_s']:.1f} GB/s, {environment['matmul_gflop_s']:.0f} GFLOP/s)"
+            "of the roofline: shortest time in which this machine can read and multiply the weights / time of the step "
+            f"({environment['bandwidth_gb_s']:.1f} GB/s, {environment['matmul_gflop_s']:.0f} GFLOP/s)"
         )
     if is_batch:
-        notes.append("times are the whole batch's, nodes and acceptance a row's; rows: not yet ended")
+        notes.append("times are per batch, nodes and acceptance per row; rows: rows that have not ended")
     columns = [
         "ms per verify step",
         *STEP_PARTS,

@@ -1,7 +1,7 @@
-"""What a benchmark's runs say: one row of numbers for each contender, and a JSON file.
+"""Turns a benchmark's runs into one row of numbers for each contender, and into a JSON file.
 
-Acceptance length is counted as in `inference.stats`: tokens that verify steps emit / verify steps, the bonus token
-included, the prefill and its token excluded. transformers does not tell its steps: there it is tokens / forwards.
+Acceptance length is tokens that verify steps emit / verify steps, as in `inference.stats`. The bonus token counts; the
+prefill and its token do not. For transformers, whose steps are unknown, it is tokens / forward passes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Ru
 from scripts.measuring.roofline import Hardware, Work
 from scripts.measuring.rows import Row
 from scripts.measuring.texts import find_difference, share_of_repeated_ngrams
+from scripts.whole_files import write_text
 
 
 def make_rows(
@@ -32,8 +33,7 @@ def make_rows(
     """Rows in the contenders' order; with their share of the roofline if the hardware was measured.
 
     Args:
-        single_texts: the reference's text of each prompt by itself; None = what the runs say
-            (`texts_of_one_row`).
+        single_texts: the reference's text of each prompt by itself; None = from the runs (`texts_of_one_row`).
     """
     transformers = next((one for one in contenders if one.name == TRANSFORMERS and one.runs), None)
     references = transformers, find_fastest_plain(contenders)
@@ -59,10 +59,10 @@ def set_rooflines(rows: Sequence[Row], contenders: Sequence[Contender], hardware
 
 
 def texts_of_one_row(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
-    """The reference's text of each prompt, from runs of single prompts; None when there are none.
+    """The reference's text of each prompt, from runs of single prompts; None if there are no such runs.
 
-    At T = 0 the reference is transformers' `generate`; at T > 0 our plain decoding with the same seed (transformers
-    draws from another generator of random numbers).
+    At T = 0 the reference is transformers' `generate`. At T > 0 it is our plain decoding with the same seed, because
+    transformers draws other random numbers.
     """
     reference = next((one for one in contenders if one.name == reference_name(settings) and one.runs), None)
     if reference is None or settings.batch_size > 1:
@@ -71,14 +71,14 @@ def texts_of_one_row(contenders: Sequence[Contender], settings: Settings) -> lis
 
 
 def find_fastest_plain(contenders: Sequence[Contender]) -> Contender | None:
-    """This library's plain decoding, eager or compiled, whichever is the faster."""
+    """The faster of this library's plain decodings, eager or compiled."""
     plain = [one for one in contenders if one.name.removesuffix(", compiled") == PLAIN and one.runs]
     return max(plain, key=lambda one: statistics.median(map(_speed, one.runs)), default=None)
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
-    """The fastest drafter, and its speed beside transformers' `generate` and beside the fastest plain
-    decoding of this library. Nothing where nothing drafts."""
+    """Lines with the fastest drafter and its speed relative to transformers' `generate` and to the fastest plain
+    decoding of this library. Empty without drafters."""
     drafting = [row for row in rows if row.tree and not row.problem]
     if not drafting or not all(row.over_transformers and row.over_plain for row in drafting):
         return []
@@ -125,15 +125,11 @@ def _speed(runs: Sequence[Run]) -> float:
 
 
 def _ratio(contender: Contender, reference: Contender | None) -> tuple[float | None, tuple[float, float] | None]:
-    """Median and quartiles over (batch, repeat) of the ratio of tokens/s: both ran within seconds of one another."""
+    """Median and quartiles over (batch, repeat) of the ratio of tokens/s. The two runs of a ratio are seconds apart."""
     if reference is None:
         return None, None
-    return compare_speeds(*([_speed([run]) for runs in one.runs for run in runs] for one in (contender, reference)))
-
-
-def compare_speeds(speeds: Sequence[float], others: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Median and quartiles of the ratios, one for each (batch, repeat)."""
-    ratios = [speed / other for speed, other in zip(speeds, others, strict=True)]
+    own, other = ([_speed([run]) for runs in one.runs for run in runs] for one in (contender, reference))
+    ratios = [speed / baseline for speed, baseline in zip(own, other, strict=True)]
     if len(ratios) == 1:
         return ratios[0], (ratios[0], ratios[0])
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -141,7 +137,7 @@ def compare_speeds(speeds: Sequence[float], others: Sequence[float]) -> tuple[fl
 
 
 def _count_steps(row: Row, contender: Contender) -> None:
-    """Acceptance over all runs (they repeat one another), time per verify step over the profiled ones."""
+    """Acceptance comes from all runs, the time of a step's parts from the profiled runs."""
     every = [run for runs in contender.runs for run in runs]
     own = [run.stats for run in every if run.stats is not None]
     if not own:
@@ -163,7 +159,7 @@ def _count_steps(row: Row, contender: Contender) -> None:
 
 
 def split_step(stats: GenerationStats, draft_forward_seconds: float) -> dict[str, float]:
-    """Milliseconds of a verify step of the whole batch by what they went to; see `Row.step_milliseconds`."""
+    """Milliseconds of each part of a batch's verify step; see `Row.step_milliseconds`."""
     seconds = stats.seconds
     parts = {
         "draft": draft_forward_seconds,
@@ -185,8 +181,8 @@ def _compare_texts(
     settings: Settings,
     target: Target,
 ) -> None:
-    """Compares every row of every batch with its prompt's text by itself: at T = 0 everybody's rows, at T > 0 ours
-    (rules other than exact acceptance give other texts)."""
+    """Compares every row of every batch with the reference's text of its prompt. At T > 0 only our own contenders with
+    exact acceptance are compared, because others give other texts."""
     is_ours = any(run.stats is not None for run in contender.runs[0])
     if settings.is_sampled and not (is_ours and contender.is_exact):
         return
@@ -207,8 +203,8 @@ def _compare_texts(
 def make_report(
     environment: dict[str, Any], rows: Sequence[Row], contenders: Sequence[Contender]
 ) -> dict[str, dict[str, Any] | list[Any]]:
-    """One combination of target, prompts, temperature and batch size, as JSON holds it: environment, rows and, so that
-    other statistics can be made of them, every run."""
+    """The JSON of one combination of target, prompts, temperature and batch size: environment, rows, and every run for
+    other statistics."""
     runs = {
         row.label: [[{"tokens": run.num_tokens, "seconds": run.seconds} for run in runs] for runs in contender.runs]
         for row, contender in zip(rows, contenders, strict=True)
@@ -217,13 +213,5 @@ def make_report(
 
 
 def write_json(path: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """{"reports": [...]}, never half-written."""
+    """Writes {"reports": [...]}."""
     write_text(path, json.dumps({"reports": list(reports)}, indent=1, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Never half-written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)

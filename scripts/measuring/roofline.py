@@ -1,13 +1,13 @@
-"""Computes the hardware's limit for one round of decoding from the weights it reads and the products it computes.
+"""Computes the hardware's limit for one round of decoding, from the bytes it reads and the products it computes.
 
 A round is one draft phase and one verify pass. Its limit follows the roofline model (doi 10.1145/1498765.1498785):
 
     max(bytes of weights / memory bandwidth, FLOPs / matmul throughput)
 
 Bandwidth and throughput are measured. Bandwidth is measured on a buffer as large as the target's weights, because the
-weights of a small model stay in the last-level cache, which is faster than memory. Only weights count. Caches,
-activations and the products inside attention are left out: the limit is rather too short than too long, and a decoder's
-share of it is never too high.
+weights of a small model stay in the last-level cache, which is faster than memory. Only weights count: caches,
+activations and the products inside attention are left out. So the limit may be too low, and a decoder's share of the
+limit is never too high.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Work:
 
 
 def measure_hardware(target: Target, *, matmul_size: int | None = None) -> Hardware:
-    """Bandwidth and throughput of the target's device, for weights of its size and dtype."""
+    """Bandwidth and throughput of the target's device, for weights of the target's size and dtype."""
     return Hardware(
         measure_bandwidth(count_weight_bytes(target.model), target.device),
         measure_matmul(target.dtype, target.device, size=matmul_size),
@@ -106,14 +106,14 @@ def count_weight_bytes(model: nn.Module) -> int:
     }
     return sum(
         parameter.numel() * parameter.element_size()
-        for parameter in model.parameters()  # each once, whatever modules share it
+        for parameter in model.parameters()  # shared parameters once
         if id(parameter) not in looked_up - multiplied
     )
 
 
 class WorkCounter:
-    """Inside its context, adds up the work of these modules' forward passes. A module that runs once for every drafting
-    level reads its weights as many times."""
+    """Inside its context, adds up the work of these modules' forward passes. A module that runs at every level of a
+    tree reads its weights at every level."""
 
     def __init__(self, *models: nn.Module) -> None:
         self.work = Work(0.0, 0.0)
@@ -138,7 +138,7 @@ class WorkCounter:
         if isinstance(output, Tensor):
             num_rows = output.numel() / output.shape[-1]
             flops = sum(2.0 * num_rows * weight.numel() for weight in own if weight.dim() == 2)
-        # A pass does not read all experts, which are stacked in one tensor: leave them out, the limit stays a limit.
+        # A pass does not read all experts (stacked in one tensor). Without experts, the limit stays a lower bound.
         num_bytes = sum(weight.numel() * weight.element_size() for weight in own if weight.dim() <= 2)
         self.work = Work(self.work.weight_bytes + num_bytes, self.work.flops + flops)
 

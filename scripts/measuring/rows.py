@@ -1,7 +1,6 @@
 """One contender's numbers in a benchmark.
 
-Acceptance length is counted as in `inference.stats`: tokens that verify steps emit / verify steps, the bonus token
-included, the prefill and its token excluded. transformers does not tell its steps: there it is tokens / forwards.
+Acceptance length: see `scripts.measuring.report`.
 """
 
 from __future__ import annotations
@@ -13,25 +12,26 @@ from scripts.measuring.texts import Difference
 
 @dataclass
 class Row:
-    """One contender's numbers; None where a number does not exist.
+    """One contender's numbers; None = the number does not exist.
 
     Attributes:
-        warm_up_seconds: spent before anything was measured, compiling included.
+        warm_up_seconds: duration of the warm-up, compiling included.
         tokens_per_second: new tokens of all rows / seconds of the whole calls, all prompts together; the median of the
             repeats.
-        over_transformers, over_plain: ratio of tokens/s to transformers' eager `generate`, and to this library's plain
-            decoding in its faster mode; taken for each batch and repeat, then the median; with the quartiles.
+        over_transformers, over_plain: ratio of tokens/s to transformers' eager `generate`, and to this library's
+            fastest plain decoding: the median over batches and repeats, with the quartiles.
         acceptance_length, acceptance_by_depth, accepted_histogram, nodes_per_step: per row.
-        rows_per_step: rows of the batch that had not ended, in an average verify pass.
+        rows_per_step: mean number of rows that have not ended in a verify pass.
         step_milliseconds: of a verify step of the whole batch, prefill excluded: draft (inside the drafter), grow (the
             tree and, when sampling, the noise), verify (the target's forward), accept, commit, other (the rest); `step`
             is their sum.
         overhead_share: the share of a step that is neither the target's forward nor the drafter's.
         host_syncs_per_step: how often the host waited to read a tensor (see `GenerationStats.num_host_syncs`).
-        round_weight_bytes, round_flops: what a draft phase and a verify pass must read and multiply (see `roofline`).
-        limit_milliseconds: the shortest time the hardware could do that in; roofline_share: that / the measured step.
-        num_identical: rows whose text equals in every repeat what the reference writes for their prompt by itself.
-        repeated_4grams: the share of 4-grams of the new text that stood there before: looping text flatters drafters.
+        round_weight_bytes, round_flops: the work of a draft phase and a verify pass (see `roofline`).
+        limit_milliseconds: the shortest time in which the hardware can do this work.
+        roofline_share: limit_milliseconds / the measured step.
+        num_identical: rows whose text equals the reference's text of the prompt by itself, in every repeat.
+        repeated_4grams: the share of the text's 4-grams that occurred earlier in the text. Looping text helps drafters.
     """
 
     name: str

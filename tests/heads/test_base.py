@@ -148,7 +148,7 @@ class TestSaving:
 
     def test_into_a_file(self, target: Target, tmp_path: Path) -> None:
         (tmp_path / "heads").write_text("a note")
-        with pytest.raises(ValueError, match="heads is a file: heads are saved into a directory"):
+        with pytest.raises(ValueError, match="heads is a file, and heads are saved into a folder"):
             create_heads("medusa", target).save_pretrained(tmp_path / "heads")
         assert (tmp_path / "heads").read_text() == "a note"
 
@@ -253,7 +253,7 @@ class TestSaving:
 
 
 class TestHub:
-    """The hub's client is replaced: what is asked of it is noted, and nothing leaves the machine."""
+    """The hub's client is replaced by one that records its requests, so nothing leaves the machine."""
 
     @pytest.fixture
     def uploads(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

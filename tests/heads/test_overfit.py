@@ -20,7 +20,7 @@ from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
 
 PROMPT_LENGTH, NUM_NEW = 8, 40
-DEPTH_OF_ANY = 3  # of kinds that draft as deep as they are asked to; what their unroll reaches
+DEPTH_OF_ANY = 3  # of kinds that draft to any depth: the depth of their unroll
 
 
 @pytest.fixture(scope="module")

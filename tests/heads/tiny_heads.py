@@ -41,10 +41,11 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"num_layers": 2},
         {"num_heads": 3, "tie_lm_head": True, "use_embedding_norm": False},
         {"num_layers": 2, "use_prefix_attention": True},  # Hydra++
+        {"num_layers": 2, "use_prefix_attention": True, "use_prefix_norm": True, "use_biases": True},
     ),
     # A layer of each kind of attention within 4 layers of every family.
     "kangaroo": ({}, {"exit_layer": 4, "use_mlp": True, "num_key_value_heads": 4}),
-    "medusa": ({}, {"num_heads": 3, "num_layers": 2}),
+    "medusa": ({}, {"num_heads": 3, "num_layers": 2}, {"num_heads": 3, "shares_lm_head": True}),
     "mtp": (
         {},
         {"num_steps": 3, "norm_output": False, "hidden_first": True, "zero_first_embedding": True},

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.trees.token_tree import TokenTree, compute_depths
+from inference.trees.token_tree import TokenTree
 from tests.tiny_targets import tiny_target
 
 ATOL = 1e-4
@@ -25,6 +25,15 @@ def run_plainly(model: PreTrainedModel, tokens: list[int]) -> Any:
         return model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
 
 
+def compute_depths(parents: Tensor) -> Tensor:
+    """Edges between each node and its root, [B, N], node after node."""
+    depths = torch.zeros_like(parents)
+    for row, above in enumerate(parents.tolist()):
+        for node, parent in enumerate(above):
+            depths[row, node] = 0 if parent < 0 else depths[row, parent] + 1
+    return depths
+
+
 def random_tree(batch_size: int, num_nodes: int, generator: torch.Generator, num_padding: int = 0) -> TokenTree:
     """Random parents per row; the last row's last nodes are padding."""
     parents = torch.full((batch_size, num_nodes), -1)
@@ -32,7 +41,7 @@ def random_tree(batch_size: int, num_nodes: int, generator: torch.Generator, num
         for node in range(1, num_nodes - (num_padding if row == batch_size - 1 else 0)):
             parents[row, node] = torch.randint(0, node, (), generator=generator)
     token_ids = torch.randint(2, 128, (batch_size, num_nodes), generator=generator)
-    depths = torch.where(parents < 0, 0, compute_depths(parents))
+    depths = compute_depths(parents)
     return TokenTree(token_ids, parents, depths, torch.zeros(batch_size, num_nodes))
 
 

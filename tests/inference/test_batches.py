@@ -151,7 +151,7 @@ def test_several_sequences_of_a_prompt_read_it_once(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_conversation_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only new tokens are read: behind each reply comes the next question."""
+    """Only new tokens are read: after each reply comes the next question."""
     decoder = Decoder(target_of(), drafter_of(kind), tree=tree_of(kind))
     plain = TreeCache.advance
     read: list[int] = []

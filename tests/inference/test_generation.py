@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,35 +106,6 @@ def test_stop_strings_of_the_model(
         generate(model, None, **inputs, **options)
 
 
-@pytest.mark.parametrize("is_option", [True, False], ids=["option", "config"])
-def test_token_healing(chat_target: Any, chat_tokenizer: Any, is_option: bool) -> None:
-    inputs = chat_tokenizer("Once upon a ti", return_tensors="pt", return_token_type_ids=False)
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "token_healing": True}
-    if not is_option:
-        options = {"generation_config": GenerationConfig(**options)}
-    expected = chat_target.generate(**inputs, tokenizer=chat_tokenizer, **options)
-    assert not torch.equal(expected[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
-    streamer = Recorder()
-    output = generate(chat_target, NgramDrafter(), **inputs, tokenizer=chat_tokenizer, streamer=streamer, **options)
-    assert torch.equal(output.sequences, expected)
-    assert streamer.tokens == expected[0].tolist()
-    with pytest.raises(ValueError, match="token_healing needs the tokenizer"):
-        generate(chat_target, None, **inputs, **options)
-    rows = chat_tokenizer(
-        ["Once upon a ti", "Hello, my na"],
-        padding=True,
-        padding_side="right",
-        return_tensors="pt",
-        return_token_type_ids=False,
-    )
-    assert not rows["attention_mask"].all()
-    with pytest.raises(ValueError, match="padding_side = 'left'"):
-        generate(chat_target, None, **rows, tokenizer=SimpleNamespace(padding_side="right"), **options)
-    spaces = chat_tokenizer("Once upon a ti ", return_tensors="pt", return_token_type_ids=False)
-    with pytest.raises(ValueError, match="token_healing tokenizes prompts again"):
-        generate(chat_target, None, **spaces, tokenizer=chat_tokenizer, **options)
-
-
 def test_seed_none_draws_from_torchs_generator() -> None:
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
     texts = []
@@ -181,28 +151,12 @@ def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
     output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
     assert output.sequences.shape[1] == 256
     assert "limit of 256 tokens" in caplog.text
-    assert output.stopped_at_position_limit == [True]
-
-
-def test_rows_that_stop_at_the_position_limit() -> None:
-    prompts, mask = random_prompt(250, batch_size=2), torch.ones(2, 250, dtype=torch.long)
-    mask[1, :100] = 0
-    output = generate(MODEL, None, prompts, mask, max_new_tokens=10, do_sample=False)
-    assert output.stopped_at_position_limit == [True, False]
-    fits = generate(MODEL, None, prompts, mask, max_new_tokens=6, do_sample=False)
-    assert fits.stopped_at_position_limit == [False, False]
-    last = int(output.sequences[0, 255])
-    assert last not in output.sequences[0, 250:255]
-    ended = generate(MODEL, None, prompts[:1], max_new_tokens=10, do_sample=False, eos_token_id=last, pad_token_id=0)
-    assert ended.sequences.shape[1] == 256
-    assert ended.stopped_at_position_limit == [False]
 
 
 def test_outputs_are_read_by_name() -> None:
     output = generate(MODEL, None, PROMPT, **GREEDY)
     assert output["sequences"] is output.sequences
-    assert list(output) == ["sequences", "stats", "stopped_at_position_limit"]
-    assert len(output) == 3
+    assert list(output) == ["sequences", "stats"]
     assert "scores" not in output
     with pytest.raises(KeyError, match="logits"):
         output["logits"]
@@ -217,6 +171,8 @@ def test_outputs_are_read_by_name() -> None:
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
+        ({"token_healing": True}, "token_healing .*: leave it out, and give model.heal_tokens"),
+        ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass an inference.drafters.small_model.SmallModelDrafter"),
     ],
 )

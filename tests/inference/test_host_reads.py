@@ -133,9 +133,11 @@ def test_a_step_reads_nothing_on_the_host(
                 draft = drafter.extend(state, features, next_ids, counts, max_slots=max_slots)
                 sampling = DraftSampling(warp=sampler.warp_draft if do_sample else None, noise=noise)
                 drafted = policy.grow(drafter, state, root_ids, draft, sampling)
+                cache.open_slots(drafted.num_nodes)
                 output = target.verify(cache, drafted, feature_layers=drafter.feature_layers)
                 accepted = accept_exact(sampler, drafted, output.logits, cache.lengths, noise=noise)
-                cache.commit(accepted.path, accepted.counts)
+                cache.keep(accepted.path, accepted.counts)
+                cache.raise_bound(accepted.path.shape[1])
                 next_ids, counts = accepted.next_tokens, accepted.counts
                 if output.features is None:
                     continue

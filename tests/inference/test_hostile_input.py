@@ -39,7 +39,7 @@ def check_next_call(decoder: Decoder) -> None:
 @contextmanager
 def nan_from(position: int, *, is_last: bool = False, model: Any = MODEL) -> Iterator[None]:
     """Hidden states at this position and later are NaN, from the first layer on (so keys and values are, too), or
-    behind the last one alone."""
+    only after the last layer."""
 
     def spoil(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         late = kwargs["position_ids"] >= position
@@ -82,7 +82,7 @@ def test_prompts_that_are_refused(inputs: Tensor, mask: Tensor | None, match: st
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("prompt", [[7], [3, 3, 3, 3], [3]], ids=["one token", "all EOS", "EOS alone"])
+@pytest.mark.parametrize("prompt", [[7], [3, 3, 3, 3], [3]], ids=["one token", "all EOS", "only EOS"])
 def test_short_and_strange_prompts(tree: str, prompt: list[int]) -> None:
     inputs = torch.tensor([prompt])
     options = {**GREEDY, "eos_token_id": 3, "pad_token_id": 0}
@@ -165,7 +165,7 @@ def test_what_would_change_the_text_is_not_dropped(option: dict[str, Any], match
 
 
 class Forbid:
-    """Forbids everything behind texts of `length` tokens."""
+    """Forbids every token after texts of `length` tokens."""
 
     def __init__(self, length: int) -> None:
         self.length = length

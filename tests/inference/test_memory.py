@@ -118,7 +118,7 @@ def test_prompts_need_the_activations_of_one_chunk() -> None:
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_a_step_holds_one_set_of_logits_however_many_steps_there_are(do_sample: bool) -> None:
     peaks = []
-    for new in (3, 9):  # no more than one view of the cache, with a tree behind it
+    for new in (3, 9):  # no more than one view of the cache, with a tree after it
         decoder, prompt = new_decoder(WIDE_VOCAB), random_prompt(8, batch_size=2)
         options: dict[str, Any] = {"max_new_tokens": new, "do_sample": do_sample, "seed": 1}
         peak, left = track(decoder, lambda: decoder.generate(prompt, **options))  # noqa: B023

@@ -45,7 +45,7 @@ def draw(num_seeds: int = 48, num_positions: int = 64, num_tokens: int = 512) ->
 
 
 def to_standard_scores(noise: Tensor) -> Tensor:
-    """Uniforms behind the noise, shifted and scaled to mean 0 and variance 1."""
+    """The uniforms from which the noise is made, shifted and scaled to mean 0 and variance 1."""
     return (torch.exp(-torch.exp(-noise)) - 0.5) * math.sqrt(12)
 
 

@@ -80,3 +80,11 @@ def test_sampling_takes_a_seed_and_a_streamer(
     first = drafting(CHAT, streamer=streamer, **options)
     assert drafting(CHAT, **options) == first
     assert first[0]["generated_text"][-1]["content"][:8] in capsys.readouterr().out
+
+
+def test_scores_are_returned_as_by_the_stock_pipeline(stock: Any, drafting: Any) -> None:
+    options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    for found, wanted in zip(drafting(["The", "Once"], **options), stock(["The", "Once"], **options), strict=True):
+        assert found[0].keys() == wanted[0].keys()
+        assert found[0]["generated_text"] == wanted[0]["generated_text"]
+        torch.testing.assert_close(*(torch.tensor(one[0]["scores"]) for one in (found, wanted)), atol=1e-4, rtol=0)

@@ -137,18 +137,18 @@ def expect(model: PreTrainedModel, setting: Setting) -> Tensor:
             scores = processor(input_ids, scores)
         return torch.softmax(scores.double(), -1)
 
-    def behind(num_tokens: int) -> Tensor:
+    def after(num_tokens: int) -> Tensor:
         new = torch.cartesian_prod(*[torch.arange(VOCAB)] * num_tokens).view(-1, num_tokens)
         shape = (VOCAB,) * (num_tokens + 1)
         chances = probabilities(torch.cat([PROMPT.expand(len(new), -1), new], 1)).view(shape)
-        if "eos_token_id" in setting.options:  # behind EOS there is padding
+        if "eos_token_id" in setting.options:  # after EOS there is padding
             has_ended = (new == EOS).any(1).view(shape[:-1])
             only_pad = torch.nn.functional.one_hot(torch.tensor(PAD), VOCAB).double()
             chances = torch.where(has_ended[..., None], only_pad, chances)
         return chances
 
     first = probabilities(PROMPT)[0]
-    return (first[:, None, None] * behind(1)[:, :, None] * behind(2)).sum(0)
+    return (first[:, None, None] * after(1)[:, :, None] * after(2)).sum(0)
 
 
 def measure(acceptance: str, tree: str, setting: Setting) -> float:

@@ -112,8 +112,8 @@ def explain_difference(
 
     Args:
         scores: what tokens are picked by; None = the logits, for greedy texts without processors.
-        tolerance: gaps below it are near-ties, so that routers are not asked.
-        router_tolerance: likewise for the margin between two experts.
+        tolerance: smaller gaps are near-ties, and routers are then not examined.
+        router_tolerance: the same for the margin between two experts.
     """
     if torch.equal(expected, got):
         return None

@@ -1,4 +1,4 @@
-"""Random decoders on random batches: every row is what it is alone, or differs at a demonstrated near-tie.
+"""Random decoders on random batches: every row gets the text it gets by itself, or differs at a demonstrated near-tie.
 
 The cases are the same each time. LOSSLESS_EXAMPLES is how many (`make lossless` runs more), and each LOSSLESS_SEED has
 others.
@@ -115,7 +115,7 @@ def check(case: Case) -> None:
 def describe(case: Case) -> str:
     """With the shape of its tree, of which there is no repr."""
     policy: Any = case.policy
-    shape = policy.topology.paths if isinstance(policy, StaticTree) else vars(policy)
+    shape = policy.paths if isinstance(policy, StaticTree) else vars(policy)
     return f"{case}\nwith the tree {type(policy).__name__} {shape}"
 
 

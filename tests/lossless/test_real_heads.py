@@ -27,7 +27,6 @@ TRAINED_KINDS = sorted(path.parent.name for path in TRAINED.glob("*/config.json"
 PROMPT_LINES = (REPOSITORY / "examples" / "prompts.jsonl").read_text().splitlines()
 # `make lossless` runs 20 prompts per kind and policy; continuous integration has time for fewer.
 NUM_LONG = int(os.environ.get("LOSSLESS_PROMPTS", "2"))
-# DFlash as it is learns too little in so few steps: of what it drafts behind the first token it does not know the path.
 NO_EOS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
 
 

@@ -96,7 +96,7 @@ def test_trees_that_a_report_could_not_tell_apart_are_refused(target: Target, tm
         file.parent.mkdir()
         file.write_text("paths: [[0]]\n")
     for trees in (["dynamic", "dynamic"], [str(file) for file in files], ["chain", str(files[0])]):
-        with pytest.raises(ValueError, match="--tree names one tree twice, or two files of one name"):
+        with pytest.raises(ValueError, match="--tree has the same tree twice, or two files with the same name"):
             make_contenders(target, {}, trees, Settings())
     contenders = make_contenders(target, {"h": NgramDrafter()}, [str(files[0]), "chain:2"], Settings())
     assert [one.tree for one in contenders if one.name == "h"] == ["chain", "chain:2"]

@@ -40,8 +40,8 @@ def decode_all(**options: Any) -> tuple[list[dict[str, Any]], str]:
 def test_a_run_over_batch_sizes(
     temperature: float, small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    """Every row of every batch has the text of its prompt alone, and what cannot do batches says so."""
-    # Sampled, nobody is measured alone: the reference is made.
+    """Every row of every batch has the text that its prompt gets by itself; contenders without batches say so."""
+    # Sampled text has no contender at batch size 1, so the reference is decoded.
     sizes, trees = ([2], ["chain:1"]) if temperature else ([1, 2], ["chain:1", "dynamic:2,2,4"])
     names = ("json",) if temperature else ("json", "plot", "markdown")
     files = {name: str(tmp_path / "out" / f"report.{name}") for name in names}
@@ -70,7 +70,7 @@ def test_a_run_over_batch_sizes(
         assert ("untrained, uncoupledchain:1" in rows) == (temperature > 0)
         problem = rows["transformers prompt look-up"]["problem"]
         if size > 1:
-            assert problem == f"transformers speculates for one row at a time, and the batch has {size}"
+            assert problem == f"transformers speculates only for single rows, and the batch has {size}"
             del rows["transformers prompt look-up"]
         for name, row in rows.items():
             is_ours = not name.startswith("transformers")
@@ -83,7 +83,7 @@ def test_a_run_over_batch_sizes(
             assert min(row["tokens_per_second"], row["over_transformers"], row["warm_up_seconds"]) > 0
             if name in (TRANSFORMERS, PLAIN):
                 assert row["acceptance_length"] == 1.0
-    for text in ("prompts from the start again", "untrained, chain:1", "Fastest drafter: ", "Wrote "):
+    for text in ("of the first prompts; they count", "untrained, chain:1", "Fastest drafter: ", "Wrote "):
         assert text in printed
     if temperature:
         return

@@ -67,7 +67,7 @@ def test_from_conversations_to_a_tree_that_decodes(
     assert len(paths) == 5
     told = capsys.readouterr()
     assert told.out == text
-    assert "--max_length is 384, the target takes 32 tokens (max_position_embeddings=32)" in told.err
+    assert "--max_length is 384, but the target reads only 32 tokens (max_position_embeddings=32)" in told.err
     assert "cut at 32 tokens" in text
     assert [place.name for place in options["output"].parent.iterdir()] == ["tree.yaml"]
 

@@ -123,7 +123,7 @@ def test_the_reference_has_everything(expected: dict[str, Any], prompts: Path, t
     ids = [row["id"] for row in rows]
     assert ids == [name for name in (f"p{i}" for i in range(NUM_PROMPTS)) if name in ids]
     assert {*ids, *(record["id"] for record in dropped)} == {f"p{i}" for i in range(NUM_PROMPTS)}
-    assert {len(row["conversations"]) for row in rows} >= {2, 4}
+    assert {len(row["messages"]) for row in rows} >= {2, 4}
     stats = expected["stats"]
     assert stats["conversations"] == len(rows)
     assert sum(entry["count"] for entry in stats["dropped"].values()) == len(dropped) > 0
@@ -145,7 +145,7 @@ def test_heads_batches_and_shards_change_nothing(
     for index, changes in enumerate((drafting, ("--batch_size", 1), drafting)):
         assert not output.exists()
         told = run(output, *options, index, *changes)
-        assert ("or a rerun, puts them together" in told) == (index < 2)
+        assert ("or a rerun, merges all shards" in told) == (index < 2)
     assert results(output) == expected
     assert journals(output) == []
     assert float(told.partition("acceptance length ")[2].split()[0]) > 1.0
@@ -214,14 +214,12 @@ def test_a_larger_plan_goes_on_from_a_finished_one(
 def test_own_conversations_are_the_same_in_any_number_of_processes(run: Run, tmp_path: Path) -> None:
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl.gz"
     options = ("--mode", "self", "--max_turns", 2, "--num_conversations")
-    told = run(one, *options, 24, "--output_format", "messages", "--keep_truncated")
+    told = run(one, *options, 24, "--keep_truncated")
     for index in (1, 0):
         run(
             two,
             *options,
             24,
-            "--output_format",
-            "messages",
             "--keep_truncated",
             "--num_shards",
             2,
@@ -370,8 +368,8 @@ def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_p
         ({"batch_size": 0}, "--batch_size is 0: give at least 1"),
         ({"num_conversations": -1}, "--num_conversations is -1"),
         ({"shard_index": 2, "num_shards": 2}, "--shard_index is 2: with --num_shards 2 give one from 0 to 1"),
-        ({"tree": "auto"}, "there are no heads to draft"),
-        ({"endpoint_model": "m"}, "without --endpoint"),
+        ({"tree": "auto"}, "got tree without heads"),
+        ({"endpoint_model": "m"}, "got endpoint_model without endpoint"),
         ({"columns": ["prompt"]}, "got columns 'prompt': write ROLE=COLUMN"),
         ({"mode": "self", "prompts": None, "columns": ["messages=m"]}, "--columns describes --prompts"),
         ({"endpoint": "http://h/v1", "heads": "h"}, "--heads is for decoding here"),

@@ -81,7 +81,7 @@ def test_rows_end_where_the_targets_positions_do(tmp_path: Path, capsys: pytest.
     inspect("--dataset", write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo " * 2000)]), "--json", report)
     (counts,) = json.loads(report.read_text())["sets"]
     assert (counts["num_tokens"], counts["num_at_max_length"]) == (1024, 1)
-    assert "1 have max_length (1024) tokens; what follows is cut off" in capsys.readouterr().out
+    assert "1 have max_length (1024) tokens; the rest is cut off" in capsys.readouterr().out
 
 
 def test_pieces_of_a_row_are_its_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,7 +169,7 @@ def _thinking_jinja(header: str) -> str:
     )
 
 
-# Qwen3: thoughts behind the last question only, an empty one in the last reply that has none; results are the user's.
+# Qwen3: thoughts only after the last question, an empty one in the last reply that has none; results are the user's.
 THINKING = ChatTemplate(_thinking_jinja("<|im_start|>assistant\n"), thinking)
 # Its successors that always think: the prompt opens the thought.
 OPENING = ChatTemplate(

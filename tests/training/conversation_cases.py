@@ -30,7 +30,7 @@ THINKING_TEMPLATE = (
     "{{ m['content'].split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As gpt-oss's does: thoughts in a channel of their own, of the last reply alone; texts with channels are refused.
+# As gpt-oss's does: thoughts in a channel of their own, only those of the last reply; texts with channels are refused.
 HARMONY_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% if '<|channel|>' in m.content %}{{ raise_exception('channels belong into fields') }}{% endif %}"

@@ -16,9 +16,9 @@ from inference import Target
 from tests.training.run.test_trainer import UNEVEN, make_rows
 from training.data.collation import ConversationCollator
 from training.features.extraction import Extraction
-from training.features.extraction_options import ExtractionArguments, plan_tensors
+from training.features.extraction_options import ExtractionArguments
 from training.features.sources import OnlineFeatures, TargetStates
-from training.features.store import FeatureStore, StoreSettings
+from training.features.store import FeatureStore, StoreSettings, name_tensors
 from training.features.target_identity import identify_target
 
 ROWS = sorted(make_rows(UNEVEN), key=lambda row: len(row["input_ids"]))
@@ -32,15 +32,7 @@ def make_extraction(
     args = ExtractionArguments(
         output_dir=str(folder), shard_mb=shard_bytes / 10**6, **{"batch_size": len(ROWS), **options}
     )
-    settings = StoreSettings(
-        target=identify_target(target, "tiny"),
-        tensors=plan_tensors(layers, args, target.num_layers),
-        dtype="float32",
-        teacher_top_k=args.teacher_top_k,
-        dataset=["rows"],
-        max_length=64,
-        tokenizer_hash="",
-    )
+    settings = StoreSettings(identify_target(target, "tiny"), name_tensors(layers, target.num_layers))
     return Extraction(target, datasets.Dataset.from_list(ROWS), settings, args, layers=layers)
 
 

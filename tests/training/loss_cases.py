@@ -18,7 +18,7 @@ from training.losses.draft_loss import LossOutput, draft_loss
 from training.losses.teacher import Teacher, compute_teacher
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 12, 32, 128
-# What is read of a position: the token alone, the distribution, both, and states besides.
+# What is read of a position: only the token, the distribution, both, and states besides.
 LOSS_TYPES = (
     "cross_entropy",
     "distillation",

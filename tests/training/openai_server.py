@@ -24,7 +24,7 @@ class OpenAIServer(ThreadingHTTPServer):
     Attributes:
         faults: what happens to the next requests for texts, in turn.
         key: the key it wants, None for none.
-        bodies: what it was asked for.
+        bodies: the bodies of its requests.
         override: replaces the next answers where it is not None.
         owner: what it calls itself in its list of models, None for nothing.
         max_in_flight: most requests that it had at a time.

@@ -26,13 +26,9 @@ from training.data.thoughts import find_thought_end
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZED = datasets.Features(
-    {
-        "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "loss_mask": datasets.Sequence(datasets.Value("int8")),
-        "problem": datasets.Value("string"),
-    }
-)
+# The columns of a training row.
+ROW = {"input_ids": datasets.Sequence(datasets.Value("int32")), "loss_mask": datasets.Sequence(datasets.Value("int8"))}
+_TOKENIZED = datasets.Features({**ROW, "problem": datasets.Value("string")})
 # Part of the cache key of tokenized rows: raise it when the code below gives another result.
 _CACHE_VERSION = 6
 
@@ -45,39 +41,12 @@ def tokenize_conversations(
     num_proc: int | None = None,
     train_on_thinking: bool = True,
 ) -> datasets.Dataset:
-    """Returns the rows `input_ids` and `loss_mask` that can be trained on; a warning counts the dropped ones.
-
-    Args and errors are those of `tokenize_with_problems`.
-
-    Raises:
-        ValueError: also when no row is left.
-    """
-    rows = tokenize_with_problems(
-        conversations, tokenizer, max_length=max_length, num_proc=num_proc, train_on_thinking=train_on_thinking
-    )
-    problems = Counter(problem for problem in rows["problem"] if problem)
-    if problems.total() == len(rows):
-        raise ValueError(f"no conversation can be used; reasons and how often: {dict(problems)}")
-    for problem, count in problems.items():
-        logger.warning("dropped %d of %d conversations: %s", count, len(rows), problem)
-    if problems:
-        rows = rows.select([row for row, problem in enumerate(rows["problem"]) if not problem])
-    return rows.remove_columns("problem")
-
-
-def tokenize_with_problems(
-    conversations: datasets.Dataset,
-    tokenizer: Any,
-    *,
-    max_length: int,
-    num_proc: int | None = None,
-    train_on_thinking: bool = True,
-) -> datasets.Dataset:
     """Tokenizes all conversations into the columns of `tokenize_row`.
 
     Args:
         conversations: the column `conversation` of `load_conversations`.
         max_length: cut rows to so many tokens.
+        num_proc: processes that tokenize.
         train_on_thinking: learn the thoughts at the beginning of replies.
 
     Raises:
@@ -97,6 +66,22 @@ def tokenize_with_problems(
         num_proc=num_proc if num_proc and num_proc > 1 else None,
         desc="Tokenizing conversations",
     )
+
+
+def drop_unusable(rows: datasets.Dataset) -> datasets.Dataset:
+    """Returns the rows that can be trained on, without the column `problem`; a warning counts the others.
+
+    Raises:
+        ValueError: no row is left.
+    """
+    problems = Counter(problem for problem in rows["problem"] if problem)
+    if problems.total() == len(rows):
+        raise ValueError(f"no conversation can be used; reasons and how often: {dict(problems)}")
+    for problem, count in problems.items():
+        logger.warning("dropped %d of %d conversations: %s", count, len(rows), problem)
+    if problems:
+        rows = rows.select([row for row, problem in enumerate(rows["problem"]) if not problem])
+    return rows.remove_columns("problem")
 
 
 def check_tokenizer(tokenizer: Any, max_length: int) -> None:

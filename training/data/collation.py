@@ -5,13 +5,16 @@ Legend: B batch, T tokens of the longest row of a batch, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import datasets
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
+@dataclass(frozen=True)
 class ConversationCollator:
     """Pads rows on the right: input_ids, attention_mask and loss_mask, each [B, T] int64.
 
@@ -23,29 +26,25 @@ class ConversationCollator:
         multiple_of: T is rounded up to it.
     """
 
-    def __init__(self, pad_token_id: int, *, multiple_of: int = 8) -> None:
-        self.pad_token_id = pad_token_id
-        self.multiple_of = multiple_of
+    pad_token_id: int
+    multiple_of: int = 8
 
     def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)
         length = -(-longest // self.multiple_of) * self.multiple_of
+
+        def pad(values: Iterable[Tensor], fill: int) -> Tensor:
+            return torch.stack([F.pad(value, (0, length - len(value)), value=fill) for value in values])
+
+        ids = [torch.tensor(row["input_ids"]) for row in rows]
         batch = {
-            "input_ids": torch.full((len(rows), length), self.pad_token_id),
-            "attention_mask": torch.zeros(len(rows), length, dtype=torch.long),
-            "loss_mask": torch.zeros(len(rows), length, dtype=torch.long),
+            "input_ids": pad(ids, self.pad_token_id),
+            "attention_mask": pad(map(torch.ones_like, ids), 0),
+            "loss_mask": pad([torch.tensor(row["loss_mask"]) for row in rows], 0),
         }
-        for index, row in enumerate(rows):
-            size = len(row["input_ids"])
-            batch["input_ids"][index, :size] = torch.tensor(row["input_ids"])
-            batch["attention_mask"][index, :size] = 1
-            batch["loss_mask"][index, :size] = torch.tensor(row["loss_mask"])
         if "document_lengths" in rows[0]:
-            batch["document_ids"] = torch.full((len(rows), length), -1)
-            for index, row in enumerate(rows):
-                sizes = torch.tensor(row["document_lengths"])
-                ids = torch.arange(len(sizes)).repeat_interleave(sizes)
-                batch["document_ids"][index, : len(ids)] = ids
+            sizes = [torch.tensor(row["document_lengths"]) for row in rows]
+            batch["document_ids"] = pad([torch.arange(len(size)).repeat_interleave(size) for size in sizes], -1)
         return batch
 
 

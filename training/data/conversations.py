@@ -87,7 +87,7 @@ class Place:
 def load_conversations(
     paths: Sequence[str],
     *,
-    split: str = "train",
+    splits: Sequence[str] = (),
     max_samples: int | None = None,
     skip_bad_lines: bool = False,
     record_format: RecordFormat = AUTO,
@@ -97,7 +97,7 @@ def load_conversations(
     `datasets` keeps the result in its cache, memory-mapped, until a file changes.
 
     Args:
-        split: of hub ids; files have no splits.
+        splits: of the hub id at each path (files have none); () = train.
         max_samples: use only the first so many conversations of all paths together; None = all.
         skip_bad_lines: count malformed lines in a warning instead of raising at the first one.
 
@@ -105,7 +105,8 @@ def load_conversations(
         ValueError: a missing file, a folder without data, a malformed line (`BadLineError`), or no conversation.
     """
     parts, missing, first_problem = [], max_samples, ""
-    for part in (part for path in paths for part in read_place(Place.find(path, split), record_format, max_samples)):
+    places = map(Place.find, paths, splits or ["train"] * len(paths))
+    for part in (part for place in places for part in read_place(place, record_format, max_samples)):
         problems = [problem for problem in part["problem"] if problem]
         if problems and not skip_bad_lines:
             raise BadLineError(f"{problems[0]}. Correct it, or skip such lines with --skip_bad_lines true")

@@ -139,12 +139,6 @@ class RecordFormat:
 AUTO = RecordFormat()
 
 
-def parse_conversation(record: Any, record_format: RecordFormat = AUTO) -> Messages:
-    """Returns the messages of a record (see `parse_record`)."""
-    messages: Messages = parse_record(record, record_format)["messages"]
-    return messages
-
-
 def parse_record(record: Any, record_format: RecordFormat = AUTO) -> dict[str, Any]:
     """Returns a record as `messages`, and `tools` if the record has any.
 

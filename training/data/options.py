@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 from transformers import TrainingArguments
+from transformers.hf_argparser import HfArg
 
-from training.data.conversations import Place
 from training.data.layouts import RecordFormat
+
+# transformers' field for an option and its help text; mypy knows only `dataclasses.field`.
+option: Any = HfArg
 
 
 def refuse_without(options: Any, switch: str, names: Collection[str]) -> None:
@@ -28,101 +31,70 @@ def refuse_without(options: Any, switch: str, names: Collection[str]) -> None:
 class DataArguments:
     """The conversations to learn from, and the prompts on which drafting is measured."""
 
-    dataset: list[str] = field(
-        metadata={
-            "help": "Conversations, one or more of: JSON, JSONL, gz or Parquet files, folders of such files, hub ids "
-            "(ID or ID:SUBSET), folders with a copy of a hub repository."
-        }
+    dataset: list[str] = option(
+        help="Conversations, one or more of: JSON, JSONL, gz or Parquet files, folders of such files, hub ids "
+        "(ID or ID:SUBSET), folders with a copy of a hub repository."
     )
-    dataset_split: list[str] = field(
+    dataset_split: list[str] = option(
         default_factory=lambda: ["train"],
-        metadata={"help": "Split of each hub id in --dataset: one for all, or one for each. Files have no splits."},
+        help="Split of each hub id in --dataset: one for all, or one for each. Files have no splits.",
     )
-    columns: list[str] = field(
+    columns: list[str] = option(
         default_factory=list,
-        metadata={
-            "help": "The columns to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, system=, "
-            "tools=); none = find them. In YAML: a mapping."
-        },
+        help="The columns to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, system=, "
+        "tools=); none = find them. In YAML: a mapping.",
     )
-    dataset_weights: list[float] = field(
+    dataset_weights: list[float] = option(
         default_factory=list,
-        metadata={
-            "help": "How often to draw conversations from each of --dataset, relative to one another, such as 0.7 0.3; "
-            "none = use every conversation of every set once per epoch."
-        },
+        help="How often to draw from each of --dataset, such as 0.7 0.3; none = every conversation once per epoch.",
     )
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = field(
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = option(
         default="first_exhausted",
-        metadata={
-            "help": "With --dataset_weights, when an epoch ends: first_exhausted = when one set has no conversation "
-            "left; all_exhausted = when every set has been used up once (the smaller sets repeat)."
-        },
+        help="When an epoch of --dataset_weights ends: when one set is used up, or all (smaller sets repeat).",
     )
-    eval_dataset: list[str] = field(
+    eval_dataset: list[str] = option(
         default_factory=list,
-        metadata={"help": "Held-out conversations, as in --dataset; none = split --validation_fraction off --dataset."},
+        help="Held-out conversations, as in --dataset; none = split --validation_fraction off --dataset.",
     )
     # Not the split of --dataset: an evaluation on training rows says nothing.
-    eval_split: str = field(
-        default="validation", metadata={"help": "Split of each hub id in --eval_dataset. Files have no splits."}
+    eval_split: str = option(default="validation", help="Split of each hub id in --eval_dataset. Files have no splits.")
+    validation_fraction: float = option(
+        default=0.02, help="Share of --dataset to hold out when there is no --eval_dataset; 0 = none."
     )
-    validation_fraction: float = field(
-        default=0.02, metadata={"help": "Share of --dataset to hold out when there is no --eval_dataset; 0 = none."}
-    )
-    max_length: int = field(
-        default=2048, metadata={"help": "Longest training row in tokens; longer conversations are cut."}
-    )
-    packing: bool = field(
+    max_length: int = option(default=2048, help="Longest training row in tokens; longer conversations are cut.")
+    packing: bool = option(
         default=False,
-        metadata={
-            "help": "Pack several conversations into each row of up to --max_length tokens. They do not see one "
-            "another, and batches have equal sizes."
-        },
+        help="Pack several conversations, which do not see one another, into each row of up to --max_length tokens.",
     )
-    max_samples: int | None = field(
-        default=None, metadata={"help": "Use only the first N conversations of --dataset; none = all."}
+    max_samples: int | None = option(default=None, help="Use only the first N conversations of --dataset; none = all.")
+    max_eval_samples: int = option(default=512, help="Use the first N held-out conversations for the loss; 0 = all.")
+    skip_bad_lines: bool = option(
+        default=False, help="Count and skip malformed lines instead of stopping at the first one."
     )
-    max_eval_samples: int = field(
-        default=512, metadata={"help": "Use the first N held-out conversations for the loss; 0 = all."}
-    )
-    skip_bad_lines: bool = field(
-        default=False, metadata={"help": "Count and skip malformed lines instead of stopping at the first one."}
-    )
-    streaming: bool = field(
+    streaming: bool = option(
         default=False,
-        metadata={
-            "help": "Read and tokenize --dataset during training instead of storing it first: for sets larger than the "
-            "disk. Needs --max_steps, because a stream never ends."
-        },
+        help="Read and tokenize --dataset during training: for sets larger than the disk. Needs --max_steps.",
     )
-    shuffle_buffer: int = field(
-        default=10000,
-        metadata={"help": "With --streaming: conversations in memory to draw the next one from; 1 = keep the order."},
+    shuffle_buffer: int = option(
+        default=10000, help="With --streaming: conversations in memory to draw the next one from; 1 = keep the order."
     )
-    vocabulary_rows: int = field(
-        default=10000,
-        metadata={"help": "With --streaming: count the tokens of the first N rows for a reduced draft vocabulary."},
+    vocabulary_rows: int = option(
+        default=10000, help="With --streaming: count the tokens of the first N rows for a reduced draft vocabulary."
     )
-    train_on_thinking: bool = field(
+    train_on_thinking: bool = option(
         default=True,
-        metadata={
-            "help": "Learn the thoughts at the beginning of replies (reasoning_content, <think>...</think>): if the "
-            "target thinks, the heads draft its thoughts too."
-        },
+        help="Learn also the thoughts at the beginning of replies (reasoning_content, <think>...</think>).",
     )
-    num_proc: int = field(default=1, metadata={"help": "Processes that tokenize the conversations."})
-    eval_prompts: str | None = field(
+    num_proc: int = option(default=1, help="Processes that tokenize the conversations.")
+    eval_prompts: str | None = option(
         default=None,
-        metadata={
-            "help": "JSON lines of prompts ({'turns': [...]}) for the acceptance length; none = the first user turns "
-            "of the held-out conversations."
-        },
+        help="Conversations, or JSON lines of {'turns': [...]}, whose first turns are decoded for the acceptance "
+        "length; none = the held-out conversations.",
     )
-    num_eval_prompts: int = field(
-        default=16, metadata={"help": "Prompts to decode at each evaluation for the acceptance length; 0 = none."}
+    num_eval_prompts: int = option(
+        default=16, help="Prompts to decode at each evaluation for the acceptance length; 0 = none."
     )
-    eval_max_new_tokens: int = field(default=96, metadata={"help": "Tokens to decode for each of these prompts."})
+    eval_max_new_tokens: int = option(default=96, help="Tokens to decode for each of these prompts.")
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -161,14 +133,6 @@ class DataArguments:
             )
         if any(not 0 < weight < float("inf") for weight in self.dataset_weights):
             raise ValueError(f"got dataset_weights {self.dataset_weights}: each must be above 0; leave out unused sets")
-        for name, split in zip(self.dataset, self.splits, strict=True):
-            # Files have no splits.
-            if name in self.eval_dataset and (self.eval_split == split or Place.find(name).files):
-                raise ValueError(
-                    f"got {name} as dataset and as eval_dataset, with the splits {split!r} and {self.eval_split!r}: "
-                    "the evaluation would read training rows; give another eval_dataset or eval_split, or none to "
-                    "hold out --validation_fraction"
-                )
 
     @property
     def splits(self) -> list[str]:

@@ -11,15 +11,11 @@ from typing import Any
 
 import datasets
 
+from training.data.chat_tokens import ROW
+
 WINDOW = 1000  # so many conversations, in random order, are packed together
 
-_PACKED = datasets.Features(
-    {
-        "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "loss_mask": datasets.Sequence(datasets.Value("int8")),
-        "document_lengths": datasets.Sequence(datasets.Value("int32")),
-    }
-)
+_PACKED = datasets.Features({**ROW, "document_lengths": datasets.Sequence(datasets.Value("int32"))})
 
 
 def pack_rows(rows: datasets.Dataset, max_length: int, *, seed: int) -> datasets.Dataset:

@@ -42,12 +42,7 @@ def find_special_ids(tokenizer: Any) -> set[int]:
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template.
-
-    Args:
-        tokenizer: with a chat template.
-        tools: JSON schemas of the functions that the conversation may call.
-    """
+    """Renders conversations with a tokenizer's chat template; `tools` are JSON schemas of functions to call."""
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None) -> None:
         self.tokenizer, self.tools = tokenizer, tools

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import datasets
+import pyarrow.compute
 
-from training.data.chat_tokens import tokenize_with_problems
+from training.data.chat_tokens import tokenize_conversations
 from training.data.conversations import Place, iterate_place, parse_row, read_place
 from training.data.options import DataArguments
 
@@ -20,48 +20,57 @@ _QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
 
 
 @dataclass(frozen=True)
-class SetStatistics:
-    """Counts of one set, or of all together.
+class MeasuredSet:
+    """One set after reading, or all together.
 
-    Args:
+    Attributes:
         num_records: lines or rows that were read; each is a conversation or is in `dropped`.
         dropped: reason -> number of records, malformed lines included.
-        num_turns: messages of the conversations; `num_replies` of them are the assistant's.
-        num_tokens: tokens of the rows, cut to `max_length`; `num_trained_tokens` of them have a loss.
-        num_at_max_length: rows of `max_length` tokens; most of them were cut.
-        lengths: tokens of a row by quantile (0.5 = the median).
+        turns: role -> number of messages of the conversations.
+        rows: the usable rows, `input_ids` and `loss_mask`.
     """
 
     name: str
     num_records: int
-    num_conversations: int
-    dropped: dict[str, int]
-    num_turns: int
-    num_replies: int
-    num_tokens: int
-    num_trained_tokens: int
-    num_at_max_length: int
-    lengths: dict[str, int]
-
-    @property
-    def trained_share(self) -> float:
-        return self.num_trained_tokens / max(self.num_tokens, 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "trained_share": round(self.trained_share, 4)}
-
-
-@dataclass(frozen=True)
-class MeasuredSet:
-    """One set after reading: its usable rows, and the number of tokens of each."""
-
-    statistics: SetStatistics
+    dropped: Counter[str]
+    turns: Counter[str]
     rows: datasets.Dataset
-    row_lengths: list[int]
+
+    def count(self, max_length: int) -> dict[str, Any]:
+        """Returns all counts. `lengths` are the tokens of a row by quantile (0.5 = the median)."""
+        lengths = sorted(row_lengths(self.rows))
+        num_tokens, num_trained = sum(lengths), count_trained(self.rows)
+        return {
+            "name": self.name,
+            "num_records": self.num_records,
+            "num_conversations": len(lengths),
+            "dropped": dict(self.dropped.most_common()),
+            "num_turns": self.turns.total(),
+            "num_replies": self.turns["assistant"],
+            "num_tokens": num_tokens,
+            "num_trained_tokens": num_trained,
+            "trained_share": round(num_trained / max(num_tokens, 1), 4),
+            "num_at_max_length": lengths.count(max_length),
+            "lengths": {f"{share:g}": lengths[round(share * (len(lengths) - 1))] for share in _QUANTILES if lengths},
+        }
+
+
+def row_lengths(rows: datasets.Dataset) -> list[int]:
+    """Tokens of each row."""
+    lengths: list[int] = []
+    for batch in rows.with_format("arrow").iter(1000):
+        lengths += batch["input_ids"].combine_chunks().value_lengths().to_pylist()
+    return lengths
+
+
+def count_trained(rows: datasets.Dataset) -> int:
+    """Tokens of all rows that have a loss."""
+    masks = (batch["loss_mask"].combine_chunks().flatten() for batch in rows.with_format("arrow").iter(1000))
+    return sum(pyarrow.compute.sum(mask).as_py() or 0 for mask in masks)
 
 
 def measure_sets(data_args: DataArguments, tokenizer: Any) -> list[MeasuredSet]:
-    """Reads and counts each of `dataset`; of a stream, the first `vocabulary_rows` records of each.
+    """Reads each of `dataset`; of a stream, the first `vocabulary_rows` records of each.
 
     Raises:
         ValueError: a missing file, a set without a conversation, or an unusable tokenizer.
@@ -72,17 +81,15 @@ def measure_sets(data_args: DataArguments, tokenizer: Any) -> list[MeasuredSet]:
     ]
 
 
-def total_statistics(measured: Sequence[MeasuredSet]) -> SetStatistics:
-    """Adds up the counts of all sets."""
-    parts = [each.statistics for each in measured]
-    added = {
-        field.name: sum(getattr(part, field.name) for part in parts)
-        for field in dataclasses.fields(SetStatistics)
-        if field.name.startswith("num_")
-    }
-    dropped = sum((Counter(part.dropped) for part in parts), Counter())
-    lengths = _quantiles([*chain.from_iterable(each.row_lengths for each in measured)])
-    return SetStatistics(name="all", dropped=dict(dropped.most_common()), lengths=lengths, **added)
+def join_sets(parts: Sequence[MeasuredSet]) -> MeasuredSet:
+    """All sets together."""
+    return MeasuredSet(
+        name="all",
+        num_records=sum(part.num_records for part in parts),
+        dropped=sum((part.dropped for part in parts), Counter()),
+        turns=sum((part.turns for part in parts), Counter()),
+        rows=datasets.concatenate_datasets([part.rows for part in parts]),
+    )
 
 
 def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> MeasuredSet:
@@ -93,7 +100,7 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
     if not len(conversations):
         first = next((problem for problem in problems if problem), "it is empty")
         raise ValueError(f"no conversation in {place.label}; the first problem: {first}")
-    rows = tokenize_with_problems(
+    rows = tokenize_conversations(
         conversations,
         tokenizer,
         max_length=data_args.max_length,
@@ -103,22 +110,9 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
     problems = rows["problem"][:]
     dropped.update(problem for problem in problems if problem)
     used = [row for row, problem in enumerate(problems) if not problem]
-    rows, texts = rows.select(used), conversations.select(used)["conversation"]
-    roles = [message["role"] for text in texts for message in json.loads(text)["messages"]]
-    lengths = [len(ids) for ids in rows["input_ids"]]
-    statistics = SetStatistics(
-        name=place.label,
-        num_records=len(records),
-        num_conversations=len(rows),
-        dropped=dict(dropped.most_common()),
-        num_turns=len(roles),
-        num_replies=roles.count("assistant"),
-        num_tokens=sum(lengths),
-        num_trained_tokens=sum(map(sum, rows["loss_mask"])),
-        num_at_max_length=lengths.count(data_args.max_length),
-        lengths=_quantiles(lengths),
-    )
-    return MeasuredSet(statistics, rows.remove_columns("problem"), lengths)
+    texts = conversations.select(used)["conversation"]
+    turns = Counter(message["role"] for text in texts for message in json.loads(text)["messages"])
+    return MeasuredSet(place.label, len(records), dropped, turns, rows.select(used).remove_columns("problem"))
 
 
 def _read(place: Place, data_args: DataArguments) -> datasets.Dataset:
@@ -133,8 +127,3 @@ def _without_place(problem: str) -> str:
     """Removes the file and line at its beginning, so that equal problems are counted together."""
     place, _, reason = problem.partition(": ")
     return reason if "line " in place or "row " in place else problem
-
-
-def _quantiles(lengths: list[int]) -> dict[str, int]:
-    ordered, last = sorted(lengths), len(lengths) - 1
-    return {f"{share:g}": ordered[round(share * last)] for share in _QUANTILES} if lengths else {}

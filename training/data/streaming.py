@@ -21,7 +21,7 @@ import datasets
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import TrainingArguments
 
-from training.data.chat_tokens import check_tokenizer, tokenize_row
+from training.data.chat_tokens import ROW, check_tokenizer, tokenize_row
 from training.data.conversations import BadLineError, Place, iterate_place, parse_row
 from training.data.options import DataArguments
 from training.data.packing import WINDOW, pack_window
@@ -29,12 +29,6 @@ from training.data.records import SUFFIXES
 
 logger = logging.getLogger(__name__)
 
-_ROWS = datasets.Features(
-    {
-        "input_ids": datasets.Sequence(datasets.Value("int32")),
-        "loss_mask": datasets.Sequence(datasets.Value("int8")),
-    }
-)
 Row = dict[str, list[int]]
 
 
@@ -121,7 +115,7 @@ class ConversationStream(IterableDataset[Row]):
 
     @staticmethod
     def _collect(rows: Iterator[Row]) -> datasets.Dataset:
-        return datasets.Dataset.from_list(list(rows), features=_ROWS)
+        return datasets.Dataset.from_list(list(rows), features=datasets.Features(ROW))
 
     def _tokenize(self, conversations: Iterator[dict[str, str]], *, may_be_empty: bool = False) -> Iterator[Row]:
         dropped: Counter[str] = Counter()

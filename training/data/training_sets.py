@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 
 from inference.targets.model_config import LengthLimit
-from training.data.chat_tokens import tokenize_conversations
+from training.data.chat_tokens import drop_unusable, tokenize_conversations
 from training.data.conversations import load_conversations
 from training.data.options import DataArguments
 from training.data.streaming import ConversationStream
@@ -51,49 +51,47 @@ def load_datasets(
             data_args, tokenizer, seed=seed, holds_out=holds_out, rank=rank, num_processes=num_processes
         )
         eval_set = stream.held_out_rows(limit) if holds_out else None
-    elif data_args.dataset_weights:
-        train_set, eval_set = _load_mixture(data_args, tokenizer, seed)
     else:
-        train_set, eval_set = _hold_out(_load_all(data_args, tokenizer), data_args, seed=seed)
+        parts = [_hold_out(rows, data_args, seed=seed) for rows in _load_sets(data_args, tokenizer)]
+        held_out = [rows for _, rows in parts if rows is not None]
+        train_set = _first(mix([train for train, _ in parts], data_args, seed=seed), data_args.max_samples)
+        eval_set = mix(held_out, data_args, seed=seed) if len(held_out) == len(parts) else None
     if data_args.eval_dataset:
-        return train_set, _load(data_args, tokenizer, data_args.eval_dataset, data_args.eval_split, limit)
+        eval_set = _load_held_out(data_args, tokenizer)
     return train_set, None if eval_set is None else _first(eval_set, limit)
 
 
-def _load_all(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
-    """All sets in order, up to `max_samples`: sets after that are not read."""
-    if len(data_args.dataset_split) == 1:
-        return _load(data_args, tokenizer, data_args.dataset, data_args.dataset_split[0], data_args.max_samples)
-    parts = [
-        _load(data_args, tokenizer, [name], split, data_args.max_samples)
-        for name, split in zip(data_args.dataset, data_args.splits, strict=True)
-    ]
-    return _first(datasets.concatenate_datasets(parts), data_args.max_samples)
+def load_every_row(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
+    """Returns every row that a run may read, however it draws, mixes, packs or holds out rows."""
+    parts = _load_sets(data_args, tokenizer)
+    if data_args.eval_dataset:
+        parts.append(_load_held_out(data_args, tokenizer))
+    return datasets.concatenate_datasets(parts)
 
 
-def _load_mixture(
-    data_args: DataArguments, tokenizer: Any, seed: int
-) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    sets = [
-        _load(data_args, tokenizer, [name], split, data_args.max_samples)
-        for name, split in zip(data_args.dataset, data_args.splits, strict=True)
+def _load_sets(data_args: DataArguments, tokenizer: Any) -> list[datasets.Dataset]:
+    """All sets in order as one, up to `max_samples`; with weights each set, up to `max_samples` of each."""
+    names, splits = data_args.dataset, data_args.splits
+    if not data_args.dataset_weights:
+        return [_load(data_args, tokenizer, names, splits, data_args.max_samples)]
+    return [
+        _load(data_args, tokenizer, [name], [split], data_args.max_samples)
+        for name, split in zip(names, splits, strict=True)
     ]
-    parts = [_hold_out(rows, data_args, seed=seed) for rows in sets]
-    held_out = [rows for _, rows in parts if rows is not None]
-    if held_out and len(held_out) < len(parts):
-        small = [name for name, (_, rows) in zip(data_args.dataset, parts, strict=True) if rows is None]
-        logger.warning(
-            "nothing is held out: each set of a mixture must give some rows, and %s has a single conversation; give "
-            "--eval_dataset to evaluate",
-            ", ".join(small),
-        )
-        parts, held_out = [(rows, None) for rows in sets], []
-    train_set = _first(mix([train for train, _ in parts], data_args, seed=seed), data_args.max_samples)
-    return train_set, mix(held_out, data_args, seed=seed) if held_out else None
+
+
+def _load_held_out(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
+    splits = [data_args.eval_split] * len(data_args.eval_dataset)
+    return _load(data_args, tokenizer, data_args.eval_dataset, splits, data_args.max_eval_samples or None)
 
 
 def mix(parts: Sequence[datasets.Dataset], data_args: DataArguments, *, seed: int) -> datasets.Dataset:
-    """Returns one epoch of a weighted mixture, the rows of each part in random order; `seed` fixes the draws."""
+    """Returns one epoch of a weighted mixture, the rows of each part in random order; `seed` fixes the draws.
+
+    Without weights there is one part, which stays as it is.
+    """
+    if not data_args.dataset_weights:
+        return parts[0]
     total = sum(data_args.dataset_weights)
     return datasets.interleave_datasets(
         [part.shuffle(seed=seed) for part in parts],
@@ -104,22 +102,23 @@ def mix(parts: Sequence[datasets.Dataset], data_args: DataArguments, *, seed: in
 
 
 def _load(
-    data_args: DataArguments, tokenizer: Any, paths: Sequence[str], split: str, max_samples: int | None
+    data_args: DataArguments, tokenizer: Any, paths: Sequence[str], splits: Sequence[str], max_samples: int | None
 ) -> datasets.Dataset:
     conversations = load_conversations(
         paths,
-        split=split,
+        splits=splits,
         max_samples=max_samples,
         skip_bad_lines=data_args.skip_bad_lines,
         record_format=data_args.record_format(),
     )
-    return tokenize_conversations(
+    rows = tokenize_conversations(
         conversations,
         tokenizer,
         max_length=data_args.max_length,
         num_proc=data_args.num_proc,
         train_on_thinking=data_args.train_on_thinking,
     )
+    return drop_unusable(rows)
 
 
 def _hold_out(

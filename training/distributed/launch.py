@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,29 +19,18 @@ def _is_requested(name: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The launcher's and the options' request.
+def find_strategy(args: TrainingArguments) -> str:
+    """The strategy that the launcher or the options request: deepspeed, fsdp, or ddp for everything else."""
+    for name, option in (("fsdp", args.fsdp), ("deepspeed", args.deepspeed)):
+        if option or _is_requested(name):
+            return name
+    return "ddp"
 
-    Attributes:
-        num_processes: of all machines together.
-        strategy: "deepspeed", "fsdp", or "ddp" for everything else.
-        is_alone: `accelerate launch` was told of several processes and started one, as `MULTI_CPU` without MPI does.
-    """
 
-    num_processes: int
-    strategy: str
-    is_alone: bool = False
-
-    @classmethod
-    def read(cls, args: TrainingArguments) -> Launch:
-        strategy = "ddp"
-        for name, option in (("deepspeed", args.deepspeed), ("fsdp", args.fsdp)):
-            if option or _is_requested(name):
-                strategy = name
-        sizes = [os.environ[key] for key in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if key in os.environ]
-        is_told_of_others = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
-        return cls(int(sizes[0]) if sizes else 1, strategy, is_told_of_others and not sizes)
+def count_launched() -> int:
+    """The number of processes that the launcher started, on all machines together."""
+    keys = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+    return int(next((os.environ[key] for key in keys if key in os.environ), 1))
 
 
 def settle_devices(args: TrainingArguments) -> None:
@@ -53,13 +41,12 @@ def settle_devices(args: TrainingArguments) -> None:
     has_accelerator = torch.accelerator.is_available()
     if not has_accelerator:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, warns without it
-    launch = Launch.read(args)
     is_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
-    if launch.num_processes == 1 or (has_accelerator and not is_cpu):
+    if count_launched() == 1 or (has_accelerator and not is_cpu):
         return
     if args.ddp_backend is None:
         args.ddp_backend = "gloo"
-    if launch.strategy == "deepspeed":
+    if find_strategy(args) == "deepspeed":
         import_deepspeed("cpu")
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -71,32 +58,19 @@ def check_launch(args: TrainingArguments) -> None:
     Raises:
         ValueError: with the request, the result and the cure.
     """
-    launch = Launch.read(args)
-    state = args.distributed_state
-    if launch.is_alone:
+    state, strategy = args.distributed_state, find_strategy(args)
+    if state.num_processes != count_launched():
         raise ValueError(
-            f"accelerate was told of several processes (MASTER_ADDR is {os.environ['MASTER_ADDR']}) and started one: "
-            "`distributed_type: MULTI_CPU` needs MPI. Use configs/accelerate/multi_gpu.yaml, which runs on CPUs too "
-            "(for a single process: unset MASTER_ADDR)"
+            f"the launcher started {count_launched()} processes, and this one sees {state.num_processes} (backend "
+            f"{state.backend!r}): each would train on all of the data by itself; start with accelerate launch and a "
+            "file of configs/accelerate, or give --ddp_backend gloo on CPUs, nccl on GPUs"
         )
-    if state.num_processes != launch.num_processes:
-        # transformers gives DeepSpeed no backend where accelerate does not.
-        cure = (
-            f"start with `accelerate launch --config_file configs/accelerate/deepspeed_zero2.yaml` instead of "
-            f"--deepspeed {args.deepspeed} (name that file as deepspeed_config_file there)"
-            if args.deepspeed
-            else "give --ddp_backend gloo on CPUs, nccl on GPUs"
-        )
-        raise ValueError(
-            f"the launcher started {launch.num_processes} processes, and this one sees {state.num_processes} "
-            f"(backend {state.backend!r}): each would train on all of the data by itself; {cure}"
-        )
-    is_wrong = launch.strategy == "deepspeed" and state.distributed_type != DistributedType.DEEPSPEED
+    is_wrong = strategy == "deepspeed" and state.distributed_type != DistributedType.DEEPSPEED
     if is_wrong or (state.num_processes > 1 and state.distributed_type == DistributedType.NO):
         raise ValueError(
-            f"{launch.strategy} was requested, and accelerate set up {state.distributed_type} with "
-            f"{state.num_processes} processes: start with accelerate launch and a file of configs/accelerate, and "
-            "leave use_cpu out (without GPUs the run is on CPUs anyway)"
+            f"{strategy} was requested, and accelerate set up {state.distributed_type} with {state.num_processes} "
+            "processes: start with accelerate launch and a file of configs/accelerate, and leave use_cpu out (without "
+            "GPUs the run is on CPUs anyway)"
         )
 
 
@@ -153,12 +127,3 @@ def autocast_in_deepspeed(accelerator: Accelerator) -> None:
 def autocast(accelerator: Accelerator, args: TrainingArguments) -> AbstractContextManager[Any]:
     """The options' autocast; accelerate has none under DeepSpeed."""
     return torch.autocast(args.device.type, torch.bfloat16) if args.bf16 else accelerator.autocast()
-
-
-def describe_launch(accelerator: Accelerator) -> dict[str, Any]:
-    """The processes, for the record: distributed_type, num_processes and DeepSpeed's zero_stage."""
-    state: Any = accelerator.state
-    described = {"distributed_type": state.distributed_type.value, "num_processes": state.num_processes}
-    if state.distributed_type == DistributedType.DEEPSPEED:
-        described["zero_stage"] = state.deepspeed_plugin.zero_stage
-    return described

@@ -4,7 +4,7 @@ The plan depends only on the rows and the options: shards of about `shard_mb`, r
 once. So any number of processes writes the same shards, each every `num_processes`-th, and an interrupted extraction
 continues with the missing ones.
 
-Legend: T tokens of a row, D hidden size, K teacher's best tokens, V target vocabulary.
+Legend: B batch, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import datasets
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -27,8 +26,8 @@ from inference.targets.model_config import find_length_limit
 from inference.targets.target import Target
 from training.data.collation import ConversationCollator
 from training.data.options import DataArguments
-from training.data.training_sets import cut_to_limit, load_datasets
-from training.features.extraction_options import ExtractionArguments, choose_layers, plan_tensors
+from training.data.training_sets import cut_to_limit, load_every_row
+from training.features.extraction_options import ExtractionArguments, find_layers
 from training.features.sources import OnlineFeatures
 from training.features.store import (
     StoredRow,
@@ -36,17 +35,16 @@ from training.features.store import (
     finished_shards,
     hash_text,
     hash_tokens,
+    name_tensors,
     read_settings,
     tensor_name,
     write_settings,
     write_shard,
 )
-from training.features.store_checks import check_room, check_same_target, iterate_ids
-from training.features.target_identity import hash_tokenizer, identify_target
+from training.features.store_checks import check_same_target, iterate_ids
+from training.features.target_identity import identify_target
 from training.features.target_loading import check_placement, load_adapted_model
 from training.features.target_options import ModelArguments, PlacementArguments
-from training.losses.teacher import rows_per_chunk
-from training.losses.top_logits import TopLogits, take_top_logits
 
 logger = logging.getLogger(__name__)
 
@@ -81,19 +79,15 @@ def plan_shards(rows: Any, *, bytes_per_token: int, shard_bytes: int) -> Plan:
     return Plan(shards, len(seen), num_tokens, hash_text(repr(sorted(seen)) + repr(shards)))
 
 
-def shard_name(number: int) -> str:
-    return f"shard-{number:05d}"
-
-
 class Extraction:
     """Computes the states of rows (column `input_ids`) and writes them shard by shard.
 
     Args:
         settings: of the store; the plan's numbers are added here.
-        layers: the hidden states to store, without the last (`choose_layers`).
+        layers: the hidden states to store, besides the last (`find_layers`).
 
     Raises:
-        ValueError: the folder holds other features, or there is no room for these.
+        ValueError: the folder holds other features.
     """
 
     def __init__(
@@ -106,11 +100,9 @@ class Extraction:
         self.folder, self.batch_size = Path(args.output_dir), args.batch_size
         self.collate = ConversationCollator(pad_token_id=0)
         self.online = OnlineFeatures(target, layers)
-        is_new = not (self.folder / "index.json").exists()
-        if not is_new:
+        if (self.folder / "index.json").exists():
             self._check_same_features()
-        check_room(self.folder, self.size_left())
-        if is_new:
+        else:
             write_settings(self.folder, self.settings)
 
     def _check_same_features(self) -> None:
@@ -127,8 +119,8 @@ class Extraction:
             )
 
     def size(self) -> int:
-        """Bytes of all shards, without the header of each (below 2 kB)."""
-        return self.settings.size_of(self.plan.num_rows, self.plan.num_tokens)
+        """Bytes of all shards, without the header and the table of rows of each (some kB)."""
+        return self.plan.num_tokens * self.settings.bytes_per_token
 
     def size_left(self) -> int:
         """Bytes that all processes together still have to write."""
@@ -144,7 +136,7 @@ class Extraction:
         """
         computed = 0
         for number in range(rank, len(self.plan.shards), num_processes):
-            numbers, name = self.plan.shards[number], shard_name(number)
+            numbers, name = self.plan.shards[number], f"shard-{number:05d}"
             if name in finished_shards(self.folder):
                 progress(sum(len(self.rows[index]["input_ids"]) for index in numbers))
                 continue
@@ -178,23 +170,7 @@ class Extraction:
             tensor_name(layer, self.target.num_layers): encoded.features[..., i * width : (i + 1) * width]
             for i, layer in enumerate(self.layers)
         }
-        if "last" in self.settings.tensors:
-            tensors["last"] = encoded.last_hidden
-        if self.settings.teacher_top_k is not None:
-            top = self._take_top(encoded.last_hidden, self.settings.teacher_top_k)
-            tensors["top.values"] = top.values
-            tensors["top.token_ids"] = top.token_ids.int()
-            tensors["top.log_sum_exp"] = top.log_sum_exp
-        return tensors
-
-    def _take_top(self, last_hidden: Tensor, top_k: int) -> TopLogits:
-        """Works in chunks, so that no [B, T, V] tensor is ever alive."""
-        parts = [
-            vars(take_top_logits(self.target.compute_logits(part), min(top_k, self.target.vocab_size)))
-            for part in last_hidden.flatten(0, 1).split(rows_per_chunk(self.target.vocab_size))
-        ]
-        shape = last_hidden.shape[:2]
-        return TopLogits(**{name: torch.cat([part[name] for part in parts]).unflatten(0, shape) for name in parts[0]})
+        return {**tensors, "last": encoded.last_hidden}
 
 
 def extract_features(
@@ -217,26 +193,25 @@ def extract_features(
             f"got shard_target {placement.shard_target}: each process extracts its own texts, and cannot wait for the "
             "others at every layer. Spread the target over the devices of one process (--target_device_map auto)"
         )
-    device = torch.device("cuda", local_device(rank)) if torch.cuda.is_available() else torch.device("cpu")
+    if data_args.streaming:
+        raise ValueError(
+            "got streaming: an extraction reads the set to its end; leave streaming out, or let training store the "
+            "rows it reads (--feature_mode hybrid)"
+        )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     target = Target(load_adapted_model(model_args, placement, device, num_processes=num_processes))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
     data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
-    layers = choose_layers(model_args, args, target)
-    settings = StoreSettings(
-        target=identify_target(target, model_args.target),
-        tensors=plan_tensors(layers, args, target.num_layers),
-        dtype=str(target.dtype).removeprefix("torch."),
-        teacher_top_k=args.teacher_top_k,
-        dataset=[*data_args.dataset, *data_args.eval_dataset],
-        max_length=data_args.max_length,
-        tokenizer_hash=hash_tokenizer(tokenizer),
-    )
-    extraction = Extraction(target, load_rows(data_args, tokenizer), settings, args, layers=layers)
+    layers = find_layers(model_args, target)
+    settings = StoreSettings(identify_target(target, model_args.target), name_tensors(layers, target.num_layers))
+    extraction = Extraction(target, load_every_row(data_args, tokenizer), settings, args, layers=layers)
     plan = extraction.plan
     say(
         f"{plan.num_rows} texts, {plan.num_tokens} tokens x {settings.bytes_per_token} bytes "
-        f"({', '.join(settings.tensors)} in {settings.dtype}) = {extraction.size() / 1e9:.4g} GB in "
+        f"({', '.join(settings.tensors)} in {settings.target.dtype}) = {extraction.size() / 1e9:.4g} GB in "
         f"{len(plan.shards)} shards; {extraction.size_left() / 1e9:.4g} GB are left to write"
     )
     mine = sum(len(extraction.rows[row]["input_ids"]) for shard in plan.shards[rank::num_processes] for row in shard)
@@ -245,28 +220,3 @@ def extract_features(
     done = len(finished_shards(extraction.folder))
     say(f"{extraction.folder}: {done} of {len(plan.shards)} shards are complete, {computed} tokens computed now")
     return computed
-
-
-def load_rows(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
-    """Returns every row that a run may read, however it draws, mixes, packs or holds out rows.
-
-    Raises:
-        ValueError: a stream, which never ends.
-    """
-    if data_args.streaming:
-        raise ValueError(
-            "got streaming: an extraction reads the set to its end; leave streaming out, or let training store the "
-            "rows it reads (--feature_mode hybrid)"
-        )
-    selected = [replace(data_args, validation_fraction=0, packing=False)]
-    if data_args.dataset_weights:  # max_samples counts for each set of a mixture
-        single = replace(selected[0], dataset_weights=[], stopping_strategy=DataArguments.stopping_strategy)
-        sets = zip(data_args.dataset, data_args.splits, strict=True)
-        selected = [replace(single, dataset=[name], dataset_split=[split]) for name, split in sets]
-        selected[1:] = [replace(args, eval_dataset=[], eval_split=DataArguments.eval_split) for args in selected[1:]]
-    parts = [part for args in selected for part in load_datasets(args, tokenizer, seed=0) if part is not None]
-    return datasets.concatenate_datasets(cast(list[datasets.Dataset], parts))
-
-
-def local_device(rank: int) -> int:
-    return int(os.environ.get("LOCAL_RANK", rank)) % max(1, torch.cuda.device_count())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from heads import DraftHeads
 from inference.targets.target import Target
 from training.features.sharded_target import is_sharded
 from training.features.sources import FeatureSource, FlushFeatures, HybridFeatures, OnlineFeatures, StoredFeatures
-from training.features.store import FeatureStore, StoreSettings, TargetIdentity, tensor_name, write_settings
-from training.features.store_checks import RowsOfRun, check_can_fill, check_complete, check_same_target
+from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors, write_settings
+from training.features.store_checks import check_can_fill, check_complete, check_same_target
 from training.features.target_options import FeatureArguments
 
 Collate = Callable[[Any], dict[str, Tensor]]
@@ -41,8 +41,7 @@ def prepare_features(
     *,
     target: Target,
     heads: DraftHeads,
-    rows: RowsOfRun,
-    loss_type: str,
+    rows: Mapping[str, Any],
     collate: Collate,
     identify: Callable[[], TargetIdentity],
     rank: int = 0,
@@ -50,24 +49,17 @@ def prepare_features(
     """Returns online features, or those of `args.features` after all checks that are possible now.
 
     Args:
+        rows: tokenized conversations by purpose, for messages: "training" and "held-out".
         identify: returns the target's identity; called only if there is a store.
 
     Raises:
-        ValueError: features of another target, of other layers or of other texts, or no room for new ones.
+        ValueError: features of another target, of other layers or of other texts.
     """
     online = OnlineFeatures(target, heads.feature_layers)
     if args.features is None:
         return PreparedFeatures(None, online, collate, [])
     folder = Path(args.features)
-    wanted = StoreSettings(
-        target=identify(),
-        tensors=sorted({*(tensor_name(layer, target.num_layers) for layer in heads.feature_layers), "last"}),
-        dtype=str(target.dtype).removeprefix("torch."),
-        teacher_top_k=None,
-        dataset=list(rows.dataset),
-        max_length=rows.max_length,
-        tokenizer_hash=rows.tokenizer_hash,
-    )
+    wanted = StoreSettings(identify(), name_tensors(heads.feature_layers, target.num_layers))
     is_hybrid = args.feature_mode == "hybrid"
     if is_hybrid and is_sharded(target.model):
         raise ValueError(
@@ -83,6 +75,6 @@ def prepare_features(
         hybrid = HybridFeatures(online, store, rank=rank)
         callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
         return PreparedFeatures(hybrid, hybrid.peek, hybrid.collator(collate), callbacks)
-    check_complete(store, heads, loss_type, rows)
+    check_complete(store, heads, rows)
     stored = StoredFeatures(target, heads.feature_layers, store)
     return PreparedFeatures(stored, stored, stored.collator(collate), [])

@@ -1,6 +1,6 @@
 """The check at the start of every run: do the heads' training states give the target's own distribution?
 
-Legend: T checked tokens, F feature width, D hidden size, V target vocabulary.
+Legend: T checked tokens, F feature width, D hidden size.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 from inference.targets.target import Target
 from training.data.streaming import ConversationStream
 from training.features.preparation import PreparedFeatures
-from training.features.sources import FeatureSource, TargetStates
-from training.losses.top_logits import restore_logits
+from training.features.sources import FeatureSource
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +42,6 @@ def check_features(
 ) -> float:
     """Compares the states of a batch's first row with a pass of the stock model over its first tokens.
 
-    Args:
-        batch: the trainer's, on the target's device.
-
     Returns:
         the largest difference of log-probabilities.
 
@@ -67,10 +63,8 @@ def check_features(
         target, states.features[0, :count], output.hidden_states, feature_layers, STATE_TOLERANCE[target.dtype]
     )
     wanted = output.logits[0].to(target.device).float().log_softmax(-1)
-    found = _log_probabilities(target, states, count)
+    found = target.compute_logits(states.last_hidden[0, :count]).float().log_softmax(-1)
     num_best = min(NUM_BEST, wanted.shape[-1])
-    if states.top_logits is not None:
-        num_best = min(num_best, states.top_logits.values.shape[-1])
     best = wanted.topk(num_best, dim=-1).indices
     difference = float((found.gather(1, best) - wanted.gather(1, best)).abs().max())
     if not difference <= LOG_PROB_TOLERANCE[target.dtype]:
@@ -82,16 +76,6 @@ def check_features(
         )
     logger.info("self-check: log-probabilities from the states differ by at most %.2g from the target's", difference)
     return difference
-
-
-def _log_probabilities(target: Target, states: TargetStates, count: int) -> Tensor:
-    """[T, V] float32, computed from the states as the teacher will be."""
-    if states.top_logits is None:
-        return target.compute_logits(states.last_hidden[0, :count]).float().log_softmax(-1)
-    where = torch.zeros(states.top_logits.log_sum_exp.shape, dtype=torch.bool, device=target.device)
-    where[0, :count] = True
-    top = states.top_logits.select(where)
-    return restore_logits(top, None, target.vocab_size).float() - top.log_sum_exp[:, None]
 
 
 def _check_tapped(

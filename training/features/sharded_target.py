@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -78,18 +79,13 @@ def _split(layers: nn.ModuleList, world_size: int, device: torch.device) -> None
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     for layer, following in pairwise(layers):
-        layer.register_forward_pre_hook(_GatherAhead(following))
+        layer.register_forward_pre_hook(partial(_gather_ahead, following))
 
 
-class _GatherAhead:
-    """A pre-hook of a layer that starts to gather the weights of the next one."""
-
-    def __init__(self, following: nn.Module) -> None:
-        self.following = following
-
-    def __call__(self, layer: nn.Module, args: Any) -> None:
-        assert isinstance(self.following, FSDPModule)
-        self.following.unshard(async_op=True)
+def _gather_ahead(following: nn.Module, layer: nn.Module, args: Any) -> None:
+    """A pre-hook of `layer` that starts to gather the weights of the next one."""
+    assert isinstance(following, FSDPModule)
+    following.unshard(async_op=True)
 
 
 def import_deepspeed(device_type: str) -> Any:

@@ -1,7 +1,6 @@
 """Gives the trainer the target's states of a batch: computed, read from disk, or both.
 
-Legend: B batch, T sequence length, F feature width (number of tapped layers x D), D hidden size, K teacher's best
-tokens.
+Legend: B batch, T sequence length, F feature width (number of tapped layers x D), D hidden size.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -19,8 +18,15 @@ from transformers import TrainerCallback
 from inference.targets.encoding import encode
 from inference.targets.target import Target
 from training.data.collation import find_documents
-from training.features.store import DiskFullError, FeatureStore, StoredRow, hash_tokens, tensor_name, write_shard
-from training.losses.top_logits import TopLogits
+from training.features.store import (
+    DiskFullError,
+    FeatureStore,
+    StoredRow,
+    hash_tokens,
+    name_tensors,
+    tensor_name,
+    write_shard,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,25 +39,18 @@ class TargetStates:
 
     Attributes:
         features: [B, T, F], the tapped hidden states.
-        last_hidden: [B, T, D], after the final norm; of width 0 where it was not stored.
-        top_logits: a stored teacher, values [B, T, K]; None = the teacher is the LM head's logits of `last_hidden`.
+        last_hidden: [B, T, D], after the final norm.
     """
 
     features: Tensor
     last_hidden: Tensor
-    top_logits: TopLogits | None = None
 
 
-class FeatureSource(Protocol):
-    """Gives the target's states of a collated batch on the device of the batch.
-
-    A batch has `input_ids`, `attention_mask` and `loss_mask`, each [B, T] int64; a packed one also `document_ids` (see
-    `training.data.collation`).
-    """
-
-    def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates: ...
+# Gives the target's states of a batch of `training.data.collation`, on the device of the batch.
+FeatureSource = Callable[[Mapping[str, Tensor]], TargetStates]
 
 
+@dataclass(frozen=True, eq=False)
 class OnlineFeatures:
     """Runs the target on every batch and keeps nothing.
 
@@ -60,18 +59,10 @@ class OnlineFeatures:
         with_autograd: let gradients flow from the states into trained weights of the target (adapters).
     """
 
-    def __init__(
-        self,
-        target: Target,
-        feature_layers: Sequence[int],
-        *,
-        num_groups: int | None = None,
-        with_autograd: bool = False,
-    ) -> None:
-        self.target = target
-        self.feature_layers = tuple(feature_layers)
-        self.num_groups = num_groups
-        self.with_autograd = with_autograd
+    target: Target
+    feature_layers: Sequence[int]
+    num_groups: int | None = None
+    with_autograd: bool = False
 
     def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
         encoded = encode(
@@ -99,6 +90,7 @@ def iterate_documents(batch: Mapping[str, Tensor]) -> Iterator[tuple[int, int, i
             start += count
 
 
+@dataclass(frozen=True, eq=False)
 class StoredCollator:
     """Adds the stored states of a batch's texts to the batch, in the data-loading processes.
 
@@ -106,10 +98,9 @@ class StoredCollator:
     its own dtype. A batch with a text that is not stored gets none.
     """
 
-    def __init__(self, collate: Callable[[Any], dict[str, Tensor]], store: FeatureStore, names: Sequence[str]) -> None:
-        self.collate = collate
-        self.store = store
-        self.names = list(names)
+    collate: Callable[[Any], dict[str, Tensor]]
+    store: FeatureStore
+    names: Sequence[str]
 
     def __call__(self, rows: Any) -> dict[str, Tensor]:
         batch = self.collate(rows)
@@ -133,9 +124,8 @@ class StoredFeatures:
     def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore) -> None:
         self.target = target
         self.store = store
-        self.settings = store.settings
         self.layer_names = [tensor_name(layer, target.num_layers) for layer in feature_layers]
-        self.names = sorted({*self.layer_names, *(name for name in self.settings.tensors if "hidden." not in name)})
+        self.names = name_tensors(feature_layers, target.num_layers)
 
     def collator(self, collate: Callable[[Any], dict[str, Tensor]]) -> StoredCollator:
         """Returns the trainer's collator, which reads ahead the states that this source returns."""
@@ -151,18 +141,10 @@ class StoredFeatures:
                 f"{self.store.folder} lacks a text of this batch: extract the features of this data "
                 "(scripts/extract_features.py with the same options), or train with --feature_mode hybrid"
             )
-        states = {name: self._floats(batch, name) for name in self.names if "top." not in name}
-        features = [states[name] for name in self.layer_names]
-        some = features[0] if features else states["last"]
-        top = None
-        if self.settings.teacher_top_k is not None:
-            ids, sums = batch["stored.top.token_ids"].long(), batch["stored.top.log_sum_exp"].view(torch.float32)
-            top = TopLogits(self._floats(batch, "top.values"), ids, sums)
-        last_hidden = states.get("last", some[..., :0])
-        return TargetStates(torch.cat(features, -1) if features else some[..., :0], last_hidden, top)
-
-    def _floats(self, batch: Mapping[str, Tensor], name: str) -> Tensor:
-        return batch[f"stored.{name}"].view(self.target.dtype)
+        states = {name: batch[f"stored.{name}"].view(self.target.dtype) for name in self.names}
+        last_hidden = states["last"]
+        features = [states[name] for name in self.layer_names] or [last_hidden[..., :0]]
+        return TargetStates(torch.cat(features, -1), last_hidden)
 
 
 class HybridFeatures:
@@ -173,8 +155,7 @@ class HybridFeatures:
     computed online in every epoch.
 
     Args:
-        rank: of this process, which writes its own shards.
-        shard_bytes: bytes of states in memory at which a shard is written.
+        rank: of this process, which writes its own shards, of `shard_bytes` each.
     """
 
     def __init__(

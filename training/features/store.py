@@ -4,14 +4,12 @@ A store is a folder. `index.json` holds its `StoreSettings`. A shard gets its na
 tokenized conversation. Its states depend only on its tokens, so the tokens are the key, whatever the order, batches,
 packing or loss mask of a run.
 
-Legend: R rows of a shard, N tokens of all of them (no padding), T tokens of a row, D hidden size, K teacher's best
-tokens.
+Legend: R rows of a shard, N tokens of all of them (no padding), T tokens of a row, D hidden size.
 
     lengths [R] int64, keys [R] int64      tokens of each row, and the hash of their ids
     input_ids [N] int32
     hidden.I [N, D]                        the input of layer I: the residual stream, before any norm
     last [N, D]                            the last state, after the final norm
-    top.values [N, K], top.token_ids [N, K] int32, top.log_sum_exp [N] float32
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -61,20 +59,12 @@ class StoreSettings:
     """The contents of `index.json`.
 
     Attributes:
-        tensors: names of the stored tensors.
-        dtype: of the states.
-        teacher_top_k: K, or None.
-        dataset, max_length, tokenizer_hash: where the rows come from, for messages.
+        tensors: names of the stored tensors, in the target's dtype.
         num_shards, data_hash: of a planned extraction; None for a cache that grows.
     """
 
     target: TargetIdentity
     tensors: list[str]
-    dtype: str
-    teacher_top_k: int | None
-    dataset: list[str]
-    max_length: int
-    tokenizer_hash: str
     num_shards: int | None = None
     data_hash: str | None = None
     format: int = FORMAT
@@ -82,14 +72,8 @@ class StoreSettings:
     @property
     def bytes_per_token(self) -> int:
         """Exact, for the tensors [N, ...] of a shard."""
-        size: int = getattr(torch, self.dtype).itemsize
-        states = sum(name.startswith("hidden.") or name == "last" for name in self.tensors)
-        top = (size + 4) * self.teacher_top_k + 4 if self.teacher_top_k else 0
-        return 4 + states * self.target.hidden_size * size + top
-
-    def size_of(self, num_rows: int, num_tokens: int) -> int:
-        """Bytes of the tensors of so many rows; the header of each shard takes less than 2 kB more."""
-        return num_tokens * self.bytes_per_token + num_rows * 16
+        size: int = getattr(torch, self.target.dtype).itemsize
+        return 4 + len(self.tensors) * self.target.hidden_size * size
 
 
 @dataclass(frozen=True)
@@ -103,6 +87,11 @@ class StoredRow:
 def tensor_name(layer: int, num_layers: int) -> str:
     """The name of hidden_states[layer] in a store."""
     return "last" if layer == num_layers else f"hidden.{layer}"
+
+
+def name_tensors(feature_layers: Iterable[int], num_layers: int) -> list[str]:
+    """The tensors that heads need: the states that they tap, and the last one for the teacher."""
+    return sorted({"last", *(tensor_name(layer, num_layers) for layer in feature_layers)})
 
 
 def hash_tokens(input_ids: Tensor) -> int:

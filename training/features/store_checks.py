@@ -1,10 +1,9 @@
-"""Checks before the first step: are stored features those of this target and these texts, and is there room?"""
+"""Checks before the first step: are stored features those of this target and these texts?"""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,7 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads
-from training.features.store import FeatureStore, StoreSettings, TargetIdentity, tensor_name
-from training.losses.terms import parse_loss
-
-
-@dataclass(frozen=True)
-class RowsOfRun:
-    """The texts of a run; `dataset`, `max_length` and `tokenizer_hash` say in messages where they come from."""
-
-    train_set: Any
-    eval_set: Any | None
-    dataset: Sequence[str]
-    max_length: int
-    tokenizer_hash: str
-
-    def known(self) -> dict[str, datasets.Dataset]:
-        """The rows that can be checked before the first step, by purpose: a stream's cannot."""
-        parts = {"training": self.train_set, "held-out": self.eval_set}
-        return {purpose: part for purpose, part in parts.items() if isinstance(part, datasets.Dataset)}
+from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors
 
 
 def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentity) -> None:
@@ -44,24 +26,6 @@ def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentit
         )
 
 
-def check_room(folder: Path, size: int) -> None:
-    """Raises ValueError when `size` bytes are more than what is free on the folder's disk."""
-    if size > (free := free_space(folder)):
-        raise ValueError(
-            f"features would take {size / 1e9:.3g} GB more in {folder}, and {free / 1e9:.3g} GB are free there: choose "
-            "another disk, fewer texts (--max_samples), fewer layers, or --teacher_top_k 64 --store_last_hidden false; "
-            "or train online, which stores nothing"
-        )
-
-
-def free_space(folder: Path) -> int:
-    """Free bytes on the disk of a folder, which need not exist yet."""
-    place = folder.resolve()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
 def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
     """Yields the token ids [T] of each row."""
     for batch in rows.select_columns("input_ids").with_format("arrow").iter(1000):
@@ -72,28 +36,25 @@ def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
 
 def check_can_fill(store: FeatureStore, wanted: StoreSettings) -> None:
     """Raises ValueError when a hybrid run would add other tensors than those in the store."""
-    stored = store.settings
-    if (stored.tensors, stored.dtype) != (wanted.tensors, wanted.dtype):
+    if store.settings.tensors != wanted.tensors:
         raise ValueError(
-            f"{store.folder} holds {', '.join(stored.tensors)} in {stored.dtype}, and this run would add "
-            f"{', '.join(wanted.tensors)} in {wanted.dtype}: fill another folder, or train with --feature_mode offline"
+            f"{store.folder} holds {', '.join(store.settings.tensors)}, and this run would add "
+            f"{', '.join(wanted.tensors)}: fill another folder, or train with --feature_mode offline"
         )
 
 
-def check_complete(store: FeatureStore, heads: DraftHeads, loss_type: str, rows: RowsOfRun) -> None:
-    """Raises ValueError when an offline run needs tensors, shards or texts that the store lacks."""
+def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, Any]) -> None:
+    """Raises ValueError when an offline run needs tensors, shards or texts that the store lacks.
+
+    Args:
+        rows: by purpose; the texts of a stream cannot be checked before they are read.
+    """
     settings, kind = store.settings, heads.config.head_type
-    wanted = {tensor_name(layer, settings.target.num_layers) for layer in heads.feature_layers}
-    if lacking := sorted(wanted - {*settings.tensors}):
+    wanted = name_tensors(heads.feature_layers, settings.target.num_layers)
+    if lacking := [name for name in wanted if name not in settings.tensors]:
         raise ValueError(
             f"{store.folder} holds {', '.join(settings.tensors)}, and these {kind} heads read "
-            f"{', '.join(sorted(wanted))}: extract again with --head_type {kind} (or --feature_layers) to store "
-            f"{', '.join(lacking)}"
-        )
-    if "last" not in settings.tensors and "states" in parse_loss(loss_type).reads:
-        raise ValueError(
-            f"{store.folder} holds no last state (--store_last_hidden false), and the loss {loss_type} of {kind} heads "
-            "reads it: extract again with it, or choose another --loss_type"
+            f"{', '.join(wanted)}: extract again with --head_type {kind} to store {', '.join(lacking)}"
         )
     planned = settings.num_shards
     if planned is not None and store.num_finished < planned:
@@ -101,24 +62,11 @@ def check_complete(store: FeatureStore, heads: DraftHeads, loss_type: str, rows:
             f"{store.folder} is not finished: it has {store.num_finished} of {planned} shards. Run the same "
             "extract_features.py command again to write the others"
         )
-    for purpose, part in rows.known().items():
-        if missing := sum(not store.has(ids) for ids in iterate_ids(part)):
+    for purpose, part in rows.items():
+        known = iterate_ids(part) if isinstance(part, datasets.Dataset) else ()
+        if missing := sum(not store.has(ids) for ids in known):
             raise ValueError(
-                f"{store.folder} lacks {missing} of the {len(part)} {purpose} texts of this run "
-                f"({_explain_missing(settings, rows)}): train with the options of the extraction, extract again, or "
-                "add them with --feature_mode hybrid"
+                f"{store.folder} lacks {missing} of the {len(part)} {purpose} texts of this run: train with the data, "
+                "the max_length and the chat template of the extraction, extract again, or add the texts with "
+                "--feature_mode hybrid"
             )
-
-
-def _explain_missing(stored: StoreSettings, rows: RowsOfRun) -> str:
-    differences = [
-        f"{name} was {before}, now {now}"
-        for name, before, now in (
-            ("max_length", stored.max_length, rows.max_length),
-            ("dataset", ", ".join(stored.dataset), ", ".join(rows.dataset)),
-        )
-        if before != now
-    ]
-    if stored.tokenizer_hash != rows.tokenizer_hash:
-        differences.append("the tokenizer or its chat template has changed")
-    return "; ".join(differences) or "the options are those of the extraction, so the data has changed"

@@ -1,9 +1,8 @@
-"""Identifies the target and the tokenizer of stored features by hashes."""
+"""Identifies the target of stored features by hashes."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import torch
 import xxhash
@@ -44,8 +43,3 @@ def identify_target(target: Target, name: str) -> TargetIdentity:
         weights_hash=digest.hexdigest(),
         adapter_hash=find_adapter_hash(target.model),
     )
-
-
-def hash_tokenizer(tokenizer: Any) -> str:
-    """Hashes the tokenizer and its chat template."""
-    return hash_text(tokenizer.backend_tokenizer.to_str() + json.dumps(tokenizer.chat_template))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from training.data.options import refuse_without
+from heads import HEAD_TYPES
+from training.data.options import option, refuse_without
 from training.features.sharded_target import Sharding
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -16,33 +17,27 @@ _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 class ModelArguments:
     """The frozen target, and the heads that are trained for it."""
 
-    target: str = field(metadata={"help": "The target: a folder or a hub id of any stock transformers causal LM."})
-    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Dtype to load the target in; auto = the dtype of its saved weights."}
+    target: str = option(help="The target: a folder or a hub id of any stock transformers causal LM.")
+    target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        default="auto", help="Dtype to load the target in; auto = the dtype of its saved weights."
     )
-    attn_implementation: str = field(
-        default="sdpa", metadata={"help": "The target's attention: sdpa or eager (tree masks need one of the two)."}
+    attn_implementation: str = option(
+        default="sdpa", help="The target's attention: sdpa or eager (tree masks need one of the two)."
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run Python code that comes with the target. Read that code first."}
+    trust_remote_code: bool = option(
+        default=False, help="Run Python code that comes with the target. Read that code first."
     )
-    head_type: str | None = field(
-        default=None, metadata={"help": "Kind of heads to create, a key of heads.HEAD_TYPES. Not with --init_heads."}
+    head_type: str | None = option(
+        default=None, help="Kind of heads to create, a key of heads.HEAD_TYPES. Not with --init_heads."
     )
-    head_overrides: list[str] = field(
+    head_overrides: list[str] = option(
         default_factory=list,
-        metadata={
-            "help": "Fields of the heads' configuration as key=value with JSON values, for example "
-            "--head_overrides num_heads=4 num_layers=1. A mapping in YAML. The last value of a key wins."
-        },
+        help="Fields of the heads' configuration: key=value with JSON values, such as num_heads=4. In YAML a mapping.",
     )
-    init_heads: str | None = field(
+    init_heads: str | None = option(
         default=None,
-        metadata={
-            "help": "Warm start, instead of --head_type: begin a new run with the weights, the configuration and the "
-            "draft vocabulary of trained heads (folder or hub id). To continue an interrupted run, give "
-            "--resume_from_checkpoint."
-        },
+        help="Instead of --head_type: start from the weights, the configuration and the draft vocabulary of trained "
+        "heads (folder or hub id). --resume_from_checkpoint continues an interrupted run.",
     )
 
     def __post_init__(self) -> None:
@@ -51,6 +46,8 @@ class ModelArguments:
                 f"got head_type={self.head_type!r} and init_heads={self.init_heads!r}: give head_type to create heads, "
                 "or init_heads to continue from trained ones"
             )
+        if self.head_type is not None and self.head_type not in HEAD_TYPES:
+            raise ValueError(f"unknown head_type {self.head_type!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}")
         if self.init_heads is not None and self.head_overrides:
             raise ValueError(
                 f"got head_overrides {self.head_overrides} with init_heads {self.init_heads!r}: trained heads bring "
@@ -76,20 +73,14 @@ class ModelArguments:
 class PlacementArguments:
     """Where to keep a target that is too large for one device."""
 
-    target_device_map: str | None = field(
+    target_device_map: str | None = option(
         default=None,
-        metadata={
-            "help": "Spread the target over the devices of this one process: auto, balanced, sequential, or a JSON "
-            'mapping of all modules to devices, "cpu" or "disk" (accelerate\'s). The token embedding must be on the '
-            "heads' device. none = keep all of it on that device."
-        },
+        help="Spread the target over the devices of one process: auto, balanced, sequential, or a JSON mapping of "
+        "modules to devices, cpu or disk. The token embedding must be on the heads' device.",
     )
-    shard_target: Sharding = field(
+    shard_target: Sharding = option(
         default="none",
-        metadata={
-            "help": "For a target too large for one device: each process keeps a share of the layers' weights and "
-            "gathers a layer when it runs. fsdp2, independent of the heads' strategy."
-        },
+        help="For large targets: fsdp2 = each process keeps a share of the layers and gathers a layer when it runs.",
     )
 
     def __post_init__(self) -> None:
@@ -120,18 +111,13 @@ class PlacementArguments:
 class FeatureArguments:
     """Where the target's states come from."""
 
-    features: str | None = field(
+    features: str | None = option(
         default=None,
-        metadata={
-            "help": "Folder of stored features (scripts/extract_features.py); none = run the target on every batch."
-        },
+        help="Folder of stored features (scripts/extract_features.py); none = run the target on every batch.",
     )
-    feature_mode: Literal["offline", "hybrid"] = field(
+    feature_mode: Literal["offline", "hybrid"] = option(
         default="offline",
-        metadata={
-            "help": "offline: every text must be in --features; the target's layers run only in checks and "
-            "evaluations. hybrid: compute and store missing texts, so the first epoch fills the folder."
-        },
+        help="offline: every text must be in --features; hybrid: missing texts are computed and stored.",
     )
 
     def __post_init__(self) -> None:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from inference.targets.target import Target
 from training.losses.terms import parse_loss
-from training.losses.top_logits import TopLogits, restore_logits
 
 CHUNK_ELEMENTS = 2**25  # size of the largest float32 logits tensor: 128 MiB
 
@@ -55,7 +54,6 @@ def compute_teacher(
     draft_token_ids: Tensor | None,
     *,
     loss_type: str,
-    top_logits: TopLogits | None = None,
 ) -> Teacher:
     """Runs the target's LM head only where needed and in chunks, so that no [B, T, V] float32 tensor is ever alive.
 
@@ -64,18 +62,12 @@ def compute_teacher(
         loss_mask: [B, T], 1 where x_t is to be predicted.
         draft_token_ids: [C] target ids of the draft vocabulary; None = all.
         loss_type: as in `draft_loss`; some losses need no logits.
-        top_logits: [B, T, K], a stored teacher (`restore_logits`), which replaces the LM head.
     """
     num_columns = target.vocab_size if draft_token_ids is None else draft_token_ids.numel()
     is_used_BT = F.pad(loss_mask[:, 1:], (0, 1)).bool()
     hidden_PD = last_hidden[is_used_BT]
     needs_logits = parse_loss(loss_type).needs_distribution
-    if top_logits is None:
-        argmax_P, logits_PC = _score(target, hidden_PD, draft_token_ids, needs_logits=needs_logits)
-    else:
-        top = top_logits.select(is_used_BT)
-        argmax_P = top.token_ids[:, 0]
-        logits_PC = restore_logits(top, draft_token_ids, target.vocab_size) if needs_logits else None
+    argmax_P, logits_PC = _score(target, hidden_PD, draft_token_ids, needs_logits=needs_logits)
     labels = input_ids
     if draft_token_ids is not None:
         index = torch.full((target.vocab_size,), -1, dtype=torch.long, device=hidden_PD.device)

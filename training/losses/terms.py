@@ -195,8 +195,11 @@ def parse_loss(loss_type: str) -> LossMixture:
                 f"loss_type is {loss_type!r}, and there is no loss {name!r}; did you mean {near!r}? Allowed are "
                 f"{', '.join(LOSSES)}, and mixtures such as 'smooth_l1+0.1*distillation'"
             )
-        weight = _positive_number(factor) if star else 1.0
-        if weight is None:
+        try:
+            weight = float(factor) if star else 1.0
+        except ValueError:
+            weight = 0.0
+        if not 0 < weight < math.inf:
             raise ValueError(
                 f"loss_type is {loss_type!r}, and the weight {factor.strip()!r} of {name} is not above 0; write "
                 "WEIGHT*NAME+WEIGHT*NAME, for example 'smooth_l1+0.1*distillation'"
@@ -205,11 +208,3 @@ def parse_loss(loss_type: str) -> LossMixture:
             raise ValueError(f"loss_type is {loss_type!r}, which names {name} twice; add its weights up")
         weights[name] = weight
     return LossMixture(weights)
-
-
-def _positive_number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if 0 < number < math.inf else None

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 import torch
 from transformers import TrainingArguments
 
-from heads import HEAD_TYPES
 from training.data.streaming import check_streaming
-from training.distributed.launch import Launch, check_launch
+from training.distributed.launch import check_launch, find_strategy
 from training.options.run_options import RunOptions
 
 
 def check_options(options: RunOptions) -> None:
-    """Refuses options that contradict one another, need a missing package or device, or do not fit the launch.
+    """Refuses options that contradict one another, or do not fit the launch or the device.
 
     Raises:
         ValueError: naming every problem.
     """
-    problems = [*_contradictions(options), *_missing(options)]
+    problems = [*_contradictions(options)]
     checks = (
         lambda: check_launch(options.training),
         lambda: check_muon(options.training.muon_learning_rate, options.training),
@@ -48,7 +47,7 @@ def check_muon(learning_rate: float | None, args: TrainingArguments) -> None:
             f"got muon_learning_rate {learning_rate}, which needs torch.optim.Muon, and torch {torch.__version__} has "
             f"none: install torch 2.9 or newer, or {instead}"
         )
-    if Launch.read(args).strategy != "ddp":
+    if find_strategy(args) != "ddp":
         raise ValueError(
             f"got muon_learning_rate {learning_rate} under DeepSpeed or FSDP, which split matrices that Muon needs "
             f"whole: {instead}, or train with plain DDP (configs/accelerate/multi_gpu.yaml)"
@@ -85,14 +84,3 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
         for name, (is_given, reason) in excluded.items():
             if is_given:
                 yield f"got on_policy_fraction with {name}, {reason}: leave one out"
-    if options.data.packing and training.train_sampling_strategy == "group_by_length":
-        yield (
-            "got packing and train_sampling_strategy group_by_length: packed rows all have the same length; leave one "
-            "of the two out"
-        )
-
-
-def _missing(options: RunOptions) -> Iterator[str]:
-    kind = options.model.head_type
-    if kind is not None and kind not in HEAD_TYPES:
-        yield f"unknown head_type {kind!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}"

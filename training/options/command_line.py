@@ -64,7 +64,7 @@ def parse_arguments(
     doc: str = "",
     groups: Mapping[str, str] | None = None,
 ) -> tuple[Any, ...]:
-    """Reads `[--config FILE.yaml] [--any_option value ...]`; the command line wins over the file.
+    """Reads `[--config FILE.yaml] [--any_option value ...]` into one object for each class; the command line wins.
 
     Paths in the file are relative to the current folder, as on the command line. Only the path in `base: OTHER.yaml`,
     a file whose settings this one changes, is relative to the file itself.
@@ -74,9 +74,6 @@ def parse_arguments(
         classes: dataclasses of another program, which reads a training run's file too; None = `ARGUMENT_CLASSES`.
         not_from_file: options of `classes` that have another meaning in such a file.
         doc, groups: the texts of `--help` (see `ProgramParser`).
-
-    Returns:
-        one object for each of the classes.
 
     Raises:
         ValueError: unknown key (naming the nearest known one), missing or malformed value, unreadable file.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from training.data.options import refuse_without
+from training.data.options import option, refuse_without
 
 # Weight of the heads' loss beside each target loss: section 2.2.2 of the paper, and its appendix.
 _HEADS_LOSS_WEIGHTS = {"lm": 0.2, "self_distillation": 0.01}
@@ -15,28 +15,27 @@ _HEADS_LOSS_WEIGHTS = {"lm": 0.2, "self_distillation": 0.01}
 class JointArguments:
     """Joint training of heads and target (on with --lora_r)."""
 
-    lora_r: int | None = field(
-        default=None, metadata={"help": "Rank of the target's LoRA adapters (Medusa-2 uses 32); none = frozen target."}
+    lora_r: int | None = option(
+        default=None, help="Rank of the target's LoRA adapters (Medusa-2 uses 32); none = frozen target."
     )
-    lora_alpha: float = field(default=16, metadata={"help": "The adapters are scaled by lora_alpha / lora_r."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapters' inputs: a share below 1."})
-    lora_target_modules: list[str] = field(
+    lora_alpha: float = option(default=16, help="The adapters are scaled by lora_alpha / lora_r.")
+    lora_dropout: float = option(default=0.0, help="Dropout on the adapters' inputs: a share below 1.")
+    lora_target_modules: list[str] = option(
         default_factory=lambda: ["all-linear"],
-        metadata={"help": "Ends of the names of adapted layers; all-linear = every linear layer but the LM head."},
+        help="Ends of the names of adapted layers; all-linear = every linear layer but the LM head.",
     )
-    target_loss: Literal["self_distillation", "lm"] = field(
+    target_loss: Literal["self_distillation", "lm"] = option(
         default="self_distillation",
-        metadata={"help": "Loss that keeps the target as it is: KL to itself without adapters, or lm = next token."},
+        help="Loss that keeps the target as it is: KL to itself without adapters, or lm = next token.",
     )
-    heads_loss_weight: float | None = field(
-        default=None, metadata={"help": "Weight of the heads' loss; none = the paper's, 0.01, or 0.2 with lm."}
+    heads_loss_weight: float | None = option(
+        default=None, help="Weight of the heads' loss; none = the paper's, 0.01, or 0.2 with lm."
     )
-    heads_lr_multiplier: float = field(
-        default=4.0,
-        metadata={"help": "The heads' multiple of --learning_rate, which is the adapters' rate (paper: 4)."},
+    heads_lr_multiplier: float = option(
+        default=4.0, help="The heads' multiple of --learning_rate, which is the adapters' rate (paper: 4)."
     )
-    heads_warmup_steps: float = field(
-        default=0.1, metadata={"help": "Steps that train only the heads first: a share below 1, a number from 1 on."}
+    heads_warmup_steps: float = option(
+        default=0.1, help="Steps that train only the heads first: a share below 1, a number from 1 on."
     )
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ class _ShowAll(Action):
     """`--help_all`: prints every option with its whole text."""
 
     def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
-        parser._print_message(parser.format_all(), sys.stdout)
+        parser._print_message(HfArgumentParser.format_help(parser), sys.stdout)
         parser.exit()
 
 
@@ -40,7 +40,7 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
         super().__init__(classes, description=doc.partition("\n")[0], allow_abbrev=False, **kwargs)
         self.examples = textwrap.dedent("\n".join(line for line in doc.splitlines() if line.startswith("    ")))
         for action in self._actions:
-            if action.nargs != 0:
+            if action.nargs != 0 and not action.choices:
                 action.metavar = action.metavar or {int: "N", float: "X"}.get(action.type, "VALUE")  # type: ignore[call-overload]
             for dashed in [option for option in action.option_strings if "-" in option[2:]]:
                 action.option_strings = [option for option in action.option_strings if option != dashed]
@@ -48,6 +48,8 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
         help_all = "Show every option with its whole text."
         self.add_argument("--help_all", action=_ShowAll, nargs=0, dest=SUPPRESS, default=SUPPRESS, help=help_all)
         known = self._by_name()
+        required = [self._invocation(action) for action in known.values() if action.required]
+        self.usage = " ".join(["%(prog)s", *required, "[--option VALUE ...]"])
         groups = groups or {"options": " ".join(known)}
         self.groups = {title: [name for name in names.split() if name in known] for title, names in groups.items()}
 
@@ -76,20 +78,14 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
     def format_help(self) -> str:
         """One screen: the options of the groups."""
         by_name = self._by_name()
-        lines = [self._usage(), "", str(self.description)]
+        lines = [self.format_usage(), str(self.description)]
         for title, names in self.groups.items():
-            lines += ["", f"{title}:", *(line for name in names for line in self._describe(by_name[name], short=True))]
+            lines += ["", f"{title}:", *(line for name in names for line in self._describe(by_name[name]))]
         num_rest = len(by_name) - sum(map(len, self.groups.values()))
         rest = f", {num_rest} of them not shown here" if num_rest else ""
         lines += ["", f"All options with their whole text{rest}: --help_all"]
         if self.examples:
             lines += ["", "examples:", textwrap.indent(self.examples, "  ")]
-        return "\n".join(lines) + "\n"
-
-    def format_all(self) -> str:
-        """Every option with its whole text, in the order of the dataclasses."""
-        lines = [self._usage(), "", str(self.description), ""]
-        lines += [line for action in self._by_name().values() for line in self._describe(action)]
         return "\n".join(lines) + "\n"
 
     def _by_name(self) -> dict[str, Action]:
@@ -100,36 +96,24 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
                 found.setdefault(action.dest, action)
         return found
 
-    def _usage(self) -> str:
-        required = [self._invocation(action) for action in self._by_name().values() if action.required]
-        return " ".join(["usage:", self.prog, *required, "[--option VALUE ...]"])
-
-    def _invocation(self, action: Action, *, short: bool = False) -> str:
-        name = action.option_strings[0]
+    def _invocation(self, action: Action) -> str:
         if action.const is True or action.nargs == 0:
-            if action.default is True:
-                return f"--[no_]{action.dest}" if short else f"{name}, --no_{action.dest}"
-            return name
-        value = str(action.metavar)
-        choices: list[Any] = list(action.choices or ())
-        if choices and (not short or len(choices) < 3):
-            value = "{" + ",".join(str(choice) for choice in choices if choice is not None) + "}"
-        return f"{name} {value}{' ...' if action.nargs == '+' else ''}"
+            return f"--[no_]{action.dest}" if action.default is True else action.option_strings[0]
+        choices = [str(choice) for choice in action.choices or () if choice is not None]
+        value = "{" + ",".join(choices) + "}" if 0 < len(choices) < 3 else str(action.metavar or "VALUE")
+        return f"{action.option_strings[0]} {value}{' ...' if action.nargs == '+' else ''}"
 
-    def _describe(self, action: Action, *, short: bool = False) -> Iterator[str]:
+    def _describe(self, action: Action) -> Iterator[str]:
+        """The first sentence of an option's text, cut to one line."""
         width = max(80, min(120, shutil.get_terminal_size((100, 40)).columns)) - _INDENT
-        text = " ".join(str(action.help or "").split()).replace("%%", "%")
+        text = " ".join(str(action.help or "").split()).replace("%%", "%").partition(". ")[0].rstrip(".")
         values = action.default if isinstance(action.default, list) else [action.default]
         has_default = values and not isinstance(values[0], bool | None) and values[0] not in ("", SUPPRESS)
         default = f" [{' '.join(map(str, values))}]" if has_default else ""
-        if short:
-            text = text.partition(". ")[0].rstrip(".")
-            if len(text + default) > width:
-                text = textwrap.shorten(text.partition("; ")[0], width - len(default), placeholder=" ...")
-        name = f"  {self._invocation(action, short=short)}"
-        first, *more = textwrap.wrap(text + default, width) or [""]
+        if len(text + default) > width:
+            text = textwrap.shorten(text.partition("; ")[0], width - len(default), placeholder=" ...")
+        name = f"  {self._invocation(action)}"
         if len(name) > _INDENT - 2:
             yield name
             name = ""
-        yield f"{name:<{_INDENT}}{first}".rstrip()
-        yield from (" " * _INDENT + line for line in more)
+        yield f"{name:<{_INDENT}}{text}{default}".rstrip()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
-from training.data.options import DataArguments
+from training.data.options import DataArguments, option
 from training.features.target_options import FeatureArguments, ModelArguments, PlacementArguments
 from training.options.joint_options import JointArguments
 from training.options.training_options import HeadsTrainingArguments
@@ -17,13 +17,10 @@ from training.synthesis.on_policy import OnPolicyArguments
 class RunArguments:
     """The run as a whole."""
 
-    dry_run: bool = field(
-        default=False,
-        metadata={"help": "Try a few steps on the longest rows, print time and memory, and write nothing."},
+    dry_run: bool = option(
+        default=False, help="Try a few steps on the longest rows, print time and memory, and write nothing."
     )
-    report: bool = field(
-        default=True, metadata={"help": "Write report.html at the end: curves, acceptance by depth, examples."}
-    )
+    report: bool = option(default=True, help="Write report.html at the end: curves, acceptance by depth, examples.")
 
 
 @dataclass(frozen=True)

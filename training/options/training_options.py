@@ -5,13 +5,14 @@ The comment beside a default says why it differs from that of `transformers.Trai
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
+from training.data.options import option
 from training.distributed.launch import settle_devices
 from training.losses.terms import LOSSES, parse_loss
 
@@ -20,76 +21,67 @@ from training.losses.terms import LOSSES, parse_loss
 class HeadsTrainingArguments(TrainingArguments):
     """Optimization, evaluation and checkpoints."""
 
-    output_dir: str = field(default="outputs/heads", metadata={"help": "Folder for checkpoints, heads and logs."})
+    output_dir: str = option(default="outputs/heads", help="Folder for checkpoints, heads and logs.")
     # A decoder layer on a large target: EAGLE-3's code uses 5e-5, others 1e-4. Medusa's paper uses 1e-3 for its MLPs
     # (arXiv 2401.10774, appendix), so the files in configs/train set it for each kind.
-    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
+    learning_rate: float = option(default=1e-4, help="Peak learning rate.")
     # Medusa and EAGLE both decay by cosine; short runs gain the most from ending near 0.
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning rate schedule, as in transformers."})
+    lr_scheduler_type: str = option(default="cosine", help="Learning rate schedule, as in transformers.")
     # Fresh projections push large gradients through the first steps. A share fits short runs too.
-    warmup_steps: float = field(
-        default=0.05, metadata={"help": "Linear warm-up: a share of all steps below 1, a number of steps from 1 on."}
+    warmup_steps: float = option(
+        default=0.05, help="Linear warm-up: a share of all steps below 1, a number of steps from 1 on."
     )
     # The second moment of the gradients changes fast here; EAGLE trains with (0.9, 0.95) as well.
-    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's decay of the second moment."})
+    adam_beta2: float = option(default=0.95, help="AdamW's decay of the second moment.")
     # As in EAGLE's code: the losses of all drafting steps add up in one gradient.
-    max_grad_norm: float = field(default=0.5, metadata={"help": "Clip gradients to this norm; 0 = do not clip."})
+    max_grad_norm: float = option(default=0.5, help="Clip gradients to this norm; 0 = do not clip.")
     # Halves the memory of activations; weights, optimizer state and losses stay in float32.
-    bf16: bool = field(default=True, metadata={"help": "Compute in bfloat16 through autocast."})
-    logging_steps: float = field(default=20, metadata={"help": "Steps between two log lines (below 1: share of all)."})
+    bf16: bool = option(default=True, help="Compute in bfloat16 through autocast.")
+    logging_steps: float = option(default=20, help="Steps between two log lines (below 1: share of all).")
     # A checkpoint holds the heads and two moments of each weight: two are enough to resume and to compare.
-    save_total_limit: int | None = field(default=2, metadata={"help": "Newest checkpoints to keep; 0 = all."})
+    save_total_limit: int | None = option(default=2, help="Newest checkpoints to keep; 0 = all.")
     # transformers reports to every installed backend; here nothing leaves the machine unasked.
-    report_to: list[str] = field(
+    report_to: list[str] = option(
         default_factory=lambda: ["none"],
-        metadata={"help": "Log also to: none, tensorboard, wandb, mlflow or trackio (each needs its package)."},
+        help="Log also to: none, tensorboard, wandb, mlflow or trackio (each needs its package).",
     )
     # Training budgets are counted in tokens, so a record without them compares badly.
-    include_num_input_tokens_seen: Literal["non_padding", "all", "no"] = field(
-        default="non_padding", metadata={"help": "Tokens that the logs count: non_padding, all or no."}
+    include_num_input_tokens_seen: Literal["non_padding", "all", "no"] = option(
+        default="non_padding", help="Tokens that the logs count: non_padding, all or no."
     )
     # The heads' forward takes features, not the dataset's columns: Trainer would drop all columns.
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay false: features are not columns."})
+    remove_unused_columns: bool = option(default=False, help="Must stay false: features are not columns.")
     # Otherwise Trainer gathers logits of [batch, tokens, vocabulary] over the whole evaluation set.
-    prediction_loss_only: bool = field(default=True, metadata={"help": "Must stay true: logits are never gathered."})
+    prediction_loss_only: bool = option(default=True, help="Must stay true: logits are never gathered.")
     # A loss that is NaN ends the run (`run/stopping.py`); Trainer would hide it.
-    logging_nan_inf_filter: bool = field(
-        default=False, metadata={"help": "Leave it false: a NaN or infinite loss ends the run."}
-    )
+    logging_nan_inf_filter: bool = option(default=False, help="Leave it false: a NaN or infinite loss ends the run.")
     # Early stopping continues to count after an interruption.
-    restore_callback_states_from_checkpoint: bool = field(
-        default=True, metadata={"help": "When a run is resumed, restore the counts of early stopping."}
+    restore_callback_states_from_checkpoint: bool = option(
+        default=True, help="When a run is resumed, restore the counts of early stopping."
     )
     # The acceptance length is the purpose of heads; transformers takes the loss.
-    metric_for_best_model: str | None = field(
-        default="acceptance_length",
-        metadata={"help": "Metric of the best checkpoint: acceptance_length, loss, top1_depth1, ..."},
+    metric_for_best_model: str | None = option(
+        default="acceptance_length", help="Metric of the best checkpoint: acceptance_length, loss, top1_depth1, ..."
     )
-    early_stopping_patience: int | None = field(
+    early_stopping_patience: int | None = option(
+        default=None, help="Stop after this many evaluations without a better --metric_for_best_model; none = never."
+    )
+    resume_with_changes: bool = option(
+        default=False, help="Resume although data, options or processes differ from the checkpoint's (not exact)."
+    )
+    loss_type: str | None = option(
         default=None,
-        metadata={"help": "Stop after this many evaluations without a better --metric_for_best_model; none = never."},
+        help="Loss, or a mixture such as smooth_l1+0.1*distillation; none = the kind's own. One of: "
+        f"{', '.join(LOSSES)}.",
     )
-    resume_with_changes: bool = field(
-        default=False,
-        metadata={"help": "Resume although data, options or processes differ from the checkpoint's (not exact)."},
+    muon_learning_rate: float | None = option(
+        default=None, help="Train hidden matrices with Muon at this rate (0.02 to 0.05 fits); none = AdamW for all."
     )
-    loss_type: str | None = field(
-        default=None,
-        metadata={
-            "help": "Loss, or a mixture such as smooth_l1+0.1*distillation; none = the kind's own. One of: "
-            f"{', '.join(LOSSES)}."
-        },
+    step_decay: float | None = option(
+        default=None, help="Drafting step k has weight step_decay**k in the loss; none = the kind's own value."
     )
-    muon_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Train hidden matrices with Muon at this rate (0.02 to 0.05 fits); none = AdamW for all."},
-    )
-    step_decay: float | None = field(
-        default=None,
-        metadata={"help": "Drafting step k has weight step_decay**k in the loss; none = the kind's own value."},
-    )
-    depth_weights: Literal["d_pace"] | None = field(
-        default=None, metadata={"help": "Instead of step_decay: d_pace weighs each position by its gain in tokens."}
+    depth_weights: Literal["d_pace"] | None = option(
+        default=None, help="Instead of step_decay: d_pace weighs each position by its gain in tokens."
     )
 
     def __post_init__(self) -> None:

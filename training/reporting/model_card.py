@@ -31,7 +31,6 @@ def render_card(
         location: the folder or hub id to load the heads from.
         datasets: as the user named them; hub ids, without subsets, also stand in the card's metadata.
         record: `training` of the run's record.
-        has_adapter: the target's adapter is stored beside the heads.
     """
     data = ModelCardData(
         library_name="draftsmith",

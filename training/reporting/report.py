@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow.compute
 from jinja2 import Environment, FileSystemLoader
 
 from inference import GenerationStats
+from training.data.set_statistics import count_trained, row_lengths
 from training.reporting.examples import Example
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,7 @@ def render_report(
     examples: Sequence[Example] = (),
     stats: GenerationStats | None = None,
 ) -> str:
-    """Returns the page as HTML.
-
-    Args:
-        history: log lines of the trainer.
-        stats: statistics of the examples' decoding.
-    """
+    """Returns the page as HTML; `history` are the log lines, `stats` those of the examples' decoding."""
     has_plots = importlib.util.find_spec("matplotlib") is not None
     if not has_plots:
         logger.warning("%s", _NO_PLOTS)
@@ -99,24 +94,13 @@ def _by_depth(history: Sequence[Mapping[str, Any]], stats: GenerationStats | Non
     ]
 
 
-def row_lengths(rows: datasets.Dataset) -> list[int]:
-    """Tokens of each row."""
-    lengths: list[int] = []
-    for batch in rows.with_format("arrow").iter(1000):
-        lengths += batch["input_ids"].combine_chunks().value_lengths().to_pylist()
-    return lengths
-
-
 def count_rows(rows: datasets.Dataset) -> dict[str, int]:
     """The numbers that a report shows: rows, tokens, and tokens in the loss."""
     lengths = sorted(row_lengths(rows))
-    learned = 0
-    for batch in rows.with_format("arrow").iter(1000):
-        learned += pyarrow.compute.sum(batch["loss_mask"].combine_chunks().flatten()).as_py() or 0
     return {
         "rows": len(lengths),
         "tokens": sum(lengths),
-        "tokens in the loss": learned,
+        "tokens in the loss": count_trained(rows),
         "median row, tokens": lengths[len(lengths) // 2],
         "longest row, tokens": lengths[-1],
     }

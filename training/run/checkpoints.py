@@ -59,17 +59,15 @@ def _rename(written: Path, folder: Path) -> None:
 def remove_old(output_dir: Path, *, save_total_limit: int | None, best: str | None) -> None:
     """Keeps the newest checkpoints and the best one, as transformers' `rotate_checkpoints` does.
 
-    A checkpoint that goes is renamed first, so that half-deleted folders never carry a checkpoint's name.
-
-    Args:
-        save_total_limit: how many stay; None or 0 = all.
-        best: folder of the best one.
+    A checkpoint that goes is renamed first, so that half-deleted folders never carry a checkpoint's name. With a
+    `save_total_limit` of None or 0 all stay.
     """
-    checkpoints = [Path(folder) for folder in sort_checkpoints(str(output_dir), use_mtime=True)]
-    protected = {checkpoints[-1], *([Path(best)] if best else [])}
-    surplus = len(checkpoints) - max(save_total_limit or len(checkpoints), len(protected))
+    if not save_total_limit:
+        return
+    *older, newest = map(Path, sort_checkpoints(str(output_dir), use_mtime=True, best_model_checkpoint=best))
+    num_older = max(save_total_limit - 1, int(best is not None and Path(best) != newest))
     aside = output_dir / INCOMPLETE
-    for folder in [folder for folder in checkpoints if folder not in protected][: max(0, surplus)]:
+    for folder in older[: len(older) - num_older]:
         aside.mkdir(exist_ok=True)
         folder.rename(aside / folder.name)
         shutil.rmtree(aside, ignore_errors=True)

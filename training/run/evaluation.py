@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -19,6 +15,7 @@ from inference import Decoder, GenerationStats, Target
 from inference.targets.model_config import LengthLimit
 from training.data.options import DataArguments
 from training.distributed.whole_heads import whole_heads
+from training.synthesis.prompts import read_prompts
 
 
 def eval_prompts(
@@ -26,37 +23,25 @@ def eval_prompts(
 ) -> list[list[int]]:
     """Token ids of the prompts on which the acceptance length is measured.
 
-    They are the first turns of a prompt file, or the held-out conversations up to the first assistant token.
+    They are the first turns of `eval_prompts`, or the held-out conversations up to the first assistant token.
 
     Raises:
-        ValueError: a bad line or a prompt too long for the target, with file and line.
+        ValueError: a bad line, with file and line, or a prompt too long for the target.
     """
-    if data_args.eval_prompts is not None:
-        return list(islice(_read_prompts(Path(data_args.eval_prompts), tokenizer, limit), data_args.num_eval_prompts))
-    if eval_set is None:
-        return []
-    rows = eval_set.select(range(min(data_args.num_eval_prompts, len(eval_set))))
-    return [row["input_ids"][: row["loss_mask"].index(1)] for row in rows if row["loss_mask"][0] == 0]
-
-
-def _read_prompts(path: Path, tokenizer: Any, limit: LengthLimit) -> Iterator[list[int]]:
-    if not path.is_file():
-        raise ValueError(f"got eval_prompts {path}, which is not a file; give JSON lines of {{'turns': ['...']}}")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            turn = json.loads(line)["turns"][0]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: expected {{'turns': ['...']}} ({error!r})") from error
-        messages = [{"role": "user", "content": turn}]
+    if data_args.eval_prompts is None:
+        rows = [] if eval_set is None else eval_set.take(min(data_args.num_eval_prompts, len(eval_set)))
+        return [row["input_ids"][: row["loss_mask"].index(1)] for row in rows if row["loss_mask"][0] == 0]
+    prompts = []
+    for conversation in read_prompts(data_args.eval_prompts, option="eval_prompts")[: data_args.num_eval_prompts]:
+        messages = conversation.messages_before_reply()
         prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         if limit.max_length is not None and len(prompt) >= limit.max_length:
             raise ValueError(
-                f"{path}, line {number}: the prompt has {len(prompt)} tokens, the target takes fewer than "
-                f"{limit.max_length} ({limit.reason}); leave it out"
+                f"{data_args.eval_prompts}: the prompt {conversation.id} has {len(prompt)} tokens, the target takes "
+                f"fewer than {limit.max_length} ({limit.reason}); leave it out"
             )
-        yield prompt
+        prompts.append(prompt)
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -78,20 +63,14 @@ class AcceptanceMeter:
         return {"acceptance_length": stats.acceptance_length}
 
 
-def check_best_metric(args: TrainingArguments, metrics: Collection[str], *, can_decode: bool) -> None:
-    """Checks `metric_for_best_model`. The acceptance length becomes None where it is neither measured nor needed.
+def check_best_metric(args: TrainingArguments) -> None:
+    """Unsets `metric_for_best_model` where it is the acceptance length, which nothing measures, and nobody needs it.
 
     Raises:
-        ValueError: a metric that is not in `metrics`, or that cannot be measured without prompts to decode.
+        ValueError: it is needed.
     """
     given: str | None = args.metric_for_best_model
-    if given is None:
-        return
-    metric = given.removeprefix("eval_")
-    if metric != "acceptance_length" and metric not in metrics:
-        known = ", ".join(["acceptance_length", *metrics])
-        raise ValueError(f"got metric_for_best_model {given}, which these heads do not have; they have {known}")
-    if can_decode or metric != "acceptance_length":
+    if given not in ("acceptance_length", "eval_acceptance_length"):
         return
     is_read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
     if is_read or getattr(args, "early_stopping_patience", None):

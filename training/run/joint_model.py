@@ -121,18 +121,16 @@ class JointModel(nn.Module):
             # Zero, but a function of the adapters: DDP waits for every parameter's gradient.
             zero = torch.stack([0.0 * parameter.float().sum() for parameter in self.adapters]).sum()
             return JointOutput(self.args.loss_weight * output.loss + zero, output)
-        reference = self._encode_without_adapters(batch) if self.args.target_loss == "self_distillation" else None
+        reference = None
+        if self.args.target_loss == "self_distillation":
+            with torch.no_grad(), self.target.model.disable_adapter():
+                reference = self._features(batch).last_hidden
         with recomputing_layers(self.target) if self._is_checkpointing else nullcontext():
             states = self._features(batch)
         output = draft(states)
         total, count = target_loss(self.target, states.last_hidden, reference, batch)
         loss = total / count.clamp(min=1) + self.args.loss_weight * output.loss
         return JointOutput(loss, output, total.detach(), count)
-
-    @torch.no_grad()
-    def _encode_without_adapters(self, batch: Mapping[str, Tensor]) -> Tensor:
-        with self.target.model.disable_adapter():
-            return self._features(batch).last_hidden
 
 
 def target_loss(

@@ -26,7 +26,6 @@ class JointTrainer(HeadsTrainer):
     loss, as without adapters.
     """
 
-    more_metrics = ("target_loss",)
     logged_metrics = (*HeadsTrainer.logged_metrics, "heads_loss", "target_loss", "adapter_learning_rate")
 
     def __init__(self, **kwargs: Any) -> None:

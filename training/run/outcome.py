@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import datasets
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainerState
 
-from training.distributed.launch import describe_launch
 from training.features.sharded_target import count_held
 from training.reporting.examples import Example, decode_examples
 from training.reporting.model_card import render_card
@@ -112,7 +112,10 @@ class PreparedRun:
 
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
     """`training_record.json`: command, cost of the training, processes, versions, metrics."""
-    state = trainer.state
+    state, processes = trainer.state, trainer.accelerator.state
+    distributed = {"distributed_type": processes.distributed_type.value, "num_processes": processes.num_processes}
+    if processes.distributed_type == DistributedType.DEEPSPEED:
+        distributed["zero_stage"] = processes.deepspeed_plugin.zero_stage
     return {
         "command": _SECRET.sub(r"\1...", shlex.join(["train_heads.py", *sys.argv[1:]])),
         "training": {
@@ -123,7 +126,7 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
             "epochs": state.epoch,
         },
         "distributed": {
-            **describe_launch(trainer.accelerator),
+            **distributed,
             "target_parameters_per_process": count_held(trainer.target.model),
         },
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},

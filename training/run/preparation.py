@@ -22,10 +22,9 @@ from training.data.streaming import ConversationStream
 from training.data.training_sets import cut_to_limit, load_datasets
 from training.features.preparation import PreparedFeatures, prepare_features
 from training.features.self_check import check_first_row
-from training.features.store_checks import RowsOfRun
-from training.features.target_identity import hash_tokenizer, identify_target
+from training.features.target_identity import identify_target
 from training.features.target_loading import check_placement, load_model, loading_whole
-from training.features.target_options import FeatureArguments, ModelArguments
+from training.features.target_options import FeatureArguments
 from training.options.checks import check_options
 from training.options.command_line import resolve_arguments
 from training.options.run_options import RunOptions
@@ -42,9 +41,6 @@ def run_training(*parts: Any) -> dict[str, float]:
     """Trains heads as the options say, saves them in `output_dir` and returns the final metrics.
 
     With `--resume_from_checkpoint true` (or a folder) an interrupted run goes on from its newest complete checkpoint.
-
-    Args:
-        parts: as `parse_arguments` returns them.
     """
     return prepare_run(*parts).finish()
 
@@ -66,10 +62,7 @@ class _Rows:
 
 
 def prepare_run(*parts: Any) -> PreparedRun:
-    """Loads and checks everything that a run needs, and writes its configuration.
-
-    Args:
-        parts: objects of `training.options.run_options.ARGUMENT_CLASSES`; a part that is missing has its defaults.
+    """Loads and checks everything that a run needs, and writes its configuration; `parts` as for `RunOptions.collect`.
 
     Raises:
         ValueError, OSError: for options, files and folders that are wrong.
@@ -97,7 +90,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
     _arrange_rows(options, rows)  # after everything that reads single conversations
     trainer = _make_trainer(options, models, rows, features, meter, description)
     check_first_row(models.target, features, rows.train_set, models.heads.feature_layers)
-    _add_callbacks(trainer, options, models, rows, checkpoint)
+    if isinstance(rows.train_set, OnPolicyRows) and checkpoint is not None:
+        rows.train_set.load(checkpoint)
     output_dir = Path(args.output_dir)
     if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -106,31 +100,21 @@ def prepare_run(*parts: Any) -> PreparedRun:
 
 
 def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
-    stored = _load_stored_heads(options, checkpoint)
+    """Stored heads keep the draft vocabulary that they were trained for, and bring the target's adapter along."""
     args, device = options.model, options.training.device
+    stored: DraftHeads | None = None
+    if (place := checkpoint or args.init_heads) is not None:
+        with loading_whole():
+            stored = DraftHeads.from_pretrained(place, dtype=torch.float32)
     model = load_model(args, options.placement, device, num_processes=options.training.world_size)
     target = Target(adapt_target(model, stored, options.joint))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
-    return _Models(target, tokenizer, _make_heads(options.model, target, stored), stored is not None)
-
-
-def _load_stored_heads(options: RunOptions, checkpoint: Path | None) -> DraftHeads | None:
-    """The heads to continue from, with the draft vocabulary that they were trained for."""
-    stored = checkpoint or options.model.init_heads
-    if stored is None:
-        return None
-    with loading_whole():
-        heads: DraftHeads = DraftHeads.from_pretrained(stored, dtype=torch.float32)
-    return heads
-
-
-def _make_heads(args: ModelArguments, target: Target, stored: DraftHeads | None) -> DraftHeads:
-    """The stored heads, or untrained ones, bound to the target."""
-    if stored is None:
-        assert args.head_type is not None
-        return create_heads(args.head_type, target, **args.parse_head_overrides())
-    return stored.bind(target)
+    if stored is not None:
+        return _Models(target, tokenizer, stored.bind(target), are_heads_trained=True)
+    assert args.head_type is not None
+    heads = create_heads(args.head_type, target, **args.parse_head_overrides())
+    return _Models(target, tokenizer, heads, are_heads_trained=False)
 
 
 def _load_rows(options: RunOptions, models: _Models) -> _Rows:
@@ -158,10 +142,7 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
         FeatureArguments() if is_trial else options.features,
         target=models.target,
         heads=models.heads,
-        rows=RowsOfRun(
-            rows.train_set, rows.eval_set, options.data.dataset, options.data.max_length, hash_tokenizer(tokenizer)
-        ),
-        loss_type=options.training.loss_type or models.heads.default_loss,
+        rows={"training": rows.train_set, "held-out": rows.eval_set},
         collate=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
         identify=partial(identify_target, models.target, options.model.target),
         rank=options.training.process_index,
@@ -190,7 +171,7 @@ def _make_trainer(
     description: dict[str, Any],
 ) -> HeadsTrainer:
     args, heads, joint = options.training, models.heads, options.joint
-    return (JointTrainer if joint.is_on else HeadsTrainer)(
+    trainer = (JointTrainer if joint.is_on else HeadsTrainer)(
         target=models.target,
         features=features.source,
         measure_acceptance=meter,
@@ -202,11 +183,6 @@ def _make_trainer(
         data_collator=features.collate,
         callbacks=features.callbacks,
     )
-
-
-def _add_callbacks(
-    trainer: HeadsTrainer, options: RunOptions, models: _Models, rows: _Rows, checkpoint: Path | None
-) -> None:
     if isinstance(rows.train_set, OnPolicyRows):
         trainer.add_callback(
             WriteReplies(
@@ -218,7 +194,6 @@ def _add_callbacks(
                 drafts_at_once=models.are_heads_trained,
             )
         )
-        if checkpoint is not None:
-            rows.train_set.load(checkpoint)
-    if options.training.early_stopping_patience is not None:
-        trainer.add_callback(EarlyStoppingCallback(options.training.early_stopping_patience))
+    if args.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
+    return trainer

@@ -48,15 +48,7 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
     Raises:
         ValueError: the given folder is missing or incomplete.
     """
-    folders = sorted(Path(output_dir).glob("checkpoint-*"), key=_step, reverse=True)
     if wanted is None or str(wanted).lower() in ("false", ""):
-        if folders and is_main_process:
-            logger.warning(
-                "%s has checkpoints of an earlier run, up to %s: a later --resume_from_checkpoint true would resume "
-                "them; train in another output_dir, or remove them",
-                output_dir,
-                folders[0].name,
-            )
         return None
     if str(wanted).lower() != "true":
         folder = Path(wanted)

@@ -23,7 +23,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from training.reporting.report import row_lengths
+from training.data.set_statistics import row_lengths
 from training.run.joint_trainer import JointTrainer
 from training.run.outcome import PreparedRun
 from training.run.trainer import HeadsTrainer

@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer
-from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
 from heads import DraftHeads
@@ -30,7 +30,6 @@ from training.losses.teacher import compute_teacher
 from training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
 from training.run.evaluation import check_best_metric
 from training.run.optimizer import MuonWithAdamW
-from training.run.progress import RunProgress
 from training.run.stopping import FiniteWatch, explain_full_disk
 from training.synthesis.on_policy import OnPolicyRows
 
@@ -51,7 +50,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """
 
     logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # prefixes of metrics in training logs
-    more_metrics: ClassVar[tuple[str, ...]] = ()  # metrics of evaluations besides the losses and accuracies by depth
 
     def __init__(
         self,
@@ -74,10 +72,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.depth_weights: str | None = options.depth_weights
         check_loss(self.loss_type, self.heads)
         self.measure_acceptance = measure_acceptance
-        num_steps = self.heads.num_unrolled_steps
-        ranks = [f"top{n}_depth{k + 1}" for k in range(num_steps) for n in (1, 5)]
-        metrics = ["loss", *ranks, *self.more_metrics]
-        check_best_metric(self.args, metrics, can_decode=measure_acceptance is not None)
+        if measure_acceptance is None:
+            check_best_metric(self.args)
         # Tells Trainer that `compute_loss` has already divided by the count of `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
         self.accelerator.gradient_accumulation_steps = 1  # in older releases accelerate divides once more
@@ -86,8 +82,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.watch = FiniteWatch()
         self._checkpoint_parent: Path | None = None  # set while a checkpoint is written aside
         self.add_callback(ExactEpochs())
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(RunProgress())
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -188,7 +182,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             inputs["loss_mask"],
             heads.draft_token_ids,
             loss_type=self.loss_type,
-            top_logits=states.top_logits,
         )
         loss_fn = partial(
             draft_loss,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from heads.adapter import find_adapter_of, hash_adapter
 from training.data.layouts import AUTO, RecordFormat
+from training.data.options import option, refuse_without
 from training.synthesis.reply_decoding import TurnSettings
 
 
@@ -15,100 +16,70 @@ from training.synthesis.reply_decoding import TurnSettings
 class SynthesisArguments:
     """What to write, and how."""
 
-    target: str = field(
-        metadata={"help": "The model that writes: a folder or a hub id. With --endpoint only its tokenizer is read."}
+    target: str = option(
+        help="The model that writes: a folder or a hub id. With --endpoint only its tokenizer is read."
     )
-    output: str = field(metadata={"help": "JSON lines to write; gzipped if the name ends in .gz."})
-    mode: Literal["regenerate", "self"] = field(
-        default="regenerate",
-        metadata={"help": "regenerate: answer the user turns of --prompts; self: write both sides."},
+    output: str = option(help="JSON lines to write; gzipped if the name ends in .gz.")
+    mode: Literal["regenerate", "self"] = option(
+        default="regenerate", help="regenerate: answer the user turns of --prompts; self: write both sides."
     )
-    prompts: str | None = field(
+    prompts: str | None = option(
         default=None,
-        metadata={
-            "help": "regenerate: files, a folder or a hub id, as in --dataset of training/train_heads.py, or JSON "
-            "lines of {'turns': ['...']}."
-        },
+        help="regenerate: conversations, as --dataset of train_heads.py takes them, or JSON lines of {'turns': "
+        "['...']}.",
     )
-    prompts_split: str = field(
-        default="train", metadata={"help": "Split of a hub id in --prompts. Files have no splits."}
-    )
-    columns: list[str] = field(
+    prompts_split: str = option(default="train", help="Split of a hub id in --prompts. Files have no splits.")
+    columns: list[str] = option(
         default_factory=list,
-        metadata={
-            "help": "Columns of --prompts to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, "
-            "system=, tools=); none = find them."
-        },
+        help="Columns of --prompts: messages=COLUMN, or prompt=COLUMN response=COLUMN (context=, system=, tools=).",
     )
-    num_conversations: int | None = field(
+    num_conversations: int | None = option(
         default=None,
-        metadata={
-            "help": "Conversations to begin, before useless ones are dropped. self: required. regenerate: draw N "
-            "prompts with --seed; none = all."
-        },
+        help="Conversations to begin. self: required; regenerate: so many prompts, drawn with --seed; none = all.",
     )
-    max_turns: int | None = field(
-        default=None,
-        metadata={"help": "Most user turns per conversation; none = all given ones (regenerate), or 1 (self)."},
+    max_turns: int | None = option(
+        default=None, help="Most user turns per conversation; none = all given ones (regenerate), or 1 (self)."
     )
-    output_format: Literal["sharegpt", "messages"] = field(
-        default="sharegpt",
-        metadata={"help": "sharegpt: turns have from and value; messages: role and content."},
-    )
-    keep_truncated: bool = field(
+    keep_truncated: bool = option(
         default=False,
-        metadata={
-            "help": "Keep a reply that was cut at --max_new_tokens as the last one of its conversation. The chat "
-            "template then ends the reply where the target would have continued."
-        },
+        help="Keep a reply that was cut at --max_new_tokens as the last one of its conversation.",
     )
-    heads: str | None = field(
+    heads: str | None = option(
         default=None,
-        metadata={
-            "help": "Trained heads (folder or hub id) that draft: faster, with the same text. Heads that were trained "
-            "with an adapter of the target (lora_r) bring it along; then the adapted target writes."
-        },
+        help="Trained heads (folder or hub id) that draft, with the same text; an adapter that they bring (lora_r) "
+        "changes it.",
     )
-    tree: str | None = field(
+    tree: str | None = option(
         default=None,
-        metadata={
-            "help": "The tree that --heads draft: chain:DEPTH, dynamic:DEPTH,TOP_K,NODES, auto, or any other of "
-            "scripts/generate.py; none = chain:3, because wide trees cost too much in a batch."
-        },
+        help="The tree that --heads draft, as in scripts/generate.py; none = chain:3: wide trees cost too much in a "
+        "batch.",
     )
-    batch_size: int = field(default=64, metadata={"help": "Conversations to decode together."})
-    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 = greedy."})
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling: probability mass to keep; 1 = all of it."})
-    top_k: int = field(default=0, metadata={"help": "Keep the N most likely tokens; 0 = all."})
-    max_new_tokens: int = field(
-        default=256, metadata={"help": "Longest turn in tokens; a longer one is dropped (see --keep_truncated)."}
+    batch_size: int = option(default=64, help="Conversations to decode together.")
+    temperature: float = option(default=1.0, help="Sampling temperature; 0 = greedy.")
+    top_p: float = option(default=1.0, help="Nucleus sampling: probability mass to keep; 1 = all of it.")
+    top_k: int = option(default=0, help="Keep the N most likely tokens; 0 = all.")
+    max_new_tokens: int = option(
+        default=256, help="Longest turn in tokens; a longer one is dropped (see --keep_truncated)."
     )
-    seed: int = field(default=0, metadata={"help": "Seed of the choice of prompts and of the sampling of every turn."})
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Dtype to load the target in; auto = the dtype of its saved weights."}
+    seed: int = option(default=0, help="Seed of the choice of prompts and of the sampling of every turn.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        default="auto", help="Dtype to load the target in; auto = the dtype of its saved weights."
     )
-    device: str | None = field(
-        default=None, metadata={"help": "Where to run; none = cuda (one GPU per process), else cpu."}
-    )
-    num_shards: int = field(
+    device: str | None = option(default=None, help="Where to run; none = cuda (one GPU per process), else cpu.")
+    num_shards: int = option(
         default=1,
-        metadata={
-            "help": "Parts of the work, one command each (jobs of a cluster). Processes that accelerate or torchrun "
-            "starts together share a part by themselves."
-        },
+        help="Parts of the work, one command each. Processes that a launcher starts share a part by themselves.",
     )
-    shard_index: int = field(default=0, metadata={"help": "The part of --num_shards to write, from 0."})
-    endpoint: str | None = field(
+    shard_index: int = option(default=0, help="The part of --num_shards to write, from 0.")
+    endpoint: str | None = option(
         default=None,
-        metadata={
-            "help": "Base URL of an OpenAI-compatible server that writes instead, such as http://localhost:8000/v1 "
-            "(`endpoint` extra). Its key is read from the environment variable OPENAI_API_KEY."
-        },
+        help="Base URL of an OpenAI-compatible server that writes, such as http://localhost:8000/v1. The key is read "
+        "from the environment variable OPENAI_API_KEY.",
     )
-    endpoint_model: str | None = field(
-        default=None, metadata={"help": "The server's name for the target; none = --target as written."}
+    endpoint_model: str | None = option(
+        default=None, help="The server's name for the target; none = --target as written."
     )
-    concurrency: int = field(default=64, metadata={"help": "--endpoint: requests in flight per process."})
+    concurrency: int = option(default=64, help="--endpoint: requests in flight per process.")
 
     def __post_init__(self) -> None:
         positive = ("batch_size", "max_turns", "num_conversations", "num_shards", "concurrency")
@@ -121,13 +92,11 @@ class SynthesisArguments:
                 f"--shard_index is {self.shard_index}: with --num_shards {self.num_shards} give one from 0 to "
                 f"{self.num_shards - 1}"
             )
-        if self.endpoint is None and self.endpoint_model is not None:
-            raise ValueError(f"--endpoint_model is {self.endpoint_model!r} without --endpoint: give both or neither")
+        refuse_without(self, "endpoint", ("endpoint_model",))
+        refuse_without(self, "heads", ("tree",))
         for name in ("heads", "tree"):
             if self.endpoint is not None and getattr(self, name):
                 raise ValueError(f"--{name} is for decoding here, and --endpoint decodes elsewhere: leave one out")
-        if self.tree is not None and self.heads is None:
-            raise ValueError(f"--tree is {self.tree!r}, but there are no heads to draft: give --heads, or no --tree")
         self._check_mode()
         self.turn_settings()
 
@@ -158,7 +127,7 @@ class SynthesisArguments:
 
     def settings_of_the_data(self) -> dict[str, Any]:
         """The settings that determine the text: parts with other values of these must not be mixed."""
-        names = ["target", "mode", "max_turns", "output_format", "keep_truncated", "temperature", "top_p", "top_k"]
+        names = ["target", "mode", "max_turns", "keep_truncated", "temperature", "top_p", "top_k"]
         names += ["max_new_tokens", "seed", "dtype"]
         adapter = None if self.heads is None else find_adapter_of(self.heads)
         return {

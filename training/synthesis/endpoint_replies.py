@@ -112,7 +112,8 @@ class EndpointReplies:
         }
         try:
             if request.role == "assistant":
-                messages = [self._rename_thoughts(message) for message in request.messages]
+                own = {"reasoning_content": self._thoughts}  # the server's key
+                messages = [{own.get(key, key): value for key, value in m.items()} for m in request.messages]
                 body |= {"messages": messages} | ({"tools": request.tools} if request.tools else {})
                 answer = self._ask("/chat/completions", body)
             else:
@@ -128,10 +129,6 @@ class EndpointReplies:
         except TemplateError as error:
             return Reply("", 0, f"rejected by the chat template ({error})")
         return Reply("", 0, "prompt too long") if answer is None else self._judge(answer, request)
-
-    def _rename_thoughts(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Gives thoughts the server's own key."""
-        return {self._thoughts if key == "reasoning_content" else key: value for key, value in message.items()}
 
     def _take_thoughts(self, message: dict[str, Any]) -> str:
         for name in _THOUGHTS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from heads import DraftHeads
 from inference import Decoder, DynamicTree, GenerationStats, Target
-from training.data.options import refuse_without, seed_of_data
+from training.data.options import option, refuse_without, seed_of_data
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
 from training.synthesis.turn_template import TurnTemplate
 
@@ -39,19 +39,16 @@ Row = dict[str, list[int]]
 class OnPolicyArguments:
     """Replies that the target writes during training."""
 
-    on_policy_fraction: float = field(
+    on_policy_fraction: float = option(
         default=0.0,
-        metadata={
-            "help": "Share of the training conversations whose replies the target rewrites at the beginning of each "
-            "epoch; every epoch draws other ones; 0 = none."
-        },
+        help="Share of the conversations whose replies the target rewrites before each epoch, each time others; 0 = "
+        "none.",
     )
-    on_policy_temperature: float = field(default=1.0, metadata={"help": "Temperature of these replies; 0 = greedy."})
-    on_policy_max_new_tokens: int = field(
-        default=256,
-        metadata={"help": "Longest reply in tokens; a conversation with a longer reply stays unchanged."},
+    on_policy_temperature: float = option(default=1.0, help="Temperature of these replies; 0 = greedy.")
+    on_policy_max_new_tokens: int = option(
+        default=256, help="Longest reply in tokens; a conversation with a longer one stays as it is."
     )
-    on_policy_batch_size: int = field(default=32, metadata={"help": "Replies to decode together in each process."})
+    on_policy_batch_size: int = option(default=32, help="Replies to decode together in each process.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.on_policy_fraction <= 1:
@@ -167,11 +164,11 @@ class OnPolicyRows(Dataset[Any]):
 
     def replace(self, epoch: int, rewritten: Sequence[Rewritten]) -> None:
         """Replaces these rows from now on, instead of the earlier ones."""
-        rows = {one.index: one.row for one in rewritten if one.row is not None}
         self.epoch = epoch
         self.new = {
-            index: {name: np.asarray(values, dtype=np.int32) for name, values in row.items()}
-            for index, row in rows.items()
+            one.index: {name: np.asarray(values, dtype=np.int32) for name, values in one.row.items()}
+            for one in rewritten
+            if one.row is not None
         }
 
     def save(self, folder: Path) -> None:
@@ -242,19 +239,15 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
             return
         start = time.perf_counter()
         writer = self._make_writer(self.trainer.heads if state.global_step or self.drafts_at_once else None)
-        rewritten = gather_object(self._write(self._share_of(epoch), epoch, writer))
+        chosen = self.rows.choose(self.args.on_policy_fraction, seed=self._seed, epoch=epoch)
+        own = chosen[args.process_index :: args.world_size]
+        rewritten = gather_object(self._write(own, epoch, writer))
         self.rows.replace(epoch, sorted(rewritten, key=lambda one: one.index))
         self.trainer.log(_describe(rewritten, writer.stats, time.perf_counter() - start))
 
     @property
     def _seed(self) -> int:
         return seed_of_data(self.trainer.args)
-
-    def _share_of(self, epoch: int) -> list[int]:
-        """This process's part of the rows to replace."""
-        args: TrainingArguments = self.trainer.args
-        chosen = self.rows.choose(self.args.on_policy_fraction, seed=self._seed, epoch=epoch)
-        return chosen[args.process_index :: args.world_size]
 
     def _write(self, indices: Sequence[int], epoch: int, writer: TurnDecoder) -> list[Rewritten]:
         model: nn.Module = self.trainer.model

@@ -62,7 +62,7 @@ class SynthesisOutput:
         lines: list[dict[str, Any]] = []
         for conversation in finished:
             if conversation.is_of_use:
-                lines.append({"row": conversation.to_row(self.settings["output_format"])})
+                lines.append({"row": conversation.to_row()})
             else:
                 dropped = {"id": conversation.id, "source": conversation.source, "dropped": conversation.problem}
                 lines.append({"dropped": dropped})

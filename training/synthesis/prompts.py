@@ -26,9 +26,6 @@ from training.synthesis.turn_template import Role
 
 # The roles that the assistant answers.
 _ASKING = ("user", "tool")
-_SHAREGPT_NAMES = {"user": "human", "assistant": "gpt"}
-# Optional keys of a turn (`training.data.layouts`), the same in every layout.
-_EXTRAS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
 @dataclass
@@ -77,20 +74,9 @@ class Conversation:
         """Whether it has a reply to learn from."""
         return any(message["role"] == "assistant" for message in self.messages)
 
-    def to_row(self, layout: str) -> dict[str, Any]:
-        """Returns a line of the output: `messages`, or ShareGPT's `conversations`."""
-        row: dict[str, Any] = {"id": self.id, "source": self.source}
-        if layout == "messages":
-            row["messages"] = self.messages
-        else:
-            row["conversations"] = [
-                {
-                    "from": _SHAREGPT_NAMES.get(message["role"], message["role"]),
-                    "value": message["content"],
-                    **{name: message[name] for name in _EXTRAS if name in message},
-                }
-                for message in self.messages
-            ]
+    def to_row(self) -> dict[str, Any]:
+        """Returns a line of the output."""
+        row: dict[str, Any] = {"id": self.id, "source": self.source, "messages": self.messages}
         if self.tools:
             row["tools"] = self.tools
         row["turn_tokens"] = self.turn_tokens
@@ -106,15 +92,23 @@ def plan_self_synthesis(count: int, *, seed: int, num_turns: int) -> list[Conver
 
 
 def read_prompts(
-    name: str | Path, *, split: str = "train", max_turns: int | None = None, record_format: RecordFormat = AUTO
+    name: str | Path,
+    *,
+    split: str = "train",
+    max_turns: int | None = None,
+    record_format: RecordFormat = AUTO,
+    option: str = "--prompts",
 ) -> list[Conversation]:
     """Returns each conversation of a file, folder or hub id (`Place`) once, with its replies to be written.
+
+    Args:
+        option: the option that gave `name`, for messages.
 
     Raises:
         ValueError: a line that is not a conversation, or has the id of another prompt; names file and line.
     """
     prompts: dict[str, tuple[Conversation, list[dict[str, Any] | Role]]] = {}
-    place = Place.find(str(name), split, option="--prompts")
+    place = Place.find(str(name), split, option=option)
     for where, record in iterate_place(place):
         try:
             parsed = _parse_prompt(record, record_format)
@@ -124,7 +118,7 @@ def read_prompts(
         script = list(_strip_replies(messages, max_turns))
         if "assistant" not in script:
             continue  # there is nothing to answer
-        identity = find_id(record, messages)
+        identity = str(record.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
         source = str(record.get("source", Path(place.name).name))
         conversation = Conversation(identity, source, deque(script), tools=parsed.get("tools"))
         if prompts.setdefault(identity, (conversation, script))[1] != script:
@@ -133,7 +127,7 @@ def read_prompts(
                 "each prompt its own id, or none"
             )
     if not prompts:
-        raise ValueError(f"--prompts {name} has nothing to answer: give conversations with user turns")
+        raise ValueError(f"{option} {name} has nothing to answer: give conversations with user turns")
     return [conversation for conversation, _ in prompts.values()]
 
 
@@ -144,11 +138,6 @@ def choose_prompts(prompts: list[Conversation], count: int | None, *, seed: int)
     places = list(range(len(prompts)))
     random.Random(seed).shuffle(places)
     return [prompts[place] for place in sorted(places[:count])]
-
-
-def find_id(record: dict[str, Any], messages: Messages) -> str:
-    """Returns the id of a record, or a hash of its messages."""
-    return str(record.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
 
 
 def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:

@@ -48,11 +48,7 @@ class Reply:
 
 
 class ReplySource(Protocol):
-    """Writes turns.
-
-    Attributes:
-        capacity: the number of requests to keep outstanding; more are allowed.
-    """
+    """Writes turns; `capacity` is the number of requests to keep outstanding (more are allowed)."""
 
     capacity: int
 
@@ -87,9 +83,7 @@ def make_reply(template: TurnTemplate, request: TurnRequest, written: Reply, tok
 class DecodedReplies:
     """Lets the target write turns; takes two batches at a time, so that rows of similar lengths can share one.
 
-    Args:
-        writer: decodes.
-        stop_ids: the tokens that end a turn of each role (`TurnTemplate.find_stop_ids`).
+    `stop_ids` are the tokens that end a turn of each role (`TurnTemplate.find_stop_ids`).
     """
 
     def __init__(self, writer: TurnDecoder, template: TurnTemplate, stop_ids: Mapping[Role, set[int]]) -> None:

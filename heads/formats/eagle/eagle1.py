@@ -20,6 +20,7 @@ from heads.formats.eagle.llama_keys import (
     read_biases,
     read_decoder,
     read_embedding,
+    read_own_settings,
     refuse_unwritable,
     target_rope,
     write_decoder,
@@ -66,7 +67,7 @@ class Eagle1(Format):
             **read_biases(reading, "layers.0."),
             "fc_bias": self._read_fc_bias(reading),
             "own_embedding": read_embedding(reading),
-            **{key: published.own_setting(key) for key in _OWN if published.own_setting(key) is not None},
+            **read_own_settings(reading, _OWN),
         }
         return reading.finish("eagle", settings)
 

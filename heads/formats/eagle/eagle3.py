@@ -25,6 +25,7 @@ from heads.formats.eagle.llama_keys import (
     read_decoder,
     read_draft_vocabulary,
     read_embedding,
+    read_own_settings,
     refuse_unwritable,
     target_rope,
     target_table,
@@ -38,6 +39,13 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Settings of ours that no key of the format has: of training, and the depths of P-EAGLE.
 _OWN = ("ttt_steps", "num_depths", "keep_ratio", "min_keep_ratio")
 IDS = "eagle_aux_hidden_state_layer_ids"
+# What ModelOpt's configs can say, and the only value that is read.
+_MODELOPT = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
 PARTS = (
     *(f"self_attn.{name}_proj.{end}" for name in "qkvo" for end in ("weight", "bias")),
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
@@ -84,11 +92,14 @@ class Eagle3(Format):
             reading.names = {f"midlayer.{part}": f"layers.0.{part}" for part in PARTS} | reading.names
         settings = read_decoder(reading, len(layers))
         drop_rope_tables(reading, settings)
+        for key, usual in _MODELOPT.items():
+            if (value := published.setting(key, usual)) != usual:
+                reading.problems.append(f"{key} is {value!r}, and heads here are as with {usual!r}")
         settings |= {
             **read_biases(reading, "midlayer."),
             **{flag: reading.flag(flag) for flag in FLAGS},
             **read_draft_vocabulary(reading),
-            **{key: published.own_setting(key) for key in _OWN if published.own_setting(key) is not None},
+            **read_own_settings(reading, _OWN),
             "feature_layers": read_layer_ids(reading),
         }
         if settings["fc_norm"] and settings["norm_before_fc"]:
@@ -199,7 +210,8 @@ def _without_row(table: Tensor, row: int) -> Tensor:
 def read_depths(published: Published) -> int | None:
     """The number of tokens that a speculators config proposes."""
     for method in published.setting("proposal_methods", ()):
-        if isinstance(depths := method.get("speculative_tokens"), int) and depths > 1:
+        depths = method.get("speculative_tokens") if isinstance(method, dict) else None
+        if isinstance(depths, int) and depths > 1:
             return depths
     return None
 

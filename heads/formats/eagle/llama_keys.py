@@ -14,10 +14,16 @@ from transformers.activations import ACT2FN
 
 from heads.config import DEFAULT_ROPE, decoder_settings
 from heads.formats.format import Imported
-from heads.formats.published import Published
+from heads.formats.published import OWN_KEY, Published
 from inference.targets.target import Target
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# The types of RoPE that are read -> the keys that they need.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 # Settings of published layers that would change what they compute, and the value that changes nothing.
 _NEUTRAL = {
     "mlp_bias": False,
@@ -105,11 +111,11 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
     if head_dim % 2:
         problems.append(f"head_dim is {head_dim}; rotary positions need an even number")
     activation = published.setting("hidden_act", "silu")
-    if activation not in ACT2FN:
+    if not isinstance(activation, str) or activation not in ACT2FN:
         problems.append(f"hidden_act is {activation!r}, which transformers does not know")
         activation = "silu"
     norm_eps = published.setting("rms_norm_eps")
-    if not isinstance(norm_eps, float | int):
+    if not is_number(norm_eps):
         problems.append("config.json has no rms_norm_eps" if norm_eps is None else f"rms_norm_eps is {norm_eps!r}")
         norm_eps = 1e-6
     return {
@@ -127,13 +133,24 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
 def _read_rope(reading: Reading) -> dict[str, Any]:
     """RoPE as the checkpoint states it. The original trainer always had 10000 and wrote nothing, so the target's base
     is never inherited."""
-    published = reading.published
-    stated = {**(published.setting("rope_scaling") or {}), **(published.setting("rope_parameters") or {})}
+    published, problems = reading.published, reading.problems
+    stated: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(value := published.setting(name, {}), dict):
+            stated |= {key: one for key, one in value.items() if one is not None}
+        else:
+            problems.append(f"{name} is {value!r}, and should be a table")
     kind = stated.pop("type", "default")
-    rope = {"rope_type": kind, **{key: value for key, value in stated.items() if value is not None}}
-    if rope["rope_type"] not in ROPE_TYPES:
-        reading.problems.append(f"RoPE of type {rope['rope_type']!r} is not read; allowed are {', '.join(ROPE_TYPES)}")
-    rope.pop("partial_rotary_factor", None)  # `_NEUTRAL` has it
+    rope: dict[str, Any] = {"rope_type": kind, **stated}
+    needed = ROPE_TYPES.get(str(rope["rope_type"]))
+    is_known = needed is not None and all(is_number(rope.get(key)) for key in needed)
+    if needed is None:
+        problems.append(f"RoPE of type {rope['rope_type']!r} is not read; allowed are {', '.join(ROPE_TYPES)}")
+    elif not is_known:
+        lost = (key for key in needed if not is_number(rope.get(key)))
+        problems.append(f"RoPE of type {rope['rope_type']!r} has no number for {', '.join(lost)}")
+    if (share := rope.pop("partial_rotary_factor", 1.0)) != 1:
+        problems.append(f"RoPE turns {share!r} of each head, and heads here turn all of it")
     if "rope_theta" not in rope:
         rope["rope_theta"] = published.setting("rope_theta", DEFAULT_ROPE["rope_theta"])
         theirs = target_rope(reading.target)["rope_theta"]
@@ -142,7 +159,14 @@ def _read_rope(reading: Reading) -> dict[str, Any]:
                 f"config.json has no rope_theta: read as {rope['rope_theta']:g}, as the authors train; the target has "
                 f"{theirs:g}"
             )
-    return rope
+    if not is_number(rope["rope_theta"]) or rope["rope_theta"] <= 0:
+        problems.append(f"rope_theta is {rope['rope_theta']!r}, and should be a positive number")
+        rope["rope_theta"] = DEFAULT_ROPE["rope_theta"]
+    return rope if is_known else dict(DEFAULT_ROPE)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def target_rope(target: Target) -> dict[str, Any]:
@@ -172,6 +196,15 @@ def write_decoder(config: Any, num_layers: int = 1) -> dict[str, Any]:
         "rope_parameters": rope,
         "tie_word_embeddings": False,
     }
+
+
+def read_own_settings(reading: Reading, names: tuple[str, ...]) -> dict[str, Any]:
+    """Numbers of ours that an export has left in the config."""
+    found = {name: reading.published.own_setting(name) for name in names}
+    for name, value in found.items():
+        if value is not None and not is_number(value):
+            reading.problems.append(f"{OWN_KEY}.{name} is {value!r}, and should be a number")
+    return {name: value for name, value in found.items() if is_number(value)}
 
 
 def read_biases(reading: Reading, layer: str) -> dict[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,23 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "RoPE of type 'dynamic' is not read; allowed are default, linear, llama3, yarn",
     ),
+    (
+        "eagle",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "RoPE turns 0.5 of each head, and heads here turn all of it",
+    ),
+    (
+        "eagle",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": "1"}},
+        "RoPE of type 'llama3' has no number for low_freq_factor, high_freq_factor, original_max_position_embeddings",
+    ),
+    ("eagle", {"rope_scaling": "linear"}, "rope_scaling is 'linear', and should be a table"),
+    ("eagle", {"draftsmith": {"ttt_steps": "three"}}, "draftsmith.ttt_steps is 'three', and should be a number"),
+    (
+        "eagle3",
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        "use_aux_hidden_state is False, and heads here are as with True",
+    ),
     ("eagle3", {"draft_vocab_size": None}, "config.json has no draft_vocab_size, and lm_head.weight has 40 rows"),
     ("eagle3", {"draft_vocab_size": 50}, "draft_vocab_size is 50, and lm_head.weight has 40 rows"),
     ("eagle3", {"target_hidden_size": 64}, "target_hidden_size is 64, and the target's hidden size is 32"),
@@ -187,6 +205,22 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "keys", "message"), KEYS, ids=[f"{name}-{keys}" for name, keys, _ in KEYS])
 def test_a_key_that_is_wrong_or_gone_is_named(name: str, keys: dict[str, Any], message: str, target: Target) -> None:
     assert message in refusal(change(publish(name, target), config=keys), target)
+
+
+OTHER_VALUES: tuple[Any, ...] = ("text", -1, 0.5, [], ["text"], {"a": 1}, True)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_values_of_other_types_are_refused_or_read_and_nothing_else(name: str, target: Target) -> None:
+    published = publish(name, target)
+    layer = published.config.get("transformer_layer_config", {})
+    changes = [{key: value} for key in published.config for value in OTHER_VALUES]
+    changes += [{"transformer_layer_config": {**layer, key: value}} for key in layer for value in OTHER_VALUES]
+    for keys in changes:
+        changed = change(published, config=keys)
+        if recognize(changed) is not None:
+            with contextlib.suppress(ValueError):
+                read(changed, target)
 
 
 @pytest.mark.parametrize("key", ["model_type", "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"])

@@ -356,7 +356,7 @@ def test_gated_attention_of_qwen3_5_runs_on_the_draft_cache() -> None:
 
 
 class TestRefusals:
-    """Of the checkpoint of a Qwen target, with changed tensors, or of what is asked of it."""
+    """Refusals of a Qwen target's checkpoint with changed tensors, or with settings that it cannot have."""
 
     def make(self, path: Path, changes: Callable[[dict[str, Tensor]], Any], **overrides: Any) -> MTPHeads:
         model = tiny_target("qwen3", num_hidden_layers=2)
@@ -395,6 +395,6 @@ class TestRefusals:
             MTPHeads.from_target_checkpoint(tmp_path, model)
 
     def test_settings_that_the_checkpoint_decides(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"share_block cannot be chosen: the MTP modules of"):
+        with pytest.raises(ValueError, match=r"share_block cannot be set: the MTP modules of"):
             self.make(tmp_path, len, share_block=False)
         assert self.make(tmp_path, len, num_steps=5).num_unrolled_steps == 5

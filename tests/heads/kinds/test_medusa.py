@@ -41,3 +41,12 @@ def test_an_untrained_head_repeats_the_lm_head() -> None:
     expected = model(input_ids).logits
     for step in heads.unroll(encoded.features, input_ids):
         torch.testing.assert_close(step.head(step.hidden), expected)
+
+
+def test_without_projections_of_their_own_heads_ask_the_targets_lm_head() -> None:
+    target = Target(tiny_target("llama"))
+    heads: Any = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
+    assert not any("lm_head" in name for name in heads.state_dict())
+    features = torch.randn(2, 5, 32)
+    for head, step in zip(heads.heads, heads.unroll(features, random_prompt(5, batch_size=2)), strict=True):
+        torch.testing.assert_close(step.head(step.hidden), head.blocks(features) @ target.lm_head_weight().T)

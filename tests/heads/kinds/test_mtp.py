@@ -85,7 +85,7 @@ class TestAlignment:
 
     @torch.no_grad()
     def test_the_worked_example_of_the_module(self, target: Target) -> None:
-        """The rows of depth d at slot t belong to the token of column t + d: what `extend` hands on for the token of a
+        """The rows of depth d at slot t belong to the token of column t + d: what `extend` passes on for the token of a
         column are the unroll's states of depth d at slot column - d."""
         heads = mtp(target, num_steps=3, share_block=False)
         input_ids, features = random_prompt(6), torch.randn(1, 6, 32)

@@ -5,13 +5,16 @@ Legend: B batch, T sequence length, K depths, D hidden size.
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from heads import DraftHeads
 from heads.parallel import ParallelHeads
 from inference import Target
 from tests.heads.kinds import slow_layer
@@ -77,6 +80,20 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
                 if 0 <= slot < 8:
                     found = step.hidden[row, column]
                     torch.testing.assert_close(found, expected[slot][depth], rtol=1e-4, atol=1e-4)
+
+
+def test_masks_of_older_checkpoints_are_outputs_of_fc(target: Target, tmp_path: Path) -> None:
+    heads = parallel(target, mask_before_fc=False)
+    heads.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("mask_before_fc", "mask_token_id", "own_embedding"):
+        del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = DraftHeads.from_pretrained(tmp_path).bind(target)
+    assert loaded.mask_hidden.shape == (32,)
+    input_ids, features = random_prompt(6), torch.randn(1, 6, 96)
+    for one, other in zip(heads.unroll(features, input_ids), loaded.unroll(features, input_ids), strict=True):
+        assert torch.equal(one.hidden, other.hidden)
 
 
 class TestDropping:

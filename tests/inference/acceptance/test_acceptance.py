@@ -25,13 +25,14 @@ from inference.acceptance.sampler import Sampler
 from inference.acceptance.walk import Acceptance
 from inference.noise import gumbel_noise, row_seeds
 from inference.request.processors import NO_TOKEN, PREFIX_FREE
-from inference.trees.token_tree import TokenTree, compute_depths
+from inference.trees.token_tree import TokenTree
+from tests.inference.plain_passes import compute_depths
 
 VOCAB = 12
 
 
 class PreviousToken:
-    """Reads the prefix, keeps a log of what it was asked, and favours the successor of the last token."""
+    """Reads the prefix, records every prefix, and favours the successor of the last token."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -55,7 +56,7 @@ def make_tree(logits: Tensor, sampler: Sampler, positions: Tensor, generator: to
     for row in range(batch):
         for node in range(1, num_nodes - (2 if row == 1 else 0)):
             parents[row, node] = torch.randint(max(0, node - 3), node, (), generator=generator)
-    depths = torch.where(parents < 0, 0, compute_depths(parents))
+    depths = compute_depths(parents)
     for row in range(batch):
         for node in range(1, num_nodes):
             parent = int(parents[row, node])
@@ -215,11 +216,6 @@ class TestLazyWalk:
         assert len(processor.asked) == num_asked == int(acceptance.counts)
         assert acceptance.next_tokens[0, :num_asked].tolist() == [5, 6, 7, 8][:num_asked]
 
-    def test_prefixes_are_required(self) -> None:
-        tree = TokenTree.from_root(torch.tensor([1]))
-        with pytest.raises(ValueError, match="PreviousToken may read the text so far: give prefixes"):
-            accept_exact(Sampler([PreviousToken()]), tree, torch.zeros(1, 1, 4), torch.tensor([0]))
-
 
 class TestSampler:
     def test_exact_types_alone_are_trusted(self) -> None:
@@ -230,10 +226,6 @@ class TestSampler:
         assert not Sampler([ReadingTopK(3)]).is_prefix_free
         assert TopKLogitsWarper in PREFIX_FREE
         assert RepetitionPenaltyLogitsProcessor not in PREFIX_FREE
-
-    def test_sampling_needs_seeds(self) -> None:
-        with pytest.raises(ValueError, match="sampling needs row_seeds"):
-            Sampler(do_sample=True)
 
     def test_noise_belongs_to_the_drawn_tokens_position(self) -> None:
         seeds = row_seeds(0, 2, "cpu")

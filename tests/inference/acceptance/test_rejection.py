@@ -30,7 +30,7 @@ from inference.acceptance.typical import accept_typical
 from inference.acceptance.walk import Acceptance
 from inference.drafters.base import DraftLogits
 from inference.drafters.ngram import NgramDrafter
-from inference.drafters.sampling import DraftDraws, DraftSampling
+from inference.drafters.sampling import DraftSampling
 from inference.execution.step import DecodeStep
 from inference.noise import derive_seeds, row_seeds
 from inference.targets.target import Target
@@ -80,11 +80,11 @@ def take_step(
     positions: Tensor,
     **kwargs: Any,
 ) -> Acceptance:
-    draws = None
+    seeds = None
     if accept is not accept_exact and accept is not accept_typical:
         assert sampler.row_seeds is not None
-        draws = DraftDraws(derive_seeds(sampler.row_seeds, DRAFT_STREAM, positions), VOCAB, sampler.warp_draft)
-    sampling = DraftSampling(warp=sampler.warp_draft, draws=draws)
+        seeds = derive_seeds(sampler.row_seeds, DRAFT_STREAM, positions)
+    sampling = DraftSampling(warp=sampler.warp_draft, seeds=seeds, vocab_size=VOCAB)
     tree = policy.grow(drafter, None, roots, drafter.expand(None, roots[:, None], roots, 0), sampling)
     noise = sampler.draw_noise(positions, tree.path_width, VOCAB)
     return accept(sampler, tree, target[tree.token_ids], positions, noise=noise, **kwargs)
@@ -93,14 +93,14 @@ def take_step(
 def draw_pairs(
     accept: Callable[..., Acceptance], sampler: Sampler, policy: StaticTree, target: Tensor, drafter: MarkovDrafter
 ) -> tuple[Tensor, float]:
-    """The first two tokens behind TEXT, [rows, 2], and the mean number of tokens of the first step."""
+    """The first two tokens after TEXT, [rows, 2], and the mean number of tokens of the first step."""
     num_rows = NUM_DRAWS if sampler.row_seeds is None else len(sampler.row_seeds)
     text, zeros = TEXT.expand(num_rows, -1), torch.zeros(num_rows, dtype=torch.long)
 
     first = take_step(accept, sampler, policy, target, drafter, text[:, -1], zeros)
     second = take_step(accept, sampler, policy, target, drafter, first.next_tokens[:, 0], zeros + 1)
-    behind = torch.where(first.counts > 1, first.next_tokens[:, 1], second.next_tokens[:, 0])
-    return torch.stack([first.next_tokens[:, 0], behind], dim=1), first.counts.float().mean().item()
+    second_token = torch.where(first.counts > 1, first.next_tokens[:, 1], second.next_tokens[:, 0])
+    return torch.stack([first.next_tokens[:, 0], second_token], dim=1), first.counts.float().mean().item()
 
 
 def compare(pairs: Tensor, target: Tensor) -> float:
@@ -132,7 +132,7 @@ def test_siblings_behind_a_sharp_draft_are_judged_by_what_is_left_of_q() -> None
 
 
 def _without_residual(*args: Any, **kwargs: Any) -> Acceptance:
-    """A wrong rule: behind a rejected draft it draws from p itself."""
+    """A wrong rule: after a rejected draft it draws from p itself."""
     import inference.acceptance.rejection as rejection
 
     usual = rejection._normalise
@@ -183,7 +183,7 @@ def test_siblings_that_are_all_there_is_are_always_accepted() -> None:
 )
 @pytest.mark.parametrize("rule", list(LOSSLESS))
 def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> None:
-    """Texts of different lengths, together and each alone."""
+    """Texts of different lengths, together and each by itself."""
     if processors == ["Recorder"]:
         if rule == "block_verification":
             pytest.skip("block verification refuses processors that may keep a state")
@@ -207,7 +207,7 @@ def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> 
 
 
 class Recorder(LogitsProcessor):
-    """Forbids the last token, and notes what it was asked about."""
+    """Forbids the last token, and records every prefix."""
 
     def __init__(self) -> None:
         self.prefixes: list[list[int]] = []
@@ -218,7 +218,7 @@ class Recorder(LogitsProcessor):
 
 
 def test_processors_that_read_the_prefix() -> None:
-    """One that may keep a state is asked once per emitted token, about its row's own text."""
+    """A processor that may keep a state runs once per emitted token, on its own row's text."""
     num_rows = 300
     target, drafter = random_scores(14), MarkovDrafter(random_scores(15))
     processor = Recorder()

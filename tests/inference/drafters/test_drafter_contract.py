@@ -249,7 +249,7 @@ def find_memory(state: Any) -> set[int]:
 @pytest.mark.parametrize("num_scratch", [0, 4])
 def test_a_row_may_end_within_a_part_of_a_prompt(num_scratch: int) -> None:
     """The target then holds the prompt's last token, whose slot the drafter lacks until the next token is known. What
-    is drafted meanwhile means nothing, and harms nothing."""
+    is drafted until then means nothing, and harms nothing."""
     target, drafter = make_heads("kangaroo", {"exit_layer": 4})
     assert drafter.shares_target_cache
     texts, ends = draw_texts(2, 18, seed=0), [9, 16]

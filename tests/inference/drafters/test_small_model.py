@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference import Decoder, DynamicTree, Target, TreePolicy, chain, generate
-from inference.cache.scratch_cache import ScratchCache
 from inference.drafters import small_model
 from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
@@ -151,44 +149,6 @@ def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None
     assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
 
 
-def test_the_cache_is_kept_but_never_shared() -> None:
-    """It serves one text after the other. A text that begins within another, and another shape, get their own."""
-    model = tiny_target("llama", initializer_range=0.3)
-    drafter = SmallModelDrafter(model)
-    one, other = (Decoder(model, drafter, tree=chain(4)) for _ in range(2))
-    prompts = [random_prompt(length, seed=length) for length in (6, 9)]
-    options = {"max_new_tokens": 40, "do_sample": False}
-    expected = [generate(model, None, prompt, **options).sequences for prompt in prompts]
-
-    def kept() -> ScratchCache:
-        return drafter._kept[0][0]
-
-    one.generate(prompts[0], **options)
-    first = kept()
-    inner: list[Tensor] = []
-
-    def generate_within(*_: Any) -> None:
-        if not inner:
-            assert kept() is first, "the last text's cache serves this one"
-            inner.append(torch.empty(0))
-            inner[0] = other.generate(prompts[1], **options).sequences
-            assert kept() is not first
-
-    outer = one.generate(prompts[0], on_step=generate_within, **options)
-    assert torch.equal(outer.sequences, expected[0])
-    assert torch.equal(inner[0], expected[1])
-    assert outer.stats.accepted_histogram[:4] == [0] * 4, "nothing of another text is left"
-    one.generate(torch.cat([prompts[0]] * 2), **options)
-    assert kept().batch_size == 2
-
-
-def test_copies_come_without_the_cache() -> None:
-    drafter = SmallModelDrafter(tiny_target("llama"))
-    cache = drafter.start(1, 16, 2).cache
-    assert copy.deepcopy(drafter).start(1, 16, 2).cache is not cache
-    assert drafter.start(1, 16, 2).cache is cache
-
-
 @pytest.mark.parametrize("small_size", [96, 160])
 def test_vocabularies_may_differ_by_padding(small_size: int) -> None:
     """Columns the target does not have are never drafted, and tokens the small model does not know do no harm."""
@@ -232,16 +192,12 @@ def test_vocabularies_that_do_not_fit_are_refused() -> None:
     model, small = tiny_target("llama"), tiny_target("llama", vocab_size=96)
     with pytest.raises(ValueError, match=r"vocabulary of 128 tokens, the small model one of 96: give .* tokenizer="):
         Decoder(model, SmallModelDrafter(small))
-    one, other = FakeTokenizer({"a": 0, "b": 1, "c": 2}), FakeTokenizer({"a": 0, "b": 2})
-    with pytest.raises(ValueError, match=r"differ in 2 tokens \('b' is 2 in the target's and 1 in the small .*; 'c'"):
-        compare_tokenizers(one, other)
+    one = FakeTokenizer({"a": 0, "b": 1, "c": 2})
+    with pytest.raises(ValueError, match=r"differ in 2 ids \(1 is 'c' in the target's and 'b' in .*; 2 is 'b' in"):
+        compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 2, "c": 1}))
     for vocab in ({"a": 0, "b": 1}, {"a": 0, "b": 1, "c": 2, "d": 3}, {"a": 0, "b": 1, "d": 3}):
         compare_tokenizers(one, FakeTokenizer(vocab))  # tokens that only one side has
         compare_tokenizers(FakeTokenizer(vocab), one)
-    with pytest.raises(ValueError, match="'d' is 2 in the target's and missing in the small model's"):
-        compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 1, "d": 2}))
-    with pytest.raises(ValueError, match="'c' is 3 in the target's and 2 in the small model's"):
-        compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 1, "c": 3}))
     with pytest.raises(ValueError, match="pass both tokenizer and target_tokenizer"):
         SmallModelDrafter(small, tokenizer=one)
 
@@ -251,27 +207,15 @@ def test_real_tokenizers_are_compared(chat_tokenizer: Any, chat_target: PreTrain
     assert drafter.for_target(Target(chat_target)) is drafter
 
 
-def test_more_frontier_nodes_than_announced_are_refused() -> None:
-    drafter = SmallModelDrafter(tiny_target("llama"))
-    state = drafter.start(1, 16, 2)
-    drafter.extend(state, None, torch.tensor([[3, 4]]), torch.tensor([2]), max_slots=2)
-    with pytest.raises(ValueError, match="more than num_scratch=2 frontier nodes"):
-        drafter.expand(state, torch.tensor([[3, 4, 5]]), torch.zeros(1, 3, dtype=torch.long), 1)
-
-
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_texts_beyond_the_small_models_positions_stay_right(is_staged: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_texts_beyond_the_small_models_positions_stay_right(is_staged: bool) -> None:
     model = tiny_target("llama", initializer_range=0.3)
     small = SmallModelDrafter(tiny_target("llama", initializer_range=0.3, max_position_embeddings=32))
     decoder = Decoder(model, StagedDrafter(small) if is_staged else small, tree="chain")
     prompt = random_prompt(24)
     expected = generate(model, None, prompt, max_new_tokens=60, do_sample=False).sequences
-    decoder.generate(prompt[:, :4], max_new_tokens=20, do_sample=False)
-    assert not caplog.records
     for _ in range(2):
         assert torch.equal(decoder.generate(prompt, max_new_tokens=60, do_sample=False).sequences, expected)
-    (record,) = caplog.records
-    assert "longer than the 32 positions of the small model that drafts (max_position_embeddings=32)" in record.message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,9 +20,10 @@ from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.execution.compiled import CompiledExecutor, count_graphs
 from inference.execution.step import DecodeStep
-from inference.trees.token_tree import TokenTree, compute_depths
+from inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy
+from tests.inference.plain_passes import compute_depths
 from tests.lossless.restless import auto_tree, restless
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target

@@ -45,7 +45,7 @@ def test_greedy_scores_are_transformers(tree: str, options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("acceptance", ["exact", "rejection", "block_verification", "typical"])
 def test_sampled_scores_are_the_targets(acceptance: str) -> None:
-    """Whatever the rule, a token's scores are the target's behind the text before it, processed."""
+    """With any rule, a token's scores are the target's processed scores after the text before the token."""
     settings = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 1}
     found = generate(MODEL, SmallModelDrafter(MODEL), PROMPT, tree=chain(3), acceptance=acceptance, **settings, **ASKED)
     assert found.stats.acceptance_length > 1

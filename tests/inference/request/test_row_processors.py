@@ -1,4 +1,4 @@
-"""Processors and stopping criteria in batches: each row is the text it is alone, or as transformers' batch has it."""
+"""Processors and stopping criteria in batches: each row gets the text it gets by itself, or in transformers' batch."""
 
 from __future__ import annotations
 

@@ -110,19 +110,6 @@ def test_async_streams_run_side_by_side() -> None:
     assert asyncio.run(read_all()) == [NEW] * 3
 
 
-def test_a_coroutine_closes_its_stream_behind_a_block() -> None:
-    decoder = Decoder(MODEL, scripted())
-
-    async def read() -> list[int]:
-        async with decoder.stream(PROMPT, **GREEDY) as tokens:
-            async for step in tokens:
-                return step
-        raise AssertionError
-
-    assert asyncio.run(read()) == NEW[:1]
-    assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
-
-
 @pytest.mark.parametrize("attempt", range(5))
 def test_a_coroutine_may_drop_its_stream(attempt: int) -> None:
     """The thread that ran the step does not keep it alive."""

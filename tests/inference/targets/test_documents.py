@@ -1,4 +1,4 @@
-"""Documents that share rows: how they are grouped, and that a target reads each as if it were alone."""
+"""Documents that share rows: how they are grouped, and that a target reads each by itself."""
 
 from __future__ import annotations
 

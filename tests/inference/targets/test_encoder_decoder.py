@@ -83,7 +83,8 @@ def plain_logits(model: Any, source: Tensor, tokens: list[int]) -> Tensor:
 def check_tree(
     model: Any, target: Target, cache: TreeCache, tree: TokenTree, sources: list[Tensor], texts: Any
 ) -> None:
-    """Every node's logits are those behind its path."""
+    """Every node's logits are those after its path."""
+    cache.open_slots(tree.num_nodes)
     logits = target.verify(cache, tree).logits
     for row, (source, text) in enumerate(zip(sources, texts, strict=True)):
         for node in range(tree.num_nodes):
@@ -104,7 +105,7 @@ def check_tree(
     ],
 )
 def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: str) -> None:
-    """Rows of different lengths and sources, behind a commit that moves slots, and once more behind a selection."""
+    """Rows of different lengths and sources, after a commit that moves slots, and again after a selection."""
     target = target_of(kind, 1, attention)
     model, (ids, mask) = target.model, source_batch(3)
     generator = torch.Generator().manual_seed(3)
@@ -123,7 +124,8 @@ def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: s
     check_tree(model, target, cache, tree, sources, texts)
     paths = [[i for i in range(8) if tree.ancestors[row, node, i]] for row, node in enumerate((7, 6, 0))]
     width = max(map(len, paths))
-    cache.commit(torch.tensor([p + [0] * (width - len(p)) for p in paths]), torch.tensor([len(p) for p in paths]))
+    cache.keep(torch.tensor([p + [0] * (width - len(p)) for p in paths]), torch.tensor([len(p) for p in paths]))
+    cache.raise_bound(width)
     texts = [text + tree.token_ids[row, paths[row]].tolist() for row, text in enumerate(texts)]
     tree = random_tree(3, 6, generator)
     tree.token_ids.remainder_(VOCAB_SIZE)
@@ -310,7 +312,7 @@ def test_models_with_hooks_of_accelerate() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_peft_models() -> None:
-    """PEFT's generate takes names alone here."""
+    """PEFT's generate takes only keyword arguments here."""
     peft = pytest.importorskip("peft", reason="peft is an optional extra")
     config = peft.LoraConfig(target_modules=["q", "v"], init_lora_weights=False, task_type="SEQ_2_SEQ_LM")
     plain = tiny_encoder_decoder("t5")

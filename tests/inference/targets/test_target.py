@@ -9,8 +9,15 @@ from transformers import PreTrainedModel
 
 from inference.targets.encoding import encode
 from inference.targets.target import Target
-from inference.trees.token_tree import TokenTree, compute_depths
-from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, random_tree, run_plainly
+from inference.trees.token_tree import TokenTree
+from tests.inference.plain_passes import (
+    ATOL,
+    assert_states_close,
+    calm_target,
+    compute_depths,
+    random_tree,
+    run_plainly,
+)
 from tests.tiny_targets import FAMILIES, FAMILIES_AND_ATTENTION, SLIDING_WINDOW, random_prompt
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -74,13 +81,14 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
         assert_states_close(output.features[row, : len(text)], wanted)
     for step in range(3):
         tree = random_tree(3, 6, generator, num_padding=2)
+        cache.open_slots(tree.num_nodes)
         output = target.verify(cache, tree, feature_layers=(2, 0, 6))
         assert output.features is not None
         assert output.logits.isfinite().all()  # padding included
         check_tree(model, texts, tree, output.logits, output.features)
         paths = [node_path(tree, row, node) for row, node in enumerate((3, 5 - step, 3 - step))]
         path, path_counts = pad_rows(paths)
-        cache.commit(path, path_counts)
+        cache.keep(path, path_counts)
         for row, nodes in enumerate(paths):
             texts[row] += tree.token_ids[row, nodes].tolist()
         cache.length_bound = max(map(len, texts))
@@ -89,7 +97,7 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_a_tree_deeper_than_the_window(family: str) -> None:
-    """The window counts positions: a node's ancestors may lie in slots far behind its own position."""
+    """The window counts positions: a node's ancestors may be in slots far before its own position."""
     model = calm_target(family)
     target = Target(model)
     texts = [random_prompt(length, seed=length)[0].tolist() for length in (3, 11)]
@@ -101,6 +109,7 @@ def test_a_tree_deeper_than_the_window(family: str) -> None:
     token_ids = random_prompt(2 * depth + 1, seed=5, batch_size=2)
     tree = TokenTree(token_ids, parents, compute_depths(parents), torch.zeros(2, 2 * depth + 1))
     assert int(tree.depths.max()) == depth
+    cache.open_slots(tree.num_nodes)
     output = target.verify(cache, tree, feature_layers=(2, 0, 6))
     assert output.features is not None
     check_tree(model, texts, tree, output.logits, output.features)
@@ -162,6 +171,7 @@ def test_reused_slots_hold_no_trace() -> None:
     tree = random_tree(2, 5, torch.Generator().manual_seed(1))
     fresh, used = target.new_cache(2, 64), target.new_cache(2, 64)
     target.prefill(used, random_prompt(40, seed=9, batch_size=2), torch.tensor([40, 40]))
+    used.open_slots(8)
     target.verify(used, random_tree(2, 8, torch.Generator().manual_seed(2)))
     used.reset()
     for buffer in used._buffers:
@@ -169,6 +179,7 @@ def test_reused_slots_hold_no_trace() -> None:
     outputs = []
     for cache in (fresh, used):
         first = target.prefill(cache, prompt, counts).logits
+        cache.open_slots(tree.num_nodes)
         outputs.append(torch.cat([first, target.verify(cache, tree).logits], dim=1))
     assert outputs[1].isfinite().all()
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-6, rtol=0)

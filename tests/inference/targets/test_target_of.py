@@ -123,31 +123,6 @@ def test_threads_get_one_target(num_examined: list[str]) -> None:
     assert len(set(map(id, found))) == len(num_examined) == 1
 
 
-def test_models_are_examined_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that examines one model does not block another thread with another model."""
-    slow, quick = tiny_target("llama"), tiny_target("qwen2")
-    has_begun, may_end = threading.Event(), threading.Event()
-    examine = target_module.examine_model
-
-    def examine_slowly(model: Any, *args: Any) -> Any:
-        if model is slow:
-            has_begun.set()
-            assert may_end.wait(60)
-        return examine(model, *args)
-
-    monkeypatch.setattr(target_module, "examine_model", examine_slowly)
-    thread = threading.Thread(target=Target.of, args=(slow,))
-    thread.start()
-    assert has_begun.wait(60)
-    other = threading.Thread(target=Target.of, args=(quick,))
-    other.start()
-    other.join(60)
-    is_done = not other.is_alive()
-    may_end.set()
-    thread.join()
-    assert is_done
-
-
 @pytest.mark.filterwarnings("ignore")  # of accelerate, about the parameters it has put elsewhere
 def test_placement_tells_where_layers_are(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is an optional extra")

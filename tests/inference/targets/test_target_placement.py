@@ -114,8 +114,10 @@ def decode_tree(target: Target, cache: TreeCache, **features: Any) -> list[Tenso
     read = target.prefill(cache, token_ids, torch.full((batch_size,), 7), chunk_size=4, **features)
     parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
     nodes = (token_ids[:, :4], *(row.expand(batch_size, -1) for row in (parents, depths)))
+    cache.open_slots(4)
     verified = target.verify(cache, TokenTree(*nodes, torch.zeros(batch_size, 4)), **features)
-    cache.commit(torch.tensor([[0, 2]]).expand(batch_size, -1), torch.full((batch_size,), 2))
+    cache.keep(torch.tensor([[0, 2]]).expand(batch_size, -1), torch.full((batch_size,), 2))
+    cache.raise_bound(2)
     cache.keep_rows([batch_size - 1])
     last = target.prefill(cache, token_ids[:1, :1], torch.ones(1, dtype=torch.long), **features)
     outputs = [part for output in (read, verified, last) for part in (output.logits, output.features)]

@@ -164,22 +164,22 @@ def test_coupled_candidates_carry_the_targets_noise() -> None:
     sampling = DraftSampling(warp=lambda rows: rows / 0.7, noise=noise)
     for depth in range(3):
         expected = torch.log_softmax(logits[0, 0] / 0.7, -1) + noise[0, depth]
-        assert torch.equal(sampling.score(DraftLogits(logits), depth)[0, 0].argsort(), expected.argsort())
+        assert torch.equal(sampling.at_depth(depth).score(DraftLogits(logits))[0, 0].argsort(), expected.argsort())
     ids = torch.tensor([4, 9, 2])
-    reduced = sampling.score(DraftLogits(logits[..., :3], ids), 1)[0, 0]
+    reduced = sampling.at_depth(1).score(DraftLogits(logits[..., :3], ids))[0, 0]
     expected = torch.log_softmax(logits[0, 0, :3] / 0.7, -1) + noise[0, 1, ids]
     assert torch.allclose(reduced, torch.log_softmax(expected, -1))
 
 
 def test_greedy_scores_are_sharper() -> None:
     logits = torch.tensor([[[2.0, 0.0, -1.0]]])
-    assert torch.equal(DraftSampling().score(DraftLogits(logits), 0), (logits / GREEDY_TEMPERATURE).log_softmax(-1))
+    assert torch.equal(DraftSampling().score(DraftLogits(logits)), (logits / GREEDY_TEMPERATURE).log_softmax(-1))
     uncoupled = DraftSampling(warp=lambda rows: rows)
-    assert torch.equal(uncoupled.score(DraftLogits(logits), 0), logits.log_softmax(-1))
+    assert torch.equal(uncoupled.score(DraftLogits(logits)), logits.log_softmax(-1))
 
 
 def test_a_node_without_candidates_is_padding() -> None:
-    assert DraftSampling().score(DraftLogits(torch.full((1, 1, 3), -math.inf)), 0).isneginf().all()
+    assert DraftSampling().score(DraftLogits(torch.full((1, 1, 3), -math.inf))).isneginf().all()
 
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -203,11 +203,11 @@ def test_processors_never_see_a_node_without_candidates(kind: type) -> None:
     sampler = Sampler(processors, do_sample=True, row_seeds=torch.zeros(1, dtype=torch.long))
     sampling = DraftSampling(warp=sampler.warp_draft)
     logits = torch.tensor([[[1.0, 0.5, -math.inf, 0.0], [-math.inf] * 4, [-math.inf, 2.0, -math.inf, -math.inf]]])
-    scores = sampling.score(DraftLogits(logits), 0)
+    scores = sampling.score(DraftLogits(logits))
     assert not scores.isnan().any()
     assert scores[logits.isneginf()].isneginf().all()
     for node in (0, 2):
-        assert torch.equal(scores[:, node : node + 1], sampling.score(DraftLogits(logits[:, node : node + 1]), 0))
+        assert torch.equal(scores[:, node : node + 1], sampling.score(DraftLogits(logits[:, node : node + 1])))
         assert scores[0, node].exp().sum() == pytest.approx(1.0)
 
 

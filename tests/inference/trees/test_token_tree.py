@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
-from inference.trees.token_tree import TokenTree, compute_ancestors, compute_depths, paths_to_topology
+from inference.trees.static import StaticTree, _StaticPlan, order_paths
+from inference.trees.token_tree import TokenTree, compute_ancestors
+from tests.inference.plain_passes import compute_depths
 
 
 def example_tree() -> TokenTree:
@@ -31,7 +33,7 @@ def test_the_docstrings_example() -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 17, 64])
 @pytest.mark.parametrize("shape", ["chain", "star", "random", "padded"])
-def test_ancestors_and_depths_equal_a_walk(num_nodes: int, shape: str) -> None:
+def test_ancestors_equal_a_walk(num_nodes: int, shape: str) -> None:
     generator = random.Random(num_nodes)
     rows = []
     for _ in range(3):
@@ -42,8 +44,8 @@ def test_ancestors_and_depths_equal_a_walk(num_nodes: int, shape: str) -> None:
             parents[num_nodes // 2 + 1 :] = [-1] * len(parents[num_nodes // 2 + 1 :])
         rows.append(parents)
     parents_BN = torch.tensor(rows)
-    ancestors, depths = compute_ancestors(parents_BN), compute_depths(parents_BN)
-    deepest = int(depths.max())
+    ancestors = compute_ancestors(parents_BN)
+    deepest = int(compute_depths(parents_BN).max())
     assert torch.equal(compute_ancestors(parents_BN, max_depth=deepest), ancestors)
     for row, parents in enumerate(rows):
         for node in range(num_nodes):
@@ -52,7 +54,6 @@ def test_ancestors_and_depths_equal_a_walk(num_nodes: int, shape: str) -> None:
                 current = parents[current]
                 above.add(current)
             assert ancestors[row, node].nonzero().flatten().tolist() == sorted(above)
-            assert depths[row, node] == len(above) - 1
 
 
 def test_a_root_alone_is_plain_decoding() -> None:
@@ -72,29 +73,31 @@ def test_a_path_is_never_wider_than_the_tree() -> None:
     assert tree.path_width == 5
 
 
-class TestTopology:
-    def test_the_docstrings_example(self) -> None:
-        topology = paths_to_topology([[0], [0, 0], [0, 1], [1]])
-        assert topology.parents == (-1, 0, 0, 1, 1)
-        assert topology.depths == (0, 1, 1, 2, 2)
-        assert topology.ranks == (0, 0, 1, 0, 1)
-        assert topology.levels == ((0,), (1, 2), (3, 4))
-        assert topology.paths == ((), (0,), (1,), (0, 0), (0, 1))
-        assert (topology.num_nodes, topology.max_depth, topology.num_ranks) == (5, 2, 2)
+class TestStaticShapes:
+    def test_the_docstrings_examples(self) -> None:
+        paths = order_paths([[1], [0], [0, 1], [0, 0]])
+        assert paths == ((), (0,), (1,), (0, 0), (0, 1))
+        plan = _StaticPlan.build(paths, torch.device("cpu"))
+        assert plan.parents.tolist() == [[-1, 0, 0, 1, 1]]
+        assert plan.depths.tolist() == [[0, 1, 1, 2, 2]]
+        assert plan.draft_rows.tolist() == [0, 1, 0, 0, 0]
+        assert [level.frontier.tolist() for level in plan.levels] == [[0], [0]]
+        assert [level.child_frontier.tolist() for level in plan.levels] == [[0, 0], [0, 0]]
+        assert [level.child_ranks.tolist() for level in plan.levels] == [[0, 1], [0, 1]]
+        assert plan.num_ranks == 2
 
     def test_order_of_the_paths_does_not_matter(self) -> None:
         paths = [[0], [1], [2], [0, 0], [1, 0], [0, 3], [0, 0, 0], [1, 0, 5], [1, 0, 5, 2]]
-        wanted = paths_to_topology(paths)
+        wanted = order_paths(paths)
         for seed in range(5):
             random.Random(seed).shuffle(paths)
-            assert paths_to_topology(paths) == wanted
-        assert sorted(map(list, wanted.paths[1:])) == sorted(paths)
-        assert all(parent < node for node, parent in enumerate(wanted.parents))
+            assert order_paths(paths) == wanted
+        assert sorted(map(list, wanted[1:])) == sorted(paths)
 
     def test_no_path_is_a_root_alone(self) -> None:
-        topology = paths_to_topology([])
-        assert (topology.num_nodes, topology.max_depth, topology.num_ranks) == (1, 0, 0)
-        assert topology.levels == ((0,),)
+        assert order_paths([]) == ((),)
+        with pytest.raises(ValueError, match="at least one path"):
+            StaticTree([])
 
     @pytest.mark.parametrize(
         ("paths", "message"),
@@ -109,4 +112,4 @@ class TestTopology:
     )
     def test_refusals(self, paths: list[list[int]], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            paths_to_topology(paths)
+            order_paths(paths)

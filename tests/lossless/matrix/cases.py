@@ -68,7 +68,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a case showed. num_tokens: those that were found equal; trimmed: tokens accepted behind the end of a row;
+    """What a case showed. num_tokens: those that were found equal; trimmed: tokens accepted after the end of a row;
     by_eos, by_length: rows that ended so; eos_within_step: rows of a batch of 1 (a batch of more does not tell) whose
     EOS was not its step's last token; num_ends: the largest number of different lengths at which rows of one batch
     ended; commits: what was accepted."""
@@ -150,7 +150,7 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
             outcome.ties += _judge(case, call.rows[row], text, own[: len(text)], f"row {row}")
             num_ties += 1
         else:
-            assert (own[len(text) :] == PAD).all(), f"row {row} goes on behind its end: {own[len(text) :].tolist()}"
+            assert (own[len(text) :] == PAD).all(), f"row {row} goes on after its end: {own[len(text) :].tolist()}"
     lengths = [len(text) - len(prompt) for text, prompt in zip(expected, prompts, strict=True)]
     if not num_ties:
         assert new.shape[1] == max(lengths), f"{new.shape[1]} new tokens, the longest row has {max(lengths)}"

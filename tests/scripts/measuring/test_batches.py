@@ -72,7 +72,7 @@ def test_rows_of_a_batch_by_hand(chat_target: PreTrainedModel) -> None:
     assert (generate.reference, generate.num_identical) == (f"{TRANSFORMERS}, batch 1", 2)
     assert (mine.num_identical, mine.num_compared) == (1, 2)
     assert [(one.prompt, one.position) for one in mine.differences] == [("p1", 1)]
-    assert make_rows(contenders, prompts, settings, target)[2].num_identical is None, "nobody was decoded alone"
+    assert make_rows(contenders, prompts, settings, target)[2].num_identical is None, "no prompt was decoded by itself"
     set_rooflines([mine], contenders[2:], Hardware(bandwidth_gb_s=1.0, matmul_gflop_s=10.0))
     assert (mine.round_weight_bytes, mine.round_flops) == (1e6, 1.5e9)
     assert (mine.limit_milliseconds, mine.roofline_share) == (150.0, 0.3)

@@ -44,7 +44,7 @@ def test_an_end_of_turn_behind_the_markers_is_learned(tokenizer: Any) -> None:
     assert within in MARKED_TEMPLATE
     tokenizer.chat_template = MARKED_TEMPLATE.replace(within, "{% endgeneration %}<|im_end|>")
     assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "Hi<|im_end|>"]
-    # A line break between the markers (one token with that behind them): nothing is taken from the next turn.
+    # A line break between the markers (one token with the text after them): nothing is taken from the next turn.
     tokenizer.chat_template = MARKED_TEMPLATE.replace(within, "<|im_end|>\n{% endgeneration %}")
     assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>\n\n", "Hi<|im_end|>\n\n"]
 

@@ -40,15 +40,6 @@ def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
     assert len(load_conversations([files[0], files[1]], max_samples=4)) == 4
 
 
-def test_order_and_limit(tmp_path: Path) -> None:
-    files = [write(tmp_path / f"{name}.jsonl", [sharegpt(f"{name}{i}", "Yo") for i in range(3)]) for name in "ab"]
-    texts = [messages[0]["content"] for messages in to_messages(load_conversations(files, max_samples=4))]
-    assert texts == ["a0", "a1", "a2", "b0"]
-    assert len(load_conversations(files, max_samples=3)) == 3
-    assert len(load_conversations(files, max_samples=99)) == 6
-    assert len(load_conversations([str(tmp_path)], max_samples=3)) == 3
-
-
 BAD_LINES = {
     "": "the line is empty",
     '{"conversations": [': "Expecting value",
@@ -157,9 +148,9 @@ def test_repositories_have_subsets_and_splits(repository: Path) -> None:
     (other,) = to_messages(load_conversations([f"{repository}:other"]))
     assert [message["content"] for message in other] == ["1 + 1?", "#### 2"]
     with pytest.raises(BadLineError, match=r":main \(test\), row 1: got the columns"):
-        load_conversations([name], split="test")
+        load_conversations([name], splits=["test"])
     for max_samples in (None, 1):  # bad rows do not count
-        good = load_conversations([name], split="test", skip_bad_lines=True, max_samples=max_samples)
+        good = load_conversations([name], splits=["test"], skip_bad_lines=True, max_samples=max_samples)
         assert to_messages(good) == [TWO_TURNS]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.training.conversation_cases import STRICT_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, to_dataset
-from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
+from training.data.chat_tokens import drop_unusable, tokenize_conversation, tokenize_conversations
 from training.data.collation import ConversationCollator, count_tokens
 
 
@@ -18,10 +18,10 @@ def test_truncation_cuts_rows_and_never_shifts_the_mask(tokenizer: Any) -> None:
     input_ids, loss_mask = tokenize_conversation(TWO_TURNS, tokenizer)
     first = loss_mask.index(1)
     for max_length in (first + 1, len(input_ids) - 3, len(input_ids) + 9):
-        (row,) = tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=max_length)
+        (row,) = drop_unusable(tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=max_length))
         assert row == {"input_ids": input_ids[:max_length], "loss_mask": loss_mask[:max_length]}
     with pytest.raises(ValueError, match=f'max_length={first}": 1'):
-        tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=first)
+        drop_unusable(tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=first))
 
 
 def test_unusable_conversations_are_dropped_and_counted(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -33,7 +33,7 @@ def test_unusable_conversations_are_dropped_and_counted(tokenizer: Any, caplog: 
     )
     conversations = to_dataset(unanswered, TWO_TURNS, answer_first, changed, TWO_TURNS)
     with caplog.at_level(logging.WARNING):
-        rows = tokenize_conversations(conversations, tokenizer, max_length=64)
+        rows = drop_unusable(tokenize_conversations(conversations, tokenizer, max_length=64))
     assert len(rows) == 2
     assert rows.column_names == ["input_ids", "loss_mask"]
     warnings = [record.getMessage() for record in caplog.records]
@@ -44,10 +44,10 @@ def test_unusable_conversations_are_dropped_and_counted(tokenizer: Any, caplog: 
 
 def test_tokenizers_that_cannot_mask_are_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="max_length is 0"):
-        tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=0)
+        drop_unusable(tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=0))
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=64)
+        drop_unusable(tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=64))
 
 
 def test_collator_pads_on_the_right() -> None:
@@ -67,7 +67,9 @@ def test_collator_pads_on_the_right() -> None:
 
 
 def test_tokens_are_counted_where_there_is_a_loss(tokenizer: Any) -> None:
-    rows = tokenize_conversations(to_dataset(TWO_TURNS, TWO_TURNS[:1], TWO_TURNS[:2]), tokenizer, max_length=64)
+    rows = drop_unusable(
+        tokenize_conversations(to_dataset(TWO_TURNS, TWO_TURNS[:1], TWO_TURNS[:2]), tokenizer, max_length=64)
+    )
     expected: Counter[int] = Counter()
     for row in rows:
         expected.update(token for token, bit in zip(row["input_ids"], row["loss_mask"], strict=True) if bit)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from training.data.layouts import RecordFormat, parse_conversation, parse_record
+from training.data.layouts import RecordFormat, parse_record
 
 ADD = "Add the numbers."
 PLAIN = [{"role": "user", "content": ADD}, {"role": "assistant", "content": "2"}]
@@ -52,7 +52,7 @@ RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 @pytest.mark.parametrize(("record", "messages"), RECORDS)
 def test_layouts_of_known_sets(record: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     as_table = {"id": None, "messages": None, "input": None, "system": None, "tools": None, **record}
-    assert parse_conversation(record) == parse_conversation(as_table) == messages
+    assert parse_record(record)["messages"] == parse_record(as_table)["messages"] == messages
 
 
 def test_columns_can_be_named() -> None:
@@ -65,11 +65,11 @@ def test_columns_can_be_named() -> None:
         "question": "no",
     }
     columns = {"prompt": "problem", "response": "solution"}
-    assert parse_conversation(record, RecordFormat(columns=columns)) == PLAIN
+    assert parse_record(record, RecordFormat(columns=columns))["messages"] == PLAIN
     columns |= {"context": "given", "system": "persona"}
-    assert parse_conversation(record, RecordFormat(columns=columns)) == [SYSTEM, *WITH_INPUT]
-    assert parse_conversation({"dialog": [ADD, "2"]}, RecordFormat(columns={"messages": "dialog"})) == PLAIN
-    assert parse_conversation({"dialog": SHAREGPT}, RecordFormat(columns={"messages": "dialog"})) == PLAIN
+    assert parse_record(record, RecordFormat(columns=columns))["messages"] == [SYSTEM, *WITH_INPUT]
+    assert parse_record({"dialog": [ADD, "2"]}, RecordFormat(columns={"messages": "dialog"}))["messages"] == PLAIN
+    assert parse_record({"dialog": SHAREGPT}, RecordFormat(columns={"messages": "dialog"}))["messages"] == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_columns_can_be_named() -> None:
 )
 def test_what_cannot_be_read_is_named(record: dict[str, Any], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_conversation(record, RecordFormat(**settings))
+        parse_record(record, RecordFormat(**settings))["messages"]
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,6 @@ class TestRuns:
         for name in ("eval_loss", "eval_top1_depth1", "eval_top5_depth2", "eval_acceptance_length"):
             assert found[name] == pytest.approx(expected[name], rel=1e-3), name
 
-    def test_two_ways_to_save_padding_are_one_too_many(self, train: Runner) -> None:
-        with pytest.raises(ValueError, match="packing and train_sampling_strategy group_by_length"):
-            train(packing=True, train_sampling_strategy="group_by_length")
-
 
 def read_tokens(train: Runner) -> tuple[int, int]:
     training = json.loads((train.output_dir / "training_record.json").read_text())["training"]

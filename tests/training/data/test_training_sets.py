@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,15 +66,3 @@ def test_what_is_held_out_of_a_mixture_is_not_learned(sets: list[str], word_toke
     train, held_out = load(sets[:1], word_tokenizer, dataset_weights=[1], eval_dataset=sets[1:])
     assert sorted(train) == sorted(WORDS[:20])
     assert held_out == WORDS[30:40]
-
-
-def test_a_set_too_small_to_hold_out_of_is_named(
-    sets: list[str], word_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And what the others would have held out is learned."""
-    single = write(tmp_path / "single.jsonl", [{"prompt": "word50", "response": WORDS[25]}])
-    options = {"dataset_weights": [1, 1], "stopping_strategy": "all_exhausted", "validation_fraction": 0.3}
-    train, held_out = load([sets[1], single], word_tokenizer, **options)
-    assert set(train) == {*WORDS[30:40], WORDS[25]}
-    assert held_out == []
-    assert f"nothing is held out: each set of a mixture must give some rows, and {single} has a single" in caplog.text

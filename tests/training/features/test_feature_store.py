@@ -15,21 +15,19 @@ from training.features.store import DiskFullError, FeatureStore
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:
-    store = store_rows(target, tmp_path, [2], shard_bytes=10**4, teacher_top_k=4)
+    store = store_rows(target, tmp_path, [2], shard_bytes=10**4)
     assert store.num_finished > 1
     for row in ROWS:
-        found = store.read(torch.tensor(row["input_ids"]), ["hidden.2", "last", "top.token_ids"])
+        found = store.read(torch.tensor(row["input_ids"]), ["hidden.2", "last"])
         assert found is not None
         assert found["hidden.2"].shape == found["last"].shape == (len(row["input_ids"]), target.hidden_size)
-        logits = target.compute_logits(found["last"])
-        assert torch.equal(logits.topk(4).indices.int(), found["top.token_ids"])
     assert store.read(torch.tensor(ROWS[0]["input_ids"][1:]), ["last"]) is None
     copy = pickle.loads(pickle.dumps(store))  # to workers that are spawned
     assert copy.read(torch.tensor(ROWS[0]["input_ids"]), ["last"]) is not None
 
 
 def test_size_is_as_estimated(tmp_path: Path, target: Target) -> None:
-    extraction = make_extraction(target, tmp_path, [2], shard_bytes=10**4, teacher_top_k=4)
+    extraction = make_extraction(target, tmp_path, [2], shard_bytes=10**4)
     assert extraction.size_left() == extraction.size()
     extraction.run()
     files = list(tmp_path.glob("*.safetensors"))
@@ -37,7 +35,7 @@ def test_size_is_as_estimated(tmp_path: Path, target: Target) -> None:
     assert 0 <= written - extraction.size() < 2000 * len(files)
     assert extraction.size_left() == 0
     settings = extraction.settings
-    assert settings.bytes_per_token == 4 + 2 * 32 * 4 + 4 * (4 + 4) + 4
+    assert settings.bytes_per_token == 4 + 2 * 32 * 4
 
 
 def test_a_shard_that_is_cut_off(target: Target, tmp_path: Path) -> None:
@@ -55,14 +53,14 @@ def test_no_store(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no features .* write them with scripts/extract_features.py"):
         FeatureStore(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(ValueError, match="has format 99, this release reads 2"):
+    with pytest.raises(ValueError, match="has format 99, this release reads 3"):
         FeatureStore(tmp_path)
 
 
 def test_a_full_disk_leaves_the_finished_shards(target: Target, tmp_path: Path) -> None:
     """The shards' sizes rise with their rows; the first ones fit, the last does not."""
     extraction = make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1)
-    sizes = [extraction.settings.size_of(1, len(row["input_ids"])) for row in ROWS]
+    sizes = [16 + len(row["input_ids"]) * extraction.settings.bytes_per_token for row in ROWS]
     assert sizes == sorted(sizes)
     with (
         limited_file_size(sizes[-1]),

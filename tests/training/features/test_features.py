@@ -17,14 +17,12 @@ from tests.training.feature_cases import (
     ROWS,
     count_computed,
     limited_file_size,
-    make_extraction,
     store_rows,
 )
 from tests.training.run.test_trainer import make_heads
 from tests.training.runner import assert_same
-from training.features.extraction_options import ExtractionArguments, plan_tensors
 from training.features.sources import HybridFeatures, OnlineFeatures, StoredFeatures, TargetStates, iterate_documents
-from training.features.store import FeatureStore, StoreSettings, write_settings
+from training.features.store import FeatureStore, StoreSettings, name_tensors, write_settings
 from training.features.target_identity import identify_target
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
@@ -41,7 +39,6 @@ def loss_and_gradients(
         batch["loss_mask"],
         heads.draft_token_ids,
         loss_type=loss_type,
-        top_logits=states.top_logits,
     )
     torch.manual_seed(3)  # of noise on features, and of drawn slots
     loss_fn = partial(
@@ -83,18 +80,6 @@ def test_offline_equals_online_for_every_kind(target: Target, everything: Featur
         assert_same(computed, read)
 
 
-def test_other_shapes_agree_within_rounding(target: Target, tmp_path: Path) -> None:
-    """Extracted one row at a time: relative to the states' length."""
-    store = store_rows(target, tmp_path, [2], batch_size=1)
-    stored = StoredFeatures(target, (2,), store)
-    batch = stored.collator(COLLATE)(ROWS)
-    found, wanted = stored(batch), OnlineFeatures(target, (2,))(batch)
-    real = batch["attention_mask"].bool()
-    assert found.features.dtype == torch.float32
-    for one, other in ((found.features, wanted.features), (found.last_hidden, wanted.last_hidden)):
-        assert float((one[real] - other[real]).norm() / other[real].norm()) < 1e-5
-
-
 def test_packed_documents_are_found_one_by_one(target: Target, everything: FeatureStore) -> None:
     """Two texts in one row, which the store has from rows of their own."""
     first, second = ROWS[0]["input_ids"], ROWS[1]["input_ids"]
@@ -121,10 +106,9 @@ def test_a_text_that_is_not_stored(target: Target, everything: FeatureStore) -> 
 class TestHybrid:
     def make(self, target: Target, folder: Path, shard_bytes: int, layers: tuple[int, ...] = (2,)) -> HybridFeatures:
         if not (folder / "index.json").exists():
-            args = ExtractionArguments(output_dir=str(folder))
-            tensors = plan_tensors([layer for layer in layers if layer < 6], args, target.num_layers)
+            tensors = name_tensors(layers, target.num_layers)
             identity = identify_target(target, "tiny")
-            write_settings(folder, StoreSettings(identity, tensors, "float32", None, [], 64, ""))
+            write_settings(folder, StoreSettings(identity, tensors))
         return HybridFeatures(OnlineFeatures(target, layers), FeatureStore(folder), shard_bytes=shard_bytes)
 
     def test_each_text_is_computed_and_written_once(
@@ -177,18 +161,3 @@ class TestHybrid:
         assert "free some space" in caplog.text
         assert len(FeatureStore(tmp_path)) == 1
         assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_extraction_never_computes_all_logits(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extraction = make_extraction(target, tmp_path, [2], teacher_top_k=4)
-    sizes: list[int] = []
-    compute = target.compute_logits
-
-    def noted(hidden: Tensor) -> Tensor:
-        sizes.append(len(hidden))
-        return compute(hidden)
-
-    monkeypatch.setattr(target, "compute_logits", noted)
-    monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 40 * target.vocab_size)
-    extraction.run()
-    assert max(sizes) == 40 < sum(len(row["input_ids"]) for row in ROWS)

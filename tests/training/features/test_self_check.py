@@ -14,7 +14,6 @@ from tests.tiny_targets import LEFT_OUT, tiny_target
 from tests.training.feature_cases import COLLATE, ROWS
 from training.features.self_check import NUM_TOKENS, check_features
 from training.features.sources import FeatureSource, OnlineFeatures, TargetStates
-from training.losses.top_logits import take_top_logits
 
 LAYERS = (2, 6)
 
@@ -73,12 +72,3 @@ def test_another_checkpoint(target: Target) -> None:
         check(target, Wrong(target, features=states.features))
     with pytest.raises(ValueError, match=r"allowed 0\.01\) over 32 tokens of the first row\. .* another checkpoint"):
         check(target, Wrong(target, last_hidden=states.last_hidden))
-
-
-def test_a_stored_teacher(target: Target) -> None:
-    states = OnlineFeatures(target, LAYERS)(COLLATE(ROWS[-1:]))
-    logits = target.compute_logits(states.last_hidden)
-    bare = states.last_hidden[..., :0]
-    assert check(target, Wrong(target, last_hidden=bare, top_logits=take_top_logits(logits, 6))) < 1e-2
-    with pytest.raises(ValueError, match="do not give the target's distribution"):
-        check(target, Wrong(target, last_hidden=bare, top_logits=take_top_logits(logits * 1.2, 6)))

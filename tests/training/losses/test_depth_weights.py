@@ -35,7 +35,7 @@ def test_d_pace_is_the_gradient_of_the_expected_length() -> None:
 
 
 def slow_d_pace(case: Case, loss_type: str) -> torch.Tensor:
-    """Loops over slots; every position's own loss comes from `draft_loss` with a mask of that position alone."""
+    """Loops over slots; every position's own loss comes from `draft_loss` with a mask of only that position."""
     ids = list(range(128)) if case.draft_token_ids is None else case.draft_token_ids.tolist()
     teacher = case.teacher(loss_type)
     sums, counts = [torch.zeros(()) for _ in case.steps], [0] * len(case.steps)

@@ -19,13 +19,6 @@ def prepare(train: Runner, **options: Any) -> Any:
     return prepare_run(*parse_arguments(train.arguments(**{**EVALUATED, **options}))).trainer
 
 
-@pytest.mark.parametrize("metric", ["acceptance", "top1_depth3", "eval_target_loss"])
-def test_an_unknown_metric_is_refused_at_once(train: Runner, metric: str) -> None:
-    known = "acceptance_length, loss, top1_depth1, top5_depth1, top1_depth2, top5_depth2"
-    with pytest.raises(ValueError, match=f"got metric_for_best_model {metric}, which .* they have {known}$"):
-        prepare(train, metric_for_best_model=metric)
-
-
 def test_without_prompts_there_is_nothing_to_go_by(train: Runner) -> None:
     with pytest.raises(ValueError, match="there is no prompt to measure it on"):
         prepare(train, save_strategy="best", num_eval_prompts=0)

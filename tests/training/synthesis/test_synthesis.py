@@ -15,7 +15,7 @@ from inference import Decoder, GenerationStats
 from tests.training.chat_templates import CHATML, FORGETTING, OPENING, THINKING, ChatTemplate
 from tests.training.conversation_cases import HARMONY_TEMPLATE
 from training.data.chat_tokens import tokenize_conversation
-from training.data.layouts import parse_conversation
+from training.data.layouts import parse_record
 from training.synthesis.prompts import Conversation, read_prompts
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, WrittenTurn, find_problem, turn_seed
 from training.synthesis.reply_sources import UNWRITABLE, DecodedReplies, Reply, TurnRequest
@@ -44,7 +44,7 @@ def play(source: DecodedReplies, plan: Sequence[Conversation]) -> list[Conversat
 
 
 def test_own_replies_stay_in_the_context(source: DecodedReplies, model: PreTrainedModel, tmp_path: Path) -> None:
-    """Every reply against `generate` behind all that stands before it: system prompt, tools, own replies."""
+    """Every reply against `generate` after all earlier turns: system prompt, tools, own replies."""
     roles = ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     rows = [
         {"messages": [{"role": role, "content": f"word{(5 * row + place) % 56}"} for place, role in enumerate(roles)]}
@@ -144,13 +144,12 @@ def test_marks_of_the_targets_own_are_read_back_as_they_were_written(
         assert not conversation.is_of_use
         return
     reply = {"role": "assistant", "content": text, **({"reasoning_content": thoughts} if thoughts else {})}
-    for layout in ("sharegpt", "messages"):
-        messages = parse_conversation(conversation.to_row(layout))
-        assert messages == [*prompt, reply]
-        input_ids, loss_mask = tokenize_conversation(messages, tokenizer)
-        before = template.encode_prompt(prompt, "assistant")
-        assert input_ids[: len(before) + len(ids)] == before + ids
-        assert [place for place, bit in enumerate(loss_mask) if bit] == [*range(len(before), len(before) + len(ids))]
+    messages = parse_record(conversation.to_row())["messages"]
+    assert messages == [*prompt, reply]
+    input_ids, loss_mask = tokenize_conversation(messages, tokenizer)
+    before = template.encode_prompt(prompt, "assistant")
+    assert input_ids[: len(before) + len(ids)] == before + ids
+    assert [place for place, bit in enumerate(loss_mask) if bit] == [*range(len(before), len(before) + len(ids))]
 
 
 class ScriptedWriter:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from training.data.layouts import parse_conversation
+from training.data.layouts import parse_record
 from training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
 
 
@@ -64,8 +64,7 @@ def test_system_prompts_and_tool_results_are_kept(tmp_path: Path) -> None:
     assert outline(first_turn) == outline(conversation)[:6]
 
 
-@pytest.mark.parametrize("layout", ["sharegpt", "messages"])
-def test_what_is_written_is_read_back_whole(tmp_path: Path, layout: str) -> None:
+def test_what_is_written_is_read_back_whole(tmp_path: Path) -> None:
     """Names and call ids of tool results too, without which some templates refuse them."""
     turns = [
         {"role": "user", "content": "Weather?", "name": "ann"},
@@ -77,23 +76,7 @@ def test_what_is_written_is_read_back_whole(tmp_path: Path, layout: str) -> None
         one.add_turn(role, "Sunny.", 2)
     assert one.messages[::2] == [turns[0], turns[2]]
     one.messages[1] = turns[1]
-    assert parse_conversation(one.to_row(layout)) == one.messages
-
-
-def test_what_waits_for_a_reply_is_taken_back(tmp_path: Path) -> None:
-    (one,) = read_prompts(
-        write(tmp_path / "p.jsonl", chat("system:S", "user:Hi", "assistant:Yo", "tool:t", "user:Bye"))
-    )
-    assert one.next_role() == "assistant"
-    assert not one.is_of_use
-    one.add_turn("assistant", "Hello", 3)
-    assert one.next_role() == "assistant"
-    assert [message["role"] for message in one.messages] == ["system", "user", "assistant", "tool"]
-    one.end("assistant turn empty")
-    assert one.next_role() is None
-    assert [message["role"] for message in one.messages] == ["system", "user", "assistant"]
-    assert one.is_of_use
-    assert one.to_row("messages")["ended_by"] == "assistant turn empty"
+    assert parse_record(one.to_row())["messages"] == one.messages
 
 
 def test_bad_prompts_are_named(tmp_path: Path) -> None:

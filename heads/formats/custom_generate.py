@@ -1,0 +1,65 @@
+"""Heads of ours with a `custom_generate` folder beside them, which runs them inside transformers' `generate`."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.metadata import version
+from typing import Any
+
+from torch import Tensor
+
+from heads.formats.format import Exported, Format, Imported
+from heads.formats.published import Published
+from inference.targets.target import Target
+
+_CODE = '''"""Decodes with draft heads: the text of the model itself, in fewer of its passes.
+
+    model.generate(**inputs, custom_generate={heads}, trust_remote_code=True, max_new_tokens=64)
+
+Arguments of draftsmith's decoder are taken as well: tree="dynamic:5,6,24", seed=1, heads="another/repository".
+"""
+
+from heads.custom_generate import generate_with_heads
+
+HEADS = {heads}
+
+
+def generate(model, **arguments):
+    return generate_with_heads(model, default_heads=HEADS, **arguments)
+'''
+
+
+class CustomGenerateFolder(Format):
+    """For people who stay with transformers. Heads of every kind; they are loaded as heads of this library are."""
+
+    name = "custom_generate"
+    title = "heads with a custom_generate folder"
+    kinds = ("block", "eagle", "eagle3", "hydra", "kangaroo", "medusa", "mtp", "parallel")
+    needs_this_library = True
+
+    def matches(self, published: Published) -> bool:
+        return False  # its weights and config are those of this library
+
+    def read(self, published: Published, target: Target) -> Imported:
+        raise ValueError(f"{published.path} holds heads of this library: load them with DraftHeads.from_pretrained")
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        if config.target_adapter:
+            raise ValueError(
+                "these heads draft for a target with an adapter, which model.generate would not have: merge the "
+                "adapter into the target, and train heads for the result"
+            )
+        files = {
+            "custom_generate/generate.py": _CODE,
+            "custom_generate/requirements.txt": _require_this_release(),
+        }
+        call = 'model.generate(**inputs, custom_generate="{heads}", trust_remote_code=True)'
+        settings = json.loads(config.to_json_string(use_diff=False))
+        return Exported(settings, tensors, commands=(call,), files=files)
+
+
+def _require_this_release() -> str:
+    """transformers reads versions of digits and dots only, so a development version is not pinned."""
+    release = version("draftsmith")
+    return f"draftsmith=={release}\n" if re.fullmatch(r"[\d.]+", release) else "draftsmith\n"

@@ -1,0 +1,280 @@
+"""EAGLE-3 as llama.cpp has it, in GGUF.
+
+llama.cpp's RoPE turns neighbouring channels, so the rows of q and k come in another order; d2t holds target ids, not
+offsets; layer ids are ours (the input of layer i is transformers' hidden_states[i]). A file needs a tokenizer, which is
+copied from the target's own GGUF.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from heads.config import DecoderConfig
+from heads.formats.eagle.llama_keys import is_same, refuse_unwritable, target_rope, target_table
+from heads.formats.format import Exported, Format, Imported
+from heads.formats.llama_cpp.gguf_file import read_metadata
+from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import as_wide_as, rename
+from heads.modules.vocabulary import map_tensors
+from inference.targets.target import Target
+
+_NAMES = {
+    "input_norm.weight": "enc.output_norm.weight",
+    "fc.weight": "fc.weight",
+    "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
+    "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    "midlayer.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+    "midlayer.self_attn.k_proj.weight": "blk.0.attn_k.weight",
+    "midlayer.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+    "midlayer.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+    "midlayer.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+    "midlayer.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+    "midlayer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
+    "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "embed_tokens.weight": "token_embd.weight",
+    "d2t": "d2t",
+}
+_ARCHITECTURE = "eagle3"
+_Q, _K = "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight"
+_ROPE_FACTORS = "rope_freqs.weight"
+# Key -> the config's. Releases differ in the name of the layers, so both are written.
+_SIZES = {
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_FLAGS = ("norm_before_residual", "norm_before_fc")
+_LAYERS = ("target_layers", "extract_layers")
+# What llama.cpp's graph has no place for, with the value that it computes.
+_FIXED = {
+    "fc_norm": False,
+    "norm_output": False,
+    "qkv_bias": False,
+    "o_bias": False,
+    "hidden_act": "silu",
+}
+
+
+class GgufEagle3(Format):
+    """EAGLE-3 in GGUF.
+
+    Args:
+        target_gguf: the target's file, for its tokenizer. Without it the heads' file has none, but the vocabulary's
+            size.
+    """
+
+    name = "gguf"
+    title = "EAGLE-3 heads in GGUF"
+    kinds = ("eagle3",)
+
+    def __init__(self, target_gguf: str | None = None) -> None:
+        self.target_gguf = target_gguf
+
+    def with_target_file(self, path: str) -> GgufEagle3:
+        return GgufEagle3(path)
+
+    def matches(self, published: Published) -> bool:
+        return published.config.get("general.architecture") == _ARCHITECTURE
+
+    def read(self, published: Published, target: Target) -> Imported:
+        keys, problems = _Keys(published.config), []
+        settings = {ours: keys.need(theirs) for theirs, ours in _SIZES.items()}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if layers := keys.need(*_LAYERS):
+            settings["feature_layers"] = list(layers)
+            if wrong := [i for i in layers if not 0 <= i < target.num_layers]:
+                problems.append(f"{_LAYERS[0]} {wrong} are no layers of this target, which has {target.num_layers}")
+                del settings["feature_layers"]
+        settings |= {flag: bool(keys.get(flag, False)) for flag in _FLAGS}
+        settings["hidden_act"] = "silu"
+        for key, wanted in (
+            ("block_count", 1),
+            ("embedding_length", target.hidden_size),
+            ("target_hidden_size", target.hidden_size),
+        ):
+            if (value := keys.get(key)) != wanted:
+                problems.append(f"{keys.prefix}{key} is {value}, and {wanted} is read here")
+        tensors = dict(published)
+        head_dim = int(settings.get("head_dim", 64))
+        settings["rope_parameters"] = _read_rope(keys, tensors, head_dim, target, problems)
+        found = rename(tensors, _NAMES)
+        settings |= _read_vocabulary(found, target, problems)
+        if (steps := published.config.get(f"{OWN_KEY}.ttt_steps")) is not None:
+            settings["ttt_steps"] = steps
+        # Vectors are stored in float32, whatever the heads have.
+        wide = found.get("fc.weight")
+        found = {name: as_wide_as(x, wide) if "norm" in name else x for name, x in found.items()}
+        for name in (_Q, _K):
+            if name in found and found[name].dim() == 2 and len(found[name]) % head_dim == 0:
+                found[name] = _to_halves(found[name], head_dim)
+        return Imported("eagle3", settings, found, _NAMES, keys.problems + problems)
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        flags = [f"{name} {getattr(config, name)}" for name, fine in _FIXED.items() if getattr(config, name) != fine]
+        layers, total = config.feature_layers, config.target_num_layers
+        refuse_unwritable(
+            self.title,
+            (bool(flags), f"llama.cpp does not know {', '.join(flags)}; choose vllm"),
+            (len(layers) != 3, f"llama.cpp taps three layers, these heads {layers}; choose speculators"),
+            (total in layers, f"llama.cpp taps inputs of layers, not the last norm's output ({total} of {layers})"),
+        )
+        rope, factors = _write_rope(config)
+        metadata: dict[str, Any] = {
+            "general.architecture": _ARCHITECTURE,
+            "general.name": f"EAGLE-3 for {config.target_name_or_path or config.target_model_type}",
+            "eagle3.block_count": 1,
+            "eagle3.embedding_length": config.hidden_size,
+            "eagle3.target_hidden_size": config.hidden_size,
+            "eagle3.vocab_size": config.target_vocab_size,
+            **{f"eagle3.{theirs}": getattr(config, ours) for theirs, ours in _SIZES.items()},
+            "eagle3.attention.value_length": config.head_dim,
+            "eagle3.rope.dimension_count": config.head_dim,
+            **{f"eagle3.{key}": value for key, value in rope.items()},
+            **{f"eagle3.{key}": list(config.feature_layers) for key in _LAYERS},
+            **{f"eagle3.{flag}": getattr(config, flag) for flag in _FLAGS},
+            f"{OWN_KEY}.ttt_steps": config.ttt_steps,
+            **self._read_tokenizer(),
+        }
+        written = {_NAMES[name]: x for name, x in tensors.items() if name != "t2d"}
+        for name in (_Q, _K):
+            written[_NAMES[name]] = _to_pairs(tensors[name], config.head_dim)
+        if "d2t" in written:
+            written["d2t"] = written["d2t"] + torch.arange(len(written["d2t"]), device=written["d2t"].device)
+        if factors is not None:
+            written[_ROPE_FACTORS] = factors
+        file = "eagle3.gguf"
+        model = self.target_gguf or "TARGET.gguf"
+        command = f"llama-server -m {model} -md {{heads}}/{file} --spec-type draft-eagle3 --spec-draft-n-max 4"
+        lacks_tokenizer = "The file has no tokenizer; --target_gguf copies the target's."
+        notes = (lacks_tokenizer,) if self.target_gguf is None else ()
+        return Exported(metadata, written, file, (command,), notes)
+
+    def _read_tokenizer(self) -> dict[str, Any]:
+        if self.target_gguf is None:
+            return {"tokenizer.ggml.model": "none"}
+        metadata = read_metadata(Path(self.target_gguf))
+        if "tokenizer.ggml.model" not in metadata:
+            raise ValueError(
+                f"{self.target_gguf} has no tokenizer: give the GGUF file that llama.cpp runs the target with"
+            )
+        return {name: value for name, value in metadata.items() if name.startswith("tokenizer.")}
+
+
+class _Keys:
+    """Metadata of one architecture, and problems with it."""
+
+    prefix = "eagle3."
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self.metadata = metadata
+        self.problems: list[str] = []
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        return _round(self.metadata.get(self.prefix + key, otherwise))
+
+    def need(self, *names: str) -> Any:
+        """The value under the first of these names that there is."""
+        for name in names:
+            if (value := self.get(name)) is not None:
+                return value
+        self.problems.append(f"the metadata has no {' or '.join(self.prefix + name for name in names)}")
+        return None
+
+
+def _round(value: Any) -> Any:
+    """1e-6 is not quite 1e-6 after it was stored in float32."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def _to_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of whole heads: channel i of the first half and of the second become neighbours.
+
+    >>> _to_pairs(torch.arange(4)[:, None], head_dim=4).flatten().tolist()
+    [0, 2, 1, 3]
+    """
+    paired: Tensor = weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    return paired
+
+
+def _to_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """The inverse of `_to_pairs`."""
+    halved: Tensor = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    return halved
+
+
+def _read_vocabulary(found: dict[str, Tensor], target: Target, problems: list[str]) -> dict[str, Any]:
+    """The settings of embeddings and draft vocabulary; their tensors become ours, in place."""
+    settings: dict[str, Any] = {}
+    ids, lm_head = found.pop("d2t", None), found.get("lm_head.weight")
+    num_rows = target.vocab_size if lm_head is None else len(lm_head)
+    if len(ids) != num_rows if ids is not None else num_rows != target.vocab_size:
+        entries = "is missing" if ids is None else f"has {len(ids)} entries"
+        problems.append(f"tensor d2t {entries}, and {_NAMES['lm_head.weight']} has {num_rows} rows")
+    if ids is None:
+        found.setdefault("lm_head.weight", target.lm_head_weight())  # llama.cpp takes the target's, too
+    elif ids.is_floating_point() or not ((ids >= 0) & (ids < target.vocab_size)).all() or len(ids.unique()) < len(ids):
+        problems.append(f"tensor d2t does not hold {len(ids)} different tokens of the target's {target.vocab_size}")
+    else:
+        settings["draft_vocab_size"] = len(ids)
+        found["d2t"], found["t2d"] = map_tensors(ids.long(), target.vocab_size)
+    table = found.get("embed_tokens.weight")
+    if table is not None:
+        if is_same(table, target_table(target)):
+            del found["embed_tokens.weight"]
+        else:
+            settings["own_embedding"] = True
+    return settings
+
+
+# RoPE: llama.cpp has scaling by Llama 3's rule as a tensor of divisors.
+
+
+def _find_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """[head_dim / 2] float32, by which llama.cpp divides the frequencies of the default RoPE."""
+    config = DecoderConfig(head_dim=head_dim, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    plain: Tensor = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+    return plain / scaled
+
+
+def _write_rope(config: Any) -> tuple[dict[str, Any], Tensor | None]:
+    """RoPE's metadata, and divisors."""
+    rope = config.rope_parameters
+    kind, keys = rope["rope_type"], {"rope.freq_base": float(rope["rope_theta"])}
+    if kind == "default":
+        return keys, None
+    if kind == "linear":
+        return {**keys, "rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}, None
+    if kind == "llama3":
+        return keys, _find_factors(rope, config.head_dim)
+    raise ValueError(f"rope_type is {kind!r}; heads are written to GGUF with default, linear and llama3")
+
+
+def _read_rope(
+    keys: _Keys, tensors: dict[str, Tensor], head_dim: int, target: Target, problems: list[str]
+) -> dict[str, Any]:
+    theta = keys.need("rope.freq_base") or 10000.0
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    kind = keys.get("rope.scaling.type", "none")
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": keys.need("rope.scaling.factor") or 1.0}
+    elif kind != "none":
+        problems.append(f"{keys.prefix}rope.scaling.type is {kind!r}; none and linear are read here")
+    if (factors := tensors.pop(_ROPE_FACTORS, None)) is None:
+        return rope
+    own = target_rope(target)
+    rope = {**own, "rope_theta": theta}
+    expected = _find_factors(rope, head_dim) if own["rope_type"] == "llama3" else None
+    if expected is None or expected.shape != factors.shape or not torch.allclose(expected, factors.float(), rtol=1e-4):
+        problems.append(f"tensor {_ROPE_FACTORS} is not the scaling of the target's RoPE ({own['rope_type']})")
+    return rope

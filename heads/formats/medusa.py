@@ -1,0 +1,163 @@
+"""Medusa's published formats (github.com/FasterDecoding/Medusa), and vLLM's.
+
+    first version     {i}.{j}.linear.{weight, bias}, {i}.{L}.weight for head i, block j and L blocks
+    second version    the blocks only: the target's LM head scores
+    whole models      the first version's names after `medusa_head.`, beside the target's own tensors
+    vLLM              blocks.{i}.layers.{j}.{weight, bias}, lm_heads.{i}.weight
+
+The number of heads is counted: published configs are wrong about it. vLLM served Medusa up to 0.32; no engine does now.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from heads.formats.format import Exported, Format, Imported
+from heads.formats.published import Published
+from heads.formats.tensors import refuse_other_layer, rename, take_copies
+from inference.targets.target import Target
+
+_WHOLE = "medusa_head."  # before the heads' names in the checkpoint of a whole model
+_VLLM = "medusa_heads."  # vLLM strips it
+_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)|blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+
+
+def _authors_names(num_heads: int, num_layers: int) -> dict[str, str]:
+    names = {f"heads.{i}.lm_head.weight": f"{i}.{num_layers}.weight" for i in range(num_heads)}
+    for i, j, part in _each_part(num_heads, num_layers):
+        names[f"heads.{i}.blocks.{j}.linear.{part}"] = f"{i}.{j}.linear.{part}"
+    return names
+
+
+def _vllm_names(num_heads: int, num_layers: int) -> dict[str, str]:
+    names = {f"heads.{i}.lm_head.weight": f"lm_heads.{i}.weight" for i in range(num_heads)}
+    for i, j, part in _each_part(num_heads, num_layers):
+        names[f"heads.{i}.blocks.{j}.linear.{part}"] = f"blocks.{i}.layers.{j}.{part}"
+    return names
+
+
+def _each_part(num_heads: int, num_layers: int) -> Iterable[tuple[int, int, str]]:
+    return ((i, j, part) for i in range(num_heads) for j in range(num_layers) for part in ("weight", "bias"))
+
+
+def _count(tensors: Iterable[str], own_head: str) -> tuple[int, int]:
+    """(number of heads, of blocks in each), by the largest numbers in the tensors' names.
+
+    Args:
+        own_head: matches a head's projection, whose first group is the head's number.
+    """
+    blocks = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
+    heads = [int(match[1] or match[4]) for match in blocks]
+    heads += [int(match[1]) for name in tensors if (match := re.fullmatch(own_head, name))]
+    return 1 + max(heads, default=-1), 1 + max((int(match[2] or match[5]) for match in blocks), default=-1)
+
+
+def _settings(num_heads: int, num_layers: int, shares_lm_head: bool) -> dict[str, Any]:
+    return {"num_heads": max(1, num_heads), "num_layers": num_layers, "shares_lm_head": shares_lm_head}
+
+
+class Medusa(Format):
+    """The authors' names, by themselves or in the checkpoint of a whole model."""
+
+    name = "medusa"
+    title = "heads in the published Medusa format"
+    kinds = ("medusa",)
+
+    def matches(self, published: Published) -> bool:
+        if "medusa_num_heads" in published.config or published.file.startswith("medusa_lm_head"):
+            return True
+        return published.has(r"(medusa_head\.)?\d+\.\d+\.linear\.weight")
+
+    def read(self, published: Published, target: Target) -> Imported:
+        tensors, problems = dict(published), []
+        if any(name.startswith(_WHOLE) for name in tensors):
+            problems = _shorten(take_copies(tensors, _find_own_tensors(target, tensors)))
+            tensors = {name.removeprefix(_WHOLE): x for name, x in tensors.items()}
+        sizes = _count(tensors, r"(\d+)\.\d+\.weight")
+        names = _authors_names(*sizes)
+        shares = str(published.setting("version")) == "2"
+        return Imported("medusa", _settings(*sizes, shares), rename(tensors, names), names, problems)
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        refuse_other_layer(config)
+        names = _authors_names(config.num_heads, config.num_layers)
+        settings = {
+            "medusa_num_heads": config.num_heads,
+            "medusa_num_layers": config.num_layers,
+            "base_model_name_or_path": config.target_name_or_path,
+        }
+        if config.shares_lm_head:
+            settings["version"] = "2"
+        file = "medusa_lm_head.safetensors" if config.shares_lm_head else "medusa_lm_head.pt"
+        note = "No engine of today serves Medusa; the authors' code does."
+        return Exported(settings, {names[name]: x for name, x in tensors.items()}, file, notes=(note,))
+
+
+class VLLMMedusa(Format):
+    """vLLM's names. Its loader drops biases without a word unless the config has `medusa_fc_bias`."""
+
+    name = "vllm"
+    title = "heads in vLLM's Medusa format"
+    kinds = ("medusa",)
+
+    def matches(self, published: Published) -> bool:
+        return "MedusaModel" in published.architectures or published.has(
+            r"(medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight"
+        )
+
+    def read(self, published: Published, target: Target) -> Imported:
+        tensors = {name.removeprefix(_VLLM): x for name, x in published.items()}
+        sizes = _count(tensors, r"lm_heads\.(\d+)\.weight")
+        problems = take_copies(tensors, {"lm_head.weight": target.lm_head_weight()})
+        names = _vllm_names(*sizes)
+        found = rename(tensors, names)
+        if not published.setting("medusa_fc_bias", False):
+            biases = [name for name in names if name.endswith("bias")]
+            if any(name in found for name in biases):
+                problems.append(
+                    "config.json has no medusa_fc_bias, but there are biases: set it to true, or delete them"
+                )
+            for name in biases:
+                if (weight := found.get(name.removesuffix("bias") + "weight")) is not None:
+                    found.setdefault(name, weight.new_zeros(weight.shape[0]))
+        shares = bool(published.setting("original_lm_head", False))
+        return Imported("medusa", _settings(*sizes, shares), found, names, problems)
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        refuse_other_layer(config)
+        names = _vllm_names(config.num_heads, config.num_layers)
+        settings = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": config.target_hidden_size,
+            "vocab_size": config.target_vocab_size,
+            "truncated_vocab_size": config.target_vocab_size,
+            "num_heads": config.num_heads,
+            "num_hidden_layers": config.num_layers,
+            "num_lookahead_tokens": config.num_heads,
+            "medusa_fc_bias": True,
+        }
+        written = {names[name]: x for name, x in tensors.items()}
+        if config.shares_lm_head:
+            settings["original_lm_head"] = True
+            written["lm_head.weight"] = target.lm_head_weight()
+        speculation = {"method": "medusa", "model": "{heads}", "num_speculative_tokens": config.num_heads}
+        command = f"vllm serve {{target}} --speculative-config '{json.dumps(speculation)}'"
+        return Exported(settings, written, commands=(command,), notes=("vLLM up to 0.32 serves Medusa, as chains.",))
+
+
+def _find_own_tensors(target: Target, names: Iterable[str]) -> dict[str, Tensor]:
+    """The target's tensors whose copies a whole model's checkpoint holds."""
+    own: dict[str, Tensor] = target.model.state_dict()
+    return {name: own[name] for name in names if name in own}
+
+
+def _shorten(problems: list[str]) -> list[str]:
+    """A whole model that is not the target differs in every tensor."""
+    more = len(problems) - 3
+    return problems if more <= 1 else [*problems[:3], f"so do {more} more tensors of the whole model"]

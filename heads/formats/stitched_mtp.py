@@ -1,0 +1,189 @@
+"""MTP heads in the target's own checkpoint, the only place where vLLM and SGLang serve such heads.
+
+The folder has links to the target's files, a file with the heads' tensors under the family's names, and an index.
+Engines read every tensor of a file, whatever the index says. So files that hold older MTP modules are written again
+without them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads.formats.format import Exported, Format, Imported
+from heads.formats.native_mtp import DEEPSEEK, MIMO, OUTER_NORM, QWEN, Naming, find_tensors, read_native_modules
+from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import as_wide_as
+from heads.modules.stock_layer import find_family
+from inference.targets.target import Target
+
+# model_type -> the names of its MTP tensors
+FAMILIES: dict[str, Naming] = {
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": DEEPSEEK,
+    "mimo": MIMO,
+    "qwen3_next": QWEN,
+    "qwen3_5_text": QWEN,
+    "qwen3_5_moe_text": QWEN,
+}
+_FILE = "model-mtp.safetensors"
+_INDEX = "model.safetensors.index.json"
+_NOT_LINKED = ("config.json", "README.md", _INDEX, _FILE)
+_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+
+
+@dataclass(frozen=True)
+class Stitched(Exported):
+    """A target's checkpoint with other MTP modules.
+
+    Attributes:
+        checkpoint: the target's folder.
+        replaced: the names of its own modules' tensors.
+    """
+
+    checkpoint: Path = Path()
+    replaced: frozenset[str] = frozenset()
+
+    def save(self, folder: Path, at: str | None = None) -> None:
+        super().save(folder, at)
+        files = find_tensors(str(self.checkpoint))
+        places = dict.fromkeys(self.tensors, self.file)
+        for name in sorted(set(files.values())):
+            kept = [one for one, file in files.items() if file == name and one not in self.replaced]
+            # With a file of this name, readers would not look at the index.
+            new_name = "model-target.safetensors" if name == "model.safetensors" else name
+            places |= dict.fromkeys(kept, new_name)
+            source, place = self.checkpoint / name, folder / new_name
+            if len(kept) == sum(file == name for file in files.values()):
+                place.symlink_to(source.resolve())
+            elif kept:
+                with safe_open(source, framework="pt") as opened:
+                    save_file({one: opened.get_tensor(one) for one in kept}, place, metadata={"format": "pt"})
+        for source in self.checkpoint.iterdir():
+            if source.is_file() and source.suffix != ".safetensors" and source.name not in _NOT_LINKED:
+                (folder / source.name).symlink_to(source.resolve())
+        index = {"metadata": {}, "weight_map": dict(sorted(places.items()))}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+class VLLMMTP(Format):
+    name: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "MTP modules in the target's own checkpoint"
+    kinds = ("mtp",)
+
+    def matches(self, published: Published) -> bool:
+        return "ForCausalLM" in published.architectures and published.has(
+            r"(model\.)?layers\.\d+\.eh_proj\.weight|mtp\.fc\.weight|model\.mtp_layers\.\d+\.input_proj\.weight"
+        )
+
+    def read(self, published: Published, target: Target) -> Imported:
+        native = read_native_modules(published.path, target)
+        settings = dict(native.settings)
+        if settings["share_block"] and (steps := published.own_setting("num_steps")) is not None:
+            settings["num_steps"] = steps
+        wide = native.tensors.get("blocks.0.eh_proj.weight")
+        # Norms come in float32, whatever the file has.
+        tensors = {name: as_wide_as(x, wide) if OUTER_NORM.fullmatch(name) else x for name, x in native.tensors.items()}
+        if settings.get("reads_before_final_norm") and (gain := target.final_norm_gain()) is not None:
+            tensors["state_gain"] = as_wide_as(gain, wide)
+        return Imported("mtp", settings, tensors, float32_parts=("e_score_correction_bias",))
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        naming = self._find_naming(config, target)
+        checkpoint = Path(str(target.model.config._name_or_path))
+        if not (checkpoint / "config.json").is_file():
+            raise ValueError(
+                f"the target came from {str(checkpoint)!r}, which is no folder here, and MTP heads are served in the "
+                "target's own checkpoint: download it, and load the target from its folder"
+            )
+        offset = find_family(config.stock_layer).norm_offset
+        written: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if name == "state_gain":
+                continue
+            _, index, ours = name.split(".", 2)
+            theirs = naming.name(int(index), ours, target.num_layers)
+            is_outer = ours in ("enorm.weight", "hnorm.weight", "norm.weight")
+            written |= dict(_split_experts(theirs, tensor - offset if is_outer and offset else tensor))
+        num_blocks = 1 if config.share_block else config.num_steps
+        if naming is DEEPSEEK:  # published checkpoints have copies, which some releases of the engines read
+            written |= dict(_find_copies(target, num_blocks))
+        settings = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        settings |= {"num_nextn_predict_layers": num_blocks, OWN_KEY: {"num_steps": config.num_steps}}
+        replaced = {one for one in find_tensors(str(checkpoint)) if naming.has(one, target.num_layers)}
+        return Stitched(
+            settings,
+            written,
+            _FILE,
+            (self.command(config),),
+            checkpoint=checkpoint,
+            replaced=frozenset(replaced),
+        )
+
+    def _find_naming(self, config: Any, target: Target) -> Naming:
+        family = target.text_config.model_type
+        known = ", ".join(FAMILIES)
+        if family not in FAMILIES:
+            raise ValueError(
+                f"engines serve MTP only in checkpoints of families that have it ({known}), and this target is of "
+                f"{family}: train eagle3 heads for it, or choose custom_generate"
+            )
+        if config.stock_layer is None:
+            raise ValueError(
+                f"these heads have a layer as Llama's, and engines run {family}'s own in its MTP modules: train on "
+                "from the target's modules (heads.mtp.MTPHeads.from_target_checkpoint), or choose custom_generate"
+            )
+        naming = FAMILIES[family]
+        wrong = {name: value for name, value in naming.settings.items() if getattr(config, name) != value}
+        if wrong:
+            raise ValueError(
+                f"engines run {family}'s MTP modules with "
+                + ", ".join(f"{name} {value} (these heads: {getattr(config, name)})" for name, value in wrong.items())
+                + ": train heads so, or choose custom_generate"
+            )
+        return naming
+
+    def command(self, config: Any) -> str:
+        speculation = {"method": "mtp", "num_speculative_tokens": config.num_steps}
+        return f"vllm serve {{heads}} --speculative-config '{json.dumps(speculation)}'"
+
+
+class SGLangMTP(VLLMMTP):
+    name = "sglang"
+
+    def command(self, config: Any) -> str:
+        steps = config.num_steps
+        return (
+            "python -m sglang.launch_server --model-path {heads} --speculative-algorithm NEXTN "
+            f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
+        )
+
+
+def _split_experts(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """transformers' stacks of experts as the matrices of single experts, which checkpoints have."""
+    match = _STACK.fullmatch(name)
+    if match is None:
+        yield name, tensor
+        return
+    for number, matrix in enumerate(tensor):
+        parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+        for part, half in zip(parts, matrix.chunk(len(parts)), strict=True):
+            yield f"{match[1]}.{number}.{part}.weight", half
+
+
+def _find_copies(target: Target, num_blocks: int) -> Iterable[tuple[str, Tensor]]:
+    embedding: Any = target.embed_tokens
+    table: Tensor = embedding.weight.detach()
+    lm_head = target.lm_head_weight()
+    for index in range(target.num_layers, target.num_layers + num_blocks):
+        yield f"model.layers.{index}.embed_tokens.weight", table.clone()
+        yield f"model.layers.{index}.shared_head.head.weight", torch.clone(lm_head)

@@ -1,0 +1,66 @@
+"""Tensors on their way between two formats: renamed, and without copies of the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from heads.formats.eagle.llama_keys import is_same
+
+
+def rename(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Tensors under our names. A tensor that the format does not have keeps its own name.
+
+    >>> x = torch.zeros(1)
+    >>> sorted(rename({"0.1.weight": x, "extra": x}, {"heads.0.lm_head.weight": "0.1.weight"}))
+    ['extra', 'heads.0.lm_head.weight']
+
+    Args:
+        names: our name -> the format's.
+    """
+    ours = {theirs: name for name, theirs in names.items()}
+    # A stray tensor may be called as one of ours is. It must not pass for that one.
+    return {ours.get(name, f"{name} (of no format)" if name in names else name): x for name, x in tensors.items()}
+
+
+def take_copies(tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> list[str]:
+    """Takes copies of the target's own tensors out of `tensors`, which heads borrow from the target.
+
+    Args:
+        copies: the name that a copy would have -> the target's tensor.
+
+    Returns:
+        a problem for each that differs from the target's in more than its rounding.
+    """
+    problems = []
+    for name, own in copies.items():
+        if (copy := tensors.pop(name, None)) is None:
+            continue
+        if copy.shape != own.shape:
+            problems.append(f"tensor {name} is {list(copy.shape)}, and the target's own is {list(own.shape)}")
+        elif not is_same(copy, own.detach().to(copy.device)):
+            problems.append(
+                f"tensor {name} differs from the target's own, which the heads would read: give the target that the "
+                "heads were trained for"
+            )
+    return problems
+
+
+def as_wide_as(tensor: Tensor, other: Tensor | None) -> Tensor:
+    """A tensor in the dtype of another one: engines keep some tensors wider than the heads have them."""
+    return tensor if other is None else tensor.to(other.dtype)
+
+
+def refuse_other_layer(config: Any) -> None:
+    """Refuses heads on another layer than the last.
+
+    Raises:
+        ValueError: engines and authors' code give heads of this kind the target's last states.
+    """
+    if config.feature_layers != [config.target_num_layers]:
+        raise ValueError(
+            f"feature_layers is {config.feature_layers}, and other projects give such heads the target's last states "
+            f"([{config.target_num_layers}]): train heads on these"
+        )

@@ -1,0 +1,107 @@
+"""Turns heads that another project trained into heads of this library.
+
+    python scripts/import_heads.py --checkpoint yuhuili/EAGLE3-LLaMA3.1-Instruct-8B \\
+        --target meta-llama/Llama-3.1-8B-Instruct --output outputs/imported
+    python scripts/import_heads.py --checkpoint DIR --target TARGET --output outputs/imported --check true
+
+The format is seen from the files. Every tensor and every key is accounted for, or nothing is written.
+`DraftHeads.from_pretrained(checkpoint, target=model)` does the same without writing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from heads import DraftHeads
+from heads.checkpoint import check_place, is_published
+from heads.formats.published import open_published
+from heads.formats.registry import recognize
+from scripts.doors.conventions import compare_conventions, question_prompts
+from scripts.model_loading import DTYPES, check_folder, load_target
+from scripts.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
+
+
+@dataclass
+class ImportArguments:
+    """Options of import_heads.py."""
+
+    checkpoint: str = field(metadata={"help": "Heads of another project: a folder or a hub id."})
+    target: str = field(metadata={"help": "The target that they draft for: a folder or a hub id."})
+    output: str = field(metadata={"help": "Folder to write the heads to."})
+    check: bool = field(
+        default=False,
+        metadata={"help": "Decode a few prompts under every known convention; name the one that fits."},
+    )
+    settings: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Settings of the heads in place of those that were read, as key=value with JSON values."},
+    )
+    dtype: str = field(
+        default="auto", metadata={"help": "The target's dtype; auto = as it was saved.", "choices": list(DTYPES)}
+    )
+    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
+
+    def parse_settings(self) -> dict[str, Any]:
+        parsed = {}
+        for item in self.settings:
+            key, equals, value = item.partition("=")
+            try:
+                parsed[key] = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"got --settings {item}: write key=value, for example norm_output=true") from error
+            if not (key.isidentifier() and equals):
+                raise ValueError(f"got --settings {item}: write key=value, for example norm_output=true")
+        return parsed
+
+
+def main(argv: list[str] | None = None) -> int:
+    with one_line_errors("import_heads.py"):
+        (args,) = ProgramParser([ImportArguments], doc=__doc__).read(argv)
+        run(args)
+    return 0
+
+
+def run(args: ImportArguments) -> None:
+    settings = args.parse_settings()
+    check_folder(args.checkpoint)
+    check_place(args.checkpoint)
+    if Path(args.output).resolve() == Path(args.checkpoint).resolve():
+        raise ValueError(f"got {args.output} as --checkpoint and as --output: give the heads a folder of their own")
+    if not is_published(args.checkpoint):
+        raise ValueError(f"{args.checkpoint} holds heads of this library already: use them as they are")
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
+    published = open_published(args.checkpoint)
+    known = recognize(published)
+    if known is None:
+        raise ValueError(f"{args.checkpoint} holds no heads in a format that is known here")
+    imported = known.read(published, target)
+    imported = replace(imported, settings={**imported.settings, **settings})
+    heads = DraftHeads.from_imported(imported, target, args.checkpoint)
+    for note in imported.notes:
+        print(f"note: {note}")
+    if args.check:
+        finding = compare_conventions(known, imported, target, args.checkpoint, question_prompts(tokenizer))
+        print(f"acceptance length {finding.lengths[0]:.2f} tokens a pass; cross-entropy of the drafts in nats where")
+        for one in finding.conventions:
+            print(f"  {float(one.cross_entropy.mean()):6.3f}  {one.name}")
+        if finding.advice is not None:
+            print(f"warning: {finding.advice}", file=sys.stderr)
+    heads.save_pretrained(args.output)
+    print(
+        f"{args.checkpoint} holds {known.title}.\n"
+        f"Wrote {imported.kind} heads, {len(heads.state_dict())} tensors in {str(heads.dtype).removeprefix('torch.')}, "
+        f"to {args.output}.\n"
+        f"Next: draftsmith chat --target {args.target} --heads {args.output}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""DFlash and DSpark in their published formats, against DFlash's forward pass written out here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heads import DraftHeads
+from heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
+from heads.formats.published import Published, open_published
+from inference import Target
+from inference.targets.encoding import encode
+from tests.heads.formats.round_trip import (
+    assert_damage_is_named,
+    assert_round_trip,
+    assert_same_heads,
+    change,
+    export_heads,
+    import_heads,
+    publish,
+    refusal_of,
+    write,
+)
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+FLASH = {"block_size": 4}
+SPARK = {"block_size": 4, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True}
+COPIES = ("embed_tokens.weight", "lm_head.weight")
+VARIANTS = [
+    (VLLMBlock(), FLASH),
+    (VLLMBlock(), {**FLASH, "is_causal": True, "num_layers": 1}),
+    (VLLMBlock(), SPARK),
+    (VLLMBlock(), {**SPARK, "has_confidence": False, "is_causal": True}),
+    (BlockSpeculators(), FLASH),
+    (BlockSpeculators(), {**FLASH, "predicts_at_anchor": True}),
+    (BlockSpeculators(), SPARK),
+    (BlockSpeculators(), {**SPARK, "markov_rank": 0}),
+]
+
+
+@pytest.mark.parametrize(("known", "settings"), VARIANTS)
+def test_round_trip(known: Any, settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    heads = tiny_heads("block", target, **settings)
+    published = assert_round_trip(known, heads, tmp_path)
+    assert_damage_is_named(known, published, target, skip=COPIES)
+    found = known.read(published, target).settings
+    for name in ("block_size", "predicts_at_anchor", "is_causal", "feature_layers", "rope_parameters", "head_dim"):
+        assert found[name] == getattr(heads.config, name), name
+
+
+def test_a_mask_that_is_a_token_is_written_as_its_number(target: Target, tmp_path: Path) -> None:
+    heads: Any = tiny_heads("block", target, **FLASH)
+    with torch.no_grad():
+        heads.mask_embedding.copy_(target.embed_tokens.weight[77])
+    for known in (DFlash(), SGLangBlock(), VLLMBlock()):
+        published = assert_round_trip(known, heads, tmp_path / known.name)
+        assert published.config["dflash_config"]["mask_token_id"] == 77
+        assert "embed_tokens.weight" not in published
+
+
+def test_a_mask_of_its_own_takes_a_seldom_tokens_place(target: Target, tmp_path: Path) -> None:
+    heads: Any = tiny_heads("block", target, **FLASH)
+    published = assert_round_trip(VLLMBlock(), heads, tmp_path)
+    token, table = published.config["dflash_config"]["mask_token_id"], published["embed_tokens.weight"]
+    assert token == target.text_config.pad_token_id == 0
+    assert torch.equal(table[token], heads.mask_embedding)
+    assert torch.equal(table[1:], target.embed_tokens.weight[1:])
+    for known in (DFlash(), SGLangBlock()):
+        with pytest.raises(ValueError, match=r"the mask was trained.*choose vllm or speculators"):
+            export_heads(known, heads)
+    message = refusal_of(DFlash(), change(published, **{"embed_tokens.weight": table + 1}), target)
+    assert "embed_tokens.weight differs from the target's own" in message
+
+
+def test_vllms_file_of_a_mask(target: Target, tmp_path: Path) -> None:
+    heads: Any = tiny_heads("block", target, **FLASH)
+    exported = export_heads(VLLMBlock(), heads)
+    del exported.tensors["embed_tokens.weight"]
+    write(exported, tmp_path)
+    torch.save({"mask_token_id": 0, "embedding": heads.mask_embedding.detach()[None]}, tmp_path / "mask_embedding.pt")
+    published = open_published(str(tmp_path))
+    assert_same_heads(import_heads(DFlash(), published, target), heads)
+    other = change(published, config={"dflash_config": {**published.config["dflash_config"], "mask_token_id": 5}})
+    assert "mask_embedding.pt is of token 0, and mask_token_id is 5" in refusal_of(DFlash(), other, target)
+    torch.save({"mask_token_id": 0}, tmp_path / "mask_embedding.pt")
+    assert "mask_embedding.pt has no tensor 'embedding'" in refusal_of(DFlash(), published, target)
+    torch.save(torch.zeros(8), tmp_path / "mask_embedding.pt")
+    assert "tensor embed_tokens.weight is [8] and should be [32]" in refusal_of(DFlash(), published, target)
+    torch.save({"embedding": Path("x")}, tmp_path / "mask_embedding.pt")
+    assert "mask_embedding.pt is damaged, or holds more than tensors" in refusal_of(DFlash(), published, target)
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    size = x.shape[-1]
+    angles = positions[:, None] * theta ** -(torch.arange(0, size, 2) / size)
+    cos, sin = (torch.cat([f(angles)] * 2, dim=-1) for f in (torch.cos, torch.sin))
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def reference(published: Published, target: Target, states: Tensor, anchor: int) -> Tensor:
+    """The authors' forward pass for one block after states [T, features * D]: normed states [N, D]."""
+    config, w = published.config, published.tensors
+    eps, theta, size = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
+    token_ids = torch.tensor([anchor] + [published.setting("mask_token_id")] * (config["block_size"] - 1))
+    x = w.get("embed_tokens.weight", target.embed_tokens.weight)[token_ids]
+    context = norm(states @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+    positions = torch.arange(len(context) + len(x)).float()
+    for i in range(config["num_hidden_layers"]):
+        at = {name.removeprefix(f"layers.{i}.").removesuffix(".weight"): y for name, y in w.items()}
+        normed = norm(x, at["input_layernorm"], eps)
+        both = torch.cat([context, normed])
+        q, k, v = (
+            (y @ at[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, size)).transpose(0, 1)
+            for name, y in (("q", normed), ("k", both), ("v", both))
+        )
+        q = rotated(norm(q, at["self_attn.q_norm"], eps), positions[len(context) :], theta)
+        k = rotated(norm(k, at["self_attn.k_norm"], eps), positions, theta)
+        k, v = (y.repeat_interleave(len(q) // len(y), dim=0) for y in (k, v))
+        attended = (q @ k.transpose(1, 2) / size**0.5).softmax(-1) @ v
+        x = x + attended.transpose(0, 1).flatten(1) @ at["self_attn.o_proj"].T
+        y = norm(x, at["post_attention_layernorm"], eps)
+        x = x + (F.silu(y @ at["mlp.gate_proj"].T) * (y @ at["mlp.up_proj"].T)) @ at["mlp.down_proj"].T
+    return norm(x, w["norm.weight"], eps)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [FLASH, SPARK], ids=["DFlash", "DSpark"])
+def test_drafts_are_those_of_the_authors(settings: dict[str, Any], target: Target) -> None:
+    """Their ids count layers from 0: id i is the output of layer i, transformers' hidden_states[i + 1]. DFlash's rows
+    after the first predict their own token; all of DSpark's predict the next one, with a bias by the token before."""
+    is_spark = "markov_rank" in settings
+    published = publish(VLLMBlock(), tiny_heads("block", target, **settings, feature_layers=[2, 4]))
+    assert published.setting("target_layer_ids") == [1, 3]
+    input_ids = random_prompt(12)
+    model: Any = target.model
+    hidden = model(input_ids, output_hidden_states=True).hidden_states
+    states = torch.cat([hidden[i + 1] for i in (1, 3)], dim=-1)
+    read: DraftHeads = import_heads(VLLMBlock(), published, target)
+    features = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=read.feature_layers).features
+    steps = read.unroll(features, input_ids)
+    assert len(steps) == (4 if is_spark else 3)
+    for slot in (0, 4, 7):
+        rows = reference(published, target, states[0, : slot + 1], int(input_ids[0, slot + 1]))
+        for depth, step in enumerate(steps):
+            row = rows[depth if is_spark else depth + 1]
+            expected = row @ target.lm_head_weight().T
+            if is_spark:
+                before = published["markov_head.markov_w1.weight"][input_ids[0, slot + 1 + depth]]
+                expected = expected + published["markov_head.markov_w2.weight"] @ before
+                weight, bias = (published[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
+                assert step.confidence is not None
+                chance = (weight @ torch.cat([row, before]) + bias)[0]
+                torch.testing.assert_close(step.confidence[0, slot], chance, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(step.head(step.hidden[0, slot]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["num_attention_heads", "intermediate_size", "rms_norm_eps", "block_size", "num_hidden_layers", "hidden_size"],
+)
+def test_a_missing_key(key: str, target: Target) -> None:
+    published = publish(VLLMBlock(), tiny_heads("block", target, **FLASH))
+    assert key in refusal_of(DFlash(), change(published, config={key: None}), target)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"dflash_config": {"mask_token_id": 0}}, "config.json has no target_layer_ids"),
+        ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, "config.json has no mask_token_id"),
+        ({"dflash_config": {"target_layer_ids": [1, 9], "mask_token_id": 0}}, r"target_layer_ids \[9\] are no layers"),
+        ({"dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 0}}, "allowed are 0 to 4"),
+        ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 400}}, "mask_token_id is 400"),
+        ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": "<mask>"}}, "mask_token_id is '<mask>'"),
+        ({"dflash_config": {"target_layer_ids": "all", "mask_token_id": 0}}, "no list of layers as target_layer_ids"),
+        ({"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
+        ({"draft_vocab_size": 40}, "draft_vocab_size is 40"),
+        ({"vocab_size": 40}, "vocab_size is 40"),
+        ({"num_target_layers": 36}, "num_target_layers is 36, and the target has 6"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_other_settings(config: dict[str, Any], message: str, target: Target) -> None:
+    published = publish(VLLMBlock(), tiny_heads("block", target, **FLASH))
+    with pytest.raises(ValueError, match=message):
+        import_heads(DFlash(), change(published, config=config), target)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"markov_rank": -2}, "markov_rank is -2, and should be a positive integer"),
+        ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
+        ({"confidence_head_with_markov": False}, "confidence_head_with_markov differs"),
+        ({"enable_confidence_head": False}, "confidence_head.proj.weight has no place"),
+        ({"markov_rank": 0, "confidence_head_with_markov": False}, "markov_head.markov_w1.weight has no place"),
+    ],
+)
+def test_other_settings_of_dspark(config: dict[str, Any], message: str, target: Target) -> None:
+    published = publish(VLLMBlock(), tiny_heads("block", target, **SPARK))
+    assert message in refusal_of(DFlash(), change(published, config=config), target)
+
+
+def test_a_reduced_vocabulary_of_speculators(target: Target) -> None:
+    published = publish(BlockSpeculators(), tiny_heads("block", target, **FLASH))
+    whole = {"d2t": torch.zeros(128, dtype=torch.long), "t2d": torch.ones(128, dtype=torch.bool)}
+    import_heads(BlockSpeculators(), change(published, **whole), target)
+    message = refusal_of(BlockSpeculators(), change(published, **(whole | {"d2t": torch.arange(128)})), target)
+    assert "tensor d2t maps a reduced vocabulary" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({**FLASH, "feature_layers": [2, 6]}, r"feature_layers \[6\].*allowed are the layers 1 to 5"),
+        ({**FLASH, "predicts_at_anchor": True}, "these are read: DFlash .* and DSpark"),
+        ({**SPARK, "markov_rank": 0}, "choose speculators"),
+    ],
+)
+def test_settings_that_engines_do_not_read(settings: dict[str, Any], message: str, target: Target) -> None:
+    with pytest.raises(ValueError, match=message):
+        export_heads(VLLMBlock(), tiny_heads("block", target, **settings))
+
+
+def test_mixtures_that_vllm_runs_otherwise_are_written_without_its_command(target: Target) -> None:
+    known = BlockSpeculators()
+    assert export_heads(known, tiny_heads("block", target, **SPARK)).commands == ("vllm serve {heads}",)
+    for settings in ({**FLASH, "predicts_at_anchor": True}, {**SPARK, "markov_rank": 0}):
+        exported = export_heads(known, tiny_heads("block", target, **settings))
+        assert exported.commands == ()
+        assert "vLLM does not run this mixture" in exported.notes[0]
+
+
+def test_a_target_that_scales_its_embeddings() -> None:
+    target = Target(tiny_target("gemma3"))
+    with pytest.raises(ValueError, match="scales its embeddings"):
+        export_heads(VLLMBlock(), tiny_heads("block", target, **FLASH))

@@ -1,0 +1,272 @@
+"""EAGLE-3 in GGUF: what llama.cpp reads, written out here, and the way back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
+from heads.formats.llama_cpp.gguf_file import write_gguf
+from heads.formats.published import open_published
+from heads.formats.registry import find_format
+from inference import Target
+from tests.heads.formats.round_trip import (
+    assert_damage_is_named,
+    assert_round_trip,
+    assert_same_heads,
+    change,
+    export_heads,
+    import_heads,
+    publish,
+    refusal_of,
+    write,
+)
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import tiny_target
+
+KNOWN = GgufEagle3()
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"draft_vocab_size": 40, "num_key_value_heads": 4},
+    {
+        "norm_before_residual": True,
+        "own_embedding": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    {"norm_before_fc": True},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["full", "reduced", "residual", "fc", "linear"])
+def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    heads = tiny_heads("eagle3", target, **settings)
+    published = assert_round_trip(KNOWN, heads, tmp_path)
+    # Where there is no output.weight, llama.cpp takes the target's; embeddings may be the target's, too.
+    assert_damage_is_named(KNOWN, published, target, skip=("output.weight", "token_embd.weight"))
+    found = KNOWN.read(published, target).settings
+    for name in ("feature_layers", "rms_norm_eps", "rope_parameters", "head_dim", "norm_before_residual"):
+        assert found[name] == getattr(heads.config, name), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, target: Target, tmp_path: Path) -> None:
+    heads: Any = tiny_heads("eagle3", target, draft_vocab_size=40).to(dtype)
+    published = open_published(str(write(export_heads(KNOWN, heads), tmp_path)))
+    assert published["blk.0.attn_v.weight"].dtype == dtype
+    assert published["blk.0.attn_norm.weight"].dtype == torch.float32
+    found = import_heads(KNOWN, published, target)
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(found.state_dict()[name].to(tensor.dtype), tensor), name
+
+
+def test_quantized_files_are_read_as_float32(target: Target, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    heads = tiny_heads("eagle3", target, draft_vocab_size=40)
+    published = publish(KNOWN, heads)
+    writer = gguf.GGUFWriter(tmp_path / "heads.gguf", "eagle3")
+    kinds = gguf.GGMLQuantizationType
+    for name, x in published.items():
+        kind = kinds.Q8_0 if x.dim() == 2 else kinds.I64 if x.dtype == torch.int64 else kinds.F32
+        writer.add_tensor(name, gguf.quantize(x.numpy(), kind) if kind == kinds.Q8_0 else x.numpy(), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = open_published(str(tmp_path)).tensors
+    found = import_heads(KNOWN, type(published)("x", published.config, "", tensors), target)
+    assert found.dtype == torch.float32
+    for name, x in heads.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], x, rtol=0, atol=float(x.float().abs().max()) / 100)
+
+
+def rotate_halves(x: Tensor, position: int) -> Tensor:
+    """transformers' RoPE of one head [d]."""
+    angles = position * 10000.0 ** -(torch.arange(0, len(x), 2) / len(x))
+    first, second = x.chunk(2)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()])
+
+
+def rotate_neighbours(x: Tensor, position: int) -> Tensor:
+    """llama.cpp's."""
+    turned = torch.empty_like(x)
+    for i in range(len(x) // 2):
+        angle = torch.tensor(position * 10000.0 ** (-2 * i / len(x)))
+        turned[2 * i] = x[2 * i] * angle.cos() - x[2 * i + 1] * angle.sin()
+        turned[2 * i + 1] = x[2 * i + 1] * angle.cos() + x[2 * i] * angle.sin()
+    return turned
+
+
+def test_rows_are_in_llama_cpps_order(target: Target) -> None:
+    """Channel i of a head's first half comes to 2 i, of its second half to 2 i + 1; so attention scores stay."""
+    heads: Any = tiny_heads("eagle3", target)
+    ours, theirs = heads.state_dict(), export_heads(KNOWN, heads).tensors
+    size = heads.config.head_dim
+    for name, count in (("q", heads.config.num_attention_heads), ("k", heads.config.num_key_value_heads)):
+        rows, found = ours[f"midlayer.self_attn.{name}_proj.weight"], theirs[f"blk.0.attn_{name}.weight"]
+        for head in range(count):
+            for i in range(size // 2):
+                assert torch.equal(found[head * size + 2 * i], rows[head * size + i])
+                assert torch.equal(found[head * size + 2 * i + 1], rows[head * size + size // 2 + i])
+    x, y = torch.randn(2, 64)
+    scores = []
+    for tensors, q, k, rotate in (
+        (ours, "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight", rotate_halves),
+        (theirs, "blk.0.attn_q.weight", "blk.0.attn_k.weight", rotate_neighbours),
+    ):
+        query, key = tensors[q][:size] @ x, tensors[k][:size] @ y
+        scores.append(rotate(query, 7) @ rotate(key, 3))
+    torch.testing.assert_close(*scores)
+
+
+def test_the_file_has_what_llama_cpp_reads(target: Target) -> None:
+    heads: Any = tiny_heads("eagle3", target, draft_vocab_size=40)
+    exported = export_heads(KNOWN, heads)
+    shapes = {name: list(x.shape) for name, x in exported.tensors.items()}
+    assert shapes == {
+        "fc.weight": [32, 96],
+        "blk.0.attn_norm.weight": [32],
+        "blk.0.attn_norm_2.weight": [32],
+        "blk.0.attn_q.weight": [32, 64],
+        "blk.0.attn_k.weight": [16, 64],
+        "blk.0.attn_v.weight": [16, 64],
+        "blk.0.attn_output.weight": [32, 32],
+        "blk.0.ffn_norm.weight": [32],
+        "blk.0.ffn_gate.weight": [64, 32],
+        "blk.0.ffn_up.weight": [64, 32],
+        "blk.0.ffn_down.weight": [32, 64],
+        "output_norm.weight": [32],
+        "output.weight": [40, 32],
+        "d2t": [40],
+    }
+    assert exported.tensors["d2t"].dtype == torch.int64
+    assert torch.equal(exported.tensors["d2t"], heads.draft_token_ids)
+    assert exported.config["eagle3.extract_layers"] == exported.config["eagle3.target_layers"] == [2, 3, 4]
+
+
+def test_the_tokenizer_is_the_targets(target: Target, tmp_path: Path) -> None:
+    tokenizer = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [f"t{i}" for i in range(128)],
+        "tokenizer.ggml.token_type": [1] * 128,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    write_gguf(tmp_path / "target.gguf", {"general.architecture": "llama", **tokenizer}, {"x": torch.zeros(1)})
+    known = KNOWN.with_target_file(str(tmp_path / "target.gguf"))
+    published = assert_round_trip(known, tiny_heads("eagle3", target), tmp_path / "heads")
+    assert {name: published.config[name] for name in tokenizer} == tokenizer
+
+
+def test_target_files_without_a_tokenizer(target: Target, tmp_path: Path) -> None:
+    heads = tiny_heads("eagle3", target)
+    write_gguf(tmp_path / "target.gguf", {"general.architecture": "llama"}, {"x": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"target\.gguf has no tokenizer"):
+        export_heads(KNOWN.with_target_file(str(tmp_path / "target.gguf")), heads)
+    (tmp_path / "target.gguf").write_bytes(b"no GGUF")
+    with pytest.raises(ValueError, match="is no GGUF file"):
+        export_heads(KNOWN.with_target_file(str(tmp_path / "target.gguf")), heads)
+    with pytest.raises(ValueError, match="leave --target_gguf out"):
+        find_format("vllm", heads.config.head_type).with_target_file("target.gguf")
+    assert export_heads(KNOWN, heads).config["tokenizer.ggml.model"] == "none"
+
+
+def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
+    target = Target(tiny_target("llama-llama3"))
+    heads = tiny_heads("eagle3", target)
+    published = assert_round_trip(KNOWN, heads, tmp_path)
+    assert KNOWN.read(published, target).settings["rope_parameters"] == heads.config.rope_parameters
+    factors = published["rope_freqs.weight"]
+    assert factors[0] == 1
+    assert factors[-1] == pytest.approx(8)
+    other = change(published, **{"rope_freqs.weight": factors + 1})
+    assert "rope_freqs.weight is not the scaling of the target's RoPE (llama3)" in refusal_of(KNOWN, other, target)
+
+
+def test_borrowed_tensors(target: Target) -> None:
+    """Converters copy the target's embeddings; a file without an output has the target's."""
+    heads: Any = tiny_heads("eagle3", target)
+    with torch.no_grad():
+        heads.lm_head.weight.copy_(target.lm_head_weight())
+    published = publish(KNOWN, heads)
+    copied = change(published, **{"token_embd.weight": target.embed_tokens.weight.detach().half()})
+    assert_same_heads(import_heads(KNOWN, copied, target), heads)
+    tensors = {name: x for name, x in published.items() if name != "output.weight"}
+    lent = type(published)("x", published.config, "", tensors)
+    assert_same_heads(import_heads(KNOWN, lent, target), heads)
+
+
+def test_d2t_holds_target_ids(target: Target) -> None:
+    published = publish(KNOWN, tiny_heads("eagle3", target, draft_vocab_size=40))
+    for ids in (torch.zeros(40, dtype=torch.long), torch.arange(100, 140)):
+        message = refusal_of(KNOWN, change(published, d2t=ids), target)
+        assert "tensor d2t does not hold 40 different tokens of the target's 128" in message
+    without = {name: x for name, x in published.items() if name != "d2t"}
+    assert "tensor d2t is missing" in refusal_of(KNOWN, type(published)("x", published.config, "", without), target)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"eagle3.attention.head_count": None}, "the metadata has no eagle3.attention.head_count"),
+        ({"eagle3.rope.freq_base": None}, "the metadata has no eagle3.rope.freq_base"),
+        ({"eagle3.extract_layers": None, "eagle3.target_layers": None}, "no eagle3.target_layers or eagle3.extract_"),
+        ({"eagle3.target_layers": [2, 3, 9]}, r"target_layers \[9\] are no layers"),
+        ({"eagle3.block_count": 2}, "eagle3.block_count is 2, and 1 is read here"),
+        ({"eagle3.target_hidden_size": 64}, "eagle3.target_hidden_size is 64, and 32"),
+        ({"eagle3.norm_before_fc": True}, r"tensor enc\.output_norm\.weight is missing"),
+        ({"eagle3.rope.scaling.type": "yarn"}, "scaling.type is 'yarn'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_other_metadata(config: dict[str, Any], message: str, target: Target) -> None:
+    published = publish(KNOWN, tiny_heads("eagle3", target))
+    with pytest.raises(ValueError, match=message):
+        import_heads(KNOWN, change(published, config=config), target)
+
+
+def test_one_of_the_two_names_of_the_layers_is_enough(target: Target) -> None:
+    heads = tiny_heads("eagle3", target)
+    published = change(publish(KNOWN, heads), config={"eagle3.target_layers": None})
+    assert KNOWN.read(published, target).settings["feature_layers"] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fc_norm": True}, "does not know fc_norm True; choose vllm"),
+        ({"norm_output": True}, "norm_output True"),
+        ({"feature_layers": [2, 3]}, r"taps three layers, these heads \[2, 3\]"),
+        ({"feature_layers": [2, 3, 6]}, r"not the last norm's output \(6 of \[2, 3, 6\]\)"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_settings_that_llama_cpp_does_not_read(settings: dict[str, Any], message: str, target: Target) -> None:
+    with pytest.raises(ValueError, match=message):
+        export_heads(KNOWN, tiny_heads("eagle3", target, **settings))
+
+
+class TestFiles:
+    def test_a_file_itself(self, target: Target, tmp_path: Path) -> None:
+        heads = tiny_heads("eagle3", target)
+        folder = write(export_heads(KNOWN, heads), tmp_path)
+        assert_same_heads(import_heads(KNOWN, open_published(str(folder / "eagle3.gguf")), target), heads)
+
+    def test_several_in_a_folder(self, tmp_path: Path) -> None:
+        for name in ("a.gguf", "b.gguf"):
+            (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=r"holds 2 GGUF files: give one of them, such as .*a\.gguf"):
+            open_published(str(tmp_path))
+
+    @pytest.mark.parametrize("size", [0, 3, 200, -50])
+    def test_a_truncated_file(self, size: int, target: Target, tmp_path: Path) -> None:
+        folder = write(export_heads(KNOWN, tiny_heads("eagle3", target)), tmp_path)
+        file = folder / "eagle3.gguf"
+        file.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(ValueError, match=r"eagle3\.gguf is no GGUF file, or it is damaged or truncated"):
+            open_published(str(folder))

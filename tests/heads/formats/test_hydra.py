@@ -1,0 +1,154 @@
+"""Hydra in the authors' format, against modules built as theirs are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from heads.formats.hydra import Hydra
+from heads.formats.published import Published
+from inference import Target
+from tests.heads.formats.round_trip import (
+    assert_damage_is_named,
+    assert_round_trip,
+    change,
+    export_heads,
+    import_heads,
+    refusal_of,
+)
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+PLAIN = {"num_heads": 3, "use_embedding_norm": False}
+PLUS = {**PLAIN, "num_layers": 2, "use_prefix_attention": True, "use_prefix_norm": True, "rope_parameters": ROPE}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PLAIN,
+        {**PLAIN, "num_layers": 2, "use_biases": True},
+        {**PLAIN, "tie_lm_head": True},
+        PLUS,
+        {**PLUS, "use_biases": True},
+    ],
+    ids=["one block", "two blocks, biases", "one LM head", "Hydra++", "Hydra++, biases"],
+)
+def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    published = assert_round_trip(Hydra(), tiny_heads("hydra", target, **settings), tmp_path)
+    assert_damage_is_named(Hydra(), published, target)
+
+
+class Reference:
+    """The authors' forward pass, over tensors with their names."""
+
+    def __init__(self, target: Target, *, num_heads: int, num_layers: int, has_prefix: bool) -> None:
+        self.target, self.num_heads, self.num_layers, self.has_prefix = target, num_heads, num_layers, has_prefix
+        self.tensors: dict[str, Tensor] = {}
+        for i in range(num_heads):
+            shared = {"weight": torch.randn(32, 32) / 6, "bias": torch.randn(32)}
+            for block in range(num_layers):
+                place = f"hydra_mlp.{i}.{2 * block + 1 if has_prefix else block}"
+                if block == 0:
+                    for part in ("linear", "res_connection"):
+                        self.tensors[f"{place}.{part}.weight"] = torch.randn(32, 32 * (i + 2)) / 8
+                        self.tensors[f"{place}.{part}.bias"] = torch.randn(32)
+                else:
+                    self.tensors |= {f"{place}.linear.{part}": x for part, x in shared.items()}
+            place = f"hydra_lm_head.{i}.1" if has_prefix else f"hydra_lm_head.{i}"
+            self.tensors |= {f"{place}.weight": torch.randn(128, 32), f"{place}.bias": torch.randn(128)}
+        if has_prefix:
+            config = type(target.text_config)(**{**target.text_config.to_dict(), "num_hidden_layers": 1})
+            config.rope_parameters = ROPE
+            self.prefix: Any = LlamaModel(config).eval()
+            nn.init.normal_(self.prefix.norm.weight)
+            self.tensors |= {f"prefix_embeding_layer.{name}": x for name, x in self.prefix.state_dict().items()}
+        self.config = {
+            "hydra_num_heads": num_heads,
+            "hydra_head_arch": "prefix-mlp" if has_prefix else "mlp",
+            "grounded_heads": True,
+        }
+
+    @torch.no_grad()
+    def scores(self, states: Tensor, input_ids: Tensor, i: int) -> Tensor:
+        hidden = self.prefix(inputs_embeds=states)[0] if self.has_prefix else states
+        embedded = self.target.embed_tokens(input_ids)
+        inputs = [hidden, *(torch.roll(embedded, -shift, dims=1) for shift in range(1, i + 2))]
+        x = torch.cat(inputs, dim=-1)
+        for block in range(self.num_layers):
+            place = f"hydra_mlp.{i}.{2 * block + 1 if self.has_prefix else block}"
+            rest = self.apply(f"{place}.res_connection", x) if block == 0 else x
+            x = rest + F.silu(self.apply(f"{place}.linear", x))
+        return self.apply(f"hydra_lm_head.{i}.1" if self.has_prefix else f"hydra_lm_head.{i}", x)
+
+    def apply(self, name: str, x: Tensor) -> Tensor:
+        return x @ self.tensors[f"{name}.weight"].T + self.tensors[f"{name}.bias"]
+
+
+@pytest.mark.parametrize("has_prefix", [False, True], ids=["mlp", "prefix-mlp"])
+def test_heads_score_as_the_authors_do(has_prefix: bool, target: Target) -> None:
+    reference = Reference(target, num_heads=3, num_layers=4, has_prefix=has_prefix)
+    published = Published("x", reference.config, "hydra_lm_head.pt", reference.tensors)
+    heads = import_heads(Hydra(), published, target)
+    input_ids, states = random_prompt(9), torch.randn(1, 9, 32)
+    for i, step in enumerate(heads.unroll(states, input_ids)):
+        certain = 9 - 1 - i  # theirs reads tokens from the front where the text ends
+        found = step.head(step.hidden)[:, :certain]
+        torch.testing.assert_close(found, reference.scores(states, input_ids, i)[:, :certain], rtol=1e-4, atol=1e-4)
+    assert not any("embed_tokens" in name for name in heads.state_dict())
+
+
+def test_blocks_that_share_no_weights(target: Target) -> None:
+    reference = Reference(target, num_heads=2, num_layers=3, has_prefix=False)
+    published = Published("x", reference.config, "hydra_lm_head.pt", reference.tensors)
+    other = change(published, **{"hydra_mlp.1.2.linear.weight": torch.randn(32, 32)})
+    assert "hydra_mlp.1.2.linear.weight differs from hydra_mlp.1.1.linear.weight" in refusal_of(Hydra(), other, target)
+    with pytest.raises(ValueError, match=r"share their weights.*hydra_mlp\.0\.2\.linear\.weight.*num_layers 1 or 2"):
+        export_heads(Hydra(), tiny_heads("hydra", target, **PLAIN, num_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hydra_head_arch": "eagle-attn"}, "hydra_head_arch is 'eagle-attn'"),
+        ({"hydra_head_arch": None}, "hydra_head_arch is None"),
+        ({"hydra_head_arch": "prefix-mlp"}, "say the opposite"),
+        ({"grounded_heads": False}, "which is Medusa"),
+        ({"hidden_state_offset": 1}, "hidden_state_offset is 1"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_other_structures_of_the_authors(config: dict[str, Any], message: str, target: Target) -> None:
+    reference = Reference(target, num_heads=2, num_layers=1, has_prefix=False)
+    published = Published("x", reference.config, "hydra_lm_head.pt", reference.tensors)
+    assert message in refusal_of(Hydra(), change(published, config=config), target)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "use_embedding_norm is True"),
+        ({**PLUS, "use_prefix_norm": False}, "use_prefix_norm is False"),
+        ({**PLUS, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, r"rope_parameters is .*500000"),
+        ({**PLUS, "intermediate_size": 24}, "intermediate_size is 24, and there 64"),
+    ],
+)
+def test_structures_that_the_authors_do_not_have(settings: dict[str, Any], message: str, target: Target) -> None:
+    with pytest.raises(ValueError, match=message):
+        export_heads(Hydra(), tiny_heads("hydra", target, **settings))
+
+
+def test_a_target_with_linear_scaling_hands_it_on() -> None:
+    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    target = Target(tiny_target("llama", rope_parameters=rope))
+    heads = tiny_heads("hydra", target, **{**PLUS, "rope_parameters": {**rope, "rope_theta": 1e4}})
+    exported = export_heads(Hydra(), heads)
+    found = Hydra().read(Published("x", exported.config, "", exported.tensors), target)
+    assert found.settings["rope_parameters"] == {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}

@@ -1,0 +1,79 @@
+"""llama.cpp's own converter on our export, where a checkout of llama.cpp is at hand: the same file as ours.
+
+    LLAMA_CPP=PATH pytest tests/heads/formats/test_llama_cpp_converter.py
+
+The sources that the sdist of llama-cpp-python 0.3.36 brings were used (vendor/llama.cpp).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads import DraftHeads
+from heads.formats.llama_cpp.gguf_file import read_gguf
+from heads.formats.registry import find_format
+from inference import Target
+from tests.conftest import CHAT_TARGET, REPOSITORY
+
+CHECKOUT = os.environ.get("LLAMA_CPP")
+# It knows tokenizers by a hash, and asks for sentencepiece before it reads tokenizer.json.
+CONVERT = """
+import runpy, sys
+sys.path[:0] = [sys.argv[1] + "/gguf-py", sys.argv[1]]
+import conversion.base
+
+def has_no_sentencepiece(self):
+    raise FileNotFoundError
+
+conversion.base.TextModel._set_vocab_sentencepiece = has_no_sentencepiece
+conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
+script = sys.argv.pop(1) + "/convert_hf_to_gguf.py"
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+@pytest.mark.skipif(CHECKOUT is None, reason="LLAMA_CPP names no checkout of llama.cpp")
+def test_the_converter_writes_what_we_write(chat_target: Any, tmp_path: Path) -> None:
+    target = Target(chat_target)
+    heads: Any = DraftHeads.from_pretrained(REPOSITORY / "examples" / "heads" / "eagle3", target=target).float()
+    kind, state = heads.config.head_type, heads.state_dict()
+    (tmp_path / "heads").mkdir()
+    find_format("vllm", kind).write(heads.config, state, target).save(tmp_path / "heads")
+    shutil.copytree(CHAT_TARGET, tmp_path / "target")
+    change_json(tmp_path / "target" / "config.json", rope_theta=target.text_config.rope_parameters["rope_theta"])
+    change_json(tmp_path / "target" / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    theirs_file = tmp_path / "theirs.gguf"
+    words = [sys.executable, "-c", CONVERT, str(CHECKOUT), str(tmp_path / "heads"), "--outtype", "f32"]
+    words += ["--target-model-dir", str(tmp_path / "target"), "--outfile", str(theirs_file)]
+    subprocess.run(words, check=True, cwd=tmp_path, capture_output=True)
+
+    metadata, theirs = read_gguf(theirs_file)
+    ours = find_format("gguf", kind).with_target_file(str(theirs_file)).write(heads.config, state, target)
+    assert theirs.keys() == ours.tensors.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(tensor, ours.tensors[name].to(tensor.dtype)), name
+    needed = {name for name in metadata if not name.startswith("general.")}
+    assert needed <= ours.config.keys()
+    for name in needed:
+        value = metadata[name]
+        expected = pytest.approx(value) if isinstance(value, float) else value  # stored in float32
+        assert ours.config[name] == expected, name
+
+    (tmp_path / "read").mkdir()
+    shutil.copy(theirs_file, tmp_path / "read")
+    again = DraftHeads.from_pretrained(tmp_path / "read", target=target)
+    for name, tensor in state.items():
+        assert torch.equal(again.state_dict()[name], tensor), name

@@ -1,0 +1,111 @@
+"""Medusa under the authors' and vLLM's names, against the forward pass of each project written out here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heads.formats.medusa import Medusa, VLLMMedusa
+from heads.formats.published import Published
+from inference import Target
+from tests.heads.formats.round_trip import (
+    assert_damage_is_named,
+    assert_round_trip,
+    assert_same_heads,
+    change,
+    import_heads,
+    publish,
+    refusal_of,
+)
+from tests.heads.tiny_heads import tiny_heads
+
+SHAPES = [{"num_heads": 3}, {"num_heads": 2, "num_layers": 2}, {"num_heads": 2, "shares_lm_head": True}]
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=["v1", "two blocks", "v2"])
+@pytest.mark.parametrize("known", [Medusa(), VLLMMedusa()], ids=lambda known: known.name)
+def test_round_trip(known: Any, settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    published = assert_round_trip(known, tiny_heads("medusa", target, **settings), tmp_path)
+    skip = ("lm_head.weight",) if settings.get("shares_lm_head") else ()  # a copy may be left out
+    assert_damage_is_named(known, published, target, skip)
+
+
+def authors_tensors(num_heads: int, num_layers: int) -> dict[str, Tensor]:
+    tensors = {}
+    for i in range(num_heads):
+        for j in range(num_layers):
+            tensors |= {f"{i}.{j}.linear.weight": torch.randn(32, 32), f"{i}.{j}.linear.bias": torch.randn(32)}
+        tensors[f"{i}.{num_layers}.weight"] = torch.randn(128, 32)
+    return tensors
+
+
+def test_heads_are_counted_and_score_as_the_authors_do(target: Target) -> None:
+    """Published configs say 2 heads of a file with 5."""
+    tensors = authors_tensors(5, 1)
+    published = Published("x", {"medusa_num_heads": 2, "medusa_num_layers": 1}, "medusa_lm_head.pt", tensors)
+    heads: Any = import_heads(Medusa(), published, target)
+    assert heads.max_depth == 5
+    x = torch.randn(1, 4, 32)
+    for i, step in enumerate(heads.unroll(x, torch.zeros(1, 4, dtype=torch.long))):
+        weight, bias = (tensors[f"{i}.0.linear.{part}"] for part in ("weight", "bias"))
+        expected = (x + F.silu(x @ weight.T + bias)) @ tensors[f"{i}.1.weight"].T
+        torch.testing.assert_close(step.head(step.hidden), expected)
+
+
+def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
+    heads = tiny_heads("medusa", target, num_heads=2)
+    own: dict[str, Tensor] = target.model.state_dict()
+    whole = own | {
+        f"medusa_head.{name}": x for name, x in Medusa().write(heads.config, heads.state_dict(), target).tensors.items()
+    }
+    published = Published("x", {}, "model.safetensors", whole)
+    assert Medusa().matches(published)
+    assert_same_heads(import_heads(Medusa(), published, target), heads)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert f"{name} differs from the target's own" in refusal_of(
+        Medusa(), change(published, **{name: own[name] + 1}), target
+    )
+    other = {name: x + 1 for name, x in own.items()}
+    assert "more tensors of the whole model" in refusal_of(Medusa(), change(published, **other), target)
+    assert "model.extra has no place" in refusal_of(
+        Medusa(), change(published, **{"model.extra": torch.zeros(1)}), target
+    )
+
+
+def test_a_file_without_projections_is_no_second_version(target: Target) -> None:
+    published = publish(Medusa(), tiny_heads("medusa", target, num_heads=2, shares_lm_head=True))
+    assert "0.1.weight is missing" in refusal_of(Medusa(), change(published, config={"version": None}), target)
+
+
+class TestVllm:
+    """What its loader does without a word, and what is refused here."""
+
+    def test_without_biases(self, target: Target, tmp_path: Path) -> None:
+        heads = tiny_heads("medusa", target, num_heads=2)
+        with torch.no_grad():
+            for name, parameter in heads.named_parameters():
+                if name.endswith("bias"):
+                    parameter.zero_()
+        published = assert_round_trip(VLLMMedusa(), heads, tmp_path)
+        dropped = change(published, config={"medusa_fc_bias": None})
+        assert "no medusa_fc_bias, but there are biases" in refusal_of(VLLMMedusa(), dropped, target)
+        tensors = {name: x for name, x in published.items() if not name.endswith("bias")}
+        assert_same_heads(import_heads(VLLMMedusa(), Published("x", dropped.config, "", tensors), target), heads)
+
+    def test_a_shared_lm_head_is_the_targets(self, target: Target) -> None:
+        heads = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
+        published = publish(VLLMMedusa(), heads)
+        other = change(published, **{"lm_head.weight": torch.randn(128, 32)})
+        assert "lm_head.weight differs from the target's own" in refusal_of(VLLMMedusa(), other, target)
+
+    def test_a_truncated_vocabulary(self, target: Target) -> None:
+        published = publish(VLLMMedusa(), tiny_heads("medusa", target, num_heads=1))
+        cut = change(published, token_map=torch.arange(40), **{"lm_heads.0.weight": torch.randn(40, 32)})
+        message = refusal_of(VLLMMedusa(), cut, target)
+        assert "token_map has no place" in message
+        assert "lm_heads.0.weight is [40, 32] and should be [128, 32]" in message

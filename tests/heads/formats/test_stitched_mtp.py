@@ -1,0 +1,153 @@
+"""MTP heads in a checkpoint of their target: the target's tensors stay, its modules are replaced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from heads import DraftHeads
+from heads.formats.registry import find_format
+from heads.formats.stitched_mtp import VLLMMTP
+from heads.mtp import MTPHeads
+from inference import Target, generate
+from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
+from tests.heads.test_contract import assert_same_tensors, config_of
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+
+def train(heads: MTPHeads) -> MTPHeads:
+    """Other weights, as after training."""
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.mul_(1.25)
+    return heads
+
+
+def load_target(path: Path, dtype: torch.dtype = torch.float32) -> Target:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager")
+    return Target(model.eval())
+
+
+@pytest.fixture(params=["deepseek_v3", "glm4_moe"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Of a target with one MTP module, in a file of its own."""
+    model = tiny_mixture(request.param)
+    path = write_checkpoint(model, name_as_deepseek(random_modules(model, 1), 2), tmp_path / "target")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return path
+
+
+def export(heads: MTPHeads, folder: Path, name: str = "vllm") -> Path:
+    folder.mkdir()
+    find_format(name, heads.config.head_type).write(heads.config, heads.state_dict(), heads.target).save(folder)
+    return folder
+
+
+def read_all(folder: Path) -> dict[str, list[str]]:
+    """Every tensor of every file, as engines read them: name -> the files."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                found.setdefault(name, []).append(file.name)
+    return found
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_heads_come_back_and_the_target_is_as_it_was(checkpoint: Path, name: str, tmp_path: Path) -> None:
+    target = load_target(checkpoint)
+    heads = train(MTPHeads.from_target_checkpoint(checkpoint, target, num_steps=4))
+    folder = export(heads, tmp_path / "out", name)
+    again = load_target(folder)
+    prompt = random_prompt(7)
+    assert torch.equal(again.model(prompt).logits, target.model(prompt).logits)
+    for found in (
+        DraftHeads.from_pretrained(folder, target=target),
+        MTPHeads.from_target_checkpoint(folder, again, num_steps=4),
+    ):
+        assert_same_tensors(dict(heads.state_dict()), dict(found.state_dict()))
+        assert config_of(found)["num_steps"] == 4
+    texts = [generate(target, one, prompt, max_new_tokens=12, do_sample=False) for one in (heads, found.bind(target))]
+    assert torch.equal(texts[0].sequences, texts[1].sequences)
+    assert texts[0].stats.accepted_histogram == texts[1].stats.accepted_histogram
+
+
+def test_engines_find_each_tensor_once(checkpoint: Path, tmp_path: Path) -> None:
+    heads = train(MTPHeads.from_target_checkpoint(checkpoint, load_target(checkpoint)))
+    folder = export(heads, tmp_path / "out")
+    found = read_all(folder)
+    assert all(len(files) == 1 for files in found.values())
+    index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    assert index == {name: file for name, (file,) in found.items()}
+    assert found.keys() == read_all(checkpoint).keys()
+    assert {file for (file,) in found.values()} == {"model-00001-of-00002.safetensors", "model-mtp.safetensors"}
+    assert (folder / "model-00001-of-00002.safetensors").is_symlink()
+    assert (folder / "tokenizer.json").is_symlink()
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["num_nextn_predict_layers"] == 1
+    assert (
+        config["architectures"] == json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["architectures"]
+    )
+
+
+@pytest.mark.parametrize("num_modules", [0, 1])
+def test_a_checkpoint_of_one_file(num_modules: int, tmp_path: Path) -> None:
+    """Its old modules leave it; it gets another name, under which readers look for it in the index."""
+    model = tiny_mixture("glm4_moe")
+    modules = name_as_deepseek(random_modules(model, 1), 2)
+    source = write_checkpoint(model, modules, tmp_path / "source")
+    heads = train(MTPHeads.from_target_checkpoint(source, model))
+    model.save_pretrained(tmp_path / "target")
+    if num_modules:
+        with safe_open(tmp_path / "target" / "model.safetensors", framework="pt") as opened:
+            own = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        save_file(own | modules, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+    target = load_target(tmp_path / "target")
+    heads.bind(target)
+    folder = export(heads, tmp_path / "out")
+    assert not (folder / "model.safetensors").exists()
+    assert (folder / "model-target.safetensors").is_symlink() == (num_modules == 0)
+    assert all(len(files) == 1 for files in read_all(folder).values())
+    assert_same_tensors(dict(heads.state_dict()), dict(DraftHeads.from_pretrained(folder, target=target).state_dict()))
+    assert torch.equal(load_target(folder).model(random_prompt(7)).logits, target.model(random_prompt(7)).logits)
+
+
+def test_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
+    target = load_target(checkpoint, torch.bfloat16)
+    heads = train(MTPHeads.from_target_checkpoint(checkpoint, target))
+    found = DraftHeads.from_pretrained(export(heads, tmp_path / "out"), target=target)
+    assert found.dtype == torch.bfloat16
+    assert_same_tensors(dict(heads.state_dict()), dict(found.state_dict()))
+
+
+class TestRefusals:
+    def test_a_target_whose_family_has_no_mtp(self) -> None:
+        heads: Any = tiny_heads("mtp", Target(tiny_target("llama")))
+        with pytest.raises(ValueError, match=r"only in checkpoints of families that have it \(deepseek_v3.*eagle3"):
+            VLLMMTP().write(heads.config, heads.state_dict(), heads.target)
+
+    def test_a_layer_of_its_own(self) -> None:
+        heads: Any = tiny_heads("mtp", Target(tiny_mixture("glm4_moe")))
+        with pytest.raises(ValueError, match=r"a layer as Llama's.*train on from the target's modules"):
+            VLLMMTP().write(heads.config, heads.state_dict(), heads.target)
+
+    def test_conventions_that_engines_do_not_follow(self, checkpoint: Path) -> None:
+        heads = MTPHeads.from_target_checkpoint(checkpoint, load_target(checkpoint), zero_first_embedding=False)
+        with pytest.raises(ValueError, match=r"zero_first_embedding True \(these heads: False\)"):
+            VLLMMTP().write(heads.config, heads.state_dict(), heads.target)
+
+    def test_a_target_without_a_folder(self, checkpoint: Path) -> None:
+        heads = MTPHeads.from_target_checkpoint(checkpoint, load_target(checkpoint))
+        target = Target(tiny_mixture(heads.target.text_config.model_type))
+        with pytest.raises(ValueError, match=r"is no folder here.*load the target from its folder"):
+            VLLMMTP().write(heads.config, heads.state_dict(), target)

@@ -1,0 +1,275 @@
+"""Heads go out to an engine's format and come back through the programs; wrong conventions are named.
+
+The target is the embedded one with its trained heads, so that acceptance lengths mean something.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from heads import DraftHeads
+from heads.formats.published import open_published
+from heads.formats.registry import recognize
+from inference import Target
+from scripts import export_heads, import_heads
+from scripts.doors import conventions
+from scripts.doors.conventions import (
+    Convention,
+    Finding,
+    compare_conventions,
+    measure_cross_entropy,
+    question_prompts,
+)
+from scripts.model_loading import load_heads
+from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import tiny_target
+
+HEADS = REPOSITORY / "examples" / "heads"
+
+
+def call(program: Any, **options: Any) -> None:
+    words = [word for key, value in options.items() for word in (f"--{key}", *map(str, [value]))]
+    assert program.main(words) == 0
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded target's EAGLE-3 heads as vLLM reads them."""
+    folder = tmp_path_factory.mktemp("published") / "heads"
+    with redirect_stdout(io.StringIO()):
+        call(export_heads, heads=HEADS / "eagle3", target=CHAT_TARGET, format="vllm", output=folder)
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """The folder of a random target with the embedded one's tokenizer."""
+    folder = tmp_path / "tiny"
+    tiny_target("llama", vocab_size=4096, num_hidden_layers=8).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(CHAT_TARGET).save_pretrained(folder)
+    return folder
+
+
+def test_out_and_back_is_the_same_heads(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {path.name for path in published.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    card = (published / "README.md").read_text()
+    assert f"vllm serve {CHAT_TARGET} --speculative-config " in card
+    assert f'"model": "{published}"' in card
+    call(import_heads, checkpoint=published, target=CHAT_TARGET, output=tmp_path / "back")
+    told = capsys.readouterr().out
+    assert "published EAGLE-3 format" in told
+    assert f"Wrote eagle3 heads, 15 tensors in bfloat16, to {tmp_path / 'back'}." in told
+    one, other = (DraftHeads.from_pretrained(folder) for folder in (HEADS / "eagle3", tmp_path / "back"))
+    assert one.config.feature_layers == other.config.feature_layers
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+WRONG = {
+    "ids counted from the layer after": (
+        {"eagle_aux_hidden_state_layer_ids": [1, 7, 12]},
+        "the layer ids are one less than hidden_states' (read as [2, 8, 13])",
+        {"feature_layers": [2, 8, 13]},
+    ),
+    "ids counted from the layer before": (
+        {"eagle_aux_hidden_state_layer_ids": [3, 9, 14]},
+        "the layer ids are one more than hidden_states' (read as [2, 8, 13])",
+        {"feature_layers": [2, 8, 13]},
+    ),
+    "norm_output": ({"norm_output": True}, "norm_output is false", {"norm_output": False}),
+    "norm_before_residual": (
+        {"norm_before_residual": True},
+        "norm_before_residual is false",
+        {"norm_before_residual": False},
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "name", "changes"), WRONG.values(), ids=WRONG)
+def test_a_wrong_convention_is_found(
+    keys: dict[str, Any], name: str, changes: dict[str, Any], published: Path, chat_target: Any, chat_tokenizer: Any
+) -> None:
+    opened, target = open_published(str(published)), Target(chat_target)
+    known = recognize(opened)
+    assert known is not None
+    imported = known.read(replace(opened, config={**opened.config, **keys}), target)
+    prompts = question_prompts(chat_tokenizer)
+    finding = compare_conventions(known, imported, target, "somewhere", prompts)
+    assert (finding.best.name, finding.best.changes) == (name, changes)
+    assert finding.advice is not None
+    assert name in finding.advice
+
+
+def test_right_conventions_are_left_alone(published: Path, chat_target: Any, chat_tokenizer: Any) -> None:
+    opened, target = open_published(str(published)), Target(chat_target)
+    known = recognize(opened)
+    assert known is not None
+    imported = known.read(opened, target)
+    finding = compare_conventions(known, imported, target, "somewhere", question_prompts(chat_tokenizer))
+    assert finding.best.changes == {}
+    assert finding.lengths[0] == finding.lengths[1] > 2.5
+    assert finding.advice is None
+
+
+def test_the_program_names_the_cure_and_takes_it(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer ids counted from the layer after, as SpecForge writes them."""
+    monkeypatch.setattr(conventions, "QUESTIONS", conventions.QUESTIONS[:2])
+    folder = tmp_path / "shifted"
+    shutil.copytree(published, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": [1, 7, 12]}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = {"checkpoint": folder, "target": CHAT_TARGET, "output": tmp_path / "out", "check": "true"}
+    call(import_heads, **options)
+    told = capsys.readouterr()
+    assert "note: layer ids [1, 7, 12] are the usual ones less one" in told.out
+    assert "  they are as they were read\n" in told.out
+    assert told.err.strip().endswith("Import again with --settings feature_layers=[2,8,13]")
+    assert DraftHeads.from_pretrained(tmp_path / "out").feature_layers == (1, 7, 12)
+    call(import_heads, **options, settings="feature_layers=[2,8,13]")
+    assert "warning" not in capsys.readouterr().err
+    assert DraftHeads.from_pretrained(tmp_path / "out").feature_layers == (2, 8, 13)
+
+
+def test_the_cross_entropy_is_the_slow_one(published: Path, chat_target: Any) -> None:
+    """Slot t of step k predicts t + 2 + k, and only tokens after the prompt count."""
+    target = Target(chat_target)
+    heads = DraftHeads.from_pretrained(published, target=target, dtype=torch.float32)
+    ids = torch.randint(5, 4000, (1, 12), generator=torch.Generator().manual_seed(0))
+    found = measure_cross_entropy(target, heads, [ids], [5])
+    output = chat_target(ids, output_hidden_states=True)
+    features = torch.cat([output.hidden_states[layer] for layer in heads.feature_layers], dim=-1)
+    expected = []
+    for k, step in enumerate(heads.unroll(features, ids)[:3]):
+        for position in range(5, 12):
+            teacher = output.logits[0, position - 1, heads.draft_token_ids].softmax(-1)
+            drafted = step.head(step.hidden[0, position - 2 - k]).log_softmax(-1)
+            expected.append(-(teacher * drafted).sum())
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-3, atol=1e-3)
+
+
+def test_heads_of_another_target_are_doubted() -> None:
+    one = Convention("they are as they were read", {}, torch.tensor([8.0, 9.0]))
+    advice = Finding([one], one, (1.1, 1.1)).advice
+    assert advice == (
+        "only 1.10 tokens a pass under every known convention: is this the target that the heads were trained for?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": "norm_output"}, "got --settings norm_output: write key=value"),
+        ({"settings": "norm_output=perhaps"}, "got --settings norm_output=perhaps: write key=value"),
+        ({"settings": "norm_outputs=true"}, "unknown config key 'norm_outputs' for eagle3 heads"),
+        ({"checkpoint": "nowhere/at/all"}, "got nowhere/at/all: there is no such folder"),
+        ({"checkpoint": HEADS / "eagle3"}, "holds heads of this library already"),
+        ({"checkpoint": CHAT_TARGET}, "holds a whole model, which may be a target"),
+        ({"target": "TINY"}, "hidden_size is 256, and the target's is 32: these heads are for another target"),
+    ],
+    ids=str,
+)
+def test_wrong_imports_are_one_line_and_write_nothing(
+    changes: dict[str, Any], message: str, published: Path, tiny: Path, tmp_path: Path
+) -> None:
+    options = {"checkpoint": published, "target": CHAT_TARGET, "output": tmp_path / "out", **changes}
+    if options["target"] == "TINY":
+        options["target"] = tiny
+    with pytest.raises(SystemExit) as ended:
+        call(import_heads, **options)
+    line = str(ended.value.code)
+    assert line.startswith("import_heads.py: ")
+    assert message in line
+    assert "\n" not in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_programs_take_published_heads_as_they_are(published: Path, chat_target: Any) -> None:
+    target = Target(chat_target)
+    heads = load_heads(str(published), target)
+    assert heads.dtype == target.dtype
+    assert heads.target is target
+
+
+def test_an_import_does_not_replace_the_checkpoint(published: Path) -> None:
+    before = (published / "config.json").read_text()
+    with pytest.raises(SystemExit, match="as --checkpoint and as --output: give the heads a folder of their own"):
+        call(import_heads, checkpoint=published, target=CHAT_TARGET, output=published)
+    assert (published / "config.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "onnx"}, "invalid choice: 'onnx'"),
+        ({"heads": "kangaroo"}, "kangaroo heads are not written as vllm"),
+        ({"format": "speculators", "heads": "eagle"}, "eagle heads are not written as speculators"),
+        ({"repo_id": "me/heads"}, "got --repo_id without --push_to_hub true"),
+        ({"output": HEADS}, "is not empty: give another folder"),
+        ({"target": "TINY"}, "these eagle3 heads were made for a target with hidden size 256"),
+    ],
+    ids=str,
+)
+def test_wrong_exports_are_one_line_and_write_nothing(
+    changes: dict[str, Any], message: str, tiny: Path, tmp_path: Path
+) -> None:
+    options = {"heads": "eagle3", "target": CHAT_TARGET, "format": "vllm", "output": tmp_path / "out", **changes}
+    options["heads"] = HEADS / options["heads"]
+    if options["target"] == "TINY":
+        options["target"] = tiny
+    with pytest.raises(SystemExit) as ended:
+        call(export_heads, **options)
+    line = str(ended.value.code)
+    assert line.startswith("export_heads.py: ")
+    assert message in line
+    assert "\n" not in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_without_a_vocabulary_are_not_exported(tiny: Path, tmp_path: Path) -> None:
+    target = Target(tiny_target("llama", vocab_size=4096, num_hidden_layers=8))
+    heads = tiny_heads("eagle3", target, draft_vocab_size=40)
+    heads.d2t.fill_(-1)
+    heads.t2d.fill_(False)
+    heads.save_pretrained(tmp_path / "heads")
+    with pytest.raises(SystemExit, match="has no draft vocabulary yet: train the heads first"):
+        call(export_heads, heads=tmp_path / "heads", target=tiny, format="vllm", output=tmp_path / "out")
+
+
+def test_what_does_not_come_back_is_not_written(published: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch, "equal", lambda *_: False)
+    with pytest.raises(AssertionError, match="does not give"):
+        call(export_heads, heads=HEADS / "eagle", target=CHAT_TARGET, format="vllm", output=tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Hub:
+        def create_repo(self, name: str, exist_ok: bool) -> Any:
+            assert exist_ok
+            return type("Repository", (), {"repo_id": f"me/{name}"})
+
+        def upload_folder(self, folder_path: Path, repo_id: str) -> str:
+            return f"{repo_id} with {len(list(folder_path.iterdir()))} files"
+
+    monkeypatch.setattr(export_heads, "HfApi", Hub)
+    options = {"heads": HEADS / "eagle", "target": CHAT_TARGET, "output": tmp_path / "out"}
+    call(export_heads, **options, format="sglang", push_to_hub="true", repo_id="sglang-heads")
+    told = capsys.readouterr().out
+    assert "Uploaded to me/sglang-heads with 3 files" in told
+    assert f"--speculative-draft-model-path {tmp_path / 'out'}" in told
+    assert "--speculative-draft-model-path sglang-heads" in (tmp_path / "out" / "README.md").read_text()

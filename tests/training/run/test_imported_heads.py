@@ -1,0 +1,45 @@
+"""The way of somebody else's heads: imported, decoded, trained further, written for an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from heads import DraftHeads
+from heads.formats.registry import find_format
+from inference import Target, generate
+from scripts import export_heads, import_heads
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt
+from tests.training.runner import Runner
+
+
+def test_published_heads_are_imported_trained_further_and_exported(train: Runner, tmp_path: Path) -> None:
+    place = str(train.defaults["target"])
+    target = Target(AutoModelForCausalLM.from_pretrained(place))
+    flags = dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output"), True)
+    theirs = tiny_heads("eagle3", target, ttt_steps=2, draft_vocab_size=40, **flags)
+    find_format("speculators", "eagle3").write(theirs.config, theirs.state_dict(), target).save(tmp_path)
+
+    imported, served = tmp_path / "imported", tmp_path / "served"
+    words = ["--checkpoint", str(tmp_path), "--target", place, "--output", str(imported), "--device", "cpu"]
+    assert import_heads.main(words) == 0
+    prompt = random_prompt(9, vocab_size=60)
+    heads: list[Any] = [theirs, DraftHeads.from_pretrained(imported, target=target)]
+    one, other = (generate(target, each, prompt, max_new_tokens=24, do_sample=False) for each in heads)
+    assert torch.equal(one.sequences, other.sequences)
+    assert one.stats.accepted_histogram == other.stats.accepted_histogram
+
+    train(head_type=None, head_overrides=None, init_heads=imported, max_steps=4)
+    trained = DraftHeads.from_pretrained(train.output_dir)
+    assert not torch.equal(trained.input_norm.weight, theirs.input_norm.weight)
+    assert torch.equal(trained.d2t, theirs.d2t)
+
+    words = ["--heads", str(train.output_dir), "--target", place, "--format", "vllm", "--output", str(served)]
+    assert export_heads.main(words) == 0
+    back = DraftHeads.from_pretrained(served, target=target)
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
