@@ -143,8 +143,8 @@ def _blank_source(target: Target, batch_size: int) -> Source:
 
 
 def _time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, num_rounds: int) -> list[float]:
-    """The least seconds of each call. Calls take turns, so that a neighbour's load meets all of them alike; each is made
-    twice and the second counts, since a step finds in the processor's caches what the one before it left there."""
+    """The least seconds of each call. Calls take turns, so that other work on the machine slows all of them alike. Each
+    is made twice and the second counts, since a step finds in the processor's caches what the step before left."""
     began = time.perf_counter()
     seconds: list[list[float]] = [[] for _ in calls]
     for number in range(num_rounds):
