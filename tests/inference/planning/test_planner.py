@@ -104,6 +104,14 @@ def test_drafting_comes_back_when_it_gains() -> None:
     assert drafted[None] < 0.5 * drafted.total()
 
 
+def test_trees_that_looked_bad_at_first_are_tried_again() -> None:
+    planner = TreePlanner(gamma_chain(8))
+    costs = make_costs(planner, node=0.0, level=0.05)
+    plan(planner, costs, 0.4, num_steps=100)
+    drafted = plan(planner, costs, 0.9, num_steps=600)
+    assert sum(number for tree, number in drafted.items() if tree and tree.max_depth >= 6) > 0.75 * drafted.total()
+
+
 def test_trees_that_can_never_gain_are_never_tried() -> None:
     planner = TreePlanner(gamma_chain(2))
     assert set(plan(planner, make_costs(planner, node=0.0, level=3.0), 0.99)) == {None}
