@@ -16,10 +16,12 @@ class AcceptedLengths:
     measured in the same steps: ratios change less from text to text than lengths.
 
     Attributes:
-        weights: for each candidate how many rows its mean is of.
+        counts: for each candidate the rows it was seen on.
+        weights: for each candidate how many rows its mean is of. It falls while others are drafted: texts change.
     """
 
     def __init__(self, trees: Sequence[TreePolicy]) -> None:
+        self.counts = [0] * len(trees)
         self.weights = [0.0] * len(trees)
         self._means = [0.0] * len(trees)
         self._contents = [[i for i, other in enumerate(trees) if tree.contains(other)] for tree in trees]
@@ -31,7 +33,11 @@ class AcceptedLengths:
     def learn(self, drafted: int, counted: Sequence[Sequence[int]]) -> None:
         """Takes in a step's rows [rows][candidates]; `drafted` is the candidate that the step drafted."""
         for row in counted:
-            for index in self._contents[drafted]:
+            for index in range(len(row)):
+                if index not in self._contents[drafted]:
+                    self.weights[index] *= 1.0 - 1.0 / WINDOW
+                    continue
+                self.counts[index] += 1
                 weight = self.weights[index] = min(self.weights[index] + 1.0, WINDOW)
                 self._means[index] += (row[index] - self._means[index]) / weight
                 if smaller := self._smaller[index]:

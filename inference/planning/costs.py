@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import re
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ from inference.execution.step import DecodeStep
 from inference.targets.target import Target
 from inference.trees.policy import TreePolicy
 
-MEASUREMENT = 12  # raise it with every change that makes stored costs wrong
+MEASUREMENT = 13  # raise it with every change that makes stored costs wrong
 CONTEXTS = (64, 896)  # both fit in the smallest cache of compiled decoding, so that its graphs are measured
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 7
 # Long steps vary little: after this many seconds, this many measured rounds are enough.
@@ -37,7 +36,7 @@ LONG_SECONDS, LEAST_MEASURED_ROUNDS = 4.0, 3
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of whole steps, medians.
+    """Seconds of whole steps, the least of several: other work on the machine only ever adds to a time.
 
     Attributes:
         contexts: tokens in the cache, two numbers.
@@ -144,8 +143,8 @@ def _blank_source(target: Target, batch_size: int) -> Source:
 
 
 def _time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, num_rounds: int) -> list[float]:
-    """Median seconds of each call. Calls take turns, so that a neighbour's load meets all of them alike; each is made
-    twice and the second counts, since a step finds in the processor's caches what the one before it left there."""
+    """The least seconds of each call. Calls take turns, so that other work on the machine slows all of them alike. Each
+    is made twice and the second counts, since a step finds in the processor's caches what the step before left."""
     began = time.perf_counter()
     seconds: list[list[float]] = [[] for _ in calls]
     for number in range(num_rounds):
@@ -157,7 +156,7 @@ def _time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, num
             call()
             if number >= WARM_UP_ROUNDS:
                 own.append(_read_clock(device) - start)
-    return [statistics.median(own) if own else 0.0 for own in seconds]
+    return [min(own, default=0.0) for own in seconds]
 
 
 def _read_clock(device: torch.device) -> float:

@@ -23,17 +23,15 @@ from inference.trees.policy import TreePolicy
 CHOICE_STEPS = 16
 # A step tells nothing about trees that its tree does not contain. So the largest tree is drafted first, until this many
 # rows have shown how much it accepts.
-FIRST_TRIALS = 4
-# Later the most promising of the trees that the chosen one does not contain is tried for one step: before a choice, if
-# it may be faster, and every 256 steps at least.
-TRIAL_EVERY = 256
-# A tree may be faster if HOPE / sqrt(rows it was seen on) more tokens would make it faster. HOPE is about the spread of
-# the difference between two trees in one step.
+FIRST_TRIALS = 8
+# Later other trees are tried for one step now and then, and where drafting does not gain the best tree for a few, since
+# texts change. Trials may cost this share of the time.
+TRIAL_SHARE, PROBE_STEPS = 0.01, 2
+# The tree that is tried is the one that would be fastest with HOPE / sqrt(rows it was seen on) more tokens. HOPE is
+# about the spread of the difference between two trees in one step.
 HOPE = 0.5
 # Drafting must be expected to gain this much over plain decoding.
 MIN_GAIN = 0.03
-# Plain steps after drafting did not gain, doubled each time up to the most; then so many steps of the best tree.
-REST_STEPS, MAX_REST_STEPS, PROBE_STEPS = 32, 512, 2
 # A probe weighs as much as this many rows before it.
 PROBE_WINDOW = 8
 # A tree whose cost in plain steps exceeds this share of the most tokens it can emit is never worth it.
@@ -56,8 +54,7 @@ class TreePlanner(TreeChoice):
         self._best = 0  # the last choice of several steps
         self._num_rows = 0  # that the choice was made for
         self._steps_left = 0
-        self._steps_since_trial = 0
-        self._rest_steps = self._rest_left = REST_STEPS
+        self._trial_seconds = 0.0  # that trials may cost now
 
     def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
         self._lengths = self._learned[sampler.do_sample]
@@ -81,8 +78,6 @@ class TreePlanner(TreeChoice):
             self._num_rows = num_rows
             self._chosen, self._steps_left = self._decide(num_rows, length)
         self._steps_left -= 1
-        self._steps_since_trial += 1
-        self._rest_left -= self._chosen is None
         return None if self._chosen is None else self.trees[self._chosen]
 
     def _decide(self, num_rows: int, length: int) -> tuple[int | None, int]:
@@ -91,33 +86,39 @@ class TreePlanner(TreeChoice):
         seconds = [self._seconds(index, num_rows, length) for index in range(len(self.trees))]
         affordable = [i for i, s in enumerate(seconds) if s < MOST_ACCEPTED * (self.trees[i].max_depth + 1) * plain]
         if affordable:
-            if untried := [i for i in affordable if self._lengths.weights[i] < FIRST_TRIALS]:
+            if untried := [i for i in affordable if self._lengths.counts[i] < FIRST_TRIALS]:
                 self._best = max(untried, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth))
                 return self._best, 1
             self.accepted = self._lengths.estimate(self._best)
             best = self._best = max(affordable, key=lambda i: (1.0 + self.accepted[i]) / seconds[i])
             if (1.0 + self.accepted[best]) / seconds[best] > (1.0 + MIN_GAIN) / plain:
-                self._rest_steps = self._rest_left = REST_STEPS
-                trial = self._find_trial(best, affordable, seconds)
-                if trial is not None:
-                    self._steps_since_trial = 0
+                if (trial := self._find_trial(best, affordable, seconds)) is not None:
                     return trial, 1
+                self._trial_seconds += TRIAL_SHARE * CHOICE_STEPS * seconds[best]
                 return best, CHOICE_STEPS
-            if self._rest_left <= 0:  # texts may have become easier to draft
-                self._rest_steps = self._rest_left = min(2 * self._rest_steps, MAX_REST_STEPS)
+            if self._may_cost(PROBE_STEPS * (seconds[best] - plain * (1.0 + self.accepted[best]))):
                 self._lengths.forget(PROBE_WINDOW)
                 return best, PROBE_STEPS
+        self._trial_seconds += TRIAL_SHARE * CHOICE_STEPS * plain
         return None, CHOICE_STEPS
 
     def _find_trial(self, best: int, affordable: Sequence[int], seconds: Sequence[float]) -> int | None:
-        """The tree to try for a step, if any; never twice without a choice in between."""
+        """The tree to try for a step, if there is one that trials may cost now."""
         others = [i for i in affordable if not self.trees[best].contains(self.trees[i])]
-        if not others or self._steps_since_trial <= CHOICE_STEPS:
+        if not others:
             return None
         hopes = {i: (1.0 + self.accepted[i] + HOPE / self._lengths.weights[i] ** 0.5) / seconds[i] for i in others}
         trial = max(others, key=lambda i: hopes[i])
-        is_due = self._steps_since_trial > TRIAL_EVERY or hopes[trial] > (1.0 + self.accepted[best]) / seconds[best]
-        return trial if is_due else None
+        # The best tree takes so much less time for as many tokens.
+        cost = seconds[trial] - seconds[best] * (1.0 + self.accepted[trial]) / (1.0 + self.accepted[best])
+        return trial if self._may_cost(cost) else None
+
+    def _may_cost(self, seconds: float) -> bool:
+        """Whether trials may cost this now; then it is spent. Never twice without a choice in between."""
+        if self._trial_seconds <= 0.0 or seconds > self._trial_seconds:
+            return False
+        self._trial_seconds = min(self._trial_seconds - seconds, 0.0)
+        return True
 
     def _seconds(self, index: int | None, num_rows: int, length: int) -> float:
         """Of a step with this tree (None: without one); linear in the number of rows, between the two measured."""

@@ -94,18 +94,11 @@ def make_request(
         **model_kwargs: Any,
     ) -> Request:
         _refuse_options(generation_config, model_kwargs.keys() & generate_kwargs.keys())
-        if streamer is not None and input_ids.shape[0] > 1:
-            raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
-        mask, source = model_kwargs.get("attention_mask"), None
-        if target.is_encoder_decoder:
-            states = model_kwargs["encoder_outputs"].last_hidden_state.to(target.device)
-            # The `num_return_sequences` rows of a source stand together.
-            source_ids = given_ids.repeat_interleave(len(states) // len(given_ids), dim=0)
-            is_real = torch.ones_like(source_ids) if mask is None else mask.to(target.device)
-            source = Source(source_ids, is_real.bool(), states)
-            mask = model_kwargs.get("decoder_attention_mask")
-        request = Request(input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer)
-        request.source = source
+        mask = model_kwargs.get("decoder_attention_mask" if target.is_encoder_decoder else "attention_mask")
+        source = _encoded_source(target, given_ids, model_kwargs) if target.is_encoder_decoder else None
+        request = Request(
+            input_ids, mask, logits_processor, stopping_criteria, generation_config, target, streamer, source
+        )
         if not target.is_encoder_decoder:  # padding where the caller had it
             request.given_ids = given_ids.repeat_interleave(len(input_ids) // len(given_ids), dim=0)
         return request
@@ -118,6 +111,14 @@ def make_request(
         **kwargs,
     )
     return cast(Request, request)
+
+
+def _encoded_source(target: Target, given_ids: Tensor, model_kwargs: dict[str, Any]) -> Source:
+    """The source that transformers has encoded; the `num_return_sequences` rows of a source stand together."""
+    states, mask = model_kwargs["encoder_outputs"].last_hidden_state, model_kwargs.get("attention_mask")
+    source_ids = given_ids.repeat_interleave(len(states) // len(given_ids), dim=0)
+    is_real = torch.ones_like(source_ids) if mask is None else mask.to(target.device)
+    return Source(source_ids, is_real.bool(), states.to(target.device))
 
 
 # What transformers prepares for a decoding method, and this loop prepares anew.
@@ -152,8 +153,6 @@ def request_of_hook(
     positions = model_kwargs.get("position_ids")
     if positions is not None and not torch.equal((positions * real), (real.cumsum(1) - 1) * real):
         raise ValueError("position_ids is not supported by this decode loop: leave it out")
-    if streamer is not None and input_ids.shape[0] > 1:
-        raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
     return Request(input_ids, mask, processors, criteria, config, target, streamer)
 
 

@@ -35,8 +35,6 @@ class Request:
         keeps_scores, keeps_logits: whether the caller asked for them (and for a dictionary to hold them).
     """
 
-    source: Source | None = None
-
     def __init__(
         self,
         input_ids: Tensor,
@@ -46,7 +44,10 @@ class Request:
         config: GenerationConfig,
         target: Target,
         streamer: Any,
+        source: Source | None = None,
     ) -> None:
+        if streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
         self.input_ids = self.given_ids = input_ids.to(target.device)
         mask = torch.ones_like(self.input_ids) if attention_mask is None else attention_mask.to(target.device)
         mask = (mask != 0).long()
@@ -63,7 +64,7 @@ class Request:
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self.processors = processors
         self.do_sample = bool(config.do_sample)
-        self.streamer = streamer
+        self.streamer, self.source = streamer, source
         self.eos_token_ids: set[int] = set()
         self.criteria: list[Any] = []
         self._row_criteria: dict[int, list[Any]] = {}  # copies, because they may keep a state
