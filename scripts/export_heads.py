@@ -28,6 +28,7 @@ from inference import Target
 from scripts.doors.serving_card import fill_commands, render_serving_card
 from scripts.model_loading import check_folder, load_target
 from scripts.one_line_errors import one_line_errors
+from scripts.whole_files import check_new_folder
 from training.options.program_parser import ProgramParser
 
 NAMES = list(dict.fromkeys(known.name for known in FORMATS if known.kinds))
@@ -60,11 +61,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: ExportArguments) -> None:
-    output = Path(args.output)
-    if output.is_dir() and any(output.iterdir()):
-        raise ValueError(f"--output {output} is not empty: give another folder, or empty it")
+    output = check_new_folder(args.output)
     if args.repo_id is not None and not args.push_to_hub:
         raise ValueError("got --repo_id without --push_to_hub true: nothing is uploaded")
+    if args.push_to_hub and args.repo_id is None:
+        raise ValueError("--push_to_hub needs --repo_id: the model card names the repository")
     check_folder(args.heads)
     target, _ = load_target(args.target, device="cpu")
     heads: DraftHeads = DraftHeads.from_pretrained(args.heads, target=target)
@@ -78,9 +79,10 @@ def run(args: ExportArguments) -> None:
         exported = replace(exported, notes=(*exported.notes, _ADAPTER_NOTE))
     shown = args.repo_id or args.output
     card = render_serving_card(exported, name=known.name, kind=heads.config.head_type, heads=shown, target=args.target)
-    place = args.repo_id if args.repo_id is not None else str(output.resolve())
+    place = args.repo_id if args.repo_id is not None else str(output)
     write_checked(exported, known, heads, target, output, card, place)
-    print(f"Wrote {heads.config.head_type} heads, {len(exported.tensors)} tensors, to {output} (format {known.name}).")
+    count = len(exported.tensors)
+    print(f"Wrote {heads.config.head_type} heads, {count} tensors, to {args.output} (format {known.name}).")
     for note in exported.notes:
         print(f"note: {note}")
     if commands := fill_commands(exported, heads=args.output, target=args.target):
@@ -88,7 +90,7 @@ def run(args: ExportArguments) -> None:
         print("\n".join(f"  {command}" for command in commands))
     if args.push_to_hub:
         api = HfApi()
-        repository = api.create_repo(args.repo_id or output.resolve().name, exist_ok=True).repo_id
+        repository = api.create_repo(args.repo_id, exist_ok=True).repo_id
         print(f"Uploaded to {api.upload_folder(folder_path=output, repo_id=repository)}")
 
 
@@ -106,7 +108,8 @@ def write_checked(
         again = DraftHeads.from_pretrained(scratch, target=target).state_dict()
         mine = heads.state_dict()
         changed = [name for name in mine if name not in again or not torch.equal(mine[name], again[name])]
-        assert not changed, f"{known.title} does not give {changed} back"
+        if changed:
+            raise ValueError(f"{known.title} does not give {', '.join(changed)} back: please report this")
 
 
 if __name__ == "__main__":

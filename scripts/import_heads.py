@@ -26,6 +26,7 @@ from heads.formats.registry import recognize
 from scripts.doors.conventions import compare_conventions, question_prompts
 from scripts.model_loading import DTYPES, check_folder, load_target
 from scripts.one_line_errors import one_line_errors
+from scripts.whole_files import check_new_folder
 from training.options.program_parser import ProgramParser
 
 
@@ -69,12 +70,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def holds_own_heads(folder: Path) -> bool:
+    """Whether a folder holds heads of this library."""
+    config = folder / "config.json"
+    return config.is_file() and "head_type" in json.loads(config.read_text(encoding="utf-8"))
+
+
 def run(args: ImportArguments) -> None:
     settings = args.parse_settings()
     check_folder(args.checkpoint)
     check_place(args.checkpoint)
-    if Path(args.output).resolve() == Path(args.checkpoint).resolve():
-        raise ValueError(f"got {args.output} as --checkpoint and as --output: give the heads a folder of their own")
+    if not holds_own_heads(Path(args.output)):  # an import is repeated with other settings
+        check_new_folder(args.output)
     if not is_published(args.checkpoint):
         raise ValueError(f"{args.checkpoint} holds heads of this library already: use them as they are")
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)

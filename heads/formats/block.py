@@ -197,7 +197,7 @@ class BlockSpeculators(DFlash):
         mask_id, written = _write_tensors(tensors, target)
         dtype = written["fc.weight"].dtype
         written.setdefault(_EMBEDDING, _embedding_of(target).to(dtype))
-        written["lm_head.weight"] = target.lm_head_weight().to(dtype)
+        written["lm_head.weight"] = target.lm_head_weight().to(dtype).clone()  # tied to the embeddings in some targets
         method = _method(config)
         proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_depths, "verifier_accept_k": 1}
         settings = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import TrainingArguments
@@ -133,6 +134,12 @@ class DataArguments:
             )
         if any(not 0 < weight < float("inf") for weight in self.dataset_weights):
             raise ValueError(f"got dataset_weights {self.dataset_weights}: each must be above 0; leave out unused sets")
+        for name, split in zip(self.dataset, self.splits, strict=True):
+            if name in self.eval_dataset and (self.eval_split == split or Path(name).exists()):  # files have no splits
+                raise ValueError(
+                    f"got {name} as dataset and as eval_dataset: the evaluation would read training rows; give another "
+                    "eval_dataset or eval_split, or none to hold out --validation_fraction"
+                )
 
     @property
     def splits(self) -> list[str]:

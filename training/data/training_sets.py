@@ -54,6 +54,11 @@ def load_datasets(
     else:
         parts = [_hold_out(rows, data_args, seed=seed) for rows in _load_sets(data_args, tokenizer)]
         held_out = [rows for _, rows in parts if rows is not None]
+        if 0 < len(held_out) < len(parts):
+            raise ValueError(
+                "a set of one conversation has none to hold out, and the other sets have: leave it out, give an "
+                "--eval_dataset, or --validation_fraction 0"
+            )
         train_set = _first(mix([train for train, _ in parts], data_args, seed=seed), data_args.max_samples)
         eval_set = mix(held_out, data_args, seed=seed) if len(held_out) == len(parts) else None
     if data_args.eval_dataset:

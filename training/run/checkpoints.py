@@ -67,7 +67,7 @@ def remove_old(output_dir: Path, *, save_total_limit: int | None, best: str | No
     *older, newest = map(Path, sort_checkpoints(str(output_dir), use_mtime=True, best_model_checkpoint=best))
     num_older = max(save_total_limit - 1, int(best is not None and Path(best) != newest))
     aside = output_dir / INCOMPLETE
-    for folder in older[: len(older) - num_older]:
+    for folder in older[: max(0, len(older) - num_older)]:
         aside.mkdir(exist_ok=True)
         folder.rename(aside / folder.name)
         shutil.rmtree(aside, ignore_errors=True)

@@ -49,6 +49,13 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
         ValueError: the given folder is missing or incomplete.
     """
     if wanted is None or str(wanted).lower() in ("false", ""):
+        if is_main_process and (folders := sorted(Path(output_dir).glob("checkpoint-*"), key=_step)):
+            logger.warning(
+                "%s has checkpoints of an earlier run, up to %s: --resume_from_checkpoint true would later continue "
+                "that run. Train in another output_dir, or remove them",
+                output_dir,
+                folders[-1].name,
+            )
         return None
     if str(wanted).lower() != "true":
         folder = Path(wanted)

@@ -232,6 +232,11 @@ def read_layer_ids(reading: Reading) -> list[int]:
         ids = usual
     if missing := [one for one in ids if not 0 <= one <= num_layers]:
         reading.problems.append(f"layer ids {missing} of {ids} do not exist: the target has {num_layers} layers")
+    if num_layers in ids and published.own_setting("feature_layers") is None:
+        reading.problems.append(
+            f"layer ids {ids} tap the state after the last layer. Here hidden_states[{num_layers}] comes after the "
+            "final norm, and other projects mean the state before it"
+        )
     if len(set(ids)) < len(ids):
         reading.problems.append(f"layer ids {ids} repeat a layer")
     if ids == [one - 1 for one in usual] and published.own_setting("feature_layers") is None:

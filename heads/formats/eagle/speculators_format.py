@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads.config import name_of_target
 from heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, is_parallel, own_settings
-from heads.formats.eagle.engines import count_layers, vllm_limits, write_masks
+from heads.formats.eagle.engines import count_layers, engine_limits, vllm_limits, write_masks
 from heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, target_table, write_decoder
 from heads.formats.format import Exported, Imported
 from heads.formats.published import OWN_KEY, Published
@@ -55,7 +55,7 @@ class Speculators(Eagle3):
         return imported
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
-        refuse_unwritable(self.title, *vllm_limits(config))
+        refuse_unwritable(self.title, *engine_limits(config, "vLLM"), *vllm_limits(config))
         token, named = write_masks(config, tensors, target)
         named.setdefault("embed_tokens.weight", target_table(target).to(named["fc.weight"].dtype))
         algorithm, cls, depths = _ALGORITHMS[0], "Eagle3DraftModel", config.ttt_steps if token is None else 0

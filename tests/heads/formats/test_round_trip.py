@@ -95,9 +95,24 @@ def test_heads_come_back_as_they_were(
 # Layers that are not the usual ones -> the formats that cannot have them, and why.
 LAYERS: dict[tuple[int, ...], dict[str, str]] = {
     (1, 3, 6): {"eagle": "their code reads layers"},
-    (7, 2, 4): {"eagle": "their code reads layers", "vllm": "vLLM sorts", "sglang": "SGLang sorts"},
-    (2, 5): {"eagle": "their code reads layers", "vllm": "vLLM taps three", "sglang": "SGLang taps three"},
-    (2, 4, 8): {"eagle": "reads layers", "vllm": "not the last norm's output", "sglang": "not the last norm's output"},
+    (7, 2, 4): {
+        "eagle": "their code reads layers",
+        "vllm": "vLLM sorts",
+        "sglang": "SGLang sorts",
+        "speculators": "vLLM sorts",
+    },
+    (2, 5): {
+        "eagle": "their code reads layers",
+        "vllm": "vLLM taps three",
+        "sglang": "SGLang taps three",
+        "speculators": "vLLM taps three",
+    },
+    (2, 4, 8): {
+        "eagle": "reads layers",
+        "vllm": "not the last norm's output",
+        "sglang": "not the last norm's output",
+        "speculators": "not the last norm",
+    },
     (0, 4, 5): {"eagle": "their code reads layers", "sglang": "SGLang cannot tap the embeddings"},
 }
 
