@@ -65,6 +65,13 @@ class ScratchCache(TreeCache):
         """
         return (self.lengths[:, None] + steps).clamp(max=self.view - 1)
 
+    def _note_use(self, num_slots: int) -> None:
+        """Does nothing: compiled functions open slots, and must not change host numbers."""
+
+    def clear_from(self, num_slots: int) -> None:
+        self._num_used = self.capacity  # nothing has counted them
+        super().clear_from(num_slots)
+
     def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
         super().copy_rows(source, rows, lengths, max_length=max_length)
         self.length_bound = 0  # compiled passes must not see a host number change

@@ -92,6 +92,7 @@ class TreeCache(Cache):
         self.view_multiple = view_multiple
         self.length_bound = 0
         self.length_floor = 0
+        self._num_used = 0  # slots that may hold something
         self.source: SourceMemory | None = None
         groups: Counter[PlaneSpec] = Counter()  # planes of one shape, dtype and device share a stacked buffer
         self._places: list[tuple[PlaneSpec, int]] = []
@@ -151,12 +152,16 @@ class TreeCache(Cache):
         the view is slots 12 .. S - 1.
         """
         self.slots_in_view = self.view_slots(num_slots)
+        self._note_use(self.view)
         self.window_sizes: dict[int, Tensor] = {}
         for window in self._windows:
             if window is not None and window not in self.window_sizes:
                 start = max(0, length_floor - window + 1) // self.view_multiple * self.view_multiple
                 # The slice begins at slot 0, because compiled graphs guard a tensor's storage offset.
                 self.window_sizes[window] = self._every_slot[: self.view - start]
+
+    def _note_use(self, num_slots: int) -> None:
+        self._num_used = max(self._num_used, num_slots)
 
     def open_slots(self, num_nodes: int, *, num_ahead: int = 0) -> int:
         """Opens the next `num_nodes` slots after every row's length for the coming forward pass; returns the view.
@@ -251,12 +256,13 @@ class TreeCache(Cache):
             self.source.select_rows(torch.tensor(rows, device=self.lengths.device))
 
     def clear_from(self, num_slots: int) -> None:
-        """Zeroes all slots from `num_slots` on."""
+        """Zeroes all slots from `num_slots` on that were used."""
         for buffer in self._all_buffers.values():
-            buffer[:, :, :, num_slots:].zero_()
+            buffer[:, :, :, num_slots : self._num_used].zero_()
+        self._num_used = min(self._num_used, num_slots)
 
     def reset(self, num_rows: int | None = None) -> None:
-        """Forgets every token and zeroes all slots: a NaN in a masked slot would spoil the next text.
+        """Forgets every token and zeroes all slots that were used: a NaN in a masked slot would spoil the next text.
 
         Args:
             num_rows: the number of rows to work on; None = all.
@@ -284,6 +290,7 @@ class TreeCache(Cache):
         assert source.source is None, "the rows of sources are read anew"
         width = min(max_length, self.capacity, source.capacity)
         others = (*source._keys, *source._values)
+        self._note_use(width)
         self._show_rows(len(rows))
         for plane, other in zip((*self._keys, *self._values), others, strict=True):
             # Plane by plane, so that the gathered copy is only as large as one plane.

@@ -196,13 +196,19 @@ def test_buffers_are_zeroed_stacked_and_kept() -> None:
     assert [buffer.data_ptr() for buffer in cache._buffers] == places
 
 
-def test_reset_zeroes_rows_that_have_left_too() -> None:
+def test_reset_zeroes_the_slots_that_were_used_and_no_others() -> None:
     cache = TreeCache(LAYERS, 3, capacity=16, view_multiple=4)
+    cache.reset(2)
+    cache.open_slots(3)  # the view ends at slot 4
     for buffer in cache._all_buffers.values():
         buffer.fill_(1.0)
-    cache.keep_rows([1])
+    cache.keep_rows([1])  # the row that left was used, too
     cache.reset(1)
-    assert cache.batch_size == 1
+    for buffer in cache._all_buffers.values():
+        assert not buffer[:, :, :, :4].any()
+        assert buffer[:, :, :, 4:].all()
+    cache.open_slots(16)
+    cache.reset()
     assert not any(buffer.any() for buffer in cache._all_buffers.values())
 
 
