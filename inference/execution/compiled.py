@@ -6,6 +6,7 @@ kernels or oneDNN's, which for passes of a few tokens are several times faster t
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import time
@@ -90,7 +91,8 @@ class _CompiledFunction:
         self.dynamic = dynamic
         self.executor = executor
         # In one piece: after a break of the graph, the guards that are dropped would be missed (`_keep_guards`).
-        self.compiled = torch.compile(self.function, dynamic=dynamic, fullgraph=True, options=executor.options)
+        # A copy of the options, since `torch.compile` takes the guard filter out of the dictionary that it gets.
+        self.compiled = torch.compile(self.function, dynamic=dynamic, fullgraph=True, options={**executor.options})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs, start = count_graphs(), time.perf_counter()
@@ -144,8 +146,10 @@ def _keep_guards(guards: Sequence[Any]) -> list[bool]:
 
 def _copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a code object of its own: torch keeps its graphs per code object, and without guards on modules
-    the graphs of one decoder would be taken for those of another."""
-    plain = getattr(function, "__func__", function)
+    the graphs of one decoder would be taken for those of another. Decorators such as `torch.no_grad` are left out, since
+    steps run without autograd: torch would compile the decorator's code, which all functions share, and would guard
+    every module of the model."""
+    plain = inspect.unwrap(getattr(function, "__func__", function))
     copied = types.FunctionType(
         plain.__code__.replace(co_name=f"{plain.__name__}_{next(_NUMBERS)}"),
         plain.__globals__,
