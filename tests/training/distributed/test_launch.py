@@ -24,6 +24,7 @@ def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments, m
     check_launch(args)
     for environ, expected in (
         ({}, (1, "ddp")),
+        ({"MV2_COMM_WORLD_SIZE": "3"}, (3, "ddp")),
         ({"PMI_SIZE": "4"}, (4, "ddp")),
         ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, (2, "fsdp")),
         ({"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}, (2, "deepspeed")),
@@ -38,6 +39,7 @@ def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments, m
     ("environ", "message"),
     [
         ({"WORLD_SIZE": "2"}, "started 2 processes, and this one sees 1 .* would train on all of the data by itself"),
+        ({"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}, "started this one without the others.*multi_gpu.yaml"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed was requested, and accelerate set up .*NO with 1 processes"),
     ],
 )

@@ -22,8 +22,22 @@ def prepare(train: Runner, **options: Any) -> Any:
 def test_without_prompts_there_is_nothing_to_go_by(train: Runner) -> None:
     with pytest.raises(ValueError, match="there is no prompt to measure it on"):
         prepare(train, save_strategy="best", num_eval_prompts=0)
+    assert prepare(train, num_eval_prompts=0).args.metric_for_best_model is None  # nothing reads it
     with pytest.raises(ValueError, match="which follows a metric: give one of the steps"):
         prepare(train, lr_scheduler_type="reduce_lr_on_plateau")
+
+
+@pytest.mark.parametrize("metric", ["top1_depth3", "acceptance", "target_loss"])
+def test_a_metric_that_no_evaluation_has_is_refused(train: Runner, metric: str) -> None:
+    allowed = "loss, top1_depth1, top1_depth2, top5_depth1, top5_depth2, acceptance_length"
+    with pytest.raises(ValueError, match=f"got metric_for_best_model {metric}, .*: give one of {allowed}$"):
+        prepare(train, metric_for_best_model=metric)
+    assert prepare(train, metric_for_best_model="eval_top1_depth2")
+
+
+def test_packed_rows_are_not_grouped_by_length(train: Runner) -> None:
+    with pytest.raises(ValueError, match="packed rows are of one length: leave one of the two out"):
+        prepare(train, packing=True, train_sampling_strategy="group_by_length")
 
 
 def test_a_resumed_run_evaluates_as_often_as_its_options_say(train: Runner) -> None:
