@@ -24,7 +24,7 @@ from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.known_models import KnownModel, describe_model, known_lock, known_models
+from inference.targets.known_models import describe_model, find_known
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
     check_adapters,
@@ -128,14 +128,14 @@ class Target:
         if isinstance(model, Target):
             return model
         description = describe_model(model)
-        with known_lock:
-            known = known_models.get(model)
-            if known is None or known.description != description:
+        known = find_known(model)
+        with known.lock:
+            if known.description != description:
                 target = cls(model)
             else:
                 target = known.find_target() or cls(model, findings=known.findings)
                 target.check_again()
-            known_models[model] = KnownModel(description, target.findings, weakref.ref(target))
+            known.description, known.findings, known.find_target = description, target.findings, weakref.ref(target)
         return target
 
     def _examine(self) -> Findings:

@@ -80,7 +80,7 @@ def check_best_metric(args: TrainingArguments, *, num_depths: int, has_prompts: 
     if given in allowed:
         return
     if given != "acceptance_length":
-        raise ValueError(f"got metric_for_best_model {given}, which no evaluation has: give one of {', '.join(allowed)}")
+        raise ValueError(f"got metric_for_best_model {given}, which nothing measures: give one of {', '.join(allowed)}")
     is_read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
     if is_read or getattr(args, "early_stopping_patience", None):
         raise ValueError(

@@ -123,6 +123,28 @@ def test_threads_get_one_target(num_examined: list[str]) -> None:
     assert len(set(map(id, found))) == len(num_examined) == 1
 
 
+def test_another_model_does_not_wait_for_an_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, other = tiny_target("llama"), tiny_target("llama")
+    has_begun, may_end = threading.Event(), threading.Event()
+    examine = target_module.examine_model
+
+    def wait(model: Any, *args: Any) -> Any:
+        if model is slow:
+            has_begun.set()
+            assert may_end.wait(30)
+        return examine(model, *args)
+
+    monkeypatch.setattr(target_module, "examine_model", wait)
+    threads = [threading.Thread(target=Target.of, args=(model,), daemon=True) for model in (slow, other)]
+    threads[0].start()
+    assert has_begun.wait(30)
+    threads[1].start()
+    threads[1].join(20)
+    assert not threads[1].is_alive()
+    may_end.set()
+    threads[0].join()
+
+
 @pytest.mark.filterwarnings("ignore")  # of accelerate, about the parameters it has put elsewhere
 def test_placement_tells_where_layers_are(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is an optional extra")
