@@ -16,7 +16,7 @@ from inference import Decoder, StaticTree
 from inference.drafters.ngram import NgramDrafter
 from scripts import generate
 from scripts.generate import Conversation, GenerateArguments, IncrementalDetokenizer, SpeculationPrinter
-from scripts.model_loading import encode_messages
+from scripts.shared.model_loading import encode_messages
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 ODD_TEXT = "Grüße, 日本語のテキスト 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000 too"

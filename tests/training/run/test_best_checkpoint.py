@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from transformers import EarlyStoppingCallback
 
 from tests.training.runner import Runner
 from training.options.command_line import parse_arguments
+from training.run.checkpoints import remove_old
 from training.run.preparation import prepare_run
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
@@ -60,3 +63,18 @@ def test_a_resumed_run_is_as_patient_as_its_options_say(train: Runner) -> None:
     (stopper,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback))
     assert (stopper.early_stopping_patience, stopper.early_stopping_patience_counter) == (9, counted)
     assert counted > 0
+
+
+@pytest.mark.parametrize("limit", range(1, 7))
+@pytest.mark.parametrize("best", [None, 1, 3])
+def test_the_newest_stay_and_the_best_one(limit: int, best: int | None, tmp_path: Path) -> None:
+    for step in range(1, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (step, step))
+        is_known = best is not None and best <= step
+        remove_old(tmp_path, save_total_limit=limit, best=str(tmp_path / f"checkpoint-{best}") if is_known else None)
+        kept = sorted(int(folder.name.rpartition("-")[2]) for folder in tmp_path.glob("checkpoint-*"))
+        number = min(step, max(limit, 2 if is_known and best != step else 1))
+        newest = [one for one in range(1, step + 1) if not is_known or one != best]
+        rest = number - (1 if is_known else 0)
+        assert kept == sorted([*([best] if is_known and best else []), *newest[len(newest) - rest :]])
