@@ -111,7 +111,7 @@ class Decoder:
         is_chosen = self.policy is not None and self.policy.is_chosen
         self._choice = TreePlanner(self.policy) if self.policy and is_chosen else TreeChoice(self.policy)
         self._cache: TreeCache | None = None
-        self._held: HeldTexts | None = None  # what the last call has left in the cache
+        self._held: HeldTexts | None = None  # texts of the last call in the cache
         self._is_free = threading.Lock()
 
     def generate(
@@ -127,8 +127,8 @@ class Decoder:
         stop_strings: str | list[str] | None = None,
         **generate_kwargs: Any,
     ) -> GenerationOutput:
-        """Generates through transformers' own `generate`: its config, processors and stopping criteria mean what they
-        do there; but a GenerationOutput is returned whatever `return_dict_in_generate` says.
+        """Generates through transformers' own `generate`: its config, processors and stopping criteria mean the same as
+        there. The result is always a GenerationOutput, also without `return_dict_in_generate`.
 
         Args:
             input_ids: [B, L] int64; for an encoder-decoder target, the sources.
@@ -143,8 +143,8 @@ class Decoder:
                 when the call is refused.
             on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
             tokenizer, stop_strings: as in transformers.
-            **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). Stopping
-                criteria are called after every token, with `scores=None`.
+            **generate_kwargs: arguments of transformers' `generate` (max_new_tokens, do_sample, temperature, ...).
+                Stopping criteria are called after every token, with `scores=None`.
 
         Raises:
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop
@@ -253,7 +253,7 @@ class Decoder:
 
     @contextmanager
     def _holding(self, loop: DecodeLoop) -> Iterator[None]:
-        """Keeps what the loop leaves in the cache for the next call, unless a step was interrupted."""
+        """Keeps the texts that the loop leaves in the cache for the next call, unless a step was interrupted."""
         self._held = None
         try:
             yield

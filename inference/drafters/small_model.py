@@ -48,7 +48,7 @@ class SmallModelState:
 
 
 class SmallModelDrafter(Drafter, nn.Module):
-    """Drafts with a causal LM whose token ids mean what the target's mean.
+    """Drafts with a causal LM whose token ids mean the same tokens as the target's.
 
     A chain of n tokens takes n passes of the LM. Positions beyond the small model's own limit are drafted at the limit:
     fewer drafts are accepted then, at full cost. Layers with a sliding window read the whole text.

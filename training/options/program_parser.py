@@ -32,7 +32,7 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
 
     Args:
         classes: dataclasses; each field is an option.
-        doc: the program's docstring: its first line says what the program does, indented lines are examples.
+        doc: the program's docstring: its first line is the purpose of the program, indented lines are examples.
         groups: title -> names of options, separated by spaces; None = one group of all options.
     """
 
