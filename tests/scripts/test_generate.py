@@ -177,20 +177,6 @@ def test_a_drafter_model_with_another_tokenizer_is_refused(
         run_program(prompt="Hi", drafter_model=str(stories_target_path))
 
 
-def test_a_seed_repeats_a_sampled_text(run_program: Callable[..., str]) -> None:
-    options = {"prompt": "Tell me a story", "temperature": 1.0, "top_k": 50, "top_p": 0.9, "max_new_tokens": 8}
-    assert run_program(seed=3, **options) == run_program(seed=3, **options)
-
-
-@pytest.mark.parametrize("acceptance", ["exact", "typical"])
-def test_each_acceptance_rule_writes_a_text(run_program: Callable[..., str], acceptance: str) -> None:
-    options = {"prompt": REPEATING, "temperature": 0.8, "seed": 3, "max_new_tokens": 12}
-    text = run_program(ngrams=True, tree="chain:3", acceptance=acceptance, **options)
-    assert text.strip()
-    if acceptance == "exact":
-        assert text == run_program(**options)
-
-
 def test_a_rule_that_cannot_judge_the_tree_says_so(run_program: Callable[..., str]) -> None:
     for tree in (None, "auto", "gamma"):
         with pytest.raises(ValueError, match=r"acceptance='rejection' needs a tree whose shape.*use tree='chain'"):
