@@ -40,9 +40,9 @@ from scripts.measuring.plot import draw_plot
 from scripts.measuring.render import make_grids
 from scripts.measuring.report import headline, make_report, make_rows, write_json
 from scripts.measuring.rows import Row
-from scripts.model_loading import DTYPES, encode_messages, load_heads, load_target
-from scripts.one_line_errors import one_line_errors
-from scripts.side_by_side import Recording, record_side_by_side
+from scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.side_by_side import Recording, record_side_by_side
 from training.options.program_parser import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]

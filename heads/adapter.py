@@ -26,7 +26,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _MERGED = "_draftsmith_adapter"  # attribute of a model: the adapter merged into its weights
 _HASH = "_draftsmith_adapter_hash"  # attribute of a model: `hash_adapter` of the adapter that `load_adapter` gave it
-# The keys of an adapter's configuration that change what the target computes.
+# The keys of an adapter's configuration that change the target's outputs.
 _OF_THE_MODEL = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 _INSTALL_HINT = "these heads have an adapter of the target, which needs peft: pip install 'draftsmith[peft]'"
 

@@ -4,7 +4,7 @@ Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hid
 rows of the tree, K unroll steps.
 
 Slot t pairs a state of position t with the embedding of x_{t+1} and predicts x_{t+2} (EAGLE, arXiv 2401.15077, section
-3.1). The state of an accepted slot comes from the target's features; that of a drafted node is its parent's output.
+3.1). The state of an accepted slot comes from the target's features. A drafted node's state is its parent's output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AutoregressionConfig(DecoderConfig):
         o_bias: a bias of the attention's output projection (likewise).
         own_embedding: token embeddings of the heads' own, in place of the target's. They start as a copy of the
             target's and are trained. Published heads that were trained so have them.
-        **kwargs: those of `DecoderConfig`.
+        **kwargs: arguments of `DecoderConfig`.
     """
 
     def __init__(

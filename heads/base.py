@@ -1,4 +1,4 @@
-"""DraftHeads: what every kind of trained heads promises, and how heads are bound to a target, saved and loaded.
+"""DraftHeads: the interface of every kind of trained heads. Heads are bound to a target, saved and loaded here.
 
 Legend: B batch, T sequence length, F feature width (number of tapped layers x target hidden size), D hidden size,
 V target vocabulary, C draft vocabulary.
@@ -349,7 +349,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         Args:
             is_main_process: False on the processes that must not write; they do nothing.
             push_to_hub: upload as well, with the keywords of `push_to_hub`; `repo_id` defaults to the directory's name.
-            **kwargs: those of transformers, such as `state_dict` and `max_shard_size`.
+            **kwargs: arguments of transformers, such as `state_dict` and `max_shard_size`.
         """
         if not is_main_process:
             return
@@ -431,7 +431,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
         Args:
             path: where the checkpoint came from, for messages.
-            dtype: None or "auto" = that of the checkpoint's tensors.
+            dtype: None or "auto" = the dtype of the checkpoint's tensors.
 
         Raises:
             ValueError: one message with everything that is wrong with the checkpoint.

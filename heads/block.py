@@ -80,7 +80,7 @@ class BlockConfig(DecoderConfig):
             default: trees have fixed shapes, so leaving a node out saves no time, but a dynamic tree fills the place.
             You may change it between texts: `from_pretrained(path, confidence_threshold=0.1)`, or in `heads.config`.
         is_causal: a block's rows see only the rows before them (JetSpec).
-        **kwargs: those of `DecoderConfig`.
+        **kwargs: arguments of `DecoderConfig`.
     """
 
     model_type = "draftsmith_block"

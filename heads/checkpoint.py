@@ -99,7 +99,7 @@ def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
 
 
 def check_place(path: str) -> None:
-    """Refuses what is neither a folder nor a hub id."""
+    """Refuses a place that is neither a folder nor a hub id."""
     if not os.path.isdir(path) and not _HUB_ID.fullmatch(path):
         is_file = os.path.isfile(path)
         raise ValueError(f"{path} is a file: give its folder" if is_file else f"the folder {path} does not exist")

@@ -1,4 +1,4 @@
-"""Configurations of draft heads: what every kind records, and the shape of draft decoder layers."""
+"""Configurations of draft heads: the settings of every kind, and the shape of draft decoder layers."""
 
 from __future__ import annotations
 

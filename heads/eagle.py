@@ -37,7 +37,7 @@ class EagleConfig(AutoregressionConfig):
         fc_bias: whether fc has a bias. The authors' code has one. vLLM drops the bias, so the default has none.
         feature_noise: width of the uniform noise on the target's states in training, for sequences of 512 tokens; 0 =
             no noise. The width is scaled by 512 / length of the padded batch (the authors' code: of each sequence).
-        **kwargs: those of `AutoregressionConfig`.
+        **kwargs: arguments of `AutoregressionConfig`.
     """
 
     model_type = "draftsmith_eagle"
@@ -84,7 +84,7 @@ class EagleLayer(DraftLayer):
 
 
 class EagleHeads(AutoregressionHeads):
-    """The EAGLE-1 draft head. Tensor names are those of EAGLE-1 checkpoints (`fc`, `layers.0`)."""
+    """The EAGLE-1 draft head. Tensors have the names of EAGLE-1 checkpoints (`fc`, `layers.0`)."""
 
     config_class = EagleConfig
     default_loss = "smooth_l1+0.1*distillation"  # section 3.2: w_cls 0.1

@@ -47,7 +47,7 @@ class Eagle3Config(AutoregressionConfig):
         norm_output: the output AFTER the final norm is the next step's g, in training and in decoding (EAGLE-3.1).
         norm_before_residual: the layer's residual is g after `hidden_norm`, not before it (heads by speculators).
         norm_before_fc: one RMSNorm over all tapped features together, before fc (heads by speculators).
-        **kwargs: those of `AutoregressionConfig`.
+        **kwargs: arguments of `AutoregressionConfig`.
     """
 
     model_type = "draftsmith_eagle3"
@@ -105,7 +105,7 @@ class Eagle3Layer(DraftLayer):
 
 
 class Eagle3Heads(AutoregressionHeads):
-    """The EAGLE-3 draft head. Tensor names are those of EAGLE-3 checkpoints (`input_norm`, `fc_norm`, `fc`,
+    """The EAGLE-3 draft head. Tensors have the names of EAGLE-3 checkpoints (`input_norm`, `fc_norm`, `fc`,
     `midlayer`, `norm`, `lm_head`, `d2t`, `t2d`)."""
 
     config_class = Eagle3Config

@@ -54,7 +54,7 @@ class KangarooConfig(DecoderConfig):
             texts: `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config`.
         use_mlp: a gated MLP with its own norm after the attention. The paper's adapter has none (section 3.1: one
             multi-head attention and two norms).
-        **kwargs: those of `DecoderConfig`.
+        **kwargs: arguments of `DecoderConfig`.
     """
 
     model_type = "draftsmith_kangaroo"

@@ -28,7 +28,7 @@ class MedusaConfig(DraftHeadsConfig):
         num_layers: residual blocks before each head's projection (the paper uses 1).
         shares_lm_head: the target's LM head scores the blocks' outputs, so that a head is its blocks only (the authors'
             second version). False: each head has a projection of its own, as in the paper.
-        **kwargs: those of `DraftHeadsConfig`.
+        **kwargs: arguments of `DraftHeadsConfig`.
     """
 
     model_type = "draftsmith_medusa"

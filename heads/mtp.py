@@ -69,7 +69,7 @@ class MTPConfig(DecoderConfig):
         reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
         stock_layer: the `to_dict()` of a config whose family's own decoder layer is in the blocks, as
             `heads.formats.native_mtp` writes it; None = a layer like Llama's.
-        **kwargs: those of `DecoderConfig`.
+        **kwargs: arguments of `DecoderConfig`.
     """
 
     model_type = "draftsmith_mtp"

@@ -45,10 +45,10 @@ class ParallelConfig(Eagle3Config):
         keep_ratio: the share of one depth's slots that the next depth is trained on (0.7 in published trainers).
         min_keep_ratio: the share of all slots that every depth keeps (0.2 in published trainers).
         mask_before_fc: the learned hidden state of mask rows is one of features, which fc projects, as engines read it.
-            True in new heads; False in those of older checkpoints, whose state is fc's output.
+            True in new heads; False in older checkpoints, whose state is fc's output.
         mask_token_id: the token whose embedding mask rows have, for heads with an `own_embedding`; None = an embedding
             beside the table.
-        **kwargs: those of `Eagle3Config`, without `ttt_steps` and `norm_output`.
+        **kwargs: arguments of `Eagle3Config`, without `ttt_steps` and `norm_output`.
     """
 
     model_type = "draftsmith_parallel"

@@ -44,7 +44,7 @@ class Batch:
         self.active = None
         if not all(is_active):
             self.active = torch.tensor(is_active, dtype=torch.long, device=cache.lengths.device)
-            cache.lengths *= self.active  # finished rows give up what they hold, so that no view has to reach them
+            cache.lengths *= self.active  # finished rows forget their tokens, so that no view has to reach them
             for place, row in enumerate(self.rows):
                 self._is_damaged[row] |= not is_active[place]
             self.drafting.retire(self.active)

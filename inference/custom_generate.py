@@ -22,8 +22,8 @@ class CustomGenerate:
     >>> method = CustomGenerate(heads)                                                       # doctest: +SKIP
     >>> model.generate(**inputs, custom_generate=method, max_new_tokens=64)                  # doctest: +SKIP
 
-    transformers hands its streamer and its tokenizer to no method of a caller's own. So a streamer belongs here, and
-    for stop strings there is `inference.generate`.
+    transformers does not pass its streamer and its tokenizer to a custom method. So give the streamer here, and use
+    `inference.generate` for stop strings.
 
     Args:
         drafter: as `Decoder` takes it, and so are its other options (tree, acceptance, compile, ...).

@@ -111,7 +111,7 @@ class Decoder:
         is_chosen = self.policy is not None and self.policy.is_chosen
         self._choice = TreePlanner(self.policy) if self.policy and is_chosen else TreeChoice(self.policy)
         self._cache: TreeCache | None = None
-        self._held: HeldTexts | None = None  # what the last call has left in the cache
+        self._held: HeldTexts | None = None  # texts of the last call in the cache
         self._is_free = threading.Lock()
 
     def generate(
@@ -127,8 +127,8 @@ class Decoder:
         stop_strings: str | list[str] | None = None,
         **generate_kwargs: Any,
     ) -> GenerationOutput:
-        """Generates through transformers' own `generate`: its config, processors and stopping criteria mean what they
-        do there; but a GenerationOutput is returned whatever `return_dict_in_generate` says.
+        """Generates through transformers' own `generate`: its config, processors and stopping criteria mean the same as
+        there. The result is always a GenerationOutput, also without `return_dict_in_generate`.
 
         Args:
             input_ids: [B, L] int64; for an encoder-decoder target, the sources.
@@ -139,18 +139,19 @@ class Decoder:
                 the earlier turns of a conversation or common instructions. The text is the same up to rounding, since
                 the keys and values may come from a pass over other rows. Rows that finished before others leave
                 nothing. Do not use it after a change of weights or adapters.
-            streamer: a transformers streamer (batch 1). It gets every emitted token; its end is always called.
+            streamer: a transformers streamer (batch 1). It gets every emitted token; its `end` is always called, also
+                when the call is refused.
             on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
             tokenizer, stop_strings: as in transformers.
-            **generate_kwargs: those of transformers' `generate` (max_new_tokens, do_sample, temperature, ...). Stopping
-                criteria are called after every token, with `scores=None`.
+            **generate_kwargs: arguments of transformers' `generate` (max_new_tokens, do_sample, temperature, ...).
+                Stopping criteria are called after every token, with `scores=None`.
 
         Raises:
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop
                 does not have, each with the cure; when no token can be picked (NaN, or everything is forbidden).
             RuntimeError: while this decoder is in the middle of another text.
         """
-        with self._take():
+        with _ending(streamer), self._take():
             clock = self._new_clock()
             request = make_request(
                 self.target,
@@ -171,20 +172,16 @@ class Decoder:
         Raises:
             RuntimeError: while this decoder is in the middle of another text.
         """
-        with self._take():
+        with _ending(request.streamer), self._take():
             return self._run(request, seed, self._new_clock(), reuse_cache=False)
 
     def _run(
         self, request: Request, seed: int | Sequence[int] | None, clock: PhaseClock, **options: Any
     ) -> GenerationOutput:
         loop = self._begin(request, seed, clock, **options)
-        with ExitStack() as stack:
-            if request.streamer is not None:
-                request.streamer.put(request.given_ids.cpu())
-                stack.callback(request.streamer.end)  # also when a step fails, or its reader would wait for ever
-            stack.enter_context(self._holding(loop))
-            stack.enter_context(self.target.without_autograd())
-            stack.enter_context(self._step.executor.active())
+        if request.streamer is not None:
+            request.streamer.put(request.given_ids.cpu())
+        with self._holding(loop), self.target.without_autograd(), self._step.executor.active():
             for _ in loop.steps():
                 pass
         clock.pause()
@@ -256,7 +253,7 @@ class Decoder:
 
     @contextmanager
     def _holding(self, loop: DecodeLoop) -> Iterator[None]:
-        """Keeps what the loop leaves in the cache for the next call, unless a step was interrupted."""
+        """Keeps the texts that the loop leaves in the cache for the next call, unless a step was interrupted."""
         self._held = None
         try:
             yield
@@ -346,6 +343,16 @@ class Decoder:
             self._cache = cache = None  # free the old one first
             self._cache = cache = self._step.new_cache(batch_size, capacity)
         return cache
+
+
+@contextmanager
+def _ending(streamer: Any) -> Iterator[None]:
+    """Ends the streamer, also when the call is refused or a step fails: its reader would wait for ever."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 def _resolve_policy(tree: TreeOption, drafter: Drafter | None) -> TreePolicy | None:

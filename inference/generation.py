@@ -32,8 +32,8 @@ def generate(
         drafter: trained heads, another `Drafter`, or None.
         input_ids: [B, L] int64.
         attention_mask: [B, L], 0 on padding.
-        **options: those of `Decoder` (tree, acceptance, is_coupled, compile, ...) and of `Decoder.generate` (seed,
-            max_new_tokens, do_sample, temperature, ...), where they are described.
+        **options: the options of `Decoder` (tree, acceptance, is_coupled, compile, ...) and of `Decoder.generate`
+            (seed, max_new_tokens, do_sample, temperature, ...), where they are described.
     """
     decoder = Decoder(target, drafter, **take_decoder_options(options))
     return decoder.generate(input_ids, attention_mask, **options)

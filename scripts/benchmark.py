@@ -32,9 +32,9 @@ from scripts.measuring.measure import Settings
 from scripts.measuring.plot import draw_batch_plot, draw_plot
 from scripts.measuring.render import Grid, make_grids
 from scripts.measuring.report import headline, make_report, write_json
-from scripts.model_loading import DTYPES, TREE_HELP
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import write_text
+from scripts.shared.model_loading import DTYPES, TREE_HELP
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 GROUPS = {

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference import StaticTree, Target
 from inference.trees.search import best_static_tree
-from scripts.model_loading import DTYPES, load_heads, load_target
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import write_text
+from scripts.shared.model_loading import DTYPES, load_heads, load_target
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
 from training.data.chat_tokens import drop_unusable, tokenize_conversations
 from training.data.collation import ConversationCollator
 from training.data.conversations import load_conversations

@@ -26,9 +26,9 @@ from heads.formats.format import Exported, Format
 from heads.formats.registry import FORMATS, find_format
 from inference import Target
 from scripts.doors.serving_card import fill_commands, render_serving_card
-from scripts.model_loading import check_folder, load_target
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import check_new_folder
+from scripts.shared.model_loading import check_folder, load_target
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import check_new_folder
 from training.options.program_parser import ProgramParser
 
 NAMES = list(dict.fromkeys(known.name for known in FORMATS if known.kinds))

@@ -22,7 +22,7 @@ from pathlib import Path
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.one_line_errors import one_line_errors
+from scripts.shared.one_line_errors import one_line_errors
 from training.features.extraction import extract_features
 from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from training.options.command_line import parse_arguments

@@ -29,8 +29,8 @@ from torch import Tensor
 from inference import Decoder, GenerationStats
 from inference.acceptance.rules import RULES
 from inference.streaming.detokenizer import IncrementalDetokenizer
-from scripts.model_loading import DTYPES, TREE_HELP, encode_messages, load_drafter, load_target
-from scripts.one_line_errors import one_line_errors
+from scripts.shared.model_loading import DTYPES, TREE_HELP, encode_messages, load_drafter, load_target
+from scripts.shared.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 
 DRAFTED_STYLE = "bold green"

@@ -28,8 +28,8 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from inference import Decoder
-from scripts.model_loading import load_heads, load_target
-from scripts.one_line_errors import one_line_errors
+from scripts.shared.model_loading import load_heads, load_target
+from scripts.shared.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 from training.synthesis.arguments import SynthesisArguments
 from training.synthesis.endpoint_replies import EndpointReplies

@@ -24,9 +24,9 @@ from heads.checkpoint import check_place, is_published
 from heads.formats.published import open_published
 from heads.formats.registry import recognize
 from scripts.doors.conventions import compare_conventions, question_prompts
-from scripts.model_loading import DTYPES, check_folder, load_target
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import check_new_folder
+from scripts.shared.model_loading import DTYPES, check_folder, load_target
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import check_new_folder
 from training.options.program_parser import ProgramParser
 
 

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference.targets.model_config import find_length_limit
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import write_text
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
 from training.data.options import DataArguments
 from training.data.reply_spans import find_special_ids
 from training.data.set_statistics import join_sets, measure_sets

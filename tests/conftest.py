@@ -55,12 +55,6 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def chat_target_path() -> Path:
-    """The folder of the embedded target."""
-    return CHAT_TARGET
-
-
-@pytest.fixture(scope="session")
 def chat_target() -> PreTrainedModel:
     """The embedded target in float32, in eval mode. Shared by a worker's tests: do not change it."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32)

@@ -184,6 +184,12 @@ def test_decoding_needs_the_base_dependencies_only() -> None:
         assert not foreign, f"{name(path)} imports {sorted(foreign)} where only the base dependencies are"
 
 
+def test_every_module_can_be_imported_on_windows() -> None:
+    for path in PROGRAMS:
+        absent = {"fcntl", "resource", "termios", "pwd", "grp"} & set(imported_packages(path, top_level_only=True))
+        assert not absent, f"{name(path)} imports {sorted(absent)} at the top, which only Unix has"
+
+
 def test_module_names_shadow_nothing() -> None:
     """`python DIR/program.py` puts DIR first on sys.path: a module or package there named like a library would replace
     it."""

@@ -35,25 +35,6 @@ def hand_over(drafter: ScriptedDrafter, state: ScriptedState, rows: list[Tensor]
     return draft.token_ids[:, 0]
 
 
-def test_the_true_token_stands_at_the_scheduled_rank_among_distinct_ones() -> None:
-    rows = texts()
-    for rank in range(4):
-        drafter = ScriptedDrafter(rows, VOCAB, ranks=(rank,))
-        state = drafter.start(3, 20, 8)
-        candidates = hand_over(drafter, state, rows, [3, 5, 1])
-        assert candidates[:, rank].tolist() == [int(row[at + 1]) for row, at in zip(rows, (3, 5, 1), strict=True)]
-        assert all(len(set(row)) == 4 for row in candidates.tolist())
-        deeper = drafter.expand(state, candidates, torch.zeros_like(candidates), 1).token_ids
-        assert deeper is not None
-        for row, at in enumerate((3, 5, 1)):
-            is_true = deeper[row] == rows[row][at + 2]
-            assert is_true.nonzero().tolist() == [[rank, rank]], "only after the true token, and at its rank"
-        assert drafter.offered == {(0, rank), (1, rank)}
-    missing = ScriptedDrafter(rows, VOCAB, ranks=(9,))
-    candidates = hand_over(missing, missing.start(3, 20, 8), rows, [3, 5, 1])
-    assert not (candidates == torch.stack([rows[0][4], rows[1][6], rows[2][2]])[:, None]).any()
-
-
 def test_other_tokens_than_the_texts_are_refused_or_written_down() -> None:
     rows = texts()
     strict, lenient = ScriptedDrafter(rows, VOCAB), ScriptedDrafter(rows, VOCAB, is_strict=False)

@@ -2,7 +2,7 @@
 
 At each node the target's processed distribution gives one token: the argmax of its log-probabilities, plus Gumbel
 noise keyed by (row seed, absolute position) when sampling. If a child carries that token the walk steps there; if none
-does, it is the bonus token and the walk ends. So the text is a function of (target, seed) only, whatever was drafted.
+does, it is the bonus token and the walk ends. So the text depends on (target, seed) only, not on drafts.
 
 Tokens are drawn only at the nodes of the walk, one per depth. Drawing at all nodes first gives the same path, but top-p
 on a tree of 32 nodes then costs five times as much (it sorts every row), and an argmax of all rows costs more too.
@@ -47,7 +47,7 @@ def accept_exact(
         noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
     walk, num_nodes = Walk(sampler, logits, prefixes, max_tokens), tree.num_nodes
     nodes = torch.arange(num_nodes, device=logits.device)
-    for depth in range(tree.path_width):  # of every row, so that nothing is read on the host
+    for depth in range(tree.path_width):  # also for rows that have ended, so that nothing is read on the host
         token = pick_token(walk.score(), None if noise is None else noise[:, depth])  # [B]
         fits = (tree.parents == walk.current[:, None]) & (tree.token_ids == token[:, None])  # [B, N]
         child = torch.where(fits, nodes, num_nodes).amin(-1)  # the first that fits

@@ -98,8 +98,8 @@ def accept_blocks(
     no fewer are accepted than by token rejection.
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the first i drafts pass with chance
-    R_i / (R_i + 1 - w_i), R_i = sum over x of max(0, w_i p(x) - q(x)) at the i-th draft (the last one: w_i); as many
-    drafts as the longest prefix that passes has are accepted.
+    R_i / (R_i + 1 - w_i), R_i = sum over x of max(0, w_i p(x) - q(x)) at the i-th draft (the last one: w_i). The
+    longest prefix that passes is accepted.
 
     Arguments and result as in `accept_by_rejection`. Processors that read the text must be in `KEEPS_NOTHING`, because
     they are called for all drafts, accepted or not.
@@ -153,7 +153,7 @@ def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:
 
 
 def _normalise(values: Tensor, otherwise: Tensor) -> Tensor:
-    """Rows [B, V] that sum to one; rows of zeros (from rounding) become those of `otherwise`."""
+    """Rows [B, V] that sum to one; a row of zeros (from rounding) becomes the row of `otherwise`."""
     total = values.sum(-1, keepdim=True)
     return torch.where(total > 0, values / total.clamp(min=1e-38), otherwise)
 

@@ -53,7 +53,7 @@ class Sampler:
             do_sample: sample from the processed distribution; otherwise take its argmax.
             row_seeds: [B] long from `noise.row_seeds`; required to sample.
             eos_token_ids: tokens that end a row. Processors that are not prefix-free are not called after them.
-            keeps_scores: rules hand over the scores (`Acceptance.scores`).
+            keeps_scores: rules return the scores (`Acceptance.scores`).
         """
         assert row_seeds is not None or not do_sample, "sampling needs seeds"
         self.processors = tuple(processors)

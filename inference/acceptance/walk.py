@@ -1,4 +1,4 @@
-"""The walk of a batch down its trees: where each row stands, which scores it sees there, and what it emits.
+"""The walk of a batch down its trees: each row's node, the scores there, and the tokens that the row emits.
 
 Legend: B batch, N tree nodes, K depth of the tree, V target vocabulary, L length of a row's text up to the root.
 """
@@ -79,8 +79,8 @@ class Walk:
     def score_at(self, nodes: Tensor, tokens: Sequence[Tensor]) -> Tensor:
         """[B, V], the processed scores at `nodes` [B] after `tokens`, each [B]; of rows that do not walk: anything.
 
-        Prefix-free processors run on all rows. Others run on rows that walk: those that keep no state on all texts of
-        one length together, any other on each row by itself.
+        Prefix-free processors run on all rows. Others run on rows that walk. Those that keep no state run on all texts
+        of one length together; any other runs on each row by itself.
         """
         sampler, prefixes = self.sampler, self.prefixes
         scores = self.logits[self.rows, nodes]

@@ -19,7 +19,8 @@ class DraftRows(Cache):
     """The slots of a `TreeCache` after each row's committed tokens, lent until the next verification overwrites them.
 
     The draft shares the target's cache (Kangaroo, arXiv 2404.18911, section 3.2). The drafter reads the first layers'
-    keys and values of committed tokens there, and writes those of drafted tokens after them, which are never committed.
+    keys and values of committed tokens there. It writes keys and values of drafted tokens after them; these are never
+    committed.
     Row r is in slot length + r. The rows of a level are a tensor, so that one compiled graph serves all levels.
 
     Worked example, 5 committed tokens and `num_rows=4`:

@@ -2,7 +2,7 @@
 
 Legend: B batch, S slots of one call, W frontier nodes of one tree level, C candidate columns, F feature width.
 
-A slot is what a drafter reads of one position; the frontier is the nodes of a tree level that get children.
+A slot is the input of a drafter at one position. The frontier is the nodes of a tree level that get children.
 
 Draft slot t pairs the target's feature of position t with the token at position t + 1 (EAGLE, arXiv 2401.15077,
 section 3.1). A drafter that needs only one of the two ignores the other. The root of a tree is the last

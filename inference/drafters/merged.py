@@ -50,7 +50,7 @@ class MergedState:
 class MergedDrafter(Drafter, nn.Module):
     """Drafts with two drafters at once. A third is added by merging twice.
 
-    Every level costs what both cost, so this is worth it where one of them is nearly free.
+    Every level costs as much as both drafters, so this is worth it if one of them is nearly free.
 
     Args:
         first, second: any drafters.

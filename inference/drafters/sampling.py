@@ -31,7 +31,7 @@ class DraftSampling:
     Attributes:
         warp: the target's prefix-free logits processors, applied to draft logits [R, C] (arXiv 2211.17192, section 2.2:
             every sampling setting is an adjusted distribution, applied to p and q alike); None = greedy decoding.
-        noise: [B, depth + 1, V] float32 Gumbel noise: entry d is that of the token drawn at the nodes of depth d;
+        noise: [B, depth + 1, V] float32 Gumbel noise: entry d is for the token drawn at the nodes of depth d;
             None = greedy, or uncoupled drafting.
         seeds: [B] int64, of this step only: drafts are drawn at random (`draw`), for acceptance rules that compare p
             and q; None = the best candidates.
@@ -108,7 +108,7 @@ class DraftSampling:
             return log_probs, drawn, log_q
         ids = draft.token_ids.expand(batch, width, columns)
         full = log_q.new_full((batch, width, self.vocab_size), float("-inf"))
-        # Columns without a chance may repeat another column's token id.
+        # Columns of probability 0 may repeat another column's token id.
         full = full.scatter_reduce(-1, ids, log_q, "amax")
         return log_probs, ids.gather(-1, drawn), full
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NewSlots:
-    """Certain slots that the drafter has still to take in.
+    """Certain slots that the drafter has not read yet.
 
     Attributes:
         features: [B, S, F] the target's features, or None when the drafter reads none.

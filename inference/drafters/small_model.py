@@ -48,7 +48,7 @@ class SmallModelState:
 
 
 class SmallModelDrafter(Drafter, nn.Module):
-    """Drafts with a causal LM whose token ids mean what the target's mean.
+    """Drafts with a causal LM whose token ids mean the same tokens as the target's.
 
     A chain of n tokens takes n passes of the LM. Positions beyond the small model's own limit are drafted at the limit:
     fewer drafts are accepted then, at full cost. Layers with a sliding window read the whole text.
@@ -56,8 +56,8 @@ class SmallModelDrafter(Drafter, nn.Module):
     Args:
         model: a frozen causal LM of transformers, or a `Target` made of one, on the target's device. An encoder-decoder
             target needs a smaller encoder-decoder model, which encodes the source itself, once per text.
-        tokenizer, target_tokenizer: pass both to have them compared. The two vocabularies may then differ in size by
-            padding; otherwise they must be of one size.
+        tokenizer, target_tokenizer: pass both to have them compared. The two vocabularies may then differ in size, by
+            padding or by tokens that only one model has; otherwise they must be of one size.
 
     Raises:
         ValueError: for a model that `Target` refuses, and for tokenizers that differ.
@@ -89,9 +89,14 @@ class SmallModelDrafter(Drafter, nn.Module):
         """The drafter itself, or one of the same small model for a vocabulary of another size.
 
         Raises:
-            ValueError: the vocabularies differ in size and the tokenizers were not compared, or one model is
-                decoder-only and the other an encoder-decoder.
+            ValueError: the vocabularies differ in size and the tokenizers were not compared; the models are on two
+                devices; one model is decoder-only and the other an encoder-decoder.
         """
+        if self.small.device != target.device:
+            raise ValueError(
+                f"the target is on {target.device}, the small model on {self.small.device}: both must be on one "
+                f"device; load the small model there, or move it with small_model.to({str(target.device)!r})"
+            )
         if self.small.vocab_size != target.vocab_size and not self.has_compared:
             raise ValueError(
                 f"the target has a vocabulary of {target.vocab_size} tokens, the small model one of "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from inference.execution.executor import Executor
 
-# Each graph holds a packed copy of the weights it reads: worth it while the models are small beside the memory.
+# Each graph holds a packed copy of the weights it reads. Larger models would fill the memory.
 FREEZE_LIMIT_BYTES = 1 << 30
 # Graphs torch keeps of one function before it gives up on it.
 RECOMPILE_LIMIT = 128
@@ -40,7 +40,7 @@ class CompiledExecutor(Executor):
     adapters. A compiled decoder does not see later changes.
 
     Args:
-        modules: their weights are what the functions read.
+        modules: the functions read their weights.
     """
 
     is_compiled = True
@@ -146,9 +146,11 @@ def _keep_guards(guards: Sequence[Any]) -> list[bool]:
 
 def _copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a code object of its own: torch keeps its graphs per code object, and without guards on modules
-    the graphs of one decoder would be taken for those of another. Decorators such as `torch.no_grad` are left out, since
-    steps run without autograd: torch would compile the decorator's code, which all functions share, and would guard
-    every module of the model."""
+    the graphs of one decoder would be taken for graphs of another.
+
+    Decorators such as `torch.no_grad` are left out, since steps run without autograd. Otherwise torch would compile the
+    decorator's code, which all functions share.
+    """
     plain = inspect.unwrap(getattr(function, "__func__", function))
     copied = types.FunctionType(
         plain.__code__.replace(co_name=f"{plain.__name__}_{next(_NUMBERS)}"),

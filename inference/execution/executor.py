@@ -34,8 +34,8 @@ class Executor:
         return function(*args, **kwargs)
 
     def run_fixed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`. Compiled, every new size makes a graph of its own, but for those that
-        `mark_open` has marked: for functions that read many weights and run fastest at a known size."""
+        """`function(*args, **kwargs)`. Compiled, every new size makes a graph of its own, except sizes that `mark_open`
+        has marked. It is for functions that read many weights, which run fastest at a known size."""
         return function(*args, **kwargs)
 
     def mark_open(self, values: Tensor, dim: int = 0) -> Tensor:

@@ -73,7 +73,7 @@ class DecodeStep:
 
     @property
     def least_slots(self) -> int:
-        """Slots that a drafter takes in at once, at least: compiled, steps have one shape."""
+        """The fewest slots that a drafter reads at once: compiled steps have one shape."""
         return self.num_depths if self.executor.is_compiled else 1
 
     @property
@@ -147,7 +147,7 @@ class DecodeStep:
         # Compiled, trees of all sizes share their graphs.
         depth = self.policy.max_depth if self.executor.is_compiled else policy.max_depth
         vocab_size = self.target.vocab_size
-        # Prompts, and slots that waited, have another width each time: a graph for each is not worth it.
+        # Prompts and slots that waited differ in width every time: they are not worth a graph each.
         has_graph = slots.width == self.num_depths or not self.executor.is_compiled
         run = self.executor.run_fixed if has_graph else run_eagerly
         root_ids, draft, noise = run(

@@ -35,8 +35,8 @@ class _Places(threading.local):
 
 
 class _PlacedCache(EncoderDecoderCache):
-    """The cache that the placed decoder gets. It hides its length, from which no module counts any more: a length that
-    changes at every step would make torch.compile build a graph for every step."""
+    """The cache that the placed decoder gets. It hides its length, which no module needs: with a length that changes at
+    every step, torch.compile would build a graph for every step."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

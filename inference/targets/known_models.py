@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -14,23 +14,31 @@ from inference.targets.model_config import find_attention, find_causal_lm, find_
 from inference.targets.probe import Findings
 
 
-@dataclass(frozen=True)
+@dataclass
 class KnownModel:
-    """What is known of a model. Nothing in it keeps the model alive.
+    """The findings about a model. Nothing in it keeps the model alive.
 
     Attributes:
-        description: of the model when it was examined.
+        description: of the model when it was examined; None before.
         findings: of the examination.
         find_target: returns the model's `Target`, or None when nobody holds one.
+        lock: held while the model is examined, so that it is examined once. Other models do not wait.
     """
 
-    description: Any
-    findings: Findings
-    find_target: Callable[[], Any]
+    description: Any = None
+    findings: Findings | None = None
+    find_target: Callable[[], Any] = lambda: None
+    lock: Any = field(default_factory=threading.RLock)
 
 
-known_models: weakref.WeakKeyDictionary[nn.Module, KnownModel] = weakref.WeakKeyDictionary()
-known_lock = threading.RLock()  # held while a model is examined, so that it is examined once
+_known_models: weakref.WeakKeyDictionary[nn.Module, KnownModel] = weakref.WeakKeyDictionary()
+_dictionary_lock = threading.Lock()
+
+
+def find_known(model: nn.Module) -> KnownModel:
+    """The model's entry, the same one at every call."""
+    with _dictionary_lock:
+        return _known_models.setdefault(model, KnownModel())
 
 
 def describe_model(model: nn.Module) -> tuple[Any, ...]:

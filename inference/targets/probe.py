@@ -1,7 +1,7 @@
 """Examines a transformers model once: can it verify a tree, and what does it write into a cache?
 
-Only `Target` uses this file. Every refusal is a ValueError that says what the model does, and why this cannot be rolled
-back or verified as a tree.
+Only `Target` uses this file. Every refusal is a ValueError with the reason why the model's steps cannot be
+rolled back or verified as a tree.
 """
 
 from __future__ import annotations

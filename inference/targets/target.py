@@ -24,7 +24,7 @@ from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.known_models import KnownModel, describe_model, known_lock, known_models
+from inference.targets.known_models import describe_model, find_known
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
     check_adapters,
@@ -117,7 +117,7 @@ class Target:
 
     @classmethod
     def of(cls, model: Target | nn.Module) -> Target:
-        """The target of a model: that of an earlier call if somebody still holds it, else a new one.
+        """The target of a model: the one of an earlier call if somebody still holds it, else a new one.
 
         The model is examined at the first call, and again after a change that `describe_model` sees. No model is kept
         alive.
@@ -128,14 +128,14 @@ class Target:
         if isinstance(model, Target):
             return model
         description = describe_model(model)
-        with known_lock:
-            known = known_models.get(model)
-            if known is None or known.description != description:
+        known = find_known(model)
+        with known.lock:
+            if known.description != description:
                 target = cls(model)
             else:
                 target = known.find_target() or cls(model, findings=known.findings)
                 target.check_again()
-            known_models[model] = KnownModel(description, target.findings, weakref.ref(target))
+            known.description, known.findings, known.find_target = description, target.findings, weakref.ref(target)
         return target
 
     def _examine(self) -> Findings:
@@ -303,7 +303,7 @@ class Target:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits [..., V] of post-norm states [..., D], with its soft-capping and scales.
 
-        Gradients reach `hidden` only: the LM head is frozen, whatever its parameters' `requires_grad` says.
+        Gradients reach `hidden` only: the LM head is frozen, even if its parameters require gradients.
         """
         if self.findings.scale_logits is None:
             raise ValueError(
@@ -356,7 +356,7 @@ class Target:
         )
 
     def refuse_features(self) -> None:
-        """Refuses (ValueError) an encoder-decoder target, which hands over no hidden states."""
+        """Refuses (ValueError) an encoder-decoder target, which has no features."""
         if self._placed is not None:
             raise ValueError(
                 f"{type(self._causal_lm).__name__} is an encoder-decoder model, whose hidden states are not handed "

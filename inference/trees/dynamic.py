@@ -173,7 +173,7 @@ def keep_best(tree: TokenTree, num_nodes: int) -> TokenTree:
     assert tree.widths is not None
     batch, num_drafted = tree.token_ids.shape
     kept = tree.log_probs.sort(dim=-1, descending=True, stable=True).indices[:, :num_nodes].sort(dim=-1).values
-    # Each node's place in the new tree; the last entry stands for what the root hangs on, -1.
+    # Each node's place in the new tree; the last entry is the place of the root's parent, -1.
     places = torch.full((batch, num_drafted + 1), -1, device=kept.device)
     places.scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand(batch, -1))
     return mask_absent(

@@ -79,7 +79,7 @@ class TreePolicy(ABC):
         """
 
     def contains(self, other: TreePolicy) -> bool:
-        """Whether a step with this tree tells what `other` would have accepted (`count_accepted`)."""
+        """Whether a step with this tree shows how many tokens `other` would have accepted (`count_accepted`)."""
         return other is self
 
     def count_accepted(self, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor | None:
@@ -106,7 +106,7 @@ class TreePolicy(ABC):
 
 
 def mask_absent(tree: TokenTree) -> TokenTree:
-    """Turns nodes of score -inf (the drafter had no such candidate) into padding, which hangs on nothing."""
+    """Turns nodes of score -inf (the drafter had no such candidate) into padding, which has no parent."""
     absent = tree.log_probs.isneginf()
     parents, depths = tree.parents.masked_fill(absent, -1), tree.depths.masked_fill(absent, 0)
     return replace(tree, parents=parents, depths=depths)

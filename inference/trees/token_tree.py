@@ -31,8 +31,8 @@ class TokenTree:
     """A tree of drafted tokens per row, in an order where a parent stands before its children.
 
     Node 0 is the root: the last accepted token, not yet in the KV cache, depth 0, parent -1. Rows with fewer nodes
-    are padded with nodes that hang on nothing: parent -1, depth 0, any valid token id, log-probability -inf. They see
-    only themselves and are never accepted.
+    are padded with nodes without a parent: parent -1, depth 0, any valid token id, log-probability -inf. These nodes
+    see only themselves and are never accepted.
 
     Worked example: after "the", the drafts "cat sat", "cat ran" and "dog":
 
@@ -90,10 +90,11 @@ class TokenTree:
 
 
 def compute_ancestors(parents: Tensor, *, max_depth: int | None = None) -> Tensor:
-    """Who is above whom: bool [..., N, N] from `parents` [..., N] (-1 = none); TokenTree has the worked example.
+    """The ancestors of every node: bool [..., N, N] from `parents` [..., N], -1 = none (worked example: TokenTree).
 
-    Each round every node takes over what the ancestor it points at has reached, and then points where that one points:
-    as many rounds as `max_depth` (default N - 1) has binary digits.
+    Every node points at an ancestor, at first its parent. In each round a node adds the ancestors of this ancestor to
+    its own, and then points at the node at which this ancestor points. The number of rounds is the number of binary
+    digits of `max_depth` (default N - 1).
     """
     num_nodes = parents.shape[-1]
     nodes = torch.arange(num_nodes, device=parents.device)

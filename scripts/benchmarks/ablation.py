@@ -28,9 +28,9 @@ from inference import Decoder, GenerationStats, Target
 from scripts.measuring.environment import describe_environment
 from scripts.measuring.measure import Prompt, Settings, load_prompts
 from scripts.measuring.render import Grid
-from scripts.model_loading import TREE_HELP, load_heads, load_target
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import write_text
+from scripts.shared.model_loading import TREE_HELP, load_heads, load_target
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[2] / "training" / "train_heads.py"

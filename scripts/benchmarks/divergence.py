@@ -32,9 +32,9 @@ from scripts.measuring.matrix import load_all_heads
 from scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Prompt, Run, Settings, load_prompts
 from scripts.measuring.render import Grid
 from scripts.measuring.texts import find_step
-from scripts.model_loading import fit_tree, load_target
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import write_text
+from scripts.shared.model_loading import fit_tree, load_target
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 DTYPES = ("bfloat16", "float16", "float32")

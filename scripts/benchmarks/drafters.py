@@ -30,9 +30,9 @@ from scripts.measuring.environment import describe_machine
 from scripts.measuring.matrix import Measured, Subject, check_matrix, load_subject, measure_combination, name_heads
 from scripts.measuring.measure import PLAIN, Contender, Settings
 from scripts.measuring.render import Grid, format_number
-from scripts.model_loading import DTYPES, TREE_HELP
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import write_text
+from scripts.shared.model_loading import DTYPES, TREE_HELP
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 HEADS_FOLDER = Path("examples/heads")

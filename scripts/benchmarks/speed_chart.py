@@ -19,8 +19,8 @@ from typing import Any
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import write_text
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 PLAIN = ("transformers generate", "plain decoding")

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.eagle3 import Eagle3Config, Eagle3Heads, default_feature_layers
 from heads.modules.unrolled_attention import attend_in_chunks
-from scripts.one_line_errors import one_line_errors
+from scripts.shared.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 
 PEAK = 989e12  # dense bfloat16 operations per second of an H100 SXM (data sheet)

@@ -29,11 +29,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
 from scripts.benchmarks.plain_training import plain_loss, run_target
-from scripts.measuring.clock import read_clock
 from scripts.measuring.environment import describe_machine, describe_program
 from scripts.measuring.render import Grid
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import write_text
+from scripts.shared.clock import read_clock
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
 from training.data.collation import ConversationCollator, find_documents
 from training.features.sources import OnlineFeatures
 from training.losses.draft_loss import draft_loss

@@ -20,7 +20,7 @@ from heads import DraftHeads
 from heads.formats.format import Format, Imported
 from inference import GenerationStats, Target, generate
 from inference.targets.encoding import encode
-from scripts.model_loading import encode_messages
+from scripts.shared.model_loading import encode_messages
 
 QUESTIONS = (
     "What are the benefits of exercise?",

@@ -18,10 +18,10 @@ from inference.drafters.ngram import NgramDrafter
 from inference.noise import row_seeds
 from inference.trees.auto import AutoTree
 from inference.trees.options import resolve_policy
-from scripts.measuring.clock import read_clock
 from scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
 from scripts.measuring.roofline import Work, count_round
-from scripts.model_loading import fit_tree
+from scripts.shared.clock import read_clock
+from scripts.shared.model_loading import fit_tree
 
 NGRAMS = "n-gram drafter"
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation

@@ -22,7 +22,7 @@ from scripts.measuring.measure import Batch, Contender, Prompt, Settings, load_p
 from scripts.measuring.report import make_rows, texts_of_one_row
 from scripts.measuring.roofline import Hardware, count_weight_bytes, measure_hardware
 from scripts.measuring.rows import Row
-from scripts.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
+from scripts.shared.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
 
 Heads = dict[str, DraftHeads]
 SMALL_MODEL = "small model"

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from inference import GenerationStats, Target
 from inference.execution.compiled import count_graphs
 from scripts.measuring.roofline import Work
-from scripts.model_loading import encode_messages
+from scripts.shared.model_loading import encode_messages
 from training.synthesis.prompts import read_prompts
 
 WARM_UP_TOKENS = 32

@@ -18,7 +18,7 @@ from scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Ru
 from scripts.measuring.roofline import Hardware, Work
 from scripts.measuring.rows import Row
 from scripts.measuring.texts import find_difference, share_of_repeated_ngrams
-from scripts.whole_files import write_text
+from scripts.shared.whole_files import write_text
 
 
 def make_rows(

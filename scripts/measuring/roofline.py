@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from inference import Decoder, Drafter, Target, TreePolicy
-from scripts.measuring.clock import read_clock
+from scripts.shared.clock import read_clock
 
 MAX_BUFFER_BYTES = 2**30  # no cache holds more, so a larger buffer would read no slower
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}  # width of the square product; keeps every unit busy

@@ -243,14 +243,6 @@ class TestSaving:
             assert (tmp_path / "model.safetensors.index.json").exists() == (size != "1GB")
         assert counts[0] == counts[3] > counts[2] > counts[1] == counts[4] == 1
 
-    def test_a_variant_stands_beside_the_default(self, target: Target, tmp_path: Path) -> None:
-        one, other = (tiny_heads("medusa", target, seed=seed) for seed in (1, 2))
-        one.save_pretrained(tmp_path)
-        other.save_pretrained(tmp_path, variant="fp16")
-        for heads, variant in ((one, None), (other, "fp16")):
-            loaded = DraftHeads.from_pretrained(tmp_path, variant=variant)
-            assert torch.equal(loaded.heads[0].lm_head.weight, heads.heads[0].lm_head.weight)
-
 
 class TestHub:
     """The hub's client is replaced by one that records its requests, so nothing leaves the machine."""

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from inference import CustomGenerate, NgramDrafter, generate
+from inference import CustomGenerate, NgramDrafter
 from tests.inference.test_generation import GREEDY, MODEL, PROMPT, Recorder, StopAt, scripted, truth
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
-from tests.tiny_targets import pad_prompts, random_prompt
 
 
 def drafted(**options: Any) -> Any:
@@ -26,23 +25,6 @@ def test_the_text_is_the_models_own_in_fewer_passes() -> None:
     before = method.stats.num_new_tokens
     drafted(method=method)
     assert method.stats.num_new_tokens == 2 * before
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_batches_with_padding(side: str) -> None:
-    prompts = [random_prompt(length, seed=length) for length in (3, 7, 5)]
-    padded = pad_prompts(prompts, side)
-    found = MODEL.generate(**padded, custom_generate=CustomGenerate(NgramDrafter(), tree="chain"), **GREEDY)
-    for row, prompt in enumerate(prompts):
-        expected = MODEL.generate(prompt, **GREEDY)[0, prompt.shape[1] :]
-        assert torch.equal(found[row, padded["input_ids"].shape[1] :], expected)
-
-
-def test_sampling_is_that_of_plain_decoding_for_the_same_seed() -> None:
-    options = {"max_new_tokens": 20, "do_sample": True, "temperature": 1.3, "top_k": 30, "seed": 5}
-    expected = generate(MODEL, None, PROMPT, num_return_sequences=3, **options).sequences
-    found = drafted(num_return_sequences=3, **options)
-    assert torch.equal(found, expected)
 
 
 def test_processors_and_criteria_are_those_of_the_call() -> None:
@@ -79,13 +61,6 @@ def test_a_streamer_belongs_to_the_method() -> None:
     assert streamer.ended == 1
     with pytest.raises(ValueError, match="a streamer takes a batch of 1, got 2 rows"):
         drafted(method=CustomGenerate(scripted(), streamer=streamer), num_return_sequences=2, do_sample=True)
-
-
-def test_a_text_streamer(chat_target: Any, chat_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    inputs = chat_tokenizer("Once upon a time", return_tensors="pt")
-    method = CustomGenerate(NgramDrafter(), streamer=TextStreamer(chat_tokenizer), tree="chain")
-    found = chat_target.generate(**inputs, custom_generate=method, **GREEDY)
-    assert capsys.readouterr().out.strip() == chat_tokenizer.decode(found[0]).strip()
 
 
 @pytest.mark.parametrize(

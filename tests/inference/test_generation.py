@@ -59,6 +59,10 @@ def test_streamer_gets_each_token_once_and_an_end() -> None:
     output = generate(MODEL, scripted(), PROMPT, streamer=streamer, **GREEDY)
     assert streamer.tokens == output.sequences[0].tolist()
     assert streamer.ended == 1
+    # A reader in another thread must not wait for ever.
+    with pytest.raises(ValueError, match="this target has the ids 0 to"):
+        generate(MODEL, None, PROMPT + VOCAB_SIZE, streamer=streamer, **GREEDY)
+    assert streamer.ended == 2
 
 
 def test_on_step_reports_what_was_drafted() -> None:

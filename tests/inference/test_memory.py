@@ -68,40 +68,6 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.prompts.PREFILL_CHUNK", CHUNK)
 
 
-def test_storages_are_counted_once_and_to_their_end() -> None:
-    weight = torch.ones(1000)
-    with MemoryTracker() as tracker:
-        a = torch.zeros(100)
-        assert (tracker.live, tracker.peak) == (400, 400)
-        b = a + 1
-        c = a[:50].view(5, 10).t()  # a's storage
-        del a
-        assert (tracker.live, tracker.peak) == (800, 800)
-        del b
-        assert (tracker.live, tracker.peak) == (400, 800)
-        del c
-        assert (tracker.live, tracker.peak) == (0, 800)
-        tracker.restart_peak()
-        weight.mul_(2)  # was there before: seen when it is first used
-        assert (tracker.live, tracker.peak) == (4000, 4000)
-        # An operator composed of others: between them lies a product of 10 x 10.
-        wide = weight.view(10, 100)
-        product = torch.linalg.multi_dot([wide, wide.T, wide])
-        assert (tracker.live, tracker.peak) == (8000, 8400)
-        del wide, product
-    weight + 1
-    assert tracker.live == 4000
-    del weight
-    assert tracker.live == 0
-
-
-def test_tensors_within_objects_are_found_once() -> None:
-    layer = torch.nn.Linear(10, 10)
-    assert count_bytes(layer) == 440
-    assert count_bytes([layer, {"again": layer.weight[:5]}], layer) == 440
-    assert count_bytes(layer, besides=[layer.bias]) == 400
-
-
 def test_prompts_need_the_activations_of_one_chunk() -> None:
     """Those of all chunks would be four times as much."""
     extras = []

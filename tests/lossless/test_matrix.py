@@ -118,14 +118,6 @@ def test_the_published_run_is_of_these_cells_and_found_nothing() -> None:
     assert f"{summary.tokens:,} tokens in {summary.cells:,} cells" in readme
 
 
-def test_a_difference_is_on_the_page() -> None:
-    wrong = Result("its name", "pairs", 1, WIDE, "sdpa", "", "", "", "", "", 512, 0, DIFFERENT, reason="token 3")
-    page = render.render(render.summarise([wrong], ["never accepted: rank 3"], {}))
-    assert "| cells with a different token | 1 |" in page
-    assert "- its name: token 3" in page
-    assert "- never accepted: rank 3" in page
-
-
 def test_gaps_are_found() -> None:
     results = [
         Result(
@@ -150,14 +142,6 @@ def test_gaps_are_found() -> None:
     places = "rank 1 at depth 1, rank 0 at depth 3, rank 1 at depth 3, rank 0 at depth 4, rank 1 at depth 4, rank 3"
     assert f"{WIDE} sdpa dynamic: never accepted: {places}" in gaps
     assert len(gaps) == 1 + 3 * (len(POLICIES) - 1) + len(BRANCHED)
-
-
-def test_a_whole_run_compares_enough() -> None:
-    results = [Result("", "pairs", 1, WIDE, "sdpa", "", "", "", "", "", 512, 0, SAME, tokens=TOKENS_AT_LEAST - 1)]
-    assert find_gaps(results, is_whole=True) == ["499,999 tokens were compared, and at least 500,000 are to be"]
-    assert find_gaps(results) == []
-    results[0].tokens += 1
-    assert find_gaps(results, is_whole=True) == []
 
 
 @pytest.mark.parametrize("policy", BRANCHED)
@@ -206,14 +190,6 @@ def test_a_wrong_token_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.status == DIFFERENT
         assert result.reason is not None
         assert "has score" in result.reason
-
-
-def test_options_choose_cells(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main(["--list", "--match", "dynamic", "batch 32", "--part", "greedy"]) == 0
-    names = capsys.readouterr().out.splitlines()
-    assert names
-    assert all("dynamic" in name and "batch 32" in name for name in names)
-    assert program.main(["--match", "no such cell", "--part", "trained"]) == 2
 
 
 def test_every_pair_of_the_matrix_that_makes_sense_occurs() -> None:

@@ -7,7 +7,6 @@ import torch
 
 from inference import GenerationStats, generate, prompts
 from tests.lossless.matrix.drafters import policy_of
-from tests.lossless.matrix.references import SAMPLING, do_sample
 from tests.lossless.near_tie import assert_same_text
 from tests.lossless.watched_commits import Commits, watch_commits
 from tests.scripted_drafter import ScriptedDrafter
@@ -43,19 +42,6 @@ def test_greedy_text_is_transformers_generate(family: str, attention: str, polic
         assert commits.num_moved > 0
 
 
-@pytest.mark.parametrize("settings", [*filter(do_sample, SAMPLING)])
-@pytest.mark.parametrize(("policy", "is_coupled"), [("dynamic", True), ("static", False)])
-def test_sampled_text_is_plain_decoding(settings: str, policy: str, is_coupled: bool) -> None:
-    model = tiny_target("qwen3", initializer_range=0.3)
-    prompt = random_prompt(9)
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 5, **SAMPLING[settings]}
-    expected = generate(model, None, prompt, **options).sequences
-    drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE)
-    output = generate(model, drafter, prompt, tree=POLICIES[policy], is_coupled=is_coupled, **options)
-    assert torch.equal(output.sequences, expected)
-    assert sum(output.stats.accepted_histogram[1:]) > 0
-
-
 @pytest.mark.parametrize("place", range(1, 12))
 def test_a_text_ends_at_any_place_of_a_step(place: int) -> None:
     """At EOS, or at the largest number of new tokens."""
@@ -69,18 +55,6 @@ def test_a_text_ends_at_any_place_of_a_step(place: int) -> None:
         output = generate(model, drafter, prompt, tree=POLICIES["dynamic"], **options)
         assert torch.equal(output.sequences, expected)
         assert output.stats.num_new_tokens == expected.shape[1] - 6
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prefix_readers_match_transformers_greedy(policy: str) -> None:
-    model = tiny_target("llama", initializer_range=0.3)
-    prompt = random_prompt(7)
-    options = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.4, "min_new_tokens": 10}
-    expected = model.generate(prompt, **options)
-    drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE)
-    output = generate(model, drafter, prompt, tree=POLICIES[policy], **options)
-    assert_same_text(model, expected, output.sequences)
-    assert output.stats.acceptance_length > 1.5
 
 
 @pytest.mark.parametrize("policy", ["none", "static", "dynamic"])

@@ -32,7 +32,7 @@ from scripts.measuring.measure import (
 from scripts.measuring.render import make_grids
 from scripts.measuring.report import headline, make_report, make_rows, write_json
 from scripts.measuring.texts import find_difference, share_of_repeated_ngrams
-from scripts.model_loading import encode_messages, load_assistant
+from scripts.shared.model_loading import encode_messages, load_assistant
 from tests.tiny_targets import random_prompt, tiny_target
 
 

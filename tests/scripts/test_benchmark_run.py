@@ -116,28 +116,6 @@ def test_other_drafters_are_measured_beside_heads(small_chat: str, heads_path: P
     assert report["environment"]["drafter_model"] == small_chat
 
 
-def test_acceptance_rules_are_measured_beside_one_another(small_chat: str, heads_path: Path, prompts: Path) -> None:
-    """Texts of rules that draw other ones are not compared."""
-    (report,), printed = decode_all(
-        target=[small_chat],
-        prompts=[str(prompts)],
-        heads=[str(heads_path)],
-        max_new_tokens=6,
-        temperature=[0.9],
-        tree=["dynamic:2,2,4", "chain:2"],
-        acceptance=["exact", "block_verification"],
-        repeats=1,
-    )
-    rows = {(row["name"], row["tree"]): row for row in report["rows"]}
-    assert rows["untrained", "chain:2"]["num_identical"] == 3
-    blocks = rows["untrained, block_verification", "chain:2"]
-    assert (blocks["num_identical"], blocks["num_compared"]) == (None, 0)
-    assert blocks["acceptance_length"] >= 1
-    assert "shape does not depend" in rows["untrained, block_verification", "dynamic:2,2,4"]["problem"]
-    assert "untrained, block_verification, dynamic:2,2,4 did not run" in " ".join(printed.split())
-    assert report["environment"]["acceptance"] == ["exact", "block_verification"]
-
-
 def test_a_matrix_is_one_report_for_each_combination(
     small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,15 +165,6 @@ def test_heads_for_another_target_than_the_only_one_are_an_error(
     AutoTokenizer.from_pretrained(small_chat).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="these medusa heads were made for a target with hidden size"):
         decode_all(target=[str(tmp_path / "other")], prompts=[str(prompts)], heads=[str(heads_path)])
-
-
-def test_options_become_arguments(prompts: Path) -> None:
-    words = ["--target", "t", "--prompts", str(prompts), "--max_new_tokens", "7"]
-    (args,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses(
-        [*words, "--tree", "a", "b", "--temperature", "0", "0.5"]
-    )
-    assert (args.max_new_tokens, args.tree, args.temperature) == (7, ["a", "b"], [0.0, 0.5])
-    assert (args.target, args.prompts, args.settings(0.5).temperature) == (["t"], [str(prompts)], 0.5)
 
 
 @pytest.mark.parametrize(

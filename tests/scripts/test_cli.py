@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scripts import cli
-from scripts.model_loading import check_device, check_folder
+from scripts.shared.model_loading import check_device, check_folder
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 

@@ -16,7 +16,7 @@ from inference import Decoder, StaticTree
 from inference.drafters.ngram import NgramDrafter
 from scripts import generate
 from scripts.generate import Conversation, GenerateArguments, IncrementalDetokenizer, SpeculationPrinter
-from scripts.model_loading import encode_messages
+from scripts.shared.model_loading import encode_messages
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 ODD_TEXT = "Grüße, 日本語のテキスト 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000 too"
@@ -175,20 +175,6 @@ def test_a_drafter_model_with_another_tokenizer_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"the tokenizers differ in \d+ ids"):
         run_program(prompt="Hi", drafter_model=str(stories_target_path))
-
-
-def test_a_seed_repeats_a_sampled_text(run_program: Callable[..., str]) -> None:
-    options = {"prompt": "Tell me a story", "temperature": 1.0, "top_k": 50, "top_p": 0.9, "max_new_tokens": 8}
-    assert run_program(seed=3, **options) == run_program(seed=3, **options)
-
-
-@pytest.mark.parametrize("acceptance", ["exact", "typical"])
-def test_each_acceptance_rule_writes_a_text(run_program: Callable[..., str], acceptance: str) -> None:
-    options = {"prompt": REPEATING, "temperature": 0.8, "seed": 3, "max_new_tokens": 12}
-    text = run_program(ngrams=True, tree="chain:3", acceptance=acceptance, **options)
-    assert text.strip()
-    if acceptance == "exact":
-        assert text == run_program(**options)
 
 
 def test_a_rule_that_cannot_judge_the_tree_says_so(run_program: Callable[..., str]) -> None:

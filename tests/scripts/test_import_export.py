@@ -30,7 +30,7 @@ from scripts.doors.conventions import (
     measure_cross_entropy,
     question_prompts,
 )
-from scripts.model_loading import load_heads
+from scripts.shared.model_loading import load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import tiny_target

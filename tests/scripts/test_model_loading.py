@@ -11,7 +11,7 @@ import torch
 from heads import DraftHeads, create_heads
 from inference import Decoder, Target
 from scripts.measuring.matrix import load_all_heads
-from scripts.model_loading import load_drafter, load_heads
+from scripts.shared.model_loading import load_drafter, load_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 peft = pytest.importorskip("peft", reason="peft is an optional extra")

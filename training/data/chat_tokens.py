@@ -45,7 +45,7 @@ def tokenize_conversations(
 
     Args:
         conversations: the column `conversation` of `load_conversations`.
-        max_length: cut rows to so many tokens.
+        max_length: the most tokens of a row; longer rows are cut.
         num_proc: processes that tokenize.
         train_on_thinking: learn the thoughts at the beginning of replies.
 

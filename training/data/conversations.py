@@ -98,7 +98,7 @@ def load_conversations(
 
     Args:
         splits: of the hub id at each path (files have none); () = train.
-        max_samples: use only the first so many conversations of all paths together; None = all.
+        max_samples: the number of conversations to use, of all paths together; None = all.
         skip_bad_lines: count malformed lines in a warning instead of raising at the first one.
 
     Raises:
@@ -132,7 +132,7 @@ def read_place(
     """Yields one dataset per file, or one for a repository: `conversation` (JSON) and `problem` (empty = a good line).
 
     Args:
-        max_samples: stop after so many good lines of each file or repository.
+        max_samples: the number of good lines to read of each file or repository.
     """
     for source in place.files or (place.load_repository(),):
         key: dict[str, Any] = {"version": _CACHE_VERSION}

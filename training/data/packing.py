@@ -13,7 +13,7 @@ import datasets
 
 from training.data.chat_tokens import ROW
 
-WINDOW = 1000  # so many conversations, in random order, are packed together
+WINDOW = 1000  # conversations, in random order, that are packed together
 
 _PACKED = datasets.Features({**ROW, "document_lengths": datasets.Sequence(datasets.Value("int32"))})
 

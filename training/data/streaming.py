@@ -105,11 +105,11 @@ class ConversationStream(IterableDataset[Row]):
         return described
 
     def first_rows(self, count: int) -> datasets.Dataset:
-        """Returns the first so many training rows, unshuffled, the same in every process."""
+        """Returns the first `count` training rows, unshuffled, the same in every process."""
         return self._collect(islice(self._tokenize(self._mix(0, 0, 1)), count))
 
     def held_out_rows(self, count: int | None) -> datasets.Dataset | None:
-        """Returns the first so many held-out rows (None: all of them); None if there are none."""
+        """Returns the first `count` held-out rows, or all of them without a count; None if no row is held out."""
         rows = [*islice(self._tokenize(self._mix(0, 0, 1, is_held_out=True), may_be_empty=True), count)]
         return self._collect(iter(rows)) if rows else None
 

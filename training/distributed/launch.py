@@ -27,10 +27,12 @@ def find_strategy(args: TrainingArguments) -> str:
     return "ddp"
 
 
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
 def count_launched() -> int:
     """The number of processes that the launcher started, on all machines together."""
-    keys = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
-    return int(next((os.environ[key] for key in keys if key in os.environ), 1))
+    return int(next((os.environ[key] for key in _SIZES if key in os.environ), 1))
 
 
 def settle_devices(args: TrainingArguments) -> None:
@@ -59,6 +61,14 @@ def check_launch(args: TrainingArguments) -> None:
         ValueError: with the request, the result and the cure.
     """
     state, strategy = args.distributed_state, find_strategy(args)
+    # Without MPI, accelerate's MULTI_CPU starts one process per machine, with an address but without a number.
+    is_on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    if is_on_cpu and "MASTER_ADDR" in os.environ and not any(key in os.environ for key in _SIZES):
+        raise ValueError(
+            "accelerate was asked for several processes on CPUs (MASTER_ADDR is set) and started this one without the "
+            "others, which needs MPI: use configs/accelerate/multi_gpu.yaml, which runs on CPUs too; for one process "
+            "use configs/accelerate/cpu.yaml and unset MASTER_ADDR"
+        )
     if state.num_processes != count_launched():
         raise ValueError(
             f"the launcher started {count_launched()} processes, and this one sees {state.num_processes} (backend "

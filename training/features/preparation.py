@@ -46,7 +46,7 @@ def prepare_features(
     identify: Callable[[], TargetIdentity],
     rank: int = 0,
 ) -> PreparedFeatures:
-    """Returns online features, or those of `args.features` after all checks that are possible now.
+    """Returns online features, or the features of `args.features` after all checks that are possible now.
 
     Args:
         rows: tokenized conversations by purpose, for messages: "training" and "held-out".
@@ -64,7 +64,8 @@ def prepare_features(
     if is_hybrid and is_sharded(target.model):
         raise ValueError(
             "got feature_mode hybrid with a target whose weights the processes share: all processes must run it "
-            "together, and a hybrid run lets each compute what it lacks. Extract the features first, or train online"
+            "together, and in a hybrid run each process computes its own missing states. Extract the features first, "
+            "or train online"
         )
     if is_hybrid and not (folder / "index.json").exists():
         write_settings(folder, wanted)

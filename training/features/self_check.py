@@ -20,7 +20,7 @@ from training.features.sources import FeatureSource
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 32  # tokens of the first row to check: one short pass of the model
-NUM_BEST = 10  # at each position, compare the log-probabilities of so many best tokens
+NUM_BEST = 10  # the likeliest tokens of each position, whose log-probabilities are compared
 # The largest differences that rounding explains: of a log-probability, and of a state relative to its length.
 LOG_PROB_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-2, torch.float16: 0.3, torch.bfloat16: 1.0}
 STATE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -30,7 +30,7 @@ from training.features.store import (
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES = 256 * 10**6  # a hybrid run keeps so many bytes of states in memory until it writes them as a shard
+SHARD_BYTES = 256 * 10**6  # a hybrid run writes a shard when the states in memory have this size
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The target's states on disk: safetensors shards whose rows are found by their tokens.
 
 A store is a folder. `index.json` holds its `StoreSettings`. A shard gets its name when it is complete. A row is one
-tokenized conversation. Its states depend only on its tokens, so the tokens are the key, whatever the order, batches,
-packing or loss mask of a run.
+tokenized conversation. Its states depend only on its tokens, so the tokens are the key. Runs of any order, batches,
+packing or loss mask find them.
 
 Legend: R rows of a shard, N tokens of all of them (no padding), T tokens of a row, D hidden size.
 

@@ -1,4 +1,4 @@
-"""Checks before the first step: are stored features those of this target and these texts?"""
+"""Checks before the first step: do stored features belong to this target and these texts?"""
 
 from __future__ import annotations
 

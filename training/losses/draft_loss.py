@@ -26,7 +26,7 @@ from training.losses.early_gradients import EarlyGradients, find_leaves
 from training.losses.teacher import Teacher, rows_per_chunk
 from training.losses.terms import LossMixture, ScoredTokens, parse_loss
 
-BLOCK_ELEMENTS = 2**20  # on a CPU, compute the losses of so many logits at a time: 4 MiB in float32
+BLOCK_ELEMENTS = 2**20  # logits whose losses a CPU computes at a time: 4 MiB in float32
 
 
 @dataclass

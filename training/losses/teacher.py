@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 2**25  # size of the largest float32 logits tensor: 128 MiB
 
 
 def rows_per_chunk(num_columns: int) -> int:
-    """Returns how many rows of so many logits fit into `CHUNK_ELEMENTS`."""
+    """Returns the number of rows, each of `num_columns` logits, that fit into `CHUNK_ELEMENTS`."""
     return max(1, CHUNK_ELEMENTS // num_columns)
 
 

@@ -96,7 +96,7 @@ def kl(tokens: ScoredTokens) -> Tensor:
 
 def reverse_kl(tokens: ScoredTokens) -> Tensor:
     """KL(q || p) = sum q (log q - log p): favours the target's best tokens (MiniLLM, arXiv 2306.08543). Finite: log p
-    is clamped to that of the smallest normal number, -87.3 in float32."""
+    is clamped to the logarithm of the smallest normal number, -87.3 in float32."""
     least = math.log(torch.finfo(tokens.logits.dtype).tiny)
     return (tokens.q * (tokens.log_q - tokens.log_p.clamp(min=least))).sum(-1)
 

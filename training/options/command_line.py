@@ -127,7 +127,7 @@ def _refuse_unknown_key(key: str, known: Mapping[str, Any], where: str) -> None:
 
 
 def _read_config(path: Path, keys: Mapping[str, Any], readers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Returns a file's settings, over those of its `base` file; a key replaces the base's whole value.
+    """Returns a file's settings, added to the settings of its `base` file; a key replaces the base's whole value.
 
     Args:
         keys: the keys that are allowed besides training's own.
@@ -195,7 +195,7 @@ class _StockArguments(TrainingArguments):
 def resolve_arguments(*parts: Any) -> dict[str, Any]:
     """Returns the options as one flat mapping that, written as YAML, `--config` reads back to the same run.
 
-    Of `TrainingArguments` it holds our own fields and those that differ from transformers' defaults; no secrets.
+    Of `TrainingArguments` it holds our own fields, and the fields that differ from transformers' defaults; no secrets.
     """
     options = RunOptions.collect(parts)
     settings: dict[str, Any] = {}

@@ -32,7 +32,7 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
 
     Args:
         classes: dataclasses; each field is an option.
-        doc: the program's docstring: its first line says what the program does, indented lines are examples.
+        doc: the program's docstring: its first line is the purpose of the program, indented lines are examples.
         groups: title -> names of options, separated by spaces; None = one group of all options.
     """
 
@@ -40,6 +40,8 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
         super().__init__(classes, description=doc.partition("\n")[0], allow_abbrev=False, **kwargs)
         self.examples = textwrap.dedent("\n".join(line for line in doc.splitlines() if line.startswith("    ")))
         for action in self._actions:
+            if action.required:
+                action.default = SUPPRESS  # its text would end with "(default: None)"
             if action.nargs != 0 and not action.choices:
                 action.metavar = action.metavar or {int: "N", float: "X"}.get(action.type, "VALUE")  # type: ignore[call-overload]
             for dashed in [option for option in action.option_strings if "-" in option[2:]]:

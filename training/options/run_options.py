@@ -1,4 +1,4 @@
-"""All options of a run in one object, and those of the run as a whole."""
+"""All options of a run in one object, and the options of the run as a whole."""
 
 from __future__ import annotations
 

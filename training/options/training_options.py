@@ -1,6 +1,6 @@
 """The options of the optimization: transformers' `TrainingArguments` with our defaults, and the losses.
 
-The comment beside a default says why it differs from that of `transformers.TrainingArguments`.
+The comment beside a default says why it differs from the default of `transformers.TrainingArguments`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def render_report(
     examples: Sequence[Example] = (),
     stats: GenerationStats | None = None,
 ) -> str:
-    """Returns the page as HTML; `history` are the log lines, `stats` those of the examples' decoding."""
+    """Returns the page as HTML; `history` are the log lines, `stats` are of the examples' decoding."""
     has_plots = importlib.util.find_spec("matplotlib") is not None
     if not has_plots:
         logger.warning("%s", _NO_PLOTS)

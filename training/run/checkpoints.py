@@ -1,7 +1,7 @@
 """How a checkpoint reaches the disk, whole or not at all, and how a resumed epoch repeats the interrupted one.
 
 A checkpoint is written into `.incomplete-checkpoint` and renamed to `checkpoint-STEP` when every process has written
-its part. A kill or a full disk so never leaves half a checkpoint under that name. Beside transformers' files it holds
+its part. So a kill or a full disk never leaves half a checkpoint under that name. Beside transformers' files it holds
 `run.json`: the properties that a resumed run must share (`resume.py`), and the seconds of training so far.
 """
 
@@ -59,7 +59,7 @@ def _rename(written: Path, folder: Path) -> None:
 def remove_old(output_dir: Path, *, save_total_limit: int | None, best: str | None) -> None:
     """Keeps the newest checkpoints and the best one, as transformers' `rotate_checkpoints` does.
 
-    A checkpoint that goes is renamed first, so that half-deleted folders never carry a checkpoint's name. With a
+    A checkpoint is renamed before it is deleted, so that half-deleted folders never have a checkpoint's name. With a
     `save_total_limit` of None or 0 all stay.
     """
     if not save_total_limit:
@@ -99,7 +99,7 @@ class ExactEpochs(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     - The order of the rows depends only on the seed and the epoch's number. accelerate does not reach the sampler below
       the batches that it skips, and length-grouped batches follow the global random state.
-    - Intervals are those of the options, not those that the checkpoint was written with.
+    - Intervals come from the options, not from the checkpoint.
     - A checkpoint at an epoch's last step is written after the logs and evaluations of that step, which a resumed run
       would otherwise leave out.
     """

@@ -1,4 +1,4 @@
-"""The acceptance length of heads that are being trained, measured by decoding prompts."""
+"""The metrics of an evaluation, and the acceptance length among them, which decoding prompts measures."""
 
 from __future__ import annotations
 
@@ -63,19 +63,28 @@ class AcceptanceMeter:
         return {"acceptance_length": stats.acceptance_length}
 
 
-def check_best_metric(args: TrainingArguments) -> None:
-    """Unsets `metric_for_best_model` where it is the acceptance length, which nothing measures, and nobody needs it.
+def check_best_metric(args: TrainingArguments, *, num_depths: int, has_prompts: bool, is_joint: bool) -> None:
+    """Checks that an evaluation has the metric `metric_for_best_model`.
+
+    The acceptance length is the default. Where no prompt measures it and nothing reads it, the option is unset.
+
+    Args:
+        num_depths: drafting steps that are trained.
 
     Raises:
-        ValueError: it is needed.
+        ValueError: no evaluation has this metric; with the names that are allowed.
     """
-    given: str | None = args.metric_for_best_model
-    if given not in ("acceptance_length", "eval_acceptance_length"):
+    given = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    allowed = ["loss", *(f"top{n}_depth{k + 1}" for n in (1, 5) for k in range(num_depths))]
+    allowed += ["target_loss"] * is_joint + ["acceptance_length"] * has_prompts
+    if given in allowed:
         return
+    if given != "acceptance_length":
+        raise ValueError(f"got metric_for_best_model {given}, which nothing measures: give one of {', '.join(allowed)}")
     is_read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
     if is_read or getattr(args, "early_stopping_patience", None):
         raise ValueError(
             f"metric_for_best_model is {given}, but there is no prompt to measure it on: give num_eval_prompts above "
-            "0 with eval_prompts or held-out conversations, or metric_for_best_model loss"
+            f"0 with eval_prompts or held-out conversations, or one of {', '.join(allowed)}"
         )
     args.metric_for_best_model = None

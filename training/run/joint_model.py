@@ -49,7 +49,7 @@ class JointOutput:
 class JointModel(nn.Module):
     """Heads and the LoRA adapters of their target (a PEFT model) as one module, whose `forward` computes both losses.
 
-    The hooks of DDP and ZeRO so see every trained parameter, and no frozen one.
+    So the hooks of DDP and ZeRO see every trained parameter, and no frozen one.
     """
 
     def __init__(self, heads: DraftHeads, target: Target, args: JointArguments) -> None:

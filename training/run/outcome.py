@@ -218,7 +218,7 @@ def _render_report(
 
 
 def describe_outcome(output_dir: Path, target: str, metrics: Mapping[str, float]) -> str:
-    """The last lines of a run: what it wrote, the acceptance length, the next command to type."""
+    """The last lines of a run: the files it wrote, the acceptance length, the next command to type."""
     names = ("model.safetensors", "adapter", "training_record.json", "report.html", "README.md")
     written = ", ".join(name for name in names if (output_dir / name).exists())
     length = metrics.get("eval_acceptance_length")

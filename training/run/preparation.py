@@ -28,7 +28,7 @@ from training.features.target_options import FeatureArguments
 from training.options.checks import check_options
 from training.options.command_line import resolve_arguments
 from training.options.run_options import RunOptions
-from training.run.evaluation import AcceptanceMeter, eval_prompts
+from training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
 from training.run.joint_model import JointModel, adapt_target
 from training.run.joint_trainer import JointTrainer
 from training.run.outcome import PreparedRun, write_text
@@ -85,6 +85,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
     description = describe_run(settings, rows.train_set, args.world_size)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
+    num_depths = models.heads.num_unrolled_steps
+    check_best_metric(args, num_depths=num_depths, has_prompts=bool(prompts), is_joint=options.joint.is_on)
     meter = AcceptanceMeter(models.target, models.heads, prompts, options.data.eval_max_new_tokens) if prompts else None
     features = _prepare_features(options, models, rows)
     _arrange_rows(options, rows)  # after everything that reads single conversations

@@ -1,4 +1,4 @@
-"""Which checkpoint a run is resumed from, and whether the resumed run is the interrupted one.
+"""Finds the checkpoint that a run resumes, and checks that the resumed run is the interrupted one.
 
 A resumed run equals the uninterrupted one, weight for weight and metric for metric, only if data, options and number of
 processes are the same. `describe_run` collects them, every checkpoint stores them, `check_same_run` compares.
@@ -82,7 +82,7 @@ def find_newest(output_dir: Path, *, warns: bool = False) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What a checkpoint lacks, or None when it is complete.
+    """The file that a checkpoint lacks, or None if it is complete.
 
     A run's own checkpoints are complete when they have their names (`training.run.checkpoints`), but one may have been
     copied or deleted halfway.
@@ -150,7 +150,7 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
     Heads keep their configuration, so another one is refused either way.
 
     Raises:
-        ValueError: naming what differs, and both values.
+        ValueError: naming the difference and both values.
     """
     stored = read_run_file(folder)
     if stored is None:

@@ -6,7 +6,6 @@ optimizer, the files of a checkpoint. The checkpoint goes into a temporary folde
 
 from __future__ import annotations
 
-import resource
 import shutil
 import tempfile
 import time
@@ -134,6 +133,12 @@ class _StepClock(TrainerCallback):  # type: ignore[misc, unused-ignore]
 def _peak_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil  # type: ignore[import-untyped, unused-ignore]
+
+        return int(psutil.Process().memory_info().peak_wset)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kibibytes
 
 

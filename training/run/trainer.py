@@ -28,7 +28,6 @@ from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from training.losses.teacher import compute_teacher
 from training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
-from training.run.evaluation import check_best_metric
 from training.run.optimizer import MuonWithAdamW
 from training.run.stopping import FiniteWatch, explain_full_disk
 from training.synthesis.on_policy import OnPolicyRows
@@ -72,8 +71,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.depth_weights: str | None = options.depth_weights
         check_loss(self.loss_type, self.heads)
         self.measure_acceptance = measure_acceptance
-        if measure_acceptance is None:
-            check_best_metric(self.args)
         # Tells Trainer that `compute_loss` has already divided by the count of `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
         self.accelerator.gradient_accumulation_steps = 1  # in older releases accelerate divides once more

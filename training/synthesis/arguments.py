@@ -35,7 +35,7 @@ class SynthesisArguments:
     )
     num_conversations: int | None = option(
         default=None,
-        help="Conversations to begin. self: required; regenerate: so many prompts, drawn with --seed; none = all.",
+        help="Conversations to begin. self: required; regenerate: prompts to draw with --seed; none = all prompts.",
     )
     max_turns: int | None = option(
         default=None, help="Most user turns per conversation; none = all given ones (regenerate), or 1 (self)."
@@ -46,8 +46,8 @@ class SynthesisArguments:
     )
     heads: str | None = option(
         default=None,
-        help="Trained heads (folder or hub id) that draft, with the same text; an adapter that they bring (lora_r) "
-        "changes it.",
+        help="Trained heads (folder or hub id) that draft. The text stays the same, unless the heads bring an adapter "
+        "(lora_r).",
     )
     tree: str | None = option(
         default=None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import io
 import json
@@ -132,10 +131,12 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 def _lock(file: IO[bytes], path: Path) -> None:
     """Keeps a second program from appending to the file."""
     try:
+        import fcntl  # which Windows does not have
+
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
             f"another process is writing {path}: wait for it, or give every process its own --shard_index"
         ) from None
-    except OSError as error:  # some network file systems
+    except (ImportError, OSError) as error:  # Windows, and some network file systems
         logger.info("%s cannot be locked (%s)", path, error)

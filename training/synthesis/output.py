@@ -32,7 +32,7 @@ class SynthesisOutput:
     """One process's part of the output, and a view of all of it.
 
     Args:
-        settings: those that determine the text; existing lines must have the same ones.
+        settings: the settings that determine the text; existing lines must have the same ones.
         shard: (this part, number of parts).
 
     Raises:
@@ -154,7 +154,7 @@ def _share(count: int, total: int) -> dict[str, float]:
 
 @contextmanager
 def _naming_file(path: Path) -> Iterator[None]:
-    """Adds to a write error the file and what is safe."""
+    """Adds to a write error the file, and the lines that are safe."""
     try:
         yield
     except OSError as error:

@@ -132,7 +132,7 @@ def read_prompts(
 
 
 def choose_prompts(prompts: list[Conversation], count: int | None, *, seed: int) -> list[Conversation]:
-    """Draws so many prompts and keeps their order; a larger count only adds prompts."""
+    """Draws `count` prompts and keeps their order; a larger count only adds prompts."""
     if count is None or count >= len(prompts):
         return prompts
     places = list(range(len(prompts)))

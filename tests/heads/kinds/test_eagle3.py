@@ -5,7 +5,6 @@ Legend: B batch, T sequence length, K unroll steps, D hidden size.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,20 +106,6 @@ def test_unroll_equals_the_slow_reference(target: Target, flags: tuple[str, ...]
                 normed = [norm(x, weights["norm.weight"], heads.config.rms_norm_eps) for x in outputs]
             scores = torch.stack(normed) @ weights["lm_head.weight"].T
             torch.testing.assert_close(step.head(found), scores, rtol=1e-4, atol=1e-4)
-
-
-class TestEagle31:
-    def test_is_off_in_heads_that_know_nothing_of_it(self, target: Target, tmp_path: Path) -> None:
-        heads = eagle3(target)
-        heads.save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        assert (config.pop("fc_norm"), config.pop("norm_output")) == (False, False)
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        loaded = DraftHeads.from_pretrained(tmp_path).bind(target)
-        assert not [name for name in loaded.state_dict() if name.startswith("fc_norm")]
-        input_ids, features = random_prompt(6), torch.randn(1, 6, 96)
-        for one, other in zip(heads.unroll(features, input_ids), loaded.unroll(features, input_ids), strict=True):
-            assert torch.equal(one.hidden, other.hidden)
 
 
 class TestVocabulary:

@@ -131,24 +131,6 @@ def test_siblings_behind_a_sharp_draft_are_judged_by_what_is_left_of_q() -> None
     assert compare(pairs, target) < 1
 
 
-def _without_residual(*args: Any, **kwargs: Any) -> Acceptance:
-    """A wrong rule: after a rejected draft it draws from p itself."""
-    import inference.acceptance.rejection as rejection
-
-    usual = rejection._normalise
-    rejection._normalise = lambda values, otherwise: otherwise
-    try:
-        return accept_by_rejection(*args, **kwargs)
-    finally:
-        rejection._normalise = usual
-
-
-def test_these_tests_catch_a_biased_rule() -> None:
-    target, drafter = random_scores(1), MarkovDrafter(random_scores(2))
-    pairs, _ = draw_pairs(_without_residual, make_sampler(), chain(2), target, drafter)
-    assert compare(pairs, target) > 5
-
-
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_tokens_per_step_of_token_rejection(gamma: int) -> None:
     """Independent tokens: (1 - alpha^(gamma + 1)) / (1 - alpha), alpha = sum of min(p, q) (arXiv 2211.17192, eq. 1)."""

@@ -180,6 +180,24 @@ def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) 
     check(source, [0, 1, 2], [12, 3, 9])
     source.copy_rows(source, torch.tensor([2, 0]), torch.tensor([9, 4]), max_length=9)
     check(source, [2, 0], [9, 4])
+    source.copy_rows(source, torch.tensor([0, 0]), torch.tensor([8, 4]), max_length=8)
+    check(source, [2, 2], [8, 4])
+
+
+def test_rows_that_are_in_place_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    select = torch.Tensor.index_select
+
+    def count(plane: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        copied.append(len(index))
+        return select(plane, dim, index)
+
+    cache = TreeCache(LAYERS, 3, capacity=8)
+    monkeypatch.setattr(torch.Tensor, "index_select", count)
+    for rows, num_moved in (([0, 1, 2], 0), ([0, 0, 2], 1)):
+        copied.clear()
+        cache.copy_rows(cache, torch.tensor(rows), torch.tensor([4, 2, 3]), max_length=4)
+        assert sum(copied) == num_moved * 2 * len(LAYERS)
 
 
 def test_buffers_are_zeroed_stacked_and_kept() -> None:

@@ -50,13 +50,6 @@ def test_a_model_is_examined_once(num_examined: list[str]) -> None:
         assert len(num_examined) == 2  # the last line asked for it
 
 
-def test_generate_examines_once_and_decodes_alike(num_examined: list[str]) -> None:
-    model, prompt = tiny_target("llama"), random_prompt(6)
-    texts = [generate(model, None, prompt, max_new_tokens=20, do_sample=True, seed=3).sequences for _ in range(3)]
-    assert len(num_examined) == 1
-    assert all(torch.equal(text, texts[0]) for text in texts)
-
-
 def add_adapter(model: Any) -> None:
     peft = pytest.importorskip("peft", reason="peft is an optional extra")
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
@@ -121,6 +114,28 @@ def test_threads_get_one_target(num_examined: list[str]) -> None:
         thread.join()
     assert len(found) == 4
     assert len(set(map(id, found))) == len(num_examined) == 1
+
+
+def test_another_model_does_not_wait_for_an_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, other = tiny_target("llama"), tiny_target("llama")
+    has_begun, may_end = threading.Event(), threading.Event()
+    examine = target_module.examine_model
+
+    def wait(model: Any, *args: Any) -> Any:
+        if model is slow:
+            has_begun.set()
+            assert may_end.wait(30)
+        return examine(model, *args)
+
+    monkeypatch.setattr(target_module, "examine_model", wait)
+    threads = [threading.Thread(target=Target.of, args=(model,), daemon=True) for model in (slow, other)]
+    threads[0].start()
+    assert has_begun.wait(30)
+    threads[1].start()
+    threads[1].join(20)
+    assert not threads[1].is_alive()
+    may_end.set()
+    threads[0].join()
 
 
 @pytest.mark.filterwarnings("ignore")  # of accelerate, about the parameters it has put elsewhere

@@ -178,10 +178,6 @@ def test_greedy_scores_are_sharper() -> None:
     assert torch.equal(uncoupled.score(DraftLogits(logits)), logits.log_softmax(-1))
 
 
-def test_a_node_without_candidates_is_padding() -> None:
-    assert DraftSampling().score(DraftLogits(torch.full((1, 1, 3), -math.inf))).isneginf().all()
-
-
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "EpsilonLogitsWarper": (1e-3,),
     "EtaLogitsWarper": (1e-3,),

@@ -68,11 +68,3 @@ def test_the_program_writes_a_table_for_each_reference(
         assert f"chat-13m, float32, against {reference}**" in page
     assert page.count("| n-grams, chain:2 | 8 | 0 (< 3750) | 0/0 |") == 2
     assert f"wrote {table}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("option", "words"), [(["--dtype", "int8"], "got --dtype int8"), (["--num_tokens", "0"], "at least 1")]
-)
-def test_wrong_options(option: list[str], words: str) -> None:
-    with pytest.raises(SystemExit, match=f"divergence.py: .*{words}"):
-        divergence.main(option)

@@ -20,7 +20,7 @@ from scripts.benchmarks.drafters import DraftersArguments, find_means, make_grid
 from scripts.measuring.contenders import NGRAMS
 from scripts.measuring.measure import PLAIN, TRANSFORMERS
 from scripts.measuring.render import Grid
-from scripts.model_loading import fit_tree
+from scripts.shared.model_loading import fit_tree
 
 pytestmark = pytest.mark.usefixtures("known_hardware")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from scripts.benchmarks.record import RecordArguments, draw, lay_out
-from scripts.side_by_side import Recording, Step
+from scripts.shared.side_by_side import Recording, Step
 
 
 class Letters:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -83,15 +82,3 @@ def test_a_folder_with_a_config_only_gets_random_weights(tmp_path: Path) -> None
     tiny_target("llama").config.save_pretrained(tmp_path)
     model = training_speed.load_model(Cell(str(tmp_path), "medusa", 4096, 1, "float32", "cpu"), torch.device("cpu"))
     assert model.config.max_position_embeddings == 4096
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"repeats": 0}, "got --repeats 0: give at least 1"),
-        ({"kinds": ["eagle4"]}, "got --kinds eagle4; there are block, "),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainingSpeedArguments(**options)

@@ -9,8 +9,6 @@ from heads import create_heads
 from inference import Target, chain
 from inference.drafters.ngram import NgramDrafter
 from scripts.measuring import roofline
-from scripts.measuring.contenders import count_work, make_contenders
-from scripts.measuring.measure import TRANSFORMERS, Prompt, Settings
 from scripts.measuring.roofline import (
     Hardware,
     Work,
@@ -70,24 +68,6 @@ def test_a_text_too_short_to_count_is_passed_over() -> None:
     assert count_round(target, None, None, [random_prompt(5)]) is None
     others = [random_prompt(5, seed) for seed in range(1, 4)]
     assert count_round(target, None, None, [random_prompt(5), *others]) == Work(4 * (BACKBONE + LM_HEAD), 2 * MATRICES)
-
-
-def test_contenders_that_draft_alike_share_a_count() -> None:
-    target = Target(tiny_target("llama", initializer_range=0.3))
-    heads = create_heads("medusa", target, num_heads=2)
-    contenders = make_contenders(target, {"h": heads}, ["chain:2", "chain:3"], Settings(temperature=1.0))
-    count_work(contenders, [Prompt("p", 0, random_prompt(5))])
-    works = {(one.name, one.tree): one.work for one in contenders}
-    assert works["h", "chain:2"] is works["h, uncoupled", "chain:2"]
-    assert works["h", "chain:2"] == Work(4 * (BACKBONE + LM_HEAD) + count_weight_bytes(heads), works_flops(heads))
-    assert works[TRANSFORMERS, ""] is None
-    assert works["h", "chain:3"] is None, "it does not run"
-
-
-def works_flops(heads: torch.nn.Module) -> float:
-    """Three nodes through the target; the slots of a step (a path of three) are handed over, one is scored."""
-    matrices = sum(weight.numel() for weight in heads.parameters() if weight.dim() == 2)
-    return 3 * 2 * MATRICES + 2 * matrices
 
 
 def test_the_limit_is_the_slower_of_reading_and_multiplying() -> None:

@@ -12,7 +12,7 @@ import datasets
 import pytest
 import torch
 
-from tests.training.run.test_distributed import OPTIONS, launch
+from tests.training.distributed.test_distributed import OPTIONS, launch
 from tests.training.runner import Runner
 from training.data.collation import ConversationCollator
 from training.data.packing import fit_best, pack_rows

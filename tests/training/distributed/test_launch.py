@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.integrations import deepspeed as integration
 
+from tests.conftest import REPOSITORY
 from tests.tiny_targets import tiny_target
 from training.distributed.launch import check_launch, count_launched, find_strategy
 from training.features.sharded_target import shard_target
@@ -24,6 +28,7 @@ def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments, m
     check_launch(args)
     for environ, expected in (
         ({}, (1, "ddp")),
+        ({"MV2_COMM_WORLD_SIZE": "3"}, (3, "ddp")),
         ({"PMI_SIZE": "4"}, (4, "ddp")),
         ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, (2, "fsdp")),
         ({"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}, (2, "deepspeed")),
@@ -38,6 +43,7 @@ def test_what_launchers_leave_in_the_environment(args: HeadsTrainingArguments, m
     ("environ", "message"),
     [
         ({"WORLD_SIZE": "2"}, "started 2 processes, and this one sees 1 .* would train on all of the data by itself"),
+        ({"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}, "without the others.*multi_gpu.yaml"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed was requested, and accelerate set up .*NO with 1 processes"),
     ],
 )
@@ -68,3 +74,23 @@ def test_a_target_is_not_split_in_one_process() -> None:
     target = tiny_target("llama")
     with pytest.raises(ValueError, match="got shard_target fsdp2 in a run of one process"):
         shard_target(target, "fsdp2", torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_a_wrong_option_ends_it_in_one_line_and_a_foreign_package_is_not_imported(tmp_path: Path) -> None:
+    """Another distribution ships a package named `inference` as well."""
+    (tmp_path / "inference").mkdir()
+    (tmp_path / "inference" / "__init__.py").write_text("raise SystemExit('the foreign package was imported')\n")
+    result = subprocess.run(
+        [sys.executable, "training/train_heads.py", "--learning_rat", "0.1"],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert (
+        "train_heads.py: unknown key 'learning_rat' on the command line; did you mean 'learning_rate'" in result.stderr
+    )
+    assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""Heads under FSDP and ZeRO-3; `tests/training/run/test_distributed.py` runs them."""
+"""Heads under FSDP and ZeRO-3; `tests/training/distributed/test_distributed.py` runs them."""
 
 from __future__ import annotations
 

@@ -164,6 +164,14 @@ def test_a_text_may_be_the_word_none() -> None:
     assert options.parts() == parts
 
 
+def test_a_required_option_shows_no_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help_all"])
+    texts = " ".join(capsys.readouterr().out.split()).split(" --")
+    (dataset,) = (text for text in texts if text.startswith("dataset VALUE [VALUE"))
+    assert "default" not in dataset
+
+
 def test_every_option_is_documented_once() -> None:
     stock = {key.name for key in dataclasses.fields(TrainingArguments)}
     names = [key.name for kind in ARGUMENT_CLASSES for key in dataclasses.fields(kind) if key.init]

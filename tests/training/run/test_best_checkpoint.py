@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from transformers import EarlyStoppingCallback
 
 from tests.training.runner import Runner
 from training.options.command_line import parse_arguments
+from training.run.checkpoints import remove_old
 from training.run.preparation import prepare_run
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
@@ -22,8 +25,22 @@ def prepare(train: Runner, **options: Any) -> Any:
 def test_without_prompts_there_is_nothing_to_go_by(train: Runner) -> None:
     with pytest.raises(ValueError, match="there is no prompt to measure it on"):
         prepare(train, save_strategy="best", num_eval_prompts=0)
+    assert prepare(train, num_eval_prompts=0).args.metric_for_best_model is None  # nothing reads it
     with pytest.raises(ValueError, match="which follows a metric: give one of the steps"):
         prepare(train, lr_scheduler_type="reduce_lr_on_plateau")
+
+
+@pytest.mark.parametrize("metric", ["top1_depth3", "acceptance", "target_loss"])
+def test_a_metric_that_no_evaluation_has_is_refused(train: Runner, metric: str) -> None:
+    allowed = "loss, top1_depth1, top1_depth2, top5_depth1, top5_depth2, acceptance_length"
+    with pytest.raises(ValueError, match=f"got metric_for_best_model {metric}, .*: give one of {allowed}$"):
+        prepare(train, metric_for_best_model=metric)
+    assert prepare(train, metric_for_best_model="eval_top1_depth2")
+
+
+def test_packed_rows_are_not_grouped_by_length(train: Runner) -> None:
+    with pytest.raises(ValueError, match="packed rows are of one length: leave one of the two out"):
+        prepare(train, packing=True, train_sampling_strategy="group_by_length")
 
 
 def test_a_resumed_run_evaluates_as_often_as_its_options_say(train: Runner) -> None:
@@ -46,3 +63,18 @@ def test_a_resumed_run_is_as_patient_as_its_options_say(train: Runner) -> None:
     (stopper,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback))
     assert (stopper.early_stopping_patience, stopper.early_stopping_patience_counter) == (9, counted)
     assert counted > 0
+
+
+@pytest.mark.parametrize("limit", range(1, 7))
+@pytest.mark.parametrize("best", [None, 1, 3])
+def test_the_newest_stay_and_the_best_one(limit: int, best: int | None, tmp_path: Path) -> None:
+    for step in range(1, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (step, step))
+        is_known = best is not None and best <= step
+        remove_old(tmp_path, save_total_limit=limit, best=str(tmp_path / f"checkpoint-{best}") if is_known else None)
+        kept = sorted(int(folder.name.rpartition("-")[2]) for folder in tmp_path.glob("checkpoint-*"))
+        number = min(step, max(limit, 2 if is_known and best != step else 1))
+        newest = [one for one in range(1, step + 1) if not is_known or one != best]
+        rest = number - (1 if is_known else 0)
+        assert kept == sorted([*([best] if is_known and best else []), *newest[len(newest) - rest :]])

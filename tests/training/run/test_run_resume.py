@@ -181,8 +181,3 @@ class TestBestCheckpoint:
         interrupt_at_step(4, monkeypatch)  # stopped is finished
         train(**options, resume_from_checkpoint=True)
         assert_same(train.weights(), weights)
-
-    def test_without_prompts_there_is_no_best_one(self, train: Runner) -> None:
-        train(**self.WORSE, num_eval_prompts=0, max_steps=1)
-        state = json.loads((train.output_dir / "checkpoint-1" / "trainer_state.json").read_text())
-        assert state["best_metric"] is None

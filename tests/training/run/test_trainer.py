@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from heads import DraftHeads, create_heads
 from inference import Target
@@ -203,31 +203,6 @@ class TestEvaluation:
         )
         trainer.train()
         assert modes == [True, False, True, False]
-
-
-def test_the_acceptance_length_reaches_the_logs_and_early_stopping(target: Target, tmp_path: Path) -> None:
-    scripted = iter([2.0, 1.5, 9.0, 9.0])
-    trainer = make_trainer(
-        target,
-        make_heads(target, "medusa"),
-        tmp_path,
-        make_rows(UNEVEN[:4]),
-        eval_rows=make_rows(UNEVEN),
-        per_device_train_batch_size=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="acceptance_length",
-        measure_acceptance=lambda: {"acceptance_length": next(scripted)},
-        callbacks=[EarlyStoppingCallback(1)],
-    )
-    trainer.train()
-    assert trainer.state.global_step == 2, "the second length is worse than the first"
-    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert [entry["eval_acceptance_length"] for entry in logged] == [2.0, 1.5]
-    assert {"eval_top1_depth1", "eval_top5_depth5", "step"} <= logged[0].keys()
 
 
 @pytest.mark.parametrize("head_type", ["medusa", "eagle3"])

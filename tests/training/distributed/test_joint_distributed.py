@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.run.test_distributed import OPTIONS, launch, needs_deepspeed, read
+from tests.training.distributed.test_distributed import OPTIONS, launch, needs_deepspeed, read
 from tests.training.run.test_joint import CHECKPOINTING
 from tests.training.runner import Runner, assert_same
 
