@@ -93,7 +93,8 @@ class _LogitScaling:
         return torch.tanh(logits / self.cap) * self.cap
 
 
-def _find_final_norm(causal_lm: Any) -> nn.Module | None:
+def find_final_norm(causal_lm: Any) -> nn.Module | None:
+    """The norm between the last layer and the LM head, or None when there is no such norm."""
     norms = [
         child
         for child in causal_lm.get_decoder().children()
@@ -108,7 +109,7 @@ def find_final_norm_gain(causal_lm: Any) -> Tensor | None:
 
     It is measured by running the norm: some norms add one to their weight (Gemma), some subtract the mean.
     """
-    norm: Any = _find_final_norm(causal_lm)
+    norm: Any = find_final_norm(causal_lm)
     if norm is None:
         return None
     signs = torch.ones(norm.weight.shape, dtype=norm.weight.dtype, device=find_device(norm))
@@ -127,7 +128,7 @@ def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
     total = causal_lm.config.get_text_config().num_hidden_layers
     if not 0 < num_layers < total:
         raise ValueError(f"asked for the first {num_layers} layers of {name}; allowed is 1 to {total - 1}")
-    final_norm = _find_final_norm(causal_lm)
+    final_norm = find_final_norm(causal_lm)
     first: Any = copy.copy(decoder)
     first._modules = dict(decoder._modules)  # the decoder's own stays as it is
     first.__dict__.pop("forward", None)  # accelerate's would run the decoder itself

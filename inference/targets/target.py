@@ -36,7 +36,7 @@ from inference.targets.model_config import (
     refuse_training,
     unwrap_model,
 )
-from inference.targets.parts import find_final_norm_gain, read_weight, run_frozen, take_first_layers
+from inference.targets.parts import find_final_norm, find_final_norm_gain, read_weight, run_frozen, take_first_layers
 from inference.targets.probe import Findings, examine_encoder_decoder, examine_model
 
 
@@ -319,6 +319,19 @@ class Target:
     def final_norm_gain(self) -> Tensor | None:
         """The factor of each channel in the model's final norm ([D], its dtype); None without such a norm."""
         return find_final_norm_gain(self._causal_lm)
+
+    @torch.no_grad()
+    def apply_final_norm(self, hidden: Tensor) -> Tensor:
+        """The last hidden states [..., D] of the last layer's output [..., D].
+
+        Raises:
+            ValueError: the model has no final norm.
+        """
+        norm: Any = find_final_norm(self._causal_lm)
+        if norm is None:
+            raise ValueError(f"{type(self._causal_lm).__name__} has no norm between its last layer and its LM head")
+        normed: Tensor = norm(hidden)
+        return normed
 
     def _cut_positions(self, positions: Tensor) -> Tensor:
         """Tokens at `max_length` and later are never emitted, so they may stand anywhere."""

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import time
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
 
 import openai
 import pytest
@@ -23,66 +16,15 @@ from heads import DraftHeads
 from heads.formats.registry import find_format
 from inference import Target, generate
 from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.engines.vllm_server import VLLM_PYTHON, running_server
 
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
 NUM_CLIENTS, MAX_TOKENS = 8, 48
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no Python with vLLM: run `make test-engines`"),
     pytest.mark.timeout(1800),
 ]
-
-
-@contextmanager
-def running_server(heads: Path, log: Path) -> Iterator[str]:
-    """The address of a server on this machine; it is stopped afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    speculation = {"method": "eagle3", "model": str(heads), "num_speculative_tokens": 4}
-    options = {
-        "--model": str(CHAT_TARGET),
-        "--served-model-name": "target",
-        "--speculative-config": json.dumps(speculation),
-        "--dtype": "float32",
-        "--max-model-len": "512",
-        "--host": "127.0.0.1",
-        "--port": str(port),
-    }
-    words = [word for pair in options.items() for word in pair]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | ENVIRONMENT
-    with (
-        log.open("w", encoding="utf-8") as lines,
-        subprocess.Popen(
-            [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *words],
-            env=environment,
-            stdout=lines,
-            stderr=subprocess.STDOUT,
-        ) as server,
-    ):
-        try:
-            wait_for(f"http://127.0.0.1:{port}/health", server, log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(600):
-        assert server.poll() is None, log.read_text(encoding="utf-8")[-4000:]
-        try:
-            with urllib.request.urlopen(url):
-                return
-        except URLError:
-            time.sleep(1)
-    pytest.fail(f"the server did not answer: {log.read_text(encoding='utf-8')[-4000:]}")
 
 
 def test_eight_clients_stream_the_targets_texts(tmp_path: Path) -> None:
@@ -95,7 +37,10 @@ def test_eight_clients_stream_the_targets_texts(tmp_path: Path) -> None:
     lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_CLIENTS]
     turns = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
 
-    with running_server(tmp_path / "heads", tmp_path / "log") as address:
+    speculation = {"method": "eagle3", "model": str(tmp_path / "heads"), "num_speculative_tokens": 4}
+    words = [str(CHAT_TARGET), "--served-model-name", "target", "--speculative-config", json.dumps(speculation)]
+    words += ["--dtype", "float32", "--max-model-len", "512"]
+    with running_server(words, tmp_path / "log") as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
 
         def stream(messages: list[dict[str, str]]) -> str:

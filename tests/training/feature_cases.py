@@ -15,7 +15,7 @@ from torch import Tensor
 from inference import Target
 from tests.training.run.test_trainer import UNEVEN, make_rows
 from training.data.collation import ConversationCollator
-from training.features.extraction import Extraction
+from training.features.extraction import Extraction, LocalStates
 from training.features.extraction_options import ExtractionArguments
 from training.features.sources import OnlineFeatures, TargetStates
 from training.features.store import FeatureStore, StoreSettings, name_tensors
@@ -33,7 +33,10 @@ def make_extraction(
         output_dir=str(folder), shard_mb=shard_bytes / 10**6, **{"batch_size": len(ROWS), **options}
     )
     settings = StoreSettings(identify_target(target, "tiny"), name_tensors(layers, target.num_layers))
-    return Extraction(target, datasets.Dataset.from_list(ROWS), settings, args, layers=layers)
+    rows = datasets.Dataset.from_list(ROWS)
+    return Extraction(
+        rows, settings, args, compute=LocalStates(target, rows, layers=layers, batch_size=args.batch_size)
+    )
 
 
 def store_rows(target: Target, folder: Path, layers: list[int], **options: Any) -> FeatureStore:

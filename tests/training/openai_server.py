@@ -33,8 +33,8 @@ class OpenAIServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, decoder: Decoder, tokenizer: Any) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, decoder: Decoder, tokenizer: Any, handler: type[Handler] | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), handler or Handler)
         self.decoder, self.template = decoder, TurnTemplate(tokenizer)
         self.stop_ids = self.template.find_stop_ids(tokenizer.eos_token_id)
         self.lock = threading.Lock()
@@ -59,7 +59,7 @@ class OpenAIServer(ThreadingHTTPServer):
         return text, "stop" if is_ended else "length", len(turn.token_ids)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     server: OpenAIServer
 
     def do_GET(self) -> None:
@@ -114,11 +114,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(decoder: Decoder, tokenizer: Any) -> Iterator[OpenAIServer]:
-    with OpenAIServer(decoder, tokenizer) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with OpenAIServer(decoder, tokenizer) as server, answering(server):
+        yield server
+
+
+@contextmanager
+def answering(server: OpenAIServer) -> Iterator[None]:
+    """Requests are answered while the context is open."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()

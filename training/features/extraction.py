@@ -10,9 +10,10 @@ Legend: B batch, T tokens of a row.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from inference.targets.target import Target
 from training.data.collation import ConversationCollator
 from training.data.options import DataArguments
 from training.data.training_sets import cut_to_limit, load_every_row
-from training.features.extraction_options import ExtractionArguments, find_layers
+from training.features.endpoint_states import NUM_LAYERS, EndpointStates
+from training.features.extraction_options import ExtractionArguments, find_layers, refuse_without_target
 from training.features.sources import OnlineFeatures
 from training.features.store import (
     StoredRow,
@@ -43,7 +45,7 @@ from training.features.store import (
 )
 from training.features.store_checks import check_same_target, iterate_ids
 from training.features.target_identity import identify_target
-from training.features.target_loading import check_placement, load_adapted_model
+from training.features.target_loading import FirstLayers, check_placement, load_adapted_model, load_first_layers
 from training.features.target_options import ModelArguments, PlacementArguments
 
 logger = logging.getLogger(__name__)
@@ -79,27 +81,26 @@ def plan_shards(rows: Any, *, bytes_per_token: int, shard_bytes: int) -> Plan:
     return Plan(shards, len(seen), num_tokens, hash_text(repr(sorted(seen)) + repr(shards)))
 
 
+# Gives the states of rows: from the numbers of the rows of each shard, (shard, row number, row), shard by shard.
+ComputeRows = Callable[[Mapping[int, Sequence[int]]], Iterable[tuple[int, int, StoredRow]]]
+
+
 class Extraction:
     """Computes the states of rows (column `input_ids`) and writes them shard by shard.
 
     Args:
         settings: of the store; the plan's numbers are added here.
-        layers: the hidden states to store, besides the last (`find_layers`).
+        compute: gives the states (`LocalStates`, `EndpointStates`).
 
     Raises:
         ValueError: the folder holds other features.
     """
 
-    def __init__(
-        self, target: Target, rows: Any, settings: StoreSettings, args: ExtractionArguments, *, layers: Sequence[int]
-    ) -> None:
+    def __init__(self, rows: Any, settings: StoreSettings, args: ExtractionArguments, *, compute: ComputeRows) -> None:
         shard_bytes = int(args.shard_mb * 10**6)
         self.plan = plan_shards(rows, bytes_per_token=settings.bytes_per_token, shard_bytes=shard_bytes)
         self.settings = replace(settings, num_shards=len(self.plan.shards), data_hash=self.plan.data_hash)
-        self.target, self.rows, self.layers = target, rows, list(layers)
-        self.folder, self.batch_size = Path(args.output_dir), args.batch_size
-        self.collate = ConversationCollator(pad_token_id=0)
-        self.online = OnlineFeatures(target, layers)
+        self.rows, self.compute, self.folder = rows, compute, Path(args.output_dir)
         if (self.folder / "index.json").exists():
             self._check_same_features()
         else:
@@ -134,32 +135,47 @@ class Extraction:
 
         `progress` is called with the number of tokens that are computed or found. A full disk raises DiskFullError.
         """
-        computed = 0
-        for number in range(rank, len(self.plan.shards), num_processes):
-            numbers, name = self.plan.shards[number], f"shard-{number:05d}"
-            if name in finished_shards(self.folder):
-                progress(sum(len(self.rows[index]["input_ids"]) for index in numbers))
-                continue
-            found: dict[int, StoredRow] = {}
-            for index, row in self._compute(numbers):
-                found[index] = row
+        computed, finished = 0, finished_shards(self.folder)
+        names = {number: f"shard-{number:05d}" for number in range(rank, len(self.plan.shards), num_processes)}
+        for number in [number for number, name in names.items() if name in finished]:
+            progress(sum(len(self.rows[index]["input_ids"]) for index in self.plan.shards[number]))
+            del names[number]
+        found = self.compute({number: self.plan.shards[number] for number in names})
+        for number, group in itertools.groupby(found, key=lambda entry: entry[0]):
+            rows: dict[int, StoredRow] = {}
+            for _, index, row in group:
+                rows[index] = row
                 computed += len(row.input_ids)
                 progress(len(row.input_ids))
-            write_shard(self.folder, name, [found.pop(index) for index in numbers])
+            write_shard(self.folder, names[number], [rows.pop(index) for index in self.plan.shards[number]])
         return computed
 
-    def _compute(self, indices: list[int]) -> Iterator[tuple[int, StoredRow]]:
-        """Batches rows of similar lengths, to pad little."""
-        rows = {index: self.rows[index] for index in indices}
-        indices = sorted(rows, key=lambda index: len(rows[index]["input_ids"]))
-        for start in range(0, len(indices), self.batch_size):
-            part = indices[start : start + self.batch_size]
-            batch = self.collate([rows[index] for index in part])
-            tensors = self._encode(batch)
-            for place, index in enumerate(part):
-                count = len(rows[index]["input_ids"])
-                values = {name: value[place, :count].cpu().clone() for name, value in tensors.items()}
-                yield index, StoredRow(batch["input_ids"][place, :count], values)
+
+class LocalStates:
+    """Runs the target on batches of rows of similar lengths, to pad little.
+
+    Args:
+        rows: with a column `input_ids`.
+        layers: the hidden states to store, besides the last (`find_layers`).
+    """
+
+    def __init__(self, target: Target, rows: Any, *, layers: Sequence[int], batch_size: int) -> None:
+        self.target, self.rows, self.layers, self.batch_size = target, rows, list(layers), batch_size
+        self.collate = ConversationCollator(pad_token_id=0)
+        self.online = OnlineFeatures(target, layers)
+
+    def __call__(self, shards: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, StoredRow]]:
+        for shard, numbers in shards.items():
+            rows = {index: self.rows[index] for index in numbers}
+            indices = sorted(rows, key=lambda index: len(rows[index]["input_ids"]))
+            for start in range(0, len(indices), self.batch_size):
+                part = indices[start : start + self.batch_size]
+                batch = self.collate([rows[index] for index in part])
+                tensors = self._encode(batch)
+                for place, index in enumerate(part):
+                    count = len(rows[index]["input_ids"])
+                    values = {name: value[place, :count].cpu().clone() for name, value in tensors.items()}
+                    yield shard, index, StoredRow(batch["input_ids"][place, :count], values)
 
     @torch.no_grad()
     def _encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -171,6 +187,49 @@ class Extraction:
             for i, layer in enumerate(self.layers)
         }
         return {**tensors, "last": encoded.last_hidden}
+
+
+def load_target(model_args: ModelArguments, placement: PlacementArguments, *, rank: int, num_processes: int) -> Target:
+    """Loads the target that computes the states, on this process's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    target = Target(load_adapted_model(model_args, placement, device, num_processes=num_processes))
+    check_placement(target, device)
+    return target
+
+
+def prepare_extraction(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    placement: PlacementArguments,
+    args: ExtractionArguments,
+    *,
+    rank: int,
+    num_processes: int,
+) -> Extraction:
+    """Loads the target, or connects to the server that has it, and the data.
+
+    Raises:
+        ValueError, OSError: see `extract_features`.
+    """
+    if args.endpoint is None:
+        target = load_target(model_args, placement, rank=rank, num_processes=num_processes)
+    else:
+        refuse_without_target(model_args, placement)
+        target = load_first_layers(model_args, NUM_LAYERS)
+    tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
+    data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
+    rows, layers = load_every_row(data_args, tokenizer), find_layers(model_args, target)
+    settings = StoreSettings(identify_target(target, model_args.target), name_tensors(layers, target.num_layers))
+    if not isinstance(target, FirstLayers):
+        compute = LocalStates(target, rows, layers=layers, batch_size=args.batch_size)
+        return Extraction(rows, settings, args, compute=compute)
+    states = EndpointStates(target, rows, args, layers=layers, target_name=model_args.target)
+    states.check_target()
+    extraction = Extraction(rows, settings, args, compute=states)
+    states.check_stored(extraction.folder)
+    return extraction
 
 
 def extract_features(
@@ -198,16 +257,8 @@ def extract_features(
             "got streaming: an extraction reads the set to its end; leave streaming out, or let training store the "
             "rows it reads (--feature_mode hybrid)"
         )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
-    target = Target(load_adapted_model(model_args, placement, device, num_processes=num_processes))
-    check_placement(target, device)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
-    data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
-    layers = find_layers(model_args, target)
-    settings = StoreSettings(identify_target(target, model_args.target), name_tensors(layers, target.num_layers))
-    extraction = Extraction(target, load_every_row(data_args, tokenizer), settings, args, layers=layers)
+    extraction = prepare_extraction(model_args, data_args, placement, args, rank=rank, num_processes=num_processes)
+    settings = extraction.settings
     plan = extraction.plan
     say(
         f"{plan.num_rows} texts, {plan.num_tokens} tokens x {settings.bytes_per_token} bytes "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
+from transformers.utils import logging as transformers_logging
 
 from heads.adapter import find_adapter_of, load_adapter
 from inference import Target
@@ -69,6 +71,47 @@ def load_adapted_model(
     model = load_model(model_args, placement, device, num_processes=num_processes)
     adapter = None if model_args.init_heads is None else find_adapter_of(model_args.init_heads)
     return model if adapter is None else load_adapter(model, adapter, merge=False)
+
+
+class FirstLayers(Target):
+    """A target of which only the first layers are in memory, besides embedding, final norm and LM head.
+
+    Its config and `num_layers` are those of the whole target.
+
+    Attributes:
+        num_loaded: the layers in memory.
+    """
+
+    def __init__(self, model: Any, text_config: Any) -> None:
+        super().__init__(model)
+        self.num_loaded = self.num_layers
+        self.text_config, self.num_layers = text_config, text_config.num_hidden_layers
+
+
+def load_first_layers(model_args: ModelArguments, num_layers: int) -> FirstLayers:
+    """Loads up to `num_layers` layers of the target on the CPU; the others are not read."""
+    whole = AutoConfig.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
+    config = copy.deepcopy(whole)
+    text_config: Any = config.get_text_config()
+    total = text_config.num_hidden_layers
+    num_layers = min(num_layers, total)
+    for key, value in vars(text_config).items():
+        if isinstance(value, list) and len(value) == total:  # one entry for each layer
+            setattr(text_config, key, value[:num_layers])
+    text_config.num_hidden_layers = num_layers
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would warn of the layers that are left out
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            model_args.target,
+            config=config,
+            dtype=model_args.target_dtype,
+            attn_implementation=model_args.attn_implementation,
+            trust_remote_code=model_args.trust_remote_code,
+        )
+    finally:
+        transformers_logging.set_verbosity(level)
+    return FirstLayers(model.requires_grad_(False).eval(), whole.get_text_config())
 
 
 def check_placement(target: Target, device: torch.device) -> None:

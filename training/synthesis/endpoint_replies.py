@@ -1,13 +1,12 @@
-"""Turns from a server with OpenAI's protocol (vLLM, SGLang, llama.cpp and others), through the `openai` client.
+"""Turns from a server with OpenAI's protocol (vLLM, SGLang, llama.cpp and others).
 
 Replies come from `/chat/completions`, where the server applies its own chat template. A user's turn follows its bare
 header, so it comes from `/completions`, whose prompt is token ids. Thoughts that the server separates from the answer
-(`--reasoning-parser` of vLLM and SGLang) are kept. The key is read only from the environment variable OPENAI_API_KEY.
+(`--reasoning-parser` of vLLM and SGLang) are kept.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 from jinja2 import TemplateError
 
 from inference import GenerationStats
+from training.endpoint.client import MAX_RETRIES, EndpointClient
 from training.synthesis.reply_decoding import TurnSettings, find_problem
 from training.synthesis.reply_sources import Reply, TurnRequest, make_reply
 from training.synthesis.turn_template import Role, TurnTemplate
 
-TIMEOUT = 600.0  # seconds to wait for one answer
-MAX_RETRIES = 8  # after timeouts, broken connections and status 408, 409, 429 or 5xx; waits of up to 8 seconds each
 _THOUGHTS = ("reasoning", "reasoning_content")  # the key for thoughts in vLLM, and in its older releases and others
 # Fields that keep all tokens, where a server would otherwise drop some: vLLM and SGLang follow the target's generation
 # config, llama.cpp its own options. The keys are the servers' names in /models (`owned_by`): others (OpenAI's) may
@@ -29,14 +27,6 @@ _ALL_TOKENS: dict[str, dict[str, float]] = {
     "vllm": {"top_k": -1},
     "sglang": {"top_k": -1},
     "llamacpp": {"top_k": 0, "min_p": 0.0},
-}
-_TOO_LONG = ("context length", "maximum context", "context_length_exceeded", "too long", "max_model_len")
-_KEY = "set the key that it accepts in the environment variable OPENAI_API_KEY"
-_CURES = {
-    400: "the server does not understand the request",
-    401: _KEY,
-    403: _KEY,
-    404: "the endpoint's base URL usually ends in /v1, and --endpoint_model names the model",
 }
 
 
@@ -64,23 +54,11 @@ class EndpointReplies:
         concurrency: int = 64,
         max_retries: int = MAX_RETRIES,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"the endpoint is {url!r}: give its base URL, such as http://localhost:8000/v1")
-        try:
-            import openai
-        except ImportError as error:
-            raise ValueError("--endpoint needs the client of OpenAI: pip install 'draftsmith[endpoint]'") from error
-        self._openai = openai
-        self._client = openai.OpenAI(
-            base_url=url,
-            api_key=os.environ.get("OPENAI_API_KEY") or "none",
-            timeout=TIMEOUT,
-            max_retries=max_retries,
-        )
-        self.url, self.model, self.template, self.stop_ids = url.rstrip("/"), model, template, stop_ids
+        self.client = EndpointClient(url, model, max_retries=max_retries)
+        self.template, self.stop_ids = template, stop_ids
         self.settings, self.capacity, self.stats = settings, concurrency, GenerationStats()
         self._thoughts = "reasoning_content"  # the server's key for thoughts, in both directions
-        self._all_tokens = self._check_model()
+        self._all_tokens = _ALL_TOKENS.get(str(self.client.entry.get("owned_by")), {})
         self._pool = ThreadPoolExecutor(concurrency)
         self._waiting: dict[Future[Reply], TurnRequest] = {}
 
@@ -97,12 +75,11 @@ class EndpointReplies:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._client.close()
+        self.client.close()
 
     def _write(self, request: TurnRequest) -> Reply:
         settings = self.settings
         body: dict[str, Any] = {
-            "model": self.model,
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
@@ -115,7 +92,7 @@ class EndpointReplies:
                 own = {"reasoning_content": self._thoughts}  # the server's key
                 messages = [{own.get(key, key): value for key, value in m.items()} for m in request.messages]
                 body |= {"messages": messages} | ({"tools": request.tools} if request.tools else {})
-                answer = self._ask("/chat/completions", body)
+                answer = self.client.ask("/chat/completions", body)
             else:
                 ends = sorted(self.stop_ids["user"])
                 body |= {
@@ -125,7 +102,7 @@ class EndpointReplies:
                     "stop_token_ids": ends,
                     "skip_special_tokens": False,
                 }
-                answer = self._ask("/completions", body)
+                answer = self.client.ask("/completions", body)
         except TemplateError as error:
             return Reply("", 0, f"rejected by the chat template ({error})")
         return Reply("", 0, "prompt too long") if answer is None else self._judge(answer, request)
@@ -147,7 +124,7 @@ class EndpointReplies:
             thoughts = self._take_thoughts(message)
             reason = choice["finish_reason"]
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise ValueError(f"{self.url} does not answer in OpenAI's form: {str(answer)[:300]}") from None
+            raise self.client.misread(answer) from None
         if reason not in ("stop", "length"):
             return Reply(text, 0, f"ended by {reason}")
         ids = self.template.encode(text)
@@ -160,32 +137,3 @@ class EndpointReplies:
         problem = find_problem(all_ids, {stop_id}, self.template.special_ids, marks)
         num_tokens = (answer.get("usage") or {}).get("completion_tokens", len(all_ids) - (reason == "stop"))
         return make_reply(self.template, request, Reply(text, num_tokens, problem, thoughts), ids)
-
-    def _check_model(self) -> dict[str, float]:
-        """Returns the fields of `_ALL_TOKENS` for this server."""
-        answer = self._ask("/models", None)
-        owners = {str(entry.get("id")): entry.get("owned_by") for entry in (answer or {}).get("data", [])}
-        if self.model not in owners:
-            raise ValueError(
-                f"{self.url} does not serve {self.model!r}, but {', '.join(owners) or 'nothing'}: name one with "
-                "--endpoint_model, or start the server with that name (vLLM: --served-model-name)"
-            )
-        return _ALL_TOKENS.get(str(owners[self.model]), {})
-
-    def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Returns the server's answer; None when the prompt is too long."""
-        try:
-            answer: Any = (
-                self._client.get(path, cast_to=object)
-                if body is None
-                else self._client.post(path, cast_to=object, body=body)
-            )
-        except self._openai.APIError as error:
-            status = getattr(error, "status_code", None)
-            if status in (400, 413, 422) and any(word in str(error).lower() for word in _TOO_LONG):
-                return None
-            cure = _CURES.get(status or 0, "check the server and run the same command again: finished turns are kept")
-            raise ConnectionError(f"{self.url}{path}: {' '.join(str(error).split())}; {cure}") from error
-        if not isinstance(answer, dict):
-            raise ValueError(f"{self.url} does not answer in OpenAI's form: {str(answer)[:300]}")
-        return answer

@@ -259,6 +259,8 @@ def test_heads_with_an_adapter_learn_from_the_adapted_targets_states(
     with pytest.raises(ValueError, match=r"adapter_hash None \(now \w{16}\)"):
         extract(plain, head_type=None, init_heads=tmp_path / "one")
     extract(plain, head_type="medusa")  # nothing is missing
+    with pytest.raises(ValueError, match=r"with an adapter that the server does not have: leave endpoint out"):
+        extract(head_type=None, init_heads=tmp_path / "one", endpoint="http://127.0.0.1:9/v1", batch_size=None)
 
 
 def test_a_training_configuration_names_what_to_extract(extract: Extract, train: Runner, tmp_path: Path) -> None:

@@ -1,0 +1,286 @@
+"""Features from a server: those that are computed here, after faults that pass; other faults are told with their cure.
+
+tests/engines/test_endpoint.py does the same with vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from inference import Target
+from tests.tiny_targets import tiny_target
+from tests.training.runner import Runner
+from tests.training.states_server import StatesServer, serving_states
+from training.endpoint import hidden_states
+from training.features.extraction import extract_features
+from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from training.features.store import FeatureStore
+from training.features.target_identity import identify_target
+from training.features.target_loading import load_first_layers
+from training.features.target_options import ModelArguments
+from training.options.command_line import parse_arguments
+
+Extract = Callable[..., int]
+LAYERS = [1, 2, 3]
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def running(target_path: Path) -> Iterator[StatesServer]:
+    with serving_states(target_path) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: StatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StatesServer:
+    monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", lambda *args: 0.01)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    running.reset(tmp_path / "shared", [*LAYERS, 4])
+    return running
+
+
+@pytest.fixture
+def extract(server: StatesServer, target_path: Path, conversations: Path, tmp_path: Path) -> Extract:
+    """Extracts into `tmp_path`/remote, from the server unless `endpoint` is None."""
+
+    def run(**options: Any) -> int:
+        defaults = {"target": target_path, "dataset": conversations, "max_length": 64, "head_type": "eagle3"}
+        defaults |= {"head_overrides": f"feature_layers={LAYERS}", "output_dir": tmp_path / "remote"}
+        if options.get("endpoint", "") is not None:
+            defaults |= {"endpoint": server.url, "endpoint_model": "tiny", "concurrency": 4}
+        given = {key: value for key, value in {**defaults, **options}.items() if value is not None}
+        words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+        return extract_features(*parse_arguments(words, OPTION_CLASSES, not_from_file=NOT_FROM_FILE))
+
+    return run
+
+
+def assert_close(one: Path, other: Path) -> None:
+    """The same settings, shards and rows, whose states differ by rounding only."""
+    first, second = FeatureStore(one), FeatureStore(other)
+    assert first.settings == second.settings
+    assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
+    assert len(first) == len(second) == 24
+    for path in one.glob("*.safetensors"):
+        tensors, expected = (hidden_states.load_file(folder / path.name) for folder in (one, other))
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=CLOSE, atol=CLOSE)
+
+
+def test_a_server_gives_the_states_that_are_computed_here(
+    extract: Extract, server: StatesServer, tmp_path: Path, train: Runner
+) -> None:
+    """Several requests at a time, over several shards; files are deleted. Heads train from the store."""
+    total = extract(endpoint=None, output_dir=tmp_path / "local", shard_mb=0.03)
+    assert extract(shard_mb=0.03) == total
+    assert_close(tmp_path / "remote", tmp_path / "local")
+    assert FeatureStore(tmp_path / "remote").num_finished > 5
+    assert 1 < server.max_in_flight <= 4
+    assert list(server.folder.iterdir()) == []
+    train(features=tmp_path / "remote", head_overrides=[f"feature_layers={LAYERS}", "ttt_steps=2"])
+
+
+def test_a_broken_run_continues_after_the_shards_it_wrote(
+    extract: Extract, server: StatesServer, tmp_path: Path
+) -> None:
+    """Faults that pass are tried again; at the last one the run stops, and the next run asks for the rest."""
+    total = extract(endpoint=None, output_dir=tmp_path / "local", shard_mb=0.03)
+    complete = server.extract
+
+    def dying(ids: list[int], num_best: int) -> dict[str, Any]:
+        if len(server.bodies) > 15:
+            server.faults.extend([(503, {}, "loading")] * 100)
+        return complete(ids, num_best)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "extract", dying)
+        server.faults.extend([None, (503, {}, "loading"), (500, {}, "sorry")])
+        with pytest.raises(ConnectionError, match=r"503 .*loading.* run the same command again: finished work is kept"):
+            extract(shard_mb=0.03)
+    server.faults.clear()
+    assert 0 < FeatureStore(tmp_path / "remote").num_finished < FeatureStore(tmp_path / "local").num_finished
+    assert 0 < extract(shard_mb=0.03) < total
+    assert_close(tmp_path / "remote", tmp_path / "local")
+    assert extract(shard_mb=0.03) == 0
+
+
+def test_a_folder_with_another_name_here(extract: Extract, server: StatesServer, tmp_path: Path) -> None:
+    """The server's folder is mounted elsewhere."""
+    extract(endpoint=None, output_dir=tmp_path / "local")
+    (tmp_path / "mounted").symlink_to(server.folder.parent)
+    answer = server.extract
+
+    def elsewhere(ids: list[int], num_best: int) -> dict[str, Any]:
+        content = answer(ids, num_best)
+        path = Path(content["kv_transfer_params"]["hidden_states_path"])
+        content["kv_transfer_params"]["hidden_states_path"] = f"/on/the/server/{path.parent.name}/{path.name}"
+        return content
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "extract", elsewhere)
+        patch.setattr(hidden_states, "FILE_TIMEOUT", 0.3)
+        with pytest.raises(ValueError, match=r"/on/the/server/.* was not written .*--shared_folder"):
+            extract()
+        patch.setattr(hidden_states, "FILE_TIMEOUT", 30.0)
+        extract(shared_folder=tmp_path / "mounted")
+    assert_close(tmp_path / "remote", tmp_path / "local")
+
+
+def no_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {}
+
+
+def other_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"token_ids": tensors["token_ids"].flip(0)}
+
+
+def half_precision(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"hidden_states": tensors["hidden_states"].bfloat16()}
+
+
+def not_finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    states = tensors["hidden_states"].clone()
+    states[0, 1, 2] = float("nan")
+    return tensors | {"hidden_states": states}
+
+
+def narrow_states(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"hidden_states": tensors["hidden_states"][..., :8].contiguous()}
+
+
+def a_layer_less(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"hidden_states": tensors["hidden_states"][:, 1:].contiguous()}
+
+
+def swapped_layers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"hidden_states": tensors["hidden_states"][:, [1, 0, 2, 3]].contiguous()}
+
+
+def another_last_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"hidden_states": tensors["hidden_states"][:, [0, 1, 2, 2]].contiguous()}
+
+
+def other_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"states": tensors["hidden_states"]}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (no_tensors, r"was not written within 0\.3 seconds .*--shared_folder, or look into the server's log"),
+        (other_tokens, "the states of other tokens than those of the request"),
+        (half_precision, r"computes in bfloat16, .* in float32: .*--dtype float32, or give --target_dtype bfloat16"),
+        (not_finite, r"not finite \(a text of \d+ tokens .*another --dtype"),
+        (
+            narrow_states,
+            r"another model: its states have 8 numbers, and those of .* have 32\. Start it with: vllm serve",
+        ),
+        (a_layer_less, r"gives 3 states for each of \d+ tokens, and 4 for each of .*Start it with: vllm serve"),
+        (swapped_layers, r"states hidden\.1 differ from those of the same layers here by .* numbers its layers"),
+        (another_last_state, r"log-probabilities differ by up to .* gives another state as the last one"),
+        (other_names, r"writes states \[\d+, 4, 32\], where hidden_states \[T, L, D\] and token_ids are expected"),
+    ],
+)
+def test_wrong_files_are_refused(
+    spoil: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    message: str,
+    extract: Extract,
+    server: StatesServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server.spoil = spoil
+    if spoil is no_tensors:
+        monkeypatch.setattr(hidden_states, "FILE_TIMEOUT", 0.3)
+    if spoil in (swapped_layers, another_last_state):  # as in a large target, whose later layers are not here
+        monkeypatch.setattr("training.features.extraction.NUM_LAYERS", 2)
+    with pytest.raises(ValueError, match=message):
+        extract()
+    assert not (tmp_path / "remote").exists()  # other options may follow
+
+
+def test_a_server_without_the_method_or_with_other_layers(extract: Extract, server: StatesServer) -> None:
+    server.is_extracting = False
+    with pytest.raises(ValueError, match=r"gives no hidden states\. Start it with: (?P<command>vllm serve.*)") as error:
+        extract()
+    command = shlex.split(str(error.value).partition("Start it with: ")[2])
+    options = dict(zip(command[3::2], command[4::2], strict=False))
+    assert options["--dtype"] == "float32"
+    assert options["--served-model-name"] == "tiny"
+    speculation = json.loads(command[command.index("--speculative-config") + 1])
+    assert speculation["draft_model_config"]["hf_config"] == {"eagle_aux_hidden_state_layer_ids": [*LAYERS, 4]}
+    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"]["shared_storage_path"] == "/dev/shm/draftsmith/layers-1-2-3-4"
+
+    server.reset(server.folder.parent, [0, 1, 2, 4])
+    message = r"writes hidden states into .*/layers-0-1-2-4, .* the name layers-1-2-3-4\. Start it with: vllm serve"
+    with pytest.raises(ValueError, match=message):
+        extract()
+
+
+def test_a_server_of_other_weights(extract: Extract, server: StatesServer) -> None:
+    right, server.model = server.model, tiny_target("llama", vocab_size=60, num_hidden_layers=4)
+    try:
+        with pytest.raises(ValueError, match=r"states hidden\.1 differ .* the server has other weights"):
+            extract()
+    finally:
+        server.model = right
+
+
+def test_a_continued_run_compares_the_server_with_the_store(
+    extract: Extract, server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last tapped layer is not here, and the first run cannot see that it is another."""
+    monkeypatch.setattr("training.features.extraction.NUM_LAYERS", 2)
+    extract(shard_mb=0.03)
+    server.spoil = lambda tensors: tensors | {"hidden_states": tensors["hidden_states"][:, [0, 1, 1, 3]].contiguous()}
+    with pytest.raises(ValueError, match=r"states hidden\.3 differ from those in .*remote by"):
+        extract(shard_mb=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"endpoint": "http://127.0.0.1:9/v1"}, ConnectionError, r"Connection error.*start one with: vllm serve"),
+        ({"endpoint": "localhost:8000"}, ValueError, "give its base URL"),
+        ({"endpoint_model": "other"}, ValueError, r"does not serve 'other', but tiny: name one with --endpoint_model"),
+        ({"target_device_map": "auto"}, ValueError, "got target_device_map auto with endpoint: the server places"),
+        ({"batch_size": 4}, ValueError, "got batch_size 4 with endpoint: the server makes its own batches"),
+        ({"endpoint": None, "shared_folder": "x"}, ValueError, "got shared_folder without endpoint"),
+        ({"concurrency": 0}, ValueError, "got concurrency 0: it must be above 0"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], kind: type[Exception], message: str, extract: Extract) -> None:
+    with pytest.raises(kind, match=message):
+        extract(**options)
+
+
+def test_texts_that_the_server_does_not_take(extract: Extract, server: StatesServer) -> None:
+    server.max_length = 20
+    with pytest.raises(ValueError, match=r"prompts of 19 tokens at most, .* has (\d+): .*--max-model-len \d+, or give"):
+        extract()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
+def test_the_first_layers_are_known_as_the_whole_target(family: str, tmp_path: Path) -> None:
+    """The same identity; the final norm gives the last state."""
+    tiny_target(family).save_pretrained(tmp_path)
+    whole = Target(AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    first = load_first_layers(ModelArguments(target=str(tmp_path), head_type="eagle3"), 2)
+    assert (first.num_loaded, first.num_layers) == (2, whole.num_layers)
+    assert identify_target(first, "tiny") == identify_target(whole, "tiny")
+    before_norm: list[Tensor] = []
+    whole.model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    output = whole.model(input_ids=torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+    assert torch.equal(first.apply_final_norm(before_norm[0]), output.hidden_states[-1])
+    assert torch.equal(first.compute_logits(output.hidden_states[-1]), output.logits)
