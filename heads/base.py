@@ -376,7 +376,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         target: Target | PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Loads heads of any kind from a directory or a hub id.
+        """Loads heads of any kind from a directory, a hub id or a GGUF file.
 
         Args:
             target: binds the heads to it. With a target, heads in another project's format (EAGLE's, speculators', ...)
@@ -415,7 +415,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         if (found := recognize(published)) is None:
             raise ValueError(
                 f"{path} holds no heads in a format that is known here: give the folder of the heads themselves, with "
-                "their config.json"
+                "their config.json, or their GGUF file"
             )
         target = Target.of(target)
         imported = found.read(published, target)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from heads.formats.published import Published, open_published
+from heads.formats.published import Published, is_gguf_file, open_published
 from heads.formats.registry import recognize
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -57,12 +57,14 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
 
 
 def is_published(path: str, **hub: Any) -> bool:
-    """Whether a folder or hub id holds a checkpoint that is not ours.
+    """Whether a folder, hub id or GGUF file holds a checkpoint that is not ours.
 
     Raises:
-        ValueError: there is no such folder or hub id.
+        ValueError: there is no such folder or hub id, or another file.
     """
     check_place(path)
+    if is_gguf_file(path):
+        return True
     if os.path.isdir(path) and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
         return True
     return "head_type" not in _read_config(path, **hub)
@@ -78,6 +80,9 @@ def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
     Raises:
         ValueError: no heads in it, heads in another project's format, or an unknown kind.
     """
+    if is_gguf_file(path):
+        _refuse_other_format(open_published(path))
+        raise ValueError(f"{path} holds no draft heads: give the GGUF file of the heads themselves")
     folder = Path(path) / hub.get("subfolder", "")
     if os.path.isdir(path) and not (folder / "config.json").is_file():
         if not (folder / "model.safetensors").is_file():  # ours have the names of published formats, without a config
@@ -99,8 +104,8 @@ def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
 
 
 def check_place(path: str) -> None:
-    """Refuses a place that is neither a folder nor a hub id."""
-    if not os.path.isdir(path) and not _HUB_ID.fullmatch(path):
+    """Refuses a place that is no folder, no hub id and no GGUF file."""
+    if not os.path.isdir(path) and not is_gguf_file(path) and not _HUB_ID.fullmatch(path):
         is_file = os.path.isfile(path)
         raise ValueError(f"{path} is a file: give its folder" if is_file else f"the folder {path} does not exist")
 

@@ -34,7 +34,7 @@ from training.options.program_parser import ProgramParser
 class ImportArguments:
     """Options of import_heads.py."""
 
-    checkpoint: str = field(metadata={"help": "Heads of another project: a folder or a hub id."})
+    checkpoint: str = field(metadata={"help": "Heads of another project: a folder, a hub id or a GGUF file."})
     target: str = field(metadata={"help": "The target that they draft for: a folder or a hub id."})
     output: str = field(metadata={"help": "Folder to write the heads to."})
     check: bool = field(

@@ -77,6 +77,11 @@ class Published(Mapping[str, Tensor]):
         return any(re.fullmatch(pattern, name) for name in self.tensors)
 
 
+def is_gguf_file(path: str) -> bool:
+    """Whether this is one GGUF file, which is a checkpoint by itself, and not a folder."""
+    return path.endswith(".gguf") and Path(path).is_file()
+
+
 def open_published(path: str, *, on_meta: bool = False, **hub: Any) -> Published:
     """Opens a checkpoint in a folder or hub repository, sharded or not, or a GGUF file.
 
@@ -110,7 +115,7 @@ def _read_json(path: str, file: str) -> dict[str, Any]:
 
 def _find_gguf(path: Path) -> Path | None:
     """A GGUF file that was given itself, or the only one of a folder without other weights."""
-    if path.suffix == ".gguf" and path.is_file():
+    if is_gguf_file(str(path)):
         return path
     if not path.is_dir() or any((path / name).is_file() for name in WEIGHT_FILES):
         return None

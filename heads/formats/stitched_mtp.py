@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from heads.formats.eagle.llama_keys import refuse_unwritable
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.native_mtp import DEEPSEEK, MIMO, OUTER_NORM, QWEN, Naming, find_tensors, read_native_modules
 from heads.formats.published import OWN_KEY, Published
@@ -159,6 +160,14 @@ class VLLMMTP(Format):
 
 class SGLangMTP(VLLMMTP):
     name = "sglang"
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        num_blocks = 1 if config.share_block else config.num_steps
+        refuse_unwritable(
+            "MTP modules for SGLang",
+            (num_blocks > 1, f"SGLang reads one module, and these heads have {num_blocks}; choose vllm"),
+        )
+        return super().write(config, tensors, target)
 
     def command(self, config: Any) -> str:
         steps = config.num_steps

@@ -79,7 +79,7 @@ def check_device(name: str | None) -> str:
 
 
 def load_heads(name: str, target: Target) -> DraftHeads:
-    """Heads of any kind from a folder or hub id, bound to the target, in its dtype and on its device (see
+    """Heads of any kind from a folder, hub id or GGUF file, bound to the target, in its dtype and on its device (see
     `bind_heads`). Heads in another project's format are imported."""
     check_folder(name)
     owner = {"target": target} if is_published(name) else {}

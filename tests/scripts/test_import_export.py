@@ -205,6 +205,15 @@ def test_programs_take_published_heads_as_they_are(published: Path, chat_target:
     assert heads.target is target
 
 
+def test_one_gguf_file_is_a_checkpoint(tmp_path: Path) -> None:
+    call(export_heads, heads=HEADS / "eagle3", target=CHAT_TARGET, format="gguf", output=tmp_path / "gguf")
+    file = (tmp_path / "gguf" / "eagle3.gguf").rename(tmp_path / "heads.gguf")
+    call(import_heads, checkpoint=file, target=CHAT_TARGET, output=tmp_path / "back")
+    one, other = (DraftHeads.from_pretrained(folder) for folder in (HEADS / "eagle3", tmp_path / "back"))
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
 def test_an_import_does_not_replace_the_checkpoint(published: Path) -> None:
     before = (published / "config.json").read_text()
     with pytest.raises(SystemExit, match="is not empty: give another folder"):

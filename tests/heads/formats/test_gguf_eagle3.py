@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads import DraftHeads
+from heads.checkpoint import is_published
 from heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from heads.formats.llama_cpp.gguf_file import write_gguf
 from heads.formats.published import open_published
@@ -255,7 +257,20 @@ class TestFiles:
     def test_a_file_itself(self, target: Target, tmp_path: Path) -> None:
         heads = tiny_heads("eagle3", target)
         folder = write(export_heads(KNOWN, heads), tmp_path)
-        assert_same_heads(import_heads(KNOWN, open_published(str(folder / "eagle3.gguf")), target), heads)
+        file = folder / "eagle3.gguf"
+        assert_same_heads(import_heads(KNOWN, open_published(str(file)), target), heads)
+        assert is_published(str(file))
+        assert_same_heads(DraftHeads.from_pretrained(file, target=target), heads)
+        with pytest.raises(ValueError, match=rf"eagle3\.gguf holds EAGLE-3 heads in GGUF\. Pass target=model.*{file}"):
+            DraftHeads.from_pretrained(file)
+
+    def test_a_file_of_something_else(self, target: Target, tmp_path: Path) -> None:
+        file = tmp_path / "target.gguf"
+        write_gguf(file, {"general.architecture": "llama"}, {"x": torch.zeros(1)})
+        with pytest.raises(ValueError, match=r"target\.gguf holds no draft heads: give the GGUF file of the heads"):
+            DraftHeads.from_pretrained(file)
+        with pytest.raises(ValueError, match=r"target\.gguf holds no heads in a format that is known here"):
+            DraftHeads.from_pretrained(file, target=target)
 
     def test_several_in_a_folder(self, tmp_path: Path) -> None:
         for name in ("a.gguf", "b.gguf"):

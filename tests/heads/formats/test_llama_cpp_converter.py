@@ -45,6 +45,22 @@ def change_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
+def copy_target(folder: Path) -> Path:
+    """The embedded target, with the keys that the converter reads."""
+    shutil.copytree(CHAT_TARGET, folder)
+    rope = json.loads((folder / "config.json").read_text(encoding="utf-8"))["rope_parameters"]
+    change_json(folder / "config.json", rope_theta=rope["rope_theta"])
+    change_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    return folder
+
+
+def convert(model: Path, file: Path, *options: str) -> Path:
+    """Runs the converter: a GGUF file in float32."""
+    words = [sys.executable, "-c", CONVERT, str(CHECKOUT), str(model), "--outtype", "f32", "--outfile", str(file)]
+    subprocess.run([*words, *options], check=True, cwd=file.parent, capture_output=True)
+    return file
+
+
 @pytest.mark.skipif(CHECKOUT is None, reason="LLAMA_CPP names no checkout of llama.cpp")
 def test_the_converter_writes_what_we_write(chat_target: Any, tmp_path: Path) -> None:
     target = Target(chat_target)
@@ -52,14 +68,8 @@ def test_the_converter_writes_what_we_write(chat_target: Any, tmp_path: Path) ->
     kind, state = heads.config.head_type, heads.state_dict()
     (tmp_path / "heads").mkdir()
     find_format("vllm", kind).write(heads.config, state, target).save(tmp_path / "heads")
-    shutil.copytree(CHAT_TARGET, tmp_path / "target")
-    change_json(tmp_path / "target" / "config.json", rope_theta=target.text_config.rope_parameters["rope_theta"])
-    change_json(tmp_path / "target" / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    theirs_file = tmp_path / "theirs.gguf"
-    words = [sys.executable, "-c", CONVERT, str(CHECKOUT), str(tmp_path / "heads"), "--outtype", "f32"]
-    words += ["--target-model-dir", str(tmp_path / "target"), "--outfile", str(theirs_file)]
-    subprocess.run(words, check=True, cwd=tmp_path, capture_output=True)
-
+    target_folder = copy_target(tmp_path / "target")
+    theirs_file = convert(tmp_path / "heads", tmp_path / "theirs.gguf", "--target-model-dir", str(target_folder))
     metadata, theirs = read_gguf(theirs_file)
     ours = find_format("gguf", kind).with_target_file(str(theirs_file)).write(heads.config, state, target)
     assert theirs.keys() == ours.tensors.keys()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from heads import DraftHeads
 from heads.formats.registry import find_format
-from heads.formats.stitched_mtp import VLLMMTP
+from heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
 from heads.mtp import MTPHeads
 from inference import Target, generate
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
@@ -151,3 +151,10 @@ class TestRefusals:
         target = Target(tiny_mixture(heads.target.text_config.model_type))
         with pytest.raises(ValueError, match=r"is no folder here.*load the target from its folder"):
             VLLMMTP().write(heads.config, heads.state_dict(), target)
+
+    def test_several_modules_for_sglang(self, tmp_path: Path) -> None:
+        model = tiny_mixture("glm4_moe")
+        path = write_checkpoint(model, name_as_deepseek(random_modules(model, 2), 2), tmp_path / "target")
+        heads = MTPHeads.from_target_checkpoint(path, load_target(path))
+        with pytest.raises(ValueError, match="SGLang reads one module, and these heads have 2; choose vllm"):
+            SGLangMTP().write(heads.config, heads.state_dict(), heads.target)
