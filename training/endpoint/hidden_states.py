@@ -8,7 +8,6 @@ Legend: T tokens of a prompt, L states of each token, D hidden size.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shlex
 import time
@@ -162,6 +161,8 @@ class HiddenStates:
 
 def _take_file(path: Path) -> dict[str, Tensor]:
     """Reads the tensors of a file when the server has released its lock, and deletes file and lock."""
+    import fcntl  # which Windows does not have
+
     lock = Path(f"{path}.lock")  # is there before the answer
     end = time.monotonic() + FILE_TIMEOUT
     while True:
