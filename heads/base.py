@@ -26,7 +26,7 @@ from heads.binding import WeightCopies, check_fit
 from heads.checkpoint import check_place, check_tensors, is_published, read_head_type, replace_checkpoint
 from heads.config import DraftHeadsConfig
 from heads.formats.format import Imported
-from heads.formats.published import open_published
+from heads.formats.published import HUB_KEYS, open_published
 from heads.formats.registry import recognize
 from heads.modules.draft_step import DraftStep, join_documents
 from heads.modules.layers import DraftCache
@@ -389,8 +389,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """
         path = str(pretrained_model_name_or_path)
         check_place(path)
-        hub_keys = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-        hub = {key: kwargs[key] for key in hub_keys if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
         if target is not None and is_published(path, **hub):
             if unknown := kwargs.keys() - hub.keys() - {"dtype"}:
                 raise ValueError(f"{path} is another project's checkpoint, which is imported without {sorted(unknown)}")

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from heads.config import name_of_target
 from heads.formats.eagle.llama_keys import Reading, name_dtype, read_decoder, refuse_unwritable, write_decoder
@@ -358,8 +357,7 @@ def _take_mask(reading: Reading, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
 def _read_mask_file(published: Published, mask_id: int, problems: list[str]) -> Tensor | None:
     """vLLM reads the mask's embedding from this file where there is one."""
-    file = cached_file(published.path, _MASK_FILE, _raise_exceptions_for_missing_entries=False)
-    if file is None:
+    if (file := published.find(_MASK_FILE)) is None:
         return None
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)

@@ -86,7 +86,7 @@ class VLLMMTP(Format):
         )
 
     def read(self, published: Published, target: Target) -> Imported:
-        native = read_native_modules(published.path, target)
+        native = read_native_modules(published.path, target, **published.hub)
         settings = dict(native.settings)
         if settings["share_block"] and (steps := published.own_setting("num_steps")) is not None:
             settings["num_steps"] = steps
