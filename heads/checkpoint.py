@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from heads.formats.published import Published, open_published
 from heads.formats.registry import recognize
 
+SCRATCH = ".incomplete"  # the folder, inside that of a checkpoint, into which files are written first
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -36,7 +37,7 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, and heads are saved into a folder: give another name")
     # Inside the directory: its parent could be another file system (a mounted volume), or not ours to write.
-    scratch = directory / ".incomplete"
+    scratch = directory / SCRATCH
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:

@@ -97,14 +97,19 @@ class Exported:
         tensors: of the weights file.
         file: its name.
         commands: how to serve them, one command for each engine; `{heads}` and `{target}` stand for the paths.
+        python: how to decode with them where no command does; `{heads}` and `{target}` stand for the quoted paths.
         notes: what a user of the files should know, one sentence each.
-        files: further text files; `{heads}` in them stands for the quoted place of the heads.
+        files: further text files; `{heads}` in them stands for the quoted hub id of the heads, or for None.
+        not_uploaded: why a folder of these files is not uploaded, and what to do; "" = it may be.
     """
+
+    not_uploaded: ClassVar[str] = ""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     file: str = "model.safetensors"
     commands: tuple[str, ...] = ()
+    python: str = ""
     notes: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
 
@@ -112,12 +117,11 @@ class Exported:
         """Writes config.json and the weights into a folder; of a GGUF file `config` is the metadata.
 
         Args:
-            at: the hub id under which users will find the heads; None = in the folder.
+            at: the hub id under which users will find the heads, if there is one.
         """
         for name, text in self.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            place = json.dumps(at or str(folder.resolve()))
-            (folder / name).write_text(text.replace("{heads}", place), encoding="utf-8")
+            (folder / name).write_text(text.replace("{heads}", json.dumps(at) if at else "None"), encoding="utf-8")
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         if self.file.endswith(".gguf"):
             write_gguf(folder / self.file, self.config, tensors)

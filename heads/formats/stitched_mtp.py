@@ -50,6 +50,10 @@ class Stitched(Exported):
         replaced: the names of its own modules' tensors.
     """
 
+    not_uploaded: ClassVar[str] = (
+        "the folder is the target's whole checkpoint, and its links would upload the target's files: share the heads "
+        "by themselves (upload the folder given as --heads), and export them where they are served"
+    )
     checkpoint: Path = Path()
     replaced: frozenset[str] = frozenset()
 

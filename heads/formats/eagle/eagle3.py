@@ -18,6 +18,7 @@ from torch import Tensor
 
 from heads.formats.eagle.llama_keys import (
     Reading,
+    authors_code,
     drop_rope_tables,
     is_same,
     name_dtype,
@@ -64,10 +65,8 @@ class Eagle3(Format):
     title = "heads in the published EAGLE-3 format (also written by SpecForge)"
     kinds: ClassVar[tuple[str, ...]] = ("eagle3",)
     file = "pytorch_model.bin"
-    commands: tuple[str, ...] = (
-        "python -m eagle.application.webui --base-model-path {target} --ea-model-path {heads} --use-eagle3 "
-        "--total-token 60",
-    )
+    commands: tuple[str, ...] = ()
+    python: str = authors_code(is_eagle3=True)
 
     def matches(self, published: Published) -> bool:
         return (
@@ -171,7 +170,7 @@ class Eagle3(Format):
             "torch_dtype": name_dtype(tensors),
             OWN_KEY: own_settings(config),
         }
-        return Exported(keys, dict(tensors), self.file, self.commands)
+        return Exported(keys, dict(tensors), self.file, self.commands, self.python)
 
     def refuse(self, config: Any) -> None:
         """Raises ValueError for settings that the readers of this format do not know."""

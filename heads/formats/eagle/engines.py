@@ -77,6 +77,7 @@ class SGLangEagle3(Eagle3):
     name = "sglang"
     title = "EAGLE-3 for SGLang"
     file = "model.safetensors"
+    python = ""
     commands: tuple[str, ...] = (
         "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
         "--speculative-draft-model-path {heads} --speculative-num-steps 5 --speculative-eagle-topk 4 "

@@ -301,6 +301,24 @@ def _find_wrong_map(d2t: Tensor, t2d: Tensor | None, size: int, total: int) -> s
     return None
 
 
+def authors_code(*, is_eagle3: bool) -> str:
+    """Python that decodes with heads in the authors' own repository. Their web page and their scripts disagree about
+    the flag that tells EAGLE-3 from EAGLE-1."""
+    return (
+        "import torch\n"
+        "from eagle.model.ea_model import EaModel  # github.com/SafeAILab/EAGLE\n\n"
+        "model = EaModel.from_pretrained(\n"
+        "    base_model_path={target},\n"
+        "    ea_model_path={heads},\n"
+        f"    use_eagle3={is_eagle3},\n"
+        '    torch_dtype="auto",\n'
+        '    device_map="auto",\n'
+        ")\n"
+        'input_ids = torch.tensor([model.tokenizer("Hello").input_ids], device=model.base_model.device)\n'
+        "print(model.tokenizer.decode(model.eagenerate(input_ids, max_new_tokens=64)[0]))"
+    )
+
+
 def refuse_unwritable(title: str, *reasons: tuple[bool, str]) -> None:
     """Raises ValueError with every reason that holds."""
     if found := [reason for holds, reason in reasons if holds]:

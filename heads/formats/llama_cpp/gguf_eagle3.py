@@ -7,6 +7,7 @@ copied from the target's own GGUF.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +154,11 @@ class GgufEagle3(Format):
         if factors is not None:
             written[_ROPE_FACTORS] = factors
         file = "eagle3.gguf"
-        model = self.target_gguf or "TARGET.gguf"
+        model = shlex.quote(self.target_gguf or "TARGET.gguf")
         command = f"llama-server -m {model} -md {{heads}}/{file} --spec-type draft-eagle3 --spec-draft-n-max 4"
         lacks_tokenizer = "The file has no tokenizer; --target_gguf copies the target's."
         notes = (lacks_tokenizer,) if self.target_gguf is None else ()
-        return Exported(metadata, written, file, (command,), notes)
+        return Exported(metadata, written, file, (command,), notes=notes)
 
     def _read_tokenizer(self) -> dict[str, Any]:
         if self.target_gguf is None:
