@@ -445,14 +445,14 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         except ValueError as error:
             imported.refuse(path, [str(error)])
             raise
+        with torch.device("meta"):  # a wrong size in a config may ask for more memory than there is
+            imported.check(kind_class(config), path)
         heads: Any = kind_class(config)
-        if isinstance(dtype, str):
-            dtype = None if dtype == "auto" else getattr(torch, dtype)
-        heads.to(dtype or imported.dtype)
+        heads.to(_read_dtype(dtype) or imported.dtype)
         for name, buffer in heads.named_buffers():
             if name.rpartition(".")[2] in imported.float32_parts:
                 buffer.data = buffer.float()
-        imported.fill(heads, path)
+        heads.load_state_dict(imported.tensors)
         heads.bind(target)
         return cast(Self, heads.eval())
 
@@ -468,3 +468,15 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         heads, info = loaded
         check_tensors(path, heads, info)
         return heads.eval(), info
+
+
+def _read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that `from_pretrained` was asked for, under the names that transformers takes; None = the file's."""
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"got dtype {dtype!r}; allowed are auto, float32, bfloat16 and float16, as strings or as torch's dtypes"
+        )
+    return found

@@ -59,8 +59,8 @@ class Imported:
         if found := [*self.problems, *problems]:
             raise ValueError(f"{path} cannot be imported:\n" + "\n".join(f"  - {problem}" for problem in found))
 
-    def fill(self, heads: nn.Module, path: str) -> None:
-        """Loads the tensors into `heads`, which must have exactly these.
+    def check(self, heads: nn.Module, path: str) -> None:
+        """Refuses tensors that are not exactly those of `heads`, which may be on the meta device.
 
         Raises:
             ValueError: one message with every problem: unknown, missing, mis-shaped and non-finite tensors by the
@@ -85,7 +85,6 @@ class Imported:
             elif given[key].is_floating_point() and not torch.isfinite(given[key]).all():
                 found.append(f"tensor {name(key)} holds NaN or infinite values")
         self.refuse(path, found)
-        heads.load_state_dict(given)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,11 @@ def take_copies(tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> lis
     return problems
 
 
+def count_rows(tensor: Tensor) -> int:
+    """The length of the first dimension; a scalar has none."""
+    return tensor.shape[0] if tensor.dim() else 0
+
+
 def as_wide_as(tensor: Tensor, other: Tensor | None) -> Tensor:
     """A tensor in the dtype of another one: engines keep some tensors wider than the heads have them."""
     return tensor if other is None else tensor.to(other.dtype)
