@@ -23,6 +23,8 @@ from heads.formats.llama_cpp.gguf_file import read_gguf
 OWN_KEY = "draftsmith"
 # Keywords that say where on the hub a checkpoint is, and how it is fetched.
 HUB_KEYS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+# Tables of a config whose keys are of something else.
+_NO_SETTINGS = (OWN_KEY, "quantization_config", "auto_map", "id2label", "label2id")
 # The first that a checkpoint has is read. Safetensors come first: a pickle is read only where there is nothing else.
 WEIGHT_FILES = (
     "model.safetensors.index.json",
@@ -48,6 +50,7 @@ class Published(Mapping[str, Tensor]):
         file: the name of the file that holds its weights, or their index; "" when no weights were found.
         tensors: by name.
         hub: the keywords of `HUB_KEYS` that it was opened with.
+        asked: the keys of the config that `setting` was asked for so far.
     """
 
     path: str
@@ -55,6 +58,7 @@ class Published(Mapping[str, Tensor]):
     file: str
     tensors: dict[str, Tensor]
     hub: dict[str, Any] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -73,8 +77,23 @@ class Published(Mapping[str, Tensor]):
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A key of the config, also where it stands one level down (`eagle_config`, `transformer_layer_config`)."""
-        nested = [value for value in self.config.values() if isinstance(value, dict)]
-        return next((level[name] for level in (self.config, *nested) if level.get(name) is not None), default)
+        self.asked.add(name)
+        return next(iter(self._find_values(name).values()), default)
+
+    def _find_values(self, name: str) -> dict[str, Any]:
+        """Where a key stands -> its value there."""
+        nested = {where: x for where, x in self.config.items() if isinstance(x, dict) and where not in _NO_SETTINGS}
+        levels = {"config.json": self.config, **nested}
+        return {where: level[name] for where, level in levels.items() if level.get(name) is not None}
+
+    def find_contradictions(self) -> list[str]:
+        """A problem for each key that was asked for and has different values at two places."""
+        found = {name: self._find_values(name) for name in sorted(self.asked)}
+        return [
+            f"{name} is " + ", and ".join(f"{value!r} in {where}" for where, value in places.items())
+            for name, places in found.items()
+            if any(value != next(iter(places.values())) for value in places.values())
+        ]
 
     def own_setting(self, name: str, default: Any = None) -> Any:
         """A key of ours that an export has left in the config for the way back (see `Exported`)."""

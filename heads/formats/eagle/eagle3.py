@@ -47,6 +47,8 @@ _MODELOPT = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
 }
+# Keys of `eagle_config` that only ModelOpt writes.
+_MODELOPT_MARKS = ("next_layer_regular", *(key for key in _MODELOPT if key != "use_aux_hidden_state"))
 PARTS = (
     *(f"self_attn.{name}_proj.{end}" for name in "qkvo" for end in ("weight", "bias")),
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
@@ -218,7 +220,8 @@ def read_depths(published: Published) -> int | None:
 def read_layer_ids(reading: Reading) -> list[int]:
     """The tapped layers: as stated, or those that every reader takes."""
     num_layers, published = reading.target.num_layers, reading.published
-    ids: Any = published.own_setting("feature_layers", published.setting(IDS))
+    stated, own = published.setting(IDS), published.own_setting("feature_layers")
+    ids: Any = stated if own is None else own
     usual = authors_layers(num_layers)
     if ids is None:
         if not 0 < usual[0] < usual[1] < usual[2]:
@@ -229,21 +232,41 @@ def read_layer_ids(reading: Reading) -> list[int]:
     if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
         reading.problems.append(f"{IDS} is {ids!r}, and should be a list of layer ids")
         ids = usual
+    elif own is None and stated is not None:
+        ids = _read_counting(reading, ids, usual)
     if missing := [one for one in ids if not 0 <= one <= num_layers]:
         reading.problems.append(f"layer ids {missing} of {ids} do not exist: the target has {num_layers} layers")
-    if num_layers in ids and published.own_setting("feature_layers") is None:
+    if num_layers in ids and own is None:
         reading.problems.append(
             f"layer ids {ids} tap the state after the last layer. Here hidden_states[{num_layers}] comes after the "
             "final norm, and other projects mean the state before it"
         )
     if len(set(ids)) < len(ids):
         reading.problems.append(f"layer ids {ids} repeat a layer")
-    if ids == [one - 1 for one in usual] and published.own_setting("feature_layers") is None:
-        reading.notes.append(
-            f"layer ids {ids} are the usual ones less one, as SpecForge and SGLang count them; they were read as "
-            "hidden_states[id], as vLLM reads them. --check true tells which fits"
-        )
     return list(ids)
+
+
+def _read_counting(reading: Reading, ids: list[int], usual: list[int]) -> list[int]:
+    """Stated ids as indices of hidden_states. ModelOpt, SpecForge and SGLang count from the layer after, and write them
+    into `eagle_config` only; ids at the top level are vLLM's."""
+    table = reading.published.config.get("eagle_config")
+    is_nested = isinstance(table, dict) and reading.published.config.get(IDS) is None
+    after = [one + 1 for one in ids]
+    is_usual = after == usual
+    by_modelopt = isinstance(table, dict) and is_nested and any(mark in table for mark in _MODELOPT_MARKS)
+    if by_modelopt or (is_nested and is_usual):
+        writer = "ModelOpt counts" if by_modelopt else "SpecForge and SGLang count"
+        reading.notes.append(
+            f"layer ids {ids} were read as hidden_states {after}: {writer} the outputs of layers from 0"
+        )
+        return after
+    if is_usual or is_nested:
+        why = "are the usual ones less one" if is_usual else "stand in eagle_config only"
+        reading.notes.append(
+            f"layer ids {ids} {why}: SpecForge and SGLang would mean {after}; they were read as hidden_states[id], as "
+            "vLLM reads them. --check true tells which fits"
+        )
+    return ids
 
 
 def own_settings(config: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from heads.config import DEFAULT_ROPE, decoder_settings
+from heads.formats.config_keys import find_unread
 from heads.formats.format import Imported
 from heads.formats.published import OWN_KEY, Published
 from inference.targets.target import Target
@@ -23,13 +24,6 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
-}
-# Settings of published layers that would change what they compute, and the value that changes nothing.
-_NEUTRAL = {
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "logit_scale": 1.0,
-    "quantization_config": None,
 }
 
 
@@ -80,6 +74,9 @@ class Reading:
         return bool(value)
 
     def finish(self, kind: str, settings: dict[str, Any]) -> Imported:
+        problems, notes = find_unread(self.published, settings["head_dim"])
+        self.problems += self.published.find_contradictions() + problems
+        self.notes += notes
         return Imported(kind, settings, self.tensors, self.names, self.problems, self.notes)
 
 
@@ -97,11 +94,11 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
         problems.append(f"target_hidden_size is {width}, and the target's hidden size is {target.hidden_size}")
     if (stated := reading.integer("num_hidden_layers")) != num_layers:
         problems.append(f"num_hidden_layers is {stated}, and the tensors are of {num_layers} layers")
-    for name, neutral in _NEUTRAL.items():
-        if (value := published.setting(name, neutral)) not in (neutral, None):
-            problems.append(f"{name} is {value!r}, which heads here do not have; only {neutral!r} is read")
-    has_window = published.setting("sliding_window") is not None and published.setting("use_sliding_window", True)
-    if has_window or "sliding_attention" in published.setting("layer_types", ()):
+    if (value := published.setting("mlp_bias")) not in (None, False):
+        problems.append(f"mlp_bias is {value!r}, which heads here do not have")
+    window, types = published.setting("sliding_window"), published.setting("layer_types", ())
+    is_used = published.setting("use_sliding_window", True)
+    if (window is not None and is_used) or (isinstance(types, list) and "sliding_attention" in types):
         problems.append("the layers attend to a sliding window, which heads here do not have")
     num_heads = reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", num_heads)
@@ -110,7 +107,7 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
         problems.append(f"num_attention_heads is {num_heads}, which {groups} num_key_value_heads do not divide")
     if head_dim % 2:
         problems.append(f"head_dim is {head_dim}; rotary positions need an even number")
-    activation = published.setting("hidden_act", "silu")
+    activation = published.setting("hidden_act", published.setting("hidden_activation", "silu"))
     if not isinstance(activation, str) or activation not in ACT2FN:
         problems.append(f"hidden_act is {activation!r}, which transformers does not know")
         activation = "silu"
@@ -151,10 +148,11 @@ def _read_rope(reading: Reading) -> dict[str, Any]:
         problems.append(f"RoPE of type {rope['rope_type']!r} has no number for {', '.join(lost)}")
     if (share := rope.pop("partial_rotary_factor", 1.0)) != 1:
         problems.append(f"RoPE turns {share!r} of each head, and heads here turn all of it")
+    theta = published.setting("rope_theta")
     if "rope_theta" not in rope:
-        rope["rope_theta"] = published.setting("rope_theta", DEFAULT_ROPE["rope_theta"])
+        rope["rope_theta"] = DEFAULT_ROPE["rope_theta"] if theta is None else theta
         theirs = target_rope(reading.target)["rope_theta"]
-        if published.setting("rope_theta") is None and theirs != rope["rope_theta"]:
+        if theta is None and theirs != rope["rope_theta"]:
             reading.notes.append(
                 f"config.json has no rope_theta: read as {rope['rope_theta']:g}, as the authors train; the target has "
                 f"{theirs:g}"

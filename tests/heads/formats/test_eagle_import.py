@@ -207,6 +207,72 @@ def test_a_key_that_is_wrong_or_gone_is_named(name: str, keys: dict[str, Any], m
     assert message in refusal(change(publish(name, target), config=keys), target)
 
 
+# Keys that change what a layer computes: (key, a value that is refused, values that change nothing).
+MATHS: list[tuple[str, Any, tuple[Any, ...]]] = [
+    ("embedding_multiplier", 12.0, (1.0, 1, None)),
+    ("residual_multiplier", 0.22, (1.0,)),
+    ("attention_multiplier", 0.5, (8**-0.5, None)),
+    ("query_pre_attn_scalar", 256, (8,)),
+    ("logits_scaling", 8.0, (1.0,)),
+    ("logit_scale", 0.0625, (1.0,)),
+    ("scale_emb", 12, (1,)),
+    ("scale_depth", 1.4, ()),
+    ("dim_model_base", 256, (None,)),
+    ("final_logit_softcapping", 30.0, (None,)),
+    ("attn_logit_softcapping", 50.0, (None,)),
+    ("clip_qkv", 8.0, (None,)),
+    ("use_qk_norm", True, (False, None)),
+    ("qk_layernorm", True, (False,)),
+    ("use_bias", True, (False,)),
+    ("partial_rotary_factor", 0.5, (1.0,)),
+    ("no_rope_layers", [0, 1], (None,)),
+    ("alibi", True, (False,)),
+    ("attention_chunk_size", 8192, (None,)),
+    ("use_bidirectional_attention", True, (False,)),
+    ("quantization_config", {"bits": 4}, (None,)),
+    ("mlp_bias", True, (False, None)),
+    ("sliding_window", 512, (None,)),
+]
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "speculators"])
+@pytest.mark.parametrize(("key", "wrong", "neutral"), MATHS, ids=[key for key, *_ in MATHS])
+def test_keys_that_change_the_maths_are_refused(
+    name: str, key: str, wrong: Any, neutral: tuple[Any, ...], target: Target
+) -> None:
+    published = publish(name, target)
+    where = "transformer_layer_config" if name == "speculators" else None
+
+    def given(value: Any) -> Published:
+        keys = {key: value} if where is None else {where: {**published.config[where], key: value}}
+        return Published(published.path, {**published.config, **keys}, published.file, published.tensors)
+
+    message = refusal(given(wrong), target)
+    assert key in message or "sliding window" in message
+    for value in neutral:
+        imported, _ = read(given(value), target)
+        assert not any(key in note for note in imported.notes)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_keys_that_nobody_knows_are_named_once(name: str, target: Target) -> None:
+    odd = {"auto_map": {"AutoModel": "x.Y"}, "num_experts": 8, "tags": ["a"], "pretraining_tp": 4, "_commit_hash": "x"}
+    imported, _ = read(change(publish(name, target), config=odd), target)
+    assert imported.notes == ["keys of config.json that are not read: num_experts, tags"]
+
+
+def test_a_key_with_two_values_is_refused(target: Target) -> None:
+    published = publish("eagle3", target)
+    config = {"eagle_config": {"norm_output": True, "rms_norm_eps": 1e-3, "initializer_range": 0.1}}
+    message = refusal(change(published, config={**config, "norm_output": False, "initializer_range": 0.2}), target)
+    assert "norm_output is False in config.json, and True in eagle_config" in message
+    assert "rms_norm_eps is 1e-06 in config.json, and 0.001 in eagle_config" in message
+    assert "initializer_range" not in message
+    rope = {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}
+    message = refusal(change(published, config=rope), target)
+    assert "rope_theta is 500000.0 in config.json, and 10000.0 in rope_parameters" in message
+
+
 OTHER_VALUES: tuple[Any, ...] = ("text", -1, 0.5, [], ["text"], {"a": 1}, True)
 
 
@@ -289,13 +355,15 @@ def test_any_dtype_and_sharded_files(name: str, dtype: torch.dtype, target: Targ
 
 
 def test_names_and_keys_of_modelopt(target: Target) -> None:
-    """`layers.0.`, no t2d, d2t of 32 bits, ids and flags below `eagle_config`."""
+    """`layers.0.`, no t2d, d2t of 32 bits, ids and flags below `eagle_config`. The ids count the outputs of layers."""
     published = publish("eagle3", target)
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in published.items() if name != "t2d"}
     tensors["d2t"] = tensors["d2t"].int()
-    config = {**published.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}
+    flags = {"use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True}
+    config = {**published.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5], **flags}}
     del config["eagle_aux_hidden_state_layer_ids"]
-    _, heads = read(Published("somewhere", config, "model.safetensors", tensors), target)
+    imported, heads = read(Published("somewhere", config, "model.safetensors", tensors), target)
+    assert "layer ids [0, 3, 5] were read as hidden_states [1, 4, 6]: ModelOpt counts" in imported.notes[0]
     assert_same_tensors(dict(heads.state_dict()), dict(heads_of("eagle3", target).state_dict()))
     assert heads.feature_layers == (1, 4, 6)
 
@@ -376,11 +444,46 @@ class TestRope:
         )
 
 
-def test_ids_that_may_be_counted_from_the_layer_after_are_noted(target: Target) -> None:
-    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
-    imported, heads = read(change(publish("full vocabulary", target), config=ids), target)
-    assert heads.feature_layers == (1, 3, 4)
-    assert "layer ids [1, 3, 4] are the usual ones less one" in imported.notes[0]
+IDS = "eagle_aux_hidden_state_layer_ids"
+MARK = {"use_mtp_layernorm": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "note"),
+    [
+        (
+            {IDS: [1, 3, 4]},
+            (1, 3, 4),
+            "[1, 3, 4] are the usual ones less one: SpecForge and SGLang would mean [2, 4, 5]",
+        ),
+        ({IDS: [2, 4, 5]}, (2, 4, 5), None),
+        ({IDS: [1, 2, 6]}, (1, 2, 6), None),
+        ({"eagle_config": {IDS: [1, 3, 4]}}, (2, 4, 5), "read as hidden_states [2, 4, 5]: SpecForge and SGLang count"),
+        ({"eagle_config": {IDS: [1, 2, 6]}}, (1, 2, 6), "[1, 2, 6] stand in eagle_config only"),
+        ({"eagle_config": {IDS: [1, 3, 4], **MARK}}, (2, 4, 5), "hidden_states [2, 4, 5]: ModelOpt counts"),
+        ({"eagle_config": {IDS: [0, 2, 6], **MARK}}, (1, 3, 7), "hidden_states [1, 3, 7]: ModelOpt counts"),
+        # vLLM's ids, whoever wrote the rest.
+        ({IDS: [1, 2, 6], "eagle_config": {IDS: [1, 2, 6], **MARK}}, (1, 2, 6), None),
+    ],
+    ids=str,
+)
+def test_layer_ids_are_read_as_their_project_counts(
+    config: dict[str, Any], layers: tuple[int, ...], note: str | None, target: Target
+) -> None:
+    imported, heads = read(change(publish("full vocabulary", target), config=config), target)
+    assert heads.feature_layers == layers
+    assert [part in imported.notes[0] for part in [note] if part] == [True for _ in imported.notes]
+
+
+def test_the_last_output_that_modelopt_taps_is_refused(target: Target) -> None:
+    config = {"eagle_config": {IDS: [1, 3, 7], **MARK}}
+    assert "tap the state after the last layer" in refusal(
+        change(publish("full vocabulary", target), config=config), target
+    )
+
+
+def test_other_countings_are_variants(target: Target) -> None:
+    imported, _ = read(change(publish("full vocabulary", target), config={IDS: [1, 3, 4]}), target)
     variants = find_format("eagle", "eagle3").variants(imported.settings, target)
     assert {"feature_layers": [2, 4, 5]} in variants.values()
 
