@@ -81,7 +81,7 @@ class Naming:
 
 
 DEEPSEEK = Naming(
-    layer=r"(?:model\.)?(?:language_model\.)?layers\.(?P<index>\d+)\.(?P<rest>.+)",
+    layer=r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(?P<index>\d+)\.(?P<rest>.+)",
     prefix="model.layers.{}.",
     parts={
         "enorm.weight": "enorm.weight",

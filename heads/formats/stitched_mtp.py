@@ -85,8 +85,9 @@ class VLLMMTP(Format):
     kinds = ("mtp",)
 
     def matches(self, published: Published) -> bool:
-        return "ForCausalLM" in published.architectures and published.has(
-            r"(model\.)?layers\.\d+\.eh_proj\.weight|mtp\.fc\.weight|model\.mtp_layers\.\d+\.input_proj\.weight"
+        is_model = re.search("ForCausalLM|ForConditionalGeneration", published.architectures) is not None
+        return is_model and published.has(
+            r"(.*\.)?layers\.\d+\.eh_proj\.weight|mtp\.fc\.weight|model\.mtp_layers\.\d+\.input_proj\.weight"
         )
 
     def read(self, published: Published, target: Target) -> Imported:

@@ -14,11 +14,20 @@ from heads import DraftHeads
 from heads.formats import published as published_module
 from heads.formats.block import VLLMBlock
 from heads.formats.published import find_file, open_published, read_index
+from heads.formats.registry import recognize
+from heads.formats.stitched_mtp import VLLMMTP
 from heads.mtp import MTPHeads
 from inference import Target
 from tests.heads.formats.round_trip import assert_same_heads, export_heads, write
-from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
+from tests.heads.formats.test_native_mtp import (
+    name_as_deepseek,
+    name_as_qwen,
+    random_modules,
+    tiny_mixture,
+    write_checkpoint,
+)
 from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import tiny_target
 
 TENSORS = {"fc.weight": torch.randn(6, 4), "scale": torch.tensor(2.0)}
 
@@ -96,6 +105,28 @@ class TestPickles:
         with pytest.raises(ValueError, match="holds more than tensors"):
             open_published(str(tmp_path), on_meta=on_meta)
         assert not (tmp_path / "ran").exists()
+
+
+NESTED = {
+    "Glm4vMoeForConditionalGeneration": (name_as_deepseek, "model.layers.", "model.language_model.layers."),
+    "KimiVLForConditionalGeneration": (name_as_deepseek, "model.layers.", "language_model.model.layers."),
+    "Qwen3_5MoeForConditionalGeneration": (name_as_qwen, "mtp.", "mtp."),
+}
+
+
+@pytest.mark.parametrize("architecture", NESTED)
+def test_mtp_modules_beside_a_nested_model_are_recognized(architecture: str, tmp_path: Path) -> None:
+    """The text model stands below `language_model` there."""
+    names, prefix, nested = NESTED[architecture]
+    model = tiny_mixture("glm4_moe") if names is name_as_deepseek else tiny_target("qwen3", num_hidden_layers=2)
+    tensors = {name.replace(prefix, nested): x for name, x in names(random_modules(model, 1), 2).items()}
+    folder = write_checkpoint(model, tensors, tmp_path)
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    opened = open_published(str(folder), on_meta=True)
+    assert isinstance(recognize(opened), VLLMMTP)
+    heads = DraftHeads.from_pretrained(folder, target=model)
+    assert isinstance(heads, MTPHeads)
+    assert torch.equal(heads.state_dict()["blocks.0.eh_proj.weight"], random_modules(model, 1)[0].parts["eh_proj"])
 
 
 class TestIndex:
