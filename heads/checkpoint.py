@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ def _refuse_other_format(published: Published) -> None:
     if (found := recognize(published)) is not None:
         cure = found.cure or (
             "Pass target=model to DraftHeads.from_pretrained, which then imports them, or write them as heads of this "
-            f"library: draftsmith import --checkpoint {published.path}"
+            f"library: draftsmith import --checkpoint {shlex.quote(published.path)}"
         )
         raise ValueError(f"{published.path} holds {found.title}. {cure}")
 

@@ -13,14 +13,12 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from heads.formats.eagle.llama_keys import (
     Reading,
     authors_code,
     drop_rope_tables,
-    is_same,
     name_dtype,
     read_biases,
     read_decoder,
@@ -29,11 +27,11 @@ from heads.formats.eagle.llama_keys import (
     read_own_settings,
     refuse_unwritable,
     target_rope,
-    target_table,
     write_decoder,
 )
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import as_wide_as, is_targets_table, target_table
 from inference.targets.target import Target
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -134,11 +132,10 @@ class Eagle3(Format):
                 else f"the mask token is {token!r}, and the target has tokens 0 to {reading.target.vocab_size - 1}"
             )
             return reading.finish("parallel", settings)
-        theirs = target_table(reading.target)
         if table is None:
             reading.notes.append(f"the checkpoint has no embed_tokens.weight: masks have the target's token {token}")
-            table = theirs.to(tensors["mask_hidden"].dtype) if "mask_hidden" in tensors else theirs
-        if table.shape == theirs.shape and is_same(*(_without_row(x, token) for x in (table, theirs))):
+            table = as_wide_as(target_table(reading.target), tensors.get("mask_hidden"))
+        if is_targets_table(table, reading.target, but=token):
             tensors["mask_embedding"] = table[token]
             reading.names["mask_embedding"] = "embed_tokens.weight"
         else:
@@ -202,10 +199,6 @@ def is_parallel(published: Published) -> bool:
     """Whether a checkpoint is P-EAGLE's."""
     has_token = any(published.config.get(key) is not None for key in ("pard_token", "ptd_token_id"))
     return has_token or "mask_hidden" in published or published.config.get("speculators_model_type") == "peagle"
-
-
-def _without_row(table: Tensor, row: int) -> Tensor:
-    return torch.cat([table[:row], table[row + 1 :]])
 
 
 def read_depths(published: Published) -> int | None:

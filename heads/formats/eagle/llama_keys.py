@@ -16,6 +16,7 @@ from heads.config import DEFAULT_ROPE, decoder_settings
 from heads.formats.config_keys import find_unread
 from heads.formats.format import Imported
 from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import as_wide_as, count_rows, is_targets_table
 from inference.targets.target import Target
 
 # The types of RoPE that are read -> the keys that they need.
@@ -215,24 +216,10 @@ def read_biases(reading: Reading, layer: str) -> dict[str, bool]:
     }
 
 
-def target_table(target: Target) -> Tensor:
-    """[rows, D] on the CPU: what the target's embedding gives for each token."""
-    with torch.no_grad():
-        table: Tensor = target.embed_tokens(torch.arange(target.num_embeddings, device=target.device))
-    return table.cpu()
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of numbers have the same values in the narrower of their dtypes."""
-    if one.shape != other.shape or not (one.is_floating_point() and other.is_floating_point()):
-        return False
-    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
-
-
 def read_embedding(reading: Reading) -> bool:
     """Whether the heads have token embeddings of their own. A copy of the target's is left out."""
     table = reading.take("embed_tokens.weight")
-    if table is None or is_same(table, target_table(reading.target)):
+    if table is None or is_targets_table(table, reading.target):
         return False
     reading.tensors["embed_tokens.weight"] = table
     return True
@@ -254,8 +241,13 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
     Worked example: V = 6 and d2t = [1, 3, 3] are the target ids [1, 4, 5], so t2d is True at 1, 4 and 5.
     """
     head, total = reading.tensors.get("lm_head.weight"), reading.target.vocab_size
-    size = total if head is None else head.shape[0]
     stated = reading.published.setting("draft_vocab_size")
+    is_ours = OWN_KEY in reading.published.config  # then it must be there: exports always write it
+    if head is None and not is_ours and stated in (None, total) and "d2t" not in reading.tensors:
+        head = as_wide_as(reading.target.lm_head_weight().detach().cpu(), reading.tensors.get("fc.weight"))
+        reading.tensors["lm_head.weight"] = head
+        reading.notes.append("the checkpoint has no lm_head.weight: the heads get a copy of the target's")
+    size = total if head is None else count_rows(head)
     if size != total and stated is None:
         reading.problems.append(f"config.json has no draft_vocab_size, and lm_head.weight has {size} rows of {total}")
     elif stated is not None and stated != size:

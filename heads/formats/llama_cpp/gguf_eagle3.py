@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads.config import DecoderConfig, public_name
-from heads.formats.eagle.llama_keys import is_same, refuse_unwritable, target_rope, target_table
+from heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.llama_cpp.gguf_file import read_metadata
 from heads.formats.llama_cpp.metadata import FLAG, LAYERS, NUMBER, SIZE, Keys
 from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import as_wide_as, count_rows, rename
+from heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename
 from heads.modules.vocabulary import map_tensors
 from inference.targets.target import Target
 
@@ -216,7 +216,7 @@ def _read_vocabulary(found: dict[str, Tensor], target: Target, problems: list[st
         found["d2t"], found["t2d"] = map_tensors(ids.long(), target.vocab_size)
     table = found.get("embed_tokens.weight")
     if table is not None:
-        if is_same(table, target_table(target)):
+        if is_targets_table(table, target):
             del found["embed_tokens.weight"]
         else:
             settings["own_embedding"] = True

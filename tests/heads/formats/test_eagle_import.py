@@ -347,6 +347,9 @@ def test_any_dtype_and_sharded_files(name: str, dtype: torch.dtype, target: Targ
     assert_same_tensors(dict(heads.state_dict()), dict(heads_of(name, target).to(dtype).state_dict()))
     assert DraftHeads.from_pretrained(tmp_path, target=target, dtype=torch.float32).dtype == torch.float32
     assert DraftHeads.from_pretrained(tmp_path, target=target, dtype="bfloat16").dtype == torch.bfloat16
+    for dtype_name in ("fp16", "int8", "nn"):
+        with pytest.raises(ValueError, match=rf"got dtype '{dtype_name}'; allowed are auto, float32, bfloat16"):
+            DraftHeads.from_pretrained(tmp_path, target=target, dtype=dtype_name)
     with pytest.raises(ValueError, match=r"is imported without \['variant'\]"):
         DraftHeads.from_pretrained(tmp_path, target=target, variant="x")
     (tmp_path / "model-2.safetensors").unlink()
@@ -366,6 +369,38 @@ def test_names_and_keys_of_modelopt(target: Target) -> None:
     assert "layer ids [0, 3, 5] were read as hidden_states [1, 4, 6]: ModelOpt counts" in imported.notes[0]
     assert_same_tensors(dict(heads.state_dict()), dict(heads_of("eagle3", target).state_dict()))
     assert heads.feature_layers == (1, 4, 6)
+
+
+def test_without_an_lm_head_the_targets_is_read(target: Target) -> None:
+    published = change(publish("full vocabulary", target), config={"draftsmith": None})
+    imported, heads = read(change(published, {"lm_head.weight": None}), target)
+    assert imported.notes == ["the checkpoint has no lm_head.weight: the heads get a copy of the target's"]
+    assert torch.equal(heads.state_dict()["lm_head.weight"], target.lm_head_weight())
+    stored = {name: x.to(torch.bfloat16) for name, x in published.items() if name != "lm_head.weight"}
+    _, narrow = read(Published("somewhere", published.config, published.file, dict(stored)), target)
+    assert narrow.dtype == torch.bfloat16
+    reduced = change(publish("eagle3", target), config={"draftsmith": None})
+    for tensors in ({"lm_head.weight": None}, {"lm_head.weight": None, "d2t": None, "t2d": None}):
+        assert "lm_head.weight" in refusal(change(reduced, tensors), target)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+def test_frozen_copies_of_the_targets_tensors_in_the_speculators_format(
+    draft_vocab_size: int | None, target: Target
+) -> None:
+    heads = tiny_heads("eagle3", target, draft_vocab_size=draft_vocab_size)
+    exported = find_format("speculators", "eagle3").write(heads.config, heads.state_dict(), target)
+    published = Published("somewhere", json.loads(json.dumps(exported.config)), exported.file, dict(exported.tensors))
+    lm_head, gain = target.lm_head_weight().detach(), target.final_norm_gain()
+    assert gain is not None
+    rows = lm_head if draft_vocab_size is None else lm_head[published["t2d"]]
+    for copy in (lm_head, rows):
+        copies = {"verifier_lm_head.weight": copy, "verifier_norm.weight": gain.detach()}
+        _, found = read(change(published, copies), target)
+        assert_same_tensors(found.state_dict(), heads.state_dict())
+        for name, x in copies.items():
+            assert f"tensor {name} differs from the target's own" in refusal(change(published, {name: x + 1}), target)
+            assert f"tensor {name} is [3]" in refusal(change(published, {name: torch.zeros(3)}), target)
 
 
 def test_a_layer_under_two_names_is_refused(target: Target) -> None:

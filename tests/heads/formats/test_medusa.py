@@ -77,9 +77,20 @@ def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
     )
 
 
-def test_a_file_without_projections_is_no_second_version(target: Target) -> None:
-    published = publish(Medusa(), tiny_heads("medusa", target, num_heads=2, shares_lm_head=True))
-    assert "0.1.weight is missing" in refusal_of(Medusa(), change(published, config={"version": None}), target)
+@pytest.mark.parametrize("version", [None, "1", 2])
+def test_the_version_is_seen_from_the_tensors(version: Any, target: Target) -> None:
+    heads = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
+    published = change(publish(Medusa(), heads), config={"version": version})
+    notes = Medusa().read(published, target).notes
+    assert len(notes) == (version != 2)
+    assert all("no head has a projection of its own" in note for note in notes)
+    assert_same_heads(import_heads(Medusa(), published, target), heads)
+    own = tiny_heads("medusa", target, num_heads=2)
+    published = change(publish(Medusa(), own), config={"version": version})
+    assert_same_heads(import_heads(Medusa(), published, target), own)
+    cut = {name: x for name, x in published.items() if name != "0.1.weight"}
+    message = refusal_of(Medusa(), Published("x", published.config, published.file, cut), target)
+    assert "tensor 0.1.weight is missing" in message
 
 
 class TestVllm:
