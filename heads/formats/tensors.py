@@ -82,8 +82,11 @@ def count_rows(tensor: Tensor) -> int:
 
 
 def as_wide_as(tensor: Tensor, other: Tensor | None) -> Tensor:
-    """A tensor in the dtype of another one: engines keep some tensors wider than the heads have them."""
-    return tensor if other is None else tensor.to(other.dtype)
+    """A tensor in the dtype of another one: engines keep some tensors wider than the heads have them. Whole numbers,
+    which may be quantized, stay as they are."""
+    if other is None or not (other.is_floating_point() and tensor.is_floating_point()):
+        return tensor
+    return tensor.to(other.dtype)
 
 
 def refuse_other_layer(config: Any) -> None:

@@ -50,6 +50,16 @@ def call(program: Any, **options: Any) -> None:
     assert program.main(words) == 0
 
 
+def refusal_line(program: Any, options: dict[str, Any], tiny: Path) -> str:
+    """The one line with which a program ends. The target TINY is the folder `tiny`."""
+    with pytest.raises(SystemExit) as ended:
+        call(program, **{key: tiny if value == "TINY" else value for key, value in options.items()})
+    line = str(ended.value.code)
+    assert line.startswith(f"{program.__name__.rpartition('.')[2]}.py: ")
+    assert "\n" not in line
+    return line
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded target's EAGLE-3 heads as vLLM reads them."""
@@ -194,14 +204,7 @@ def test_wrong_imports_are_one_line_and_write_nothing(
     changes: dict[str, Any], message: str, published: Path, tiny: Path, tmp_path: Path
 ) -> None:
     options = {"checkpoint": published, "target": CHAT_TARGET, "output": tmp_path / "out", **changes}
-    if options["target"] == "TINY":
-        options["target"] = tiny
-    with pytest.raises(SystemExit) as ended:
-        call(import_heads, **options)
-    line = str(ended.value.code)
-    assert line.startswith("import_heads.py: ")
-    assert message in line
-    assert "\n" not in line
+    assert message in refusal_line(import_heads, options, tiny)
     assert not (tmp_path / "out").exists()
 
 
@@ -236,14 +239,7 @@ def test_wrong_exports_are_one_line_and_write_nothing(
 ) -> None:
     options = {"heads": "eagle3", "target": CHAT_TARGET, "format": "vllm", "output": tmp_path / "out", **changes}
     options["heads"] = HEADS / options["heads"]
-    if options["target"] == "TINY":
-        options["target"] = tiny
-    with pytest.raises(SystemExit) as ended:
-        call(export_heads, **options)
-    line = str(ended.value.code)
-    assert line.startswith("export_heads.py: ")
-    assert message in line
-    assert "\n" not in line
+    assert message in refusal_line(export_heads, options, tiny)
     assert not (tmp_path / "out").exists()
 
 

@@ -124,12 +124,13 @@ class Eagle3(Format):
         if "mask_hidden" in tensors:
             tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
         table = reading.take("embed_tokens.weight")
-        token = next((t for key in MASK_KEYS if (t := published.setting(key)) is not None), None)
-        if not isinstance(token, int) or not 0 <= token < reading.target.vocab_size:
+        given = {key: value for key in MASK_KEYS if (value := published.setting(key)) is not None}
+        name, token = next(iter(given.items()), ("", None))
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < reading.target.vocab_size:
             reading.problems.append(
                 f"config.json names no mask token ({' or '.join(MASK_KEYS)})"
                 if token is None
-                else f"the mask token is {token!r}, and the target has tokens 0 to {reading.target.vocab_size - 1}"
+                else f"{name} is {token!r}, and the target has tokens 0 to {reading.target.vocab_size - 1}"
             )
             return reading.finish("parallel", settings)
         if table is None:
@@ -222,7 +223,7 @@ def read_layer_ids(reading: Reading) -> list[int]:
                 f"config.json has no {IDS}, and the usual {usual} of a target of {num_layers} layers are not distinct"
             )
         ids = usual
-    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+    if not isinstance(ids, list) or not ids or not all(isinstance(one, int) for one in ids):
         reading.problems.append(f"{IDS} is {ids!r}, and should be a list of layer ids")
         ids = usual
     elif own is None and stated is not None:

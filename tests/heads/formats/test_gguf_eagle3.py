@@ -17,6 +17,7 @@ from heads.formats.registry import find_format
 from inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
+    assert_lost_keys_are_refused,
     assert_round_trip,
     assert_same_heads,
     change,
@@ -48,7 +49,8 @@ def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) ->
     heads = tiny_heads("eagle3", target, **settings)
     published = assert_round_trip(KNOWN, heads, tmp_path)
     # Where there is no output.weight, llama.cpp takes the target's; embeddings may be the target's, too.
-    assert_damage_is_named(KNOWN, published, target, skip=("output.weight", "token_embd.weight"))
+    assert_damage_is_named(KNOWN, published, target, may_lack=("output.weight", "token_embd.weight"))
+    assert_lost_keys_are_refused(KNOWN, published, heads)
     found = KNOWN.read(published, target).settings
     for name in ("feature_layers", "rms_norm_eps", "rope_parameters", "head_dim", "norm_before_residual"):
         assert found[name] == getattr(heads.config, name), name

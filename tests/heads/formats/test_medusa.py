@@ -15,6 +15,7 @@ from heads.formats.published import Published
 from inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
+    assert_lost_keys_are_refused,
     assert_round_trip,
     assert_same_heads,
     change,
@@ -30,9 +31,11 @@ SHAPES = [{"num_heads": 3}, {"num_heads": 2, "num_layers": 2}, {"num_heads": 2, 
 @pytest.mark.parametrize("settings", SHAPES, ids=["v1", "two blocks", "v2"])
 @pytest.mark.parametrize("known", [Medusa(), VLLMMedusa()], ids=lambda known: known.name)
 def test_round_trip(known: Any, settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
-    published = assert_round_trip(known, tiny_heads("medusa", target, **settings), tmp_path)
-    skip = ("lm_head.weight",) if settings.get("shares_lm_head") else ()  # a copy may be left out
-    assert_damage_is_named(known, published, target, skip)
+    heads = tiny_heads("medusa", target, **settings)
+    published = assert_round_trip(known, heads, tmp_path)
+    may_lack = ("lm_head.weight",) if settings.get("shares_lm_head") else ()  # a copy may be left out
+    assert_damage_is_named(known, published, target, may_lack)
+    assert_lost_keys_are_refused(known, published, heads)
 
 
 def authors_tensors(num_heads: int, num_layers: int) -> dict[str, Tensor]:
