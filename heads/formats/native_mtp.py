@@ -1,4 +1,4 @@
-"""MTP modules in a target's own checkpoint, read for `heads.mtp`.
+"""MTP modules in a target's own checkpoint, read for `heads.kinds.mtp`.
 
 transformers leaves these tensors out when it loads the target. Checkpoints use three sets of names. Serving engines and
 transformers agree on the conventions, with one exception: only the engines zero the embedding of position 0.

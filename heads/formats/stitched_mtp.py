@@ -145,7 +145,7 @@ class VLLMMTP(Format):
         if config.stock_layer is None:
             raise ValueError(
                 f"these heads have a layer as Llama's, and engines run {family}'s own in its MTP modules: train on "
-                "from the target's modules (heads.mtp.MTPHeads.from_target_checkpoint), or choose custom_generate"
+                "from the target's modules (heads.kinds.mtp.MTPHeads.from_target_checkpoint), or choose custom_generate"
             )
         naming = FAMILIES[family]
         wrong = {name: value for name, value in naming.settings.items() if getattr(config, name) != value}

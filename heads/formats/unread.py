@@ -38,7 +38,7 @@ class WholeModel(UnreadFormat):
     title = "a whole model, which may be a target"
     cure = (
         "Give the folder of the heads; MTP modules in a target's own checkpoint are read by "
-        "heads.mtp.MTPHeads.from_target_checkpoint."
+        "heads.kinds.mtp.MTPHeads.from_target_checkpoint."
     )
 
     def matches(self, published: Published) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from heads.config import DEFAULT_ROPE, decoder_settings
-from heads.formats.config_keys import find_unread
+from heads.formats.eagle.config_keys import find_unread
 from heads.formats.format import Imported
 from heads.formats.published import OWN_KEY, Published
 from heads.formats.tensors import as_wide_as, count_rows, is_targets_table

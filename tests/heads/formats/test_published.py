@@ -16,7 +16,7 @@ from heads.formats.block import VLLMBlock
 from heads.formats.published import find_file, open_published, read_index
 from heads.formats.registry import recognize
 from heads.formats.stitched_mtp import VLLMMTP
-from heads.mtp import MTPHeads
+from heads.kinds.mtp import MTPHeads
 from inference import Target
 from tests.heads.formats.round_trip import assert_same_heads, export_heads, write
 from tests.heads.formats.test_native_mtp import (
