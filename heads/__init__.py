@@ -7,16 +7,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from heads.base import HEAD_TYPES, DraftHeads
-from heads.block import BlockHeads
 from heads.config import DraftHeadsConfig
-from heads.eagle import EagleHeads
-from heads.eagle3 import Eagle3Heads
-from heads.hydra import HydraHeads
-from heads.kangaroo import KangarooHeads
-from heads.medusa import MedusaHeads
+from heads.kinds.block import BlockHeads
+from heads.kinds.eagle import EagleHeads
+from heads.kinds.eagle3 import Eagle3Heads
+from heads.kinds.hydra import HydraHeads
+from heads.kinds.kangaroo import KangarooHeads
+from heads.kinds.medusa import MedusaHeads
+from heads.kinds.mtp import MTPHeads
+from heads.kinds.parallel import ParallelHeads
 from heads.modules.draft_step import DraftStep
-from heads.mtp import MTPHeads
-from heads.parallel import ParallelHeads
 from inference.targets.target import Target
 
 HEAD_TYPES |= {

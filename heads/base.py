@@ -26,7 +26,7 @@ from heads.binding import WeightCopies, check_fit
 from heads.checkpoint import check_place, check_tensors, is_published, read_head_type, replace_checkpoint
 from heads.config import DraftHeadsConfig
 from heads.formats.format import Imported
-from heads.formats.published import open_published
+from heads.formats.published import HUB_KEYS, open_published
 from heads.formats.registry import recognize
 from heads.modules.draft_step import DraftStep, join_documents
 from heads.modules.layers import DraftCache
@@ -389,8 +389,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """
         path = str(pretrained_model_name_or_path)
         check_place(path)
-        hub_keys = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-        hub = {key: kwargs[key] for key in hub_keys if key in kwargs}
+        hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
         if target is not None and is_published(path, **hub):
             if unknown := kwargs.keys() - hub.keys() - {"dtype"}:
                 raise ValueError(f"{path} is another project's checkpoint, which is imported without {sorted(unknown)}")
@@ -446,14 +445,14 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         except ValueError as error:
             imported.refuse(path, [str(error)])
             raise
+        with torch.device("meta"):  # a wrong size in a config may ask for more memory than there is
+            imported.check(kind_class(config), path)
         heads: Any = kind_class(config)
-        if isinstance(dtype, str):
-            dtype = None if dtype == "auto" else getattr(torch, dtype)
-        heads.to(dtype or imported.dtype)
+        heads.to(_read_dtype(dtype) or imported.dtype)
         for name, buffer in heads.named_buffers():
             if name.rpartition(".")[2] in imported.float32_parts:
                 buffer.data = buffer.float()
-        imported.fill(heads, path)
+        heads.load_state_dict(imported.tensors)
         heads.bind(target)
         return cast(Self, heads.eval())
 
@@ -469,3 +468,15 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         heads, info = loaded
         check_tensors(path, heads, info)
         return heads.eval(), info
+
+
+def _read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that `from_pretrained` was asked for, under the names that transformers takes; None = the file's."""
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"got dtype {dtype!r}; allowed are auto, float32, bfloat16 and float16, as strings or as torch's dtypes"
+        )
+    return found

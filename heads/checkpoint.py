@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig
 from heads.formats.published import Published, is_gguf_file, open_published
 from heads.formats.registry import recognize
 
+SCRATCH = ".incomplete"  # the folder, inside that of a checkpoint, into which files are written first
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -36,7 +38,7 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, and heads are saved into a folder: give another name")
     # Inside the directory: its parent could be another file system (a mounted volume), or not ours to write.
-    scratch = directory / ".incomplete"
+    scratch = directory / SCRATCH
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
@@ -127,7 +129,7 @@ def _refuse_other_format(published: Published) -> None:
     if (found := recognize(published)) is not None:
         cure = found.cure or (
             "Pass target=model to DraftHeads.from_pretrained, which then imports them, or write them as heads of this "
-            f"library: draftsmith import --checkpoint {published.path}"
+            f"library: draftsmith import --checkpoint {shlex.quote(published.path)}"
         )
         raise ValueError(f"{published.path} holds {found.title}. {cure}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 from transformers import PreTrainedConfig
@@ -113,6 +114,20 @@ class DraftHeadsConfig(PreTrainedConfig):
 def name_of_target(target: Target) -> str:
     """The target's folder or hub id; empty for a target made in memory."""
     return str(cast(Any, target.model).config._name_or_path)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is of the hub, ORG/MODEL, and no folder here."""
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not Path(name).exists()
+
+
+def public_name(name: str) -> str:
+    """The name of a model where it says nothing about this machine: a hub id, or the last part of a path.
+
+    >>> public_name("meta-llama/Llama-3.1-8B-Instruct"), public_name("/home/me/targets/llama/")
+    ('meta-llama/Llama-3.1-8B-Instruct', 'llama')
+    """
+    return name if is_hub_id(name) else Path(name).name
 
 
 class DecoderConfig(DraftHeadsConfig):

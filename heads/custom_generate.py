@@ -21,11 +21,13 @@ from inference.generation import take_decoder_options
 
 _KEPT = "_draftsmith_heads"  # attribute of a model: its heads, by their folder or hub id
 
+_CURE = "Name the heads: model.generate(..., heads=PATH_OR_HUB_ID)"
+
 
 def generate_with_heads(
     model: PreTrainedModel,
     *,
-    default_heads: str,
+    default_heads: str | None,
     heads: Drafter | str | os.PathLike[str] | None = None,
     inputs: Any = None,
     input_ids: Any = None,
@@ -34,7 +36,7 @@ def generate_with_heads(
     """What the code in a `custom_generate` folder calls, with all arguments of `model.generate`.
 
     Args:
-        default_heads: the folder or hub id of the heads beside that code.
+        default_heads: the hub id of the heads beside that code; None = they are not on the hub.
         heads: heads, another drafter, or a folder or hub id of heads, in any format that is read.
         inputs, input_ids: the prompts, under either name.
         **arguments: of `model.generate`, of `inference.Decoder` (tree, acceptance, ...) and `seed`.
@@ -46,7 +48,9 @@ def generate_with_heads(
     if "custom_generate" in given:  # the model's generate was replaced by this one, and the decoder calls it
         stock: Any = type(model)
         return stock.generate(model, inputs=inputs if input_ids is None else input_ids, **given)
-    drafter = heads if isinstance(heads, Drafter) else load_heads(os.fspath(heads or default_heads), model)
+    if (chosen := heads or default_heads) is None:
+        raise ValueError(f"these heads were not written for the hub. {_CURE}")
+    drafter = chosen if isinstance(chosen, Drafter) else load_heads(os.fspath(chosen), model)
     prompts = inputs if input_ids is None else input_ids
     if prompts is None:
         raise ValueError("there is no prompt: give input_ids (model.generate(**inputs, ...))")
@@ -69,5 +73,5 @@ def load_heads(path: str, model: PreTrainedModel) -> DraftHeads:
         try:
             kept[path] = DraftHeads.from_pretrained(path, target=model)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{error}. Name the heads: model.generate(..., heads=PATH_OR_HUB_ID)") from error
+            raise ValueError(f"{error}. {_CURE}") from error
     return kept[path]

@@ -10,6 +10,7 @@ command that serves them.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,17 +22,23 @@ from huggingface_hub import HfApi
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from heads import DraftHeads
-from heads.checkpoint import replace_checkpoint
+from heads.checkpoint import SCRATCH, replace_checkpoint
+from heads.config import public_name
 from heads.formats.format import Exported, Format
 from heads.formats.registry import FORMATS, find_format
 from inference import Target
-from scripts.doors.serving_card import fill_commands, render_serving_card
+from scripts.doors.serving_card import fill_commands, fill_python, render_serving_card
 from scripts.shared.model_loading import check_folder, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import check_new_folder
 from training.options.program_parser import ProgramParser
 
 NAMES = list(dict.fromkeys(known.name for known in FORMATS if known.kinds))
+# Keys of a config that are about a file or a place, not about the heads.
+_NOTES = (
+    *("_name_or_path", "architectures", "dtype", "transformers_version"),
+    *("format_version", "target_name_or_path", "target_adapter"),
+)
 _ADAPTER_NOTE = (
     "The heads were trained for the target with an adapter, which is not in this folder: serve the target with the "
     "adapter merged into it."
@@ -61,11 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: ExportArguments) -> None:
-    output = check_new_folder(args.output)
-    if args.repo_id is not None and not args.push_to_hub:
-        raise ValueError("got --repo_id without --push_to_hub true: nothing is uploaded")
-    if args.push_to_hub and args.repo_id is None:
-        raise ValueError("--push_to_hub needs --repo_id: the model card names the repository")
+    output = find_output(args)
     check_folder(args.heads)
     target, _ = load_target(args.target, device="cpu")
     heads: DraftHeads = DraftHeads.from_pretrained(args.heads, target=target)
@@ -77,10 +80,18 @@ def run(args: ExportArguments) -> None:
     exported = known.write(heads.config, heads.state_dict(), target)
     if heads.config.target_adapter:
         exported = replace(exported, notes=(*exported.notes, _ADAPTER_NOTE))
-    shown = args.repo_id or args.output
-    card = render_serving_card(exported, name=known.name, kind=heads.config.head_type, heads=shown, target=args.target)
-    place = args.repo_id if args.repo_id is not None else str(output)
-    write_checked(exported, known, heads, target, output, card, place)
+    if args.push_to_hub and exported.not_uploaded:
+        raise ValueError(f"--push_to_hub is not possible: {exported.not_uploaded}")
+    # What other people read names no folder of this machine.
+    is_public = args.push_to_hub or known.needs_this_library
+    card = render_serving_card(
+        exported,
+        name=known.name,
+        kind=heads.config.head_type,
+        heads=args.repo_id or (output.name if is_public else args.output),
+        target=public_name(args.target) if is_public else args.target,
+    )
+    write_checked(exported, known, heads, target, output, card, args.repo_id)
     count = len(exported.tensors)
     print(f"Wrote {heads.config.head_type} heads, {count} tensors, to {args.output} (format {known.name}).")
     for note in exported.notes:
@@ -88,26 +99,63 @@ def run(args: ExportArguments) -> None:
     if commands := fill_commands(exported, heads=args.output, target=args.target):
         print("Serve them with:")
         print("\n".join(f"  {command}" for command in commands))
+    if python := fill_python(exported, heads=args.output, target=args.target):
+        print("Run them with:")
+        print("\n".join(f"  {line}".rstrip() for line in python.splitlines()))
     if args.push_to_hub:
-        api = HfApi()
-        repository = api.create_repo(args.repo_id, exist_ok=True).repo_id
-        print(f"Uploaded to {api.upload_folder(folder_path=output, repo_id=repository)}")
+        upload(args, output)
+
+
+def find_output(args: ExportArguments) -> Path:
+    """The folder to write.
+
+    Raises:
+        ValueError: it holds something, or options of the upload do not fit each other. For a complete export the
+            message has the command that uploads it.
+    """
+    if args.repo_id is not None and not args.push_to_hub:
+        raise ValueError("got --repo_id without --push_to_hub true: nothing is uploaded")
+    if args.push_to_hub and args.repo_id is None:
+        raise ValueError("--push_to_hub needs --repo_id: the model card names the repository")
+    try:
+        return check_new_folder(args.output)
+    except ValueError as error:
+        folder = Path(args.output)
+        is_complete = (folder / "README.md").is_file() and not (folder / SCRATCH).exists()
+        if args.push_to_hub and is_complete:
+            raise ValueError(f"{error}. To upload what is there: {upload_command(args)}") from error
+        raise
+
+
+def upload_command(args: ExportArguments) -> str:
+    return shlex.join(["hf", "upload", str(args.repo_id), args.output, "."])
+
+
+def upload(args: ExportArguments, output: Path) -> None:
+    """Uploads a complete folder. The command that repeats it comes first, for an upload that fails."""
+    print(f"Uploading. If that fails, repeat it: {upload_command(args)}", flush=True)
+    api = HfApi()
+    repository = api.create_repo(str(args.repo_id), exist_ok=True).repo_id
+    place = api.upload_folder(folder_path=output, repo_id=repository, ignore_patterns=[f"{SCRATCH}/*"])
+    print(f"Uploaded to {place}")
 
 
 def write_checked(
-    exported: Exported, known: Format, heads: DraftHeads, target: Target, output: Path, card: str, place: str
+    exported: Exported, known: Format, heads: DraftHeads, target: Target, output: Path, card: str, place: str | None
 ) -> None:
     """Writes the folder, unless what was written does not come back as the same heads.
 
     Args:
-        place: where users will find the heads, a folder or a hub id.
+        place: the hub id under which users will find the heads, if there is one.
     """
     with replace_checkpoint(output) as scratch:
         exported.save(scratch, place)
         (scratch / "README.md").write_text(card, encoding="utf-8")
-        again = DraftHeads.from_pretrained(scratch, target=target).state_dict()
-        mine = heads.state_dict()
-        changed = [name for name in mine if name not in again or not torch.equal(mine[name], again[name])]
+        again: DraftHeads = DraftHeads.from_pretrained(scratch, target=target)
+        mine, theirs = heads.state_dict(), again.state_dict()
+        changed = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]
+        settings, others = heads.config.to_dict(), again.config.to_dict()
+        changed += [key for key in settings if key not in _NOTES and settings[key] != others.get(key)]
         if changed:
             raise ValueError(f"{known.title} does not give {', '.join(changed)} back: please report this")
 

@@ -11,6 +11,7 @@ The format is seen from the files. Every tensor and every key is accounted for, 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -106,7 +107,7 @@ def run(args: ImportArguments) -> None:
         f"{args.checkpoint} holds {known.title}.\n"
         f"Wrote {imported.kind} heads, {len(heads.state_dict())} tensors in {str(heads.dtype).removeprefix('torch.')}, "
         f"to {args.output}.\n"
-        f"Next: draftsmith chat --target {args.target} --heads {args.output}"
+        f"Next: {shlex.join(['draftsmith', 'chat', '--target', args.target, '--heads', args.output])}"
     )
 
 

@@ -67,8 +67,8 @@ def conditions(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def kinds_branched_on(tree: ast.AST) -> set[str]:
-    """Head kinds that a condition names: as a string, by a class of theirs (`MedusaHeads`), or as `heads.medusa`. A
-    kind's bare name may be an ordinary word ("block")."""
+    """Head kinds that a condition names: as a string, by a class of theirs (`MedusaHeads`), or as `heads.kinds.medusa`.
+    A kind's bare name may be an ordinary word ("block")."""
     classes = {kind + suffix: kind for kind in HEAD_TYPES for suffix in ("heads", "config")}
     found = set()
     for condition in conditions(tree):
@@ -77,7 +77,7 @@ def kinds_branched_on(tree: ast.AST) -> set[str]:
                 found.add(node.value)
             elif isinstance(node, ast.Name | ast.Attribute):
                 word = node.id if isinstance(node, ast.Name) else node.attr
-                is_module = isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("heads")
+                is_module = isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith(("heads", "kinds"))
                 if (
                     kind := classes.get(word.lower()) or (word if is_module and word in HEAD_TYPES else None)
                 ) is not None:
@@ -232,6 +232,7 @@ def test_only_its_own_file_asks_for_a_kind_of_heads() -> None:
         "is_fast = head_type != 'KIND'",
         "if isinstance(heads, KINDHeads): pass",
         "if type(model) is heads.KIND.Other: pass",
+        "if type(model) is heads.kinds.KIND.Other: pass",
     ],
 )
 @pytest.mark.parametrize("kind", ["eagle3", "block"])

@@ -18,13 +18,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from heads.config import name_of_target
 from heads.formats.eagle.llama_keys import Reading, name_dtype, read_decoder, refuse_unwritable, write_decoder
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import as_wide_as, rename, take_copies
+from heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename, take_copies
 from inference.targets.target import Target
 
 _NAMES = {
@@ -338,7 +337,7 @@ def _take_mask(reading: Reading, tensors: dict[str, Tensor]) -> dict[str, Tensor
             "config.json has no mask_token_id" if mask_id is None else f"mask_token_id is {mask_id!r}, and no token"
         )
         return {}
-    if not 0 <= mask_id < (target.num_embeddings if table is None else len(table)):
+    if not 0 <= mask_id < (target.num_embeddings if table is None else count_rows(table)):
         problems.append(f"mask_token_id is {mask_id}, which has no embedding")
         return {}
     if (mask := _read_mask_file(published, mask_id, problems)) is None and table is None:
@@ -348,18 +347,21 @@ def _take_mask(reading: Reading, tensors: dict[str, Tensor]) -> dict[str, Tensor
         assert table is not None
         mask = table[mask_id]
     if table is not None:
-        own = _embedding_of(target)
-        if table.dim() == 2 and table.shape[1] == own.shape[1]:
-            table = table[: len(own)].clone()  # there may be more rows, for the mask
-            table[mask_id : mask_id + 1] = own[mask_id : mask_id + 1].to(table)
-        problems += take_copies({_EMBEDDING: table}, {_EMBEDDING: own})
+        shape = _embedding_of(target).shape
+        table = table[: shape[0]]  # there may be more rows, for the mask
+        if table.shape != shape:
+            problems.append(f"tensor {_EMBEDDING} is {list(table.shape)}, and the target's own is {list(shape)}")
+        elif not is_targets_table(table, target, but=mask_id):
+            problems.append(
+                f"tensor {_EMBEDDING} differs from the target's own in more than the mask's row: give the target that "
+                "the heads were trained for"
+            )
     return {"mask_embedding": as_wide_as(mask, tensors.get("fc.weight"))}
 
 
 def _read_mask_file(published: Published, mask_id: int, problems: list[str]) -> Tensor | None:
     """vLLM reads the mask's embedding from this file where there is one."""
-    file = cached_file(published.path, _MASK_FILE, _raise_exceptions_for_missing_entries=False)
-    if file is None:
+    if (file := published.find(_MASK_FILE)) is None:
         return None
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)

@@ -9,15 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
+from heads.config import public_name
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.published import Published
 from inference.targets.target import Target
 
 _CODE = '''"""Decodes with draft heads: the text of the model itself, in fewer of its passes.
 
-    model.generate(**inputs, custom_generate={heads}, trust_remote_code=True, max_new_tokens=64)
+    model.generate(**inputs, custom_generate="THIS/REPOSITORY", trust_remote_code=True, max_new_tokens=64)
 
-Arguments of draftsmith's decoder are taken as well: tree="dynamic:5,6,24", seed=1, heads="another/repository".
+Arguments of draftsmith's decoder are taken as well: tree="dynamic:5,6,24", seed=1, heads="another/repository". A folder
+that is not on the hub needs the place of its heads: heads="FOLDER".
 """
 
 from heads.custom_generate import generate_with_heads
@@ -54,12 +56,16 @@ class CustomGenerateFolder(Format):
             "custom_generate/generate.py": _CODE,
             "custom_generate/requirements.txt": _require_this_release(),
         }
-        call = 'model.generate(**inputs, custom_generate="{heads}", trust_remote_code=True)'
+        # transformers copies the code elsewhere before it runs, so the code cannot find heads beside it.
+        call = "model.generate(**inputs, custom_generate={heads}, heads={heads}, trust_remote_code=True)"
         settings = json.loads(config.to_json_string(use_diff=False))
-        return Exported(settings, tensors, commands=(call,), files=files)
+        settings["target_name_or_path"] = public_name(config.target_name_or_path)
+        return Exported(settings, tensors, python=call, files=files)
 
 
 def _require_this_release() -> str:
-    """transformers reads versions of digits and dots only, so a development version is not pinned."""
-    release = version("draftsmith")
-    return f"draftsmith=={release}\n" if re.fullmatch(r"[\d.]+", release) else "draftsmith\n"
+    """transformers reads versions of digits and dots only. A development version comes before its release, so the
+    release is the nearest bound."""
+    installed = version("draftsmith")
+    release = re.sub(r"[^\d.].*", "", installed).rstrip(".")
+    return f"draftsmith{'==' if release == installed else '<='}{release}\n"

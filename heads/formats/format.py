@@ -59,8 +59,8 @@ class Imported:
         if found := [*self.problems, *problems]:
             raise ValueError(f"{path} cannot be imported:\n" + "\n".join(f"  - {problem}" for problem in found))
 
-    def fill(self, heads: nn.Module, path: str) -> None:
-        """Loads the tensors into `heads`, which must have exactly these.
+    def check(self, heads: nn.Module, path: str) -> None:
+        """Refuses tensors that are not exactly those of `heads`, which may be on the meta device.
 
         Raises:
             ValueError: one message with every problem: unknown, missing, mis-shaped and non-finite tensors by the
@@ -85,7 +85,6 @@ class Imported:
             elif given[key].is_floating_point() and not torch.isfinite(given[key]).all():
                 found.append(f"tensor {name(key)} holds NaN or infinite values")
         self.refuse(path, found)
-        heads.load_state_dict(given)
 
 
 @dataclass(frozen=True)
@@ -97,14 +96,19 @@ class Exported:
         tensors: of the weights file.
         file: its name.
         commands: how to serve them, one command for each engine; `{heads}` and `{target}` stand for the paths.
+        python: how to decode with them where no command does; `{heads}` and `{target}` stand for the quoted paths.
         notes: what a user of the files should know, one sentence each.
-        files: further text files; `{heads}` in them stands for the quoted place of the heads.
+        files: further text files; `{heads}` in them stands for the quoted hub id of the heads, or for None.
+        not_uploaded: why a folder of these files is not uploaded, and what to do; "" = it may be.
     """
+
+    not_uploaded: ClassVar[str] = ""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     file: str = "model.safetensors"
     commands: tuple[str, ...] = ()
+    python: str = ""
     notes: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
 
@@ -112,12 +116,11 @@ class Exported:
         """Writes config.json and the weights into a folder; of a GGUF file `config` is the metadata.
 
         Args:
-            at: the hub id under which users will find the heads; None = in the folder.
+            at: the hub id under which users will find the heads, if there is one.
         """
         for name, text in self.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            place = json.dumps(at or str(folder.resolve()))
-            (folder / name).write_text(text.replace("{heads}", place), encoding="utf-8")
+            (folder / name).write_text(text.replace("{heads}", json.dumps(at) if at else "None"), encoding="utf-8")
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         if self.file.endswith(".gguf"):
             write_gguf(folder / self.file, self.config, tensors)

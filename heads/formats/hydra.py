@@ -139,12 +139,19 @@ def _zero_bias(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 def _is_zero_bias(tensors: Mapping[str, Tensor], name: str) -> bool:
     weight = tensors.get(name.removesuffix("bias") + "weight")
-    return weight is not None and tensors[name].shape == weight.shape[:1] and not tensors[name].any()
+    bias = tensors[name]
+    return (
+        weight is not None
+        and bias.is_floating_point()
+        and bias.element_size() > 1
+        and bias.shape == weight.shape[:1]
+        and not bias.any()
+    )
 
 
 def _are_equal(tensors: Mapping[str, Tensor], one: str, other: str) -> bool:
     pairs = [(tensors.get(f"{one}.{part}"), tensors.get(f"{other}.{part}")) for part in ("weight", "bias")]
-    return all(x is not None and y is not None and torch.equal(x, y) for x, y in pairs)
+    return all(x is not None and y is not None and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
 def _find_unlike_blocks(

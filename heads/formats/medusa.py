@@ -5,7 +5,8 @@
     whole models      the first version's names after `medusa_head.`, beside the target's own tensors
     vLLM              blocks.{i}.layers.{j}.{weight, bias}, lm_heads.{i}.weight
 
-The number of heads is counted: published configs are wrong about it. vLLM served Medusa up to 0.32; no engine does now.
+The number of heads and the version are seen from the tensors: published configs are wrong about them. vLLM served
+Medusa up to 0.32; no engine does now.
 """
 
 from __future__ import annotations
@@ -80,8 +81,11 @@ class Medusa(Format):
             tensors = {name.removeprefix(_WHOLE): x for name, x in tensors.items()}
         sizes = _count(tensors, r"(\d+)\.\d+\.weight")
         names = _authors_names(*sizes)
-        shares = str(published.setting("version")) == "2"
-        return Imported("medusa", _settings(*sizes, shares), rename(tensors, names), names, problems)
+        shares = not any(re.fullmatch(r"\d+\.\d+\.weight", name) for name in tensors)
+        notes = []
+        if shares and str(published.setting("version")) != "2":
+            notes.append("no head has a projection of its own, so all are scored by the target's LM head (version 2)")
+        return Imported("medusa", _settings(*sizes, shares), rename(tensors, names), names, problems, notes)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         refuse_other_layer(config)

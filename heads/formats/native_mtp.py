@@ -1,4 +1,4 @@
-"""MTP modules in a target's own checkpoint, read for `heads.mtp`.
+"""MTP modules in a target's own checkpoint, read for `heads.kinds.mtp`.
 
 transformers leaves these tensors out when it loads the target. Checkpoints use three sets of names. Serving engines and
 transformers agree on the conventions, with one exception: only the engines zero the embedding of position 0.
@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
+from heads.formats.published import find_file, open_safetensors, read_index
 from heads.modules.stock_layer import find_family
 from inference.targets.target import Target
 
@@ -82,7 +81,7 @@ class Naming:
 
 
 DEEPSEEK = Naming(
-    layer=r"(?:model\.)?(?:language_model\.)?layers\.(?P<index>\d+)\.(?P<rest>.+)",
+    layer=r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(?P<index>\d+)\.(?P<rest>.+)",
     prefix="model.layers.{}.",
     parts={
         "enorm.weight": "enorm.weight",
@@ -135,13 +134,16 @@ class NativeModules:
     tensors: dict[str, Tensor]
 
 
-def read_native_modules(path: str, target: Target) -> NativeModules:
+def read_native_modules(path: str, target: Target, **hub: Any) -> NativeModules:
     """Reads the MTP modules from the target's checkpoint, a folder or a hub id.
+
+    Args:
+        **hub: keywords of a download (`HUB_KEYS`).
 
     Raises:
         ValueError: there is no MTP module, or one that cannot be used, with the reason.
     """
-    files = find_tensors(path)
+    files = find_tensors(path, **hub)
     naming, places = _find_modules(path, files, target.num_layers)
     num_blocks = 1 + max(index for index, _ in places.values())
     settings = {
@@ -154,27 +156,23 @@ def read_native_modules(path: str, target: Target) -> NativeModules:
         offset = find_family(settings["stock_layer"]).norm_offset
     except ValueError as error:
         raise ValueError(f"the MTP modules of {path} cannot be used: {error}") from error
-    tensors = _read(path, files, places)
+    tensors = _read(path, files, places, hub)
     for name, tensor in tensors.items():
         if OUTER_NORM.fullmatch(name):  # norms outside the layer are ours, which multiply by their weight only
             tensors[name] = tensor.float() + offset
     return NativeModules(settings, _merge_experts(tensors))
 
 
-def find_tensors(path: str) -> dict[str, str]:
+def find_tensors(path: str, **hub: Any) -> dict[str, str]:
     """Each tensor's name and the file that holds it."""
-    index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        with open(index, encoding="utf-8") as file:
-            weight_map: dict[str, str] = json.load(file)["weight_map"]
-        return weight_map
-    single = cached_file(path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
-    if single is None:
+    if (index := find_file(path, "model.safetensors.index.json", **hub)) is not None:
+        return read_index(path, index)
+    if (single := find_file(path, "model.safetensors", **hub)) is None:
         raise ValueError(
             f"{path} has no model.safetensors and no model.safetensors.index.json: give the target's own checkpoint, "
             "a directory or a hub id, in safetensors"
         )
-    with safe_open(single, framework="pt") as file:
+    with open_safetensors(path, single) as file:
         return dict.fromkeys(file.keys(), "model.safetensors")
 
 
@@ -209,12 +207,14 @@ def _describe_layers(target: Target, num_blocks: int, names: list[str]) -> dict[
     return settings
 
 
-def _read(path: str, files: dict[str, str], places: dict[str, tuple[int, str]]) -> dict[str, Tensor]:
+def _read(
+    path: str, files: dict[str, str], places: dict[str, tuple[int, str]], hub: dict[str, Any]
+) -> dict[str, Tensor]:
     tensors = {}
     for file_name in sorted({files[name] for name in places}):
-        file_path = cached_file(path, file_name)
-        assert file_path is not None  # it raises when there is none
-        with safe_open(file_path, framework="pt") as file:
+        if (file_path := find_file(path, file_name, **hub)) is None:
+            raise ValueError(f"{path}: the index names the file {file_name}, which is not there: copy it again")
+        with open_safetensors(path, file_path) as file:
             for name, (index, ours) in places.items():
                 if files[name] == file_name:
                     tensors[f"blocks.{index}.{ours}"] = file.get_tensor(name)

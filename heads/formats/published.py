@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import struct
+import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import Any
 
@@ -18,6 +21,10 @@ from transformers.utils.hub import cached_file
 from heads.formats.llama_cpp.gguf_file import read_gguf
 
 OWN_KEY = "draftsmith"
+# Keywords that say where on the hub a checkpoint is, and how it is fetched.
+HUB_KEYS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+# Tables of a config whose keys are of something else.
+_NO_SETTINGS = (OWN_KEY, "quantization_config", "auto_map", "id2label", "label2id")
 # The first that a checkpoint has is read. Safetensors come first: a pickle is read only where there is nothing else.
 WEIGHT_FILES = (
     "model.safetensors.index.json",
@@ -29,6 +36,8 @@ WEIGHT_FILES = (
     "medusa_lm_head.pt",
     "hydra_lm_head.pt",
 )
+# What torch raises for files that are not whole.
+_DAMAGE = (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError, struct.error)
 
 
 @dataclass(frozen=True)
@@ -40,12 +49,16 @@ class Published(Mapping[str, Tensor]):
         config: its config.json; {} without one.
         file: the name of the file that holds its weights, or their index; "" when no weights were found.
         tensors: by name.
+        hub: the keywords of `HUB_KEYS` that it was opened with.
+        asked: the keys of the config that `setting` was asked for so far.
     """
 
     path: str
     config: dict[str, Any]
     file: str
     tensors: dict[str, Tensor]
+    hub: dict[str, Any] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -64,13 +77,32 @@ class Published(Mapping[str, Tensor]):
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A key of the config, also where it stands one level down (`eagle_config`, `transformer_layer_config`)."""
-        nested = [value for value in self.config.values() if isinstance(value, dict)]
-        return next((level[name] for level in (self.config, *nested) if level.get(name) is not None), default)
+        self.asked.add(name)
+        return next(iter(self._find_values(name).values()), default)
+
+    def _find_values(self, name: str) -> dict[str, Any]:
+        """Where a key stands -> its value there."""
+        nested = {where: x for where, x in self.config.items() if isinstance(x, dict) and where not in _NO_SETTINGS}
+        levels = {"config.json": self.config, **nested}
+        return {where: level[name] for where, level in levels.items() if level.get(name) is not None}
+
+    def find_contradictions(self) -> list[str]:
+        """A problem for each key that was asked for and has different values at two places."""
+        found = {name: self._find_values(name) for name in sorted(self.asked)}
+        return [
+            f"{name} is " + ", and ".join(f"{value!r} in {where}" for where, value in places.items())
+            for name, places in found.items()
+            if any(value != next(iter(places.values())) for value in places.values())
+        ]
 
     def own_setting(self, name: str, default: Any = None) -> Any:
         """A key of ours that an export has left in the config for the way back (see `Exported`)."""
         own = self.config.get(OWN_KEY)
         return own.get(name, default) if isinstance(own, dict) else default
+
+    def find(self, name: str) -> str | None:
+        """The local path of another file of the checkpoint; None = it has no such file."""
+        return find_file(self.path, name, **self.hub)
 
     def has(self, pattern: str) -> bool:
         """Whether some tensor's whole name matches."""
@@ -87,20 +119,48 @@ def open_published(path: str, *, on_meta: bool = False, **hub: Any) -> Published
 
     Args:
         on_meta: read the names and shapes only, where the file allows it.
-        **hub: keywords of a download, such as `revision` and `token`.
+        **hub: keywords of a download (`HUB_KEYS`).
 
     Raises:
         ValueError: a weights file that is damaged, truncated, missing from its index, or a pickle that holds more than
             tensors.
     """
-    if (gguf_file := _find_gguf(Path(path))) is not None:
-        return Published(path, *_read_gguf(gguf_file))
-    config_file = _find(path, "config.json", hub)
+    if (gguf_file := _find_gguf(Path(path) / hub.get("subfolder", ""))) is not None:
+        return Published(path, *_read_gguf(gguf_file), hub)
+    config_file = find_file(path, "config.json", **hub)
     config = {} if config_file is None else _read_json(path, config_file)
     for name in WEIGHT_FILES:
-        if (file := _find(path, name, hub)) is not None:
-            return Published(path, config, name, _read(path, name, file, hub, on_meta=on_meta))
-    return Published(path, config, "", {})
+        if (file := find_file(path, name, **hub)) is not None:
+            return Published(path, config, name, _read(path, name, file, hub, on_meta=on_meta), hub)
+    return Published(path, config, "", {}, hub)
+
+
+def find_file(path: str, name: str, **hub: Any) -> str | None:
+    """The local path of a file of a folder or hub repository; None = there is no such file."""
+    found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+    return found
+
+
+def read_index(path: str, file: str) -> dict[str, str]:
+    """Each tensor's name and the file that holds it, by an index file.
+
+    Raises:
+        ValueError: the index is damaged, or it names files outside the checkpoint.
+    """
+    name, places = Path(file).name, _read_json(path, file).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise ValueError(f"{path}: {name} has no weight_map of tensors and their files: copy the checkpoint again")
+    if outside := sorted({shard for shard in places.values() if _leads_out(shard)}):
+        raise ValueError(
+            f"{path}: {name} names {', '.join(map(repr, outside))}, and may only name files of the checkpoint itself: "
+            "do not use this checkpoint"
+        )
+    return places
+
+
+def _leads_out(shard: str) -> bool:
+    parts = PurePosixPath(shard.replace("\\", "/"))
+    return not shard or parts.is_absolute() or ".." in parts.parts or ":" in shard
 
 
 def _read_json(path: str, file: str) -> dict[str, Any]:
@@ -130,18 +190,13 @@ def _read_gguf(file: Path) -> tuple[dict[str, Any], str, dict[str, Tensor]]:
     return metadata, file.name, tensors
 
 
-def _find(path: str, name: str, hub: dict[str, Any]) -> str | None:
-    found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
-    return found
-
-
 def _read(path: str, name: str, file: str, hub: dict[str, Any], *, on_meta: bool) -> dict[str, Tensor]:
     if not name.endswith(".index.json"):
         return _read_file(path, name, file, on_meta=on_meta)
-    places: dict[str, str] = _read_json(path, file).get("weight_map", {})
+    places = read_index(path, file)
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(places.values())):
-        if (found := _find(path, shard, hub)) is None:
+        if (found := find_file(path, shard, **hub)) is None:
             raise ValueError(f"{path}: {name} names the file {shard}, which is not there: copy the checkpoint again")
         tensors |= _read_file(path, shard, found, on_meta=on_meta)
     if lost := sorted(places.keys() - tensors.keys()):
@@ -149,21 +204,41 @@ def _read(path: str, name: str, file: str, hub: dict[str, Any], *, on_meta: bool
     return tensors
 
 
-def _read_file(path: str, name: str, file: str, *, on_meta: bool) -> dict[str, Tensor]:
+@contextmanager
+def open_safetensors(path: str, file: str) -> Iterator[Any]:
+    """Opens a safetensors file of a checkpoint.
+
+    Raises:
+        ValueError: the file is damaged, also while it is open.
+    """
     try:
-        if name.endswith(".safetensors"):
-            with safe_open(file, framework="pt") as opened:
-                names = list(opened.keys())
-                if on_meta:
-                    return {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in names}
-                return {key: opened.get_tensor(key) for key in names}
-        content = torch.load(file, map_location="meta" if on_meta else "cpu", mmap=True, weights_only=True)
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: {Path(file).name} is damaged or truncated ({error}): copy it again") from error
+
+
+def _read_file(path: str, name: str, file: str, *, on_meta: bool) -> dict[str, Tensor]:
+    if not name.endswith(".safetensors"):
+        return _read_pickle(path, name, file, on_meta=on_meta)
+    with open_safetensors(path, file) as opened:
+        names = list(opened.keys())
+        if on_meta:
+            return {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in names}
+        return {key: opened.get_tensor(key) for key in names}
+
+
+def _read_pickle(path: str, name: str, file: str, *, on_meta: bool) -> dict[str, Tensor]:
+    try:
+        # Only files of torch 1.6 and later are archives, which can be mapped into memory.
+        can_map = zipfile.is_zipfile(file)
+        content = torch.load(file, map_location="meta" if on_meta else "cpu", mmap=can_map, weights_only=True)
     except UnpicklingError as error:
         raise ValueError(
             f"{path}: {name} holds more than tensors, and unpickling such a file can run code: convert it to "
             "safetensors where you trust it"
         ) from error
-    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+    except _DAMAGE as error:
         raise ValueError(f"{path}: {name} is damaged or truncated ({error}): copy it again") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(f"{path}: {name} holds a {type(content).__name__} that is no table of tensors")

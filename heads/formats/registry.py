@@ -14,12 +14,13 @@ from heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from heads.formats.medusa import Medusa, VLLMMedusa
 from heads.formats.published import Published
 from heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
-from heads.formats.unread import WholeModel
+from heads.formats.unread import DFlash2, WholeModel
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
 # one name write different kinds of heads for one engine.
 FORMATS: tuple[Format, ...] = (
     GgufEagle3(),
+    DFlash2(),
     BlockSpeculators(),
     DFlash(),
     Speculators(),

@@ -51,6 +51,10 @@ class Stitched(Exported):
         replaced: the names of its own modules' tensors.
     """
 
+    not_uploaded: ClassVar[str] = (
+        "the folder is the target's whole checkpoint, and its links would upload the target's files: share the heads "
+        "by themselves (upload the folder given as --heads), and export them where they are served"
+    )
     checkpoint: Path = Path()
     replaced: frozenset[str] = frozenset()
 
@@ -82,12 +86,13 @@ class VLLMMTP(Format):
     kinds = ("mtp",)
 
     def matches(self, published: Published) -> bool:
-        return "ForCausalLM" in published.architectures and published.has(
-            r"(model\.)?layers\.\d+\.eh_proj\.weight|mtp\.fc\.weight|model\.mtp_layers\.\d+\.input_proj\.weight"
+        is_model = re.search("ForCausalLM|ForConditionalGeneration", published.architectures) is not None
+        return is_model and published.has(
+            r"(.*\.)?layers\.\d+\.eh_proj\.weight|mtp\.fc\.weight|model\.mtp_layers\.\d+\.input_proj\.weight"
         )
 
     def read(self, published: Published, target: Target) -> Imported:
-        native = read_native_modules(published.path, target)
+        native = read_native_modules(published.path, target, **published.hub)
         settings = dict(native.settings)
         if settings["share_block"] and (steps := published.own_setting("num_steps")) is not None:
             settings["num_steps"] = steps
@@ -141,7 +146,7 @@ class VLLMMTP(Format):
         if config.stock_layer is None:
             raise ValueError(
                 f"these heads have a layer as Llama's, and engines run {family}'s own in its MTP modules: train on "
-                "from the target's modules (heads.mtp.MTPHeads.from_target_checkpoint), or choose custom_generate"
+                "from the target's modules (heads.kinds.mtp.MTPHeads.from_target_checkpoint), or choose custom_generate"
             )
         naming = FAMILIES[family]
         wrong = {name: value for name, value in naming.settings.items() if getattr(config, name) != value}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from heads.formats.eagle.llama_keys import is_same
+from inference.targets.target import Target
 
 
 def rename(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -23,6 +24,33 @@ def rename(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str,
     ours = {theirs: name for name, theirs in names.items()}
     # A stray tensor may be called as one of ours is. It must not pass for that one.
     return {ours.get(name, f"{name} (of no format)" if name in names else name): x for name, x in tensors.items()}
+
+
+def target_table(target: Target) -> Tensor:
+    """[rows, D] on the CPU: what the target's embedding gives for each token."""
+    with torch.no_grad():
+        table: Tensor = target.embed_tokens(torch.arange(target.num_embeddings, device=target.device))
+    return table.cpu()
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of numbers have the same values in the narrower of their dtypes."""
+    if one.shape != other.shape or not (one.is_floating_point() and other.is_floating_point()):
+        return False
+    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
+
+
+def is_targets_table(table: Tensor, target: Target, *, but: int | None = None) -> bool:
+    """Whether a table [rows, D] of token embeddings is what the target's embedding gives.
+
+    Args:
+        but: a row that may differ, the mask's.
+    """
+    own = target_table(target)
+    if table.shape != own.shape:
+        return False
+    rows = torch.arange(len(own)) != (-1 if but is None else but)
+    return is_same(table[rows], own[rows])
 
 
 def take_copies(tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> list[str]:
@@ -48,9 +76,17 @@ def take_copies(tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> lis
     return problems
 
 
+def count_rows(tensor: Tensor) -> int:
+    """The length of the first dimension; a scalar has none."""
+    return tensor.shape[0] if tensor.dim() else 0
+
+
 def as_wide_as(tensor: Tensor, other: Tensor | None) -> Tensor:
-    """A tensor in the dtype of another one: engines keep some tensors wider than the heads have them."""
-    return tensor if other is None else tensor.to(other.dtype)
+    """A tensor in the dtype of another one: engines keep some tensors wider than the heads have them. Whole numbers,
+    which may be quantized, stay as they are."""
+    if other is None or not (other.is_floating_point() and tensor.is_floating_point()):
+        return tensor
+    return tensor.to(other.dtype)
 
 
 def refuse_other_layer(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Parts of block drafters (`heads.block`): attention with the target's features as keys and values (DFlash, arXiv
+"""Parts of block drafters (`heads.kinds.block`): attention with the target's features as keys and values (DFlash, arXiv
 2602.06036), and the bias from the previous token (DSpark, arXiv 2607.05147).
 
 Legend: B batch, Q rows of a pass, D hidden size, H query heads, G key/value heads, d head size.

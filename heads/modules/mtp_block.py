@@ -1,4 +1,4 @@
-"""One block of multi-token prediction (`heads.mtp`): a projection that joins state and embedding, and a decoder layer.
+"""One block of multi-token prediction (`heads.kinds.mtp`): a projection that joins state and embedding, and a layer.
 
 Legend: B batch, Q rows of a pass, T sequence length, S cache columns in view, D hidden size, G key/value heads, d head
 size.

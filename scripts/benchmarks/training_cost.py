@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.eagle3 import Eagle3Config, Eagle3Heads, default_feature_layers
+from heads.kinds.eagle3 import Eagle3Config, Eagle3Heads, default_feature_layers
 from heads.modules.unrolled_attention import attend_in_chunks
 from scripts.shared.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser

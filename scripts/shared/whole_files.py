@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from heads.checkpoint import SCRATCH
+
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file under another name, then renames it: after a kill there is the old file or the new one."""
@@ -22,6 +24,6 @@ def check_new_folder(name: str) -> Path:
     folder = Path(name).resolve()
     if folder.is_file():
         raise ValueError(f"--output {name} is a file: give a folder")
-    if folder.is_dir() and any(file.name != ".incomplete" for file in folder.iterdir()):
+    if folder.is_dir() and any(file.name != SCRATCH for file in folder.iterdir()):
         raise ValueError(f"--output {name} is not empty: give another folder, or empty it")
     return folder

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from heads import DraftHeads
 from heads.formats.format import Exported
 from heads.formats.registry import find_format
-from heads.mtp import MTPHeads
+from heads.kinds.mtp import MTPHeads
 from inference import Target
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint

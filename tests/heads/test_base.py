@@ -19,8 +19,8 @@ from torch import Tensor
 import heads as heads_package
 from heads import DraftHeads, create_heads
 from heads.config import FORMAT_VERSION
-from heads.eagle3 import Eagle3Heads
-from heads.medusa import MedusaHeads
+from heads.kinds.eagle3 import Eagle3Heads
+from heads.kinds.medusa import MedusaHeads
 from inference import Target
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from heads import DraftHeads
 from heads.formats.registry import find_format
@@ -44,6 +43,7 @@ def folder(heads: DraftHeads, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(model: Any, folder: str, inputs: Any, **options: Any) -> Any:
+    options.setdefault("heads", folder)
     return model.generate(**inputs, custom_generate=folder, trust_remote_code=True, **options)
 
 
@@ -88,7 +88,7 @@ def test_a_model_whose_generate_was_replaced(model: Any, folder: str, tmp_path: 
     shutil.copytree(Path(folder) / "custom_generate", tmp_path / "custom_generate")
     replaced = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     prompt = random_prompt(7)
-    assert torch.equal(replaced.generate(inputs=prompt, **GREEDY), model.generate(prompt, **GREEDY))
+    assert torch.equal(replaced.generate(inputs=prompt, heads=folder, **GREEDY), model.generate(prompt, **GREEDY))
 
 
 def test_the_folder(heads: DraftHeads, folder: str, tmp_path: Path) -> None:
@@ -99,8 +99,6 @@ def test_the_folder(heads: DraftHeads, folder: str, tmp_path: Path) -> None:
         "custom_generate/requirements.txt",
         "model.safetensors",
     ]
-    required = (Path(folder) / "custom_generate" / "requirements.txt").read_text(encoding="utf-8")
-    assert required == ("draftsmith\n" if "dev" in version("draftsmith") else f"draftsmith=={version('draftsmith')}\n")
     published = write_folder(heads, tmp_path / "heads", at="org/heads")
     code = (Path(published) / "custom_generate" / "generate.py").read_text(encoding="utf-8")
     assert 'HEADS = "org/heads"' in code
@@ -108,18 +106,48 @@ def test_the_folder(heads: DraftHeads, folder: str, tmp_path: Path) -> None:
     assert isinstance(DraftHeads.from_pretrained(folder), type(heads))
 
 
-def test_a_release_is_pinned(heads: DraftHeads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.formats.custom_generate.version", lambda _: "1.2.3")
+@pytest.mark.parametrize(
+    ("installed", "line"),
+    [
+        ("1.2.3", "draftsmith==1.2.3"),
+        ("0.1.0.dev0", "draftsmith<=0.1.0"),
+        ("2.0rc1", "draftsmith<=2.0"),
+        ("0.1.0.dev3+g12ab", "draftsmith<=0.1.0"),
+    ],
+)
+def test_requirements_are_pinned_to_this_package(
+    installed: str, line: str, heads: DraftHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heads.formats.custom_generate.version", lambda _: installed)
     known = find_format("custom_generate", heads.config.head_type)
     files = known.write(heads.config, heads.state_dict(), heads.target).files
-    assert files["custom_generate/requirements.txt"] == "draftsmith==1.2.3\n"
+    assert files["custom_generate/requirements.txt"] == f"{line}\n"
+    (tmp_path / "requirements.txt").write_text(f"{line}\n")
+    stock: Any = dynamic_module_utils.importlib.metadata
+    monkeypatch.setattr(stock, "version", lambda _: installed)
+    dynamic_module_utils.check_python_requirements(str(tmp_path))
+    monkeypatch.setattr(stock, "version", lambda _: "3.0")
+    with pytest.raises(ImportError, match=line):
+        dynamic_module_utils.check_python_requirements(str(tmp_path))
 
 
-def test_a_folder_that_has_moved(model: Any, heads: DraftHeads, tmp_path: Path) -> None:
-    folder = write_folder(heads, tmp_path / "before")
-    shutil.move(folder, tmp_path / "after")
-    with pytest.raises(ValueError, match=r"before does not exist.*Name the heads: model\.generate\(\.\.\., heads="):
-        run(model, str(tmp_path / "after"), {"input_ids": random_prompt(7)}, **GREEDY)
+def test_no_file_names_a_folder_of_the_authors_machine(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "mine" / "chat")
+    target = Target(AutoModelForCausalLM.from_pretrained(tmp_path / "mine" / "chat"))
+    folder = write_folder(tiny_heads("eagle3", target), tmp_path / "out")
+    for file in Path(folder).rglob("*"):
+        assert not file.is_file() or str(tmp_path).encode() not in file.read_bytes(), file
+    assert DraftHeads.from_pretrained(folder).config.target_name_or_path == "chat"
+
+
+def test_heads_that_are_not_there_are_to_be_named(model: Any, folder: str) -> None:
+    inputs = {"input_ids": random_prompt(7)}
+    with pytest.raises(
+        ValueError, match=r"were not written for the hub\. Name the heads: model\.generate\(\.\.\., heads="
+    ):
+        run(model, folder, inputs, **GREEDY, heads=None)
+    with pytest.raises(ValueError, match=r"nowhere/at/all does not exist.*Name the heads"):
+        run(model, folder, inputs, **GREEDY, heads="nowhere/at/all")
 
 
 def test_trust_is_needed(model: Any, folder: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from heads import HEAD_TYPES, create_heads
-from heads.medusa import MedusaConfig
+from heads.kinds.medusa import MedusaConfig
 from inference import Target
 from tests.tiny_targets import tiny_target
 

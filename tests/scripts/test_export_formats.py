@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from heads import DraftHeads
 from heads.formats.llama_cpp.gguf_file import read_gguf, write_gguf
-from heads.mtp import MTPHeads
+from heads.kinds.mtp import MTPHeads
 from scripts import export_heads, import_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
@@ -58,14 +58,22 @@ def test_gguf_with_the_targets_tokenizer(tmp_path: Path, capsys: pytest.CaptureF
     assert come_back(tmp_path / "out", HEADS / "eagle3", tmp_path / "again")
 
 
-def test_a_folder_that_transformers_runs(tmp_path: Path, chat_target: Any) -> None:
+def test_a_folder_that_transformers_runs(tmp_path: Path, chat_target: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
     call(export_heads, heads=HEADS / "eagle3", target=CHAT_TARGET, format="custom_generate", output=tmp_path / "out")
     prompt = random_prompt(9, vocab_size=4096)
     options = {"max_new_tokens": 12, "do_sample": False}
     model: Any = AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32).eval()
-    found = model.generate(prompt, custom_generate=str(tmp_path / "out"), trust_remote_code=True, **options)
+    found = model.generate(prompt, custom_generate=out, heads=out, trust_remote_code=True, **options)
     assert torch.equal(found, chat_target.generate(prompt, **options))
-    assert list(model._draftsmith_heads) == [str(tmp_path / "out")]
+    assert list(model._draftsmith_heads) == [out]
+    told, card = capsys.readouterr().out, (tmp_path / "out" / "README.md").read_text()
+    code = "model.generate(**inputs, custom_generate={0}, heads={0}, trust_remote_code=True)"
+    assert code.format(repr(out)) in told
+    assert code.format("'out'") in card
+    for place in (str(tmp_path), str(REPOSITORY)):
+        assert place not in card
+        assert place not in (tmp_path / "out" / "custom_generate" / "generate.py").read_text()
 
 
 def test_mtp_in_the_targets_checkpoint(tmp_path: Path, chat_tokenizer: Any) -> None:
@@ -83,3 +91,7 @@ def test_mtp_in_the_targets_checkpoint(tmp_path: Path, chat_tokenizer: Any) -> N
     found = MTPHeads.from_target_checkpoint(tmp_path / "out", load_target(tmp_path / "out"))
     for name, tensor in DraftHeads.from_pretrained(tmp_path / "heads").state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
+    options = {"heads": tmp_path / "heads", "target": tmp_path / "target", "format": "vllm", "output": tmp_path / "up"}
+    with pytest.raises(SystemExit, match="its links would upload the target's files: share the heads by themselves"):
+        call(export_heads, **options, push_to_hub="true", repo_id="me/mtp")
+    assert not (tmp_path / "up").exists()

@@ -5,9 +5,13 @@ The target is the embedded one with its trained heads, so that acceptance length
 
 from __future__ import annotations
 
+import ast
 import io
 import json
+import re
+import shlex
 import shutil
+import textwrap
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoTokenizer
 
 from heads import DraftHeads
+from heads.formats.format import Exported
 from heads.formats.published import open_published
 from heads.formats.registry import recognize
 from inference import Target
@@ -30,6 +36,7 @@ from scripts.doors.conventions import (
     measure_cross_entropy,
     question_prompts,
 )
+from scripts.doors.serving_card import fill_commands, fill_python
 from scripts.shared.model_loading import load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
@@ -41,6 +48,16 @@ HEADS = REPOSITORY / "examples" / "heads"
 def call(program: Any, **options: Any) -> None:
     words = [word for key, value in options.items() for word in (f"--{key}", *map(str, [value]))]
     assert program.main(words) == 0
+
+
+def refusal_line(program: Any, options: dict[str, Any], tiny: Path) -> str:
+    """The one line with which a program ends. The target TINY is the folder `tiny`."""
+    with pytest.raises(SystemExit) as ended:
+        call(program, **{key: tiny if value == "TINY" else value for key, value in options.items()})
+    line = str(ended.value.code)
+    assert line.startswith(f"{program.__name__.rpartition('.')[2]}.py: ")
+    assert "\n" not in line
+    return line
 
 
 @pytest.fixture(scope="module")
@@ -187,14 +204,7 @@ def test_wrong_imports_are_one_line_and_write_nothing(
     changes: dict[str, Any], message: str, published: Path, tiny: Path, tmp_path: Path
 ) -> None:
     options = {"checkpoint": published, "target": CHAT_TARGET, "output": tmp_path / "out", **changes}
-    if options["target"] == "TINY":
-        options["target"] = tiny
-    with pytest.raises(SystemExit) as ended:
-        call(import_heads, **options)
-    line = str(ended.value.code)
-    assert line.startswith("import_heads.py: ")
-    assert message in line
-    assert "\n" not in line
+    assert message in refusal_line(import_heads, options, tiny)
     assert not (tmp_path / "out").exists()
 
 
@@ -238,14 +248,7 @@ def test_wrong_exports_are_one_line_and_write_nothing(
 ) -> None:
     options = {"heads": "eagle3", "target": CHAT_TARGET, "format": "vllm", "output": tmp_path / "out", **changes}
     options["heads"] = HEADS / options["heads"]
-    if options["target"] == "TINY":
-        options["target"] = tiny
-    with pytest.raises(SystemExit) as ended:
-        call(export_heads, **options)
-    line = str(ended.value.code)
-    assert line.startswith("export_heads.py: ")
-    assert message in line
-    assert "\n" not in line
+    assert message in refusal_line(export_heads, options, tiny)
     assert not (tmp_path / "out").exists()
 
 
@@ -257,6 +260,53 @@ def test_heads_without_a_vocabulary_are_not_exported(tiny: Path, tmp_path: Path)
     heads.save_pretrained(tmp_path / "heads")
     with pytest.raises(SystemExit, match="has no draft vocabulary yet: train the heads first"):
         call(export_heads, heads=tmp_path / "heads", target=tiny, format="vllm", output=tmp_path / "out")
+
+
+def test_settings_that_do_not_come_back_are_named(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("heads.formats.eagle.eagle1._OWN", ("feature_noise",))
+    heads = DraftHeads.from_pretrained(HEADS / "eagle")
+    heads.config.ttt_steps += 1
+    heads.save_pretrained(tmp_path / "heads")
+    with pytest.raises(SystemExit, match="does not give ttt_steps back"):
+        call(export_heads, heads=tmp_path / "heads", target=CHAT_TARGET, format="vllm", output=tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_names_are_quoted_in_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder with blanks and quotes, as one word for a shell, as JSON inside a word, and as a string of Python."""
+    folder = tmp_path / """my "heads" of Ann's"""
+    call(export_heads, heads=HEADS / "eagle", target=CHAT_TARGET, format="vllm", output=folder)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  vllm serve"))
+    words = shlex.split(line)
+    assert words[:4] == ["vllm", "serve", str(CHAT_TARGET), "--speculative-config"]
+    assert json.loads(words[4])["model"] == str(folder)
+    exported = Exported({}, {}, commands=("run --in {heads}/x.gguf {target}",), python="load({heads}, {target})")
+    names = {"heads": str(folder), "target": "{heads}"}
+    (command,) = fill_commands(exported, **names)
+    assert shlex.split(command) == ["run", "--in", f"{folder}/x.gguf", "{heads}"]
+    assert fill_python(exported, **names) == f"load({str(folder)!r}, '{{heads}}')"
+
+
+@pytest.mark.parametrize(("kind", "is_eagle3"), [("eagle", False), ("eagle3", True)])
+def test_the_authors_code_is_python(
+    kind: str, is_eagle3: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments as their EaModel.from_pretrained has them."""
+    call(export_heads, heads=HEADS / kind, target=CHAT_TARGET, format="eagle", output=tmp_path / "out")
+    told = capsys.readouterr().out
+    assert "Serve them with" not in told
+    card = (tmp_path / "out" / "README.md").read_text()
+    for text in (told.partition("Run them with:\n")[2], card.partition("```python\n")[2].partition("```")[0]):
+        code = ast.parse(textwrap.dedent(text))
+        (found,) = (
+            node
+            for node in ast.walk(code)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "EaModel.from_pretrained"
+        )
+        arguments = {one.arg: ast.literal_eval(one.value) for one in found.keywords}
+        assert arguments["base_model_path"] == str(CHAT_TARGET)
+        assert arguments["ea_model_path"] == str(tmp_path / "out")
+        assert arguments["use_eagle3"] is is_eagle3
 
 
 def test_what_does_not_come_back_is_not_written(published: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -272,13 +322,38 @@ def test_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
             assert exist_ok
             return type("Repository", (), {"repo_id": f"me/{name}"})
 
-        def upload_folder(self, folder_path: Path, repo_id: str) -> str:
-            return f"{repo_id} with {len(list(folder_path.iterdir()))} files"
+        def upload_folder(self, folder_path: Path, repo_id: str, ignore_patterns: list[str]) -> str:
+            if fails:
+                raise OSError("the connection broke")
+            files = [str(file.relative_to(folder_path)) for file in folder_path.rglob("*") if file.is_file()]
+            return f"{repo_id} with {len(list(filter_repo_objects(files, ignore_patterns=ignore_patterns)))} files"
 
     monkeypatch.setattr(export_heads, "HfApi", Hub)
-    options = {"heads": HEADS / "eagle", "target": CHAT_TARGET, "output": tmp_path / "out"}
-    call(export_heads, **options, format="sglang", push_to_hub="true", repo_id="sglang-heads")
+    output = tmp_path / "out"
+    options = {"heads": HEADS / "eagle", "target": CHAT_TARGET, "output": output, "format": "sglang"}
+    options |= {"push_to_hub": "true", "repo_id": "sglang-heads"}
+    (output / ".incomplete" / "x").mkdir(parents=True)  # an export was killed
+    (output / ".incomplete" / "x" / "y").touch()
+    command, fails = f"hf upload sglang-heads {output} .", True
+    with pytest.raises(SystemExit, match="the connection broke"):
+        call(export_heads, **options)
+    assert f"If that fails, repeat it: {command}" in capsys.readouterr().out
+    with pytest.raises(
+        SystemExit,
+        match=re.escape(f"is not empty: give another folder, or empty it. To upload what is there: {command}"),
+    ):
+        call(export_heads, **options)
+    (output / ".incomplete").mkdir()
+    with pytest.raises(SystemExit) as refusal:
+        call(export_heads, **options)
+    assert "To upload" not in str(refusal.value.code)
+    shutil.rmtree(output)
+    fails = False
+    call(export_heads, **options)
     told = capsys.readouterr().out
     assert "Uploaded to me/sglang-heads with 3 files" in told
     assert f"--speculative-draft-model-path {tmp_path / 'out'}" in told
-    assert "--speculative-draft-model-path sglang-heads" in (tmp_path / "out" / "README.md").read_text()
+    card = (output / "README.md").read_text()
+    assert "--speculative-draft-model-path sglang-heads" in card
+    assert str(REPOSITORY) not in card
+    assert str(tmp_path) not in card

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from heads.formats.eagle.llama_keys import (
     Reading,
+    authors_code,
     drop_rope_tables,
     name_dtype,
     read_biases,
@@ -40,9 +41,8 @@ class Eagle1(Format):
     kinds = ("eagle",)
     file = "pytorch_model.bin"
     architecture = "LlamaForCausalLM"
-    commands: tuple[str, ...] = (
-        "python -m eagle.application.webui --base-model-path {target} --ea-model-path {heads} --total-token 60",
-    )
+    commands: tuple[str, ...] = ()
+    python: str = authors_code(is_eagle3=False)
 
     def matches(self, published: Published) -> bool:
         if "ForCausalLMEagle" in published.architectures or "EagleLlama" in published.architectures:
@@ -107,7 +107,7 @@ class Eagle1(Format):
             "torch_dtype": name_dtype(tensors),
             OWN_KEY: {key: getattr(config, key) for key in _OWN},
         }
-        return Exported(keys, dict(tensors), self.file, self.commands)
+        return Exported(keys, dict(tensors), self.file, self.commands, self.python)
 
     def refuse(self, config: Any) -> None:
         """Raises ValueError for settings that the readers of this format do not know."""
@@ -131,6 +131,7 @@ class VLLMEagle1(Eagle1):
     title = "EAGLE-1 for vLLM"
     file = "model.safetensors"
     architecture = "EagleLlamaForCausalLM"
+    python = ""
     commands = (
         "vllm serve {target} --speculative-config "
         '\'{"method": "eagle", "model": "{heads}", "num_speculative_tokens": 3}\'',
@@ -151,6 +152,7 @@ class SGLangEagle1(Eagle1):
     title = "EAGLE-1 for SGLang"
     file = "model.safetensors"
     architecture = _SGLANG
+    python = ""
     commands = (
         "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE "
         "--speculative-draft-model-path {heads} --speculative-num-steps 5 --speculative-eagle-topk 4 "

@@ -13,13 +13,12 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from heads.formats.eagle.llama_keys import (
     Reading,
+    authors_code,
     drop_rope_tables,
-    is_same,
     name_dtype,
     read_biases,
     read_decoder,
@@ -28,11 +27,11 @@ from heads.formats.eagle.llama_keys import (
     read_own_settings,
     refuse_unwritable,
     target_rope,
-    target_table,
     write_decoder,
 )
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import as_wide_as, is_targets_table, target_table
 from inference.targets.target import Target
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -46,6 +45,8 @@ _MODELOPT = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
 }
+# Keys of `eagle_config` that only ModelOpt writes.
+_MODELOPT_MARKS = ("next_layer_regular", *(key for key in _MODELOPT if key != "use_aux_hidden_state"))
 PARTS = (
     *(f"self_attn.{name}_proj.{end}" for name in "qkvo" for end in ("weight", "bias")),
     *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
@@ -64,10 +65,8 @@ class Eagle3(Format):
     title = "heads in the published EAGLE-3 format (also written by SpecForge)"
     kinds: ClassVar[tuple[str, ...]] = ("eagle3",)
     file = "pytorch_model.bin"
-    commands: tuple[str, ...] = (
-        "python -m eagle.application.webui --base-model-path {target} --ea-model-path {heads} --use-eagle3 "
-        "--total-token 60",
-    )
+    commands: tuple[str, ...] = ()
+    python: str = authors_code(is_eagle3=True)
 
     def matches(self, published: Published) -> bool:
         return (
@@ -125,19 +124,19 @@ class Eagle3(Format):
         if "mask_hidden" in tensors:
             tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
         table = reading.take("embed_tokens.weight")
-        token = next((t for key in MASK_KEYS if (t := published.setting(key)) is not None), None)
-        if not isinstance(token, int) or not 0 <= token < reading.target.vocab_size:
+        given = {key: value for key in MASK_KEYS if (value := published.setting(key)) is not None}
+        name, token = next(iter(given.items()), ("", None))
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < reading.target.vocab_size:
             reading.problems.append(
                 f"config.json names no mask token ({' or '.join(MASK_KEYS)})"
                 if token is None
-                else f"the mask token is {token!r}, and the target has tokens 0 to {reading.target.vocab_size - 1}"
+                else f"{name} is {token!r}, and the target has tokens 0 to {reading.target.vocab_size - 1}"
             )
             return reading.finish("parallel", settings)
-        theirs = target_table(reading.target)
         if table is None:
             reading.notes.append(f"the checkpoint has no embed_tokens.weight: masks have the target's token {token}")
-            table = theirs.to(tensors["mask_hidden"].dtype) if "mask_hidden" in tensors else theirs
-        if table.shape == theirs.shape and is_same(*(_without_row(x, token) for x in (table, theirs))):
+            table = as_wide_as(target_table(reading.target), tensors.get("mask_hidden"))
+        if is_targets_table(table, reading.target, but=token):
             tensors["mask_embedding"] = table[token]
             reading.names["mask_embedding"] = "embed_tokens.weight"
         else:
@@ -171,7 +170,7 @@ class Eagle3(Format):
             "torch_dtype": name_dtype(tensors),
             OWN_KEY: own_settings(config),
         }
-        return Exported(keys, dict(tensors), self.file, self.commands)
+        return Exported(keys, dict(tensors), self.file, self.commands, self.python)
 
     def refuse(self, config: Any) -> None:
         """Raises ValueError for settings that the readers of this format do not know."""
@@ -203,10 +202,6 @@ def is_parallel(published: Published) -> bool:
     return has_token or "mask_hidden" in published or published.config.get("speculators_model_type") == "peagle"
 
 
-def _without_row(table: Tensor, row: int) -> Tensor:
-    return torch.cat([table[:row], table[row + 1 :]])
-
-
 def read_depths(published: Published) -> int | None:
     """The number of tokens that a speculators config proposes."""
     for method in published.setting("proposal_methods", ()):
@@ -219,7 +214,8 @@ def read_depths(published: Published) -> int | None:
 def read_layer_ids(reading: Reading) -> list[int]:
     """The tapped layers: as stated, or those that every reader takes."""
     num_layers, published = reading.target.num_layers, reading.published
-    ids: Any = published.own_setting("feature_layers", published.setting(IDS))
+    stated, own = published.setting(IDS), published.own_setting("feature_layers")
+    ids: Any = stated if own is None else own
     usual = authors_layers(num_layers)
     if ids is None:
         if not 0 < usual[0] < usual[1] < usual[2]:
@@ -227,24 +223,44 @@ def read_layer_ids(reading: Reading) -> list[int]:
                 f"config.json has no {IDS}, and the usual {usual} of a target of {num_layers} layers are not distinct"
             )
         ids = usual
-    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+    if not isinstance(ids, list) or not ids or not all(isinstance(one, int) for one in ids):
         reading.problems.append(f"{IDS} is {ids!r}, and should be a list of layer ids")
         ids = usual
+    elif own is None and stated is not None:
+        ids = _read_counting(reading, ids, usual)
     if missing := [one for one in ids if not 0 <= one <= num_layers]:
         reading.problems.append(f"layer ids {missing} of {ids} do not exist: the target has {num_layers} layers")
-    if num_layers in ids and published.own_setting("feature_layers") is None:
+    if num_layers in ids and own is None:
         reading.problems.append(
             f"layer ids {ids} tap the state after the last layer. Here hidden_states[{num_layers}] comes after the "
             "final norm, and other projects mean the state before it"
         )
     if len(set(ids)) < len(ids):
         reading.problems.append(f"layer ids {ids} repeat a layer")
-    if ids == [one - 1 for one in usual] and published.own_setting("feature_layers") is None:
-        reading.notes.append(
-            f"layer ids {ids} are the usual ones less one, as SpecForge and SGLang count them; they were read as "
-            "hidden_states[id], as vLLM reads them. --check true tells which fits"
-        )
     return list(ids)
+
+
+def _read_counting(reading: Reading, ids: list[int], usual: list[int]) -> list[int]:
+    """Stated ids as indices of hidden_states. ModelOpt, SpecForge and SGLang count from the layer after, and write them
+    into `eagle_config` only; ids at the top level are vLLM's."""
+    table = reading.published.config.get("eagle_config")
+    is_nested = isinstance(table, dict) and reading.published.config.get(IDS) is None
+    after = [one + 1 for one in ids]
+    is_usual = after == usual
+    by_modelopt = isinstance(table, dict) and is_nested and any(mark in table for mark in _MODELOPT_MARKS)
+    if by_modelopt or (is_nested and is_usual):
+        writer = "ModelOpt counts" if by_modelopt else "SpecForge and SGLang count"
+        reading.notes.append(
+            f"layer ids {ids} were read as hidden_states {after}: {writer} the outputs of layers from 0"
+        )
+        return after
+    if is_usual or is_nested:
+        why = "are the usual ones less one" if is_usual else "stand in eagle_config only"
+        reading.notes.append(
+            f"layer ids {ids} {why}: SpecForge and SGLang would mean {after}; they were read as hidden_states[id], as "
+            "vLLM reads them. --check true tells which fits"
+        )
+    return ids
 
 
 def own_settings(config: Any) -> dict[str, Any]:

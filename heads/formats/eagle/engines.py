@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from heads.formats.eagle.eagle3 import FLAGS, IDS, LAYER, Eagle3, authors_layers, own_settings
-from heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, target_table, write_decoder
+from heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
 from heads.formats.format import Exported
 from heads.formats.published import OWN_KEY
+from heads.formats.tensors import target_table
 from inference.targets.target import Target
 
 
@@ -77,6 +78,7 @@ class SGLangEagle3(Eagle3):
     name = "sglang"
     title = "EAGLE-3 for SGLang"
     file = "model.safetensors"
+    python = ""
     commands: tuple[str, ...] = (
         "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
         "--speculative-draft-model-path {heads} --speculative-num-steps 5 --speculative-eagle-topk 4 "

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from heads.config import DEFAULT_ROPE, decoder_settings
+from heads.formats.eagle.config_keys import find_unread
 from heads.formats.format import Imported
 from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import as_wide_as, count_rows, is_targets_table
 from inference.targets.target import Target
 
 # The types of RoPE that are read -> the keys that they need.
@@ -23,13 +25,6 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
-}
-# Settings of published layers that would change what they compute, and the value that changes nothing.
-_NEUTRAL = {
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "logit_scale": 1.0,
-    "quantization_config": None,
 }
 
 
@@ -80,6 +75,9 @@ class Reading:
         return bool(value)
 
     def finish(self, kind: str, settings: dict[str, Any]) -> Imported:
+        problems, notes = find_unread(self.published, settings["head_dim"])
+        self.problems += self.published.find_contradictions() + problems
+        self.notes += notes
         return Imported(kind, settings, self.tensors, self.names, self.problems, self.notes)
 
 
@@ -97,11 +95,11 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
         problems.append(f"target_hidden_size is {width}, and the target's hidden size is {target.hidden_size}")
     if (stated := reading.integer("num_hidden_layers")) != num_layers:
         problems.append(f"num_hidden_layers is {stated}, and the tensors are of {num_layers} layers")
-    for name, neutral in _NEUTRAL.items():
-        if (value := published.setting(name, neutral)) not in (neutral, None):
-            problems.append(f"{name} is {value!r}, which heads here do not have; only {neutral!r} is read")
-    has_window = published.setting("sliding_window") is not None and published.setting("use_sliding_window", True)
-    if has_window or "sliding_attention" in published.setting("layer_types", ()):
+    if (value := published.setting("mlp_bias")) not in (None, False):
+        problems.append(f"mlp_bias is {value!r}, which heads here do not have")
+    window, types = published.setting("sliding_window"), published.setting("layer_types", ())
+    is_used = published.setting("use_sliding_window", True)
+    if (window is not None and is_used) or (isinstance(types, list) and "sliding_attention" in types):
         problems.append("the layers attend to a sliding window, which heads here do not have")
     num_heads = reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", num_heads)
@@ -110,7 +108,7 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
         problems.append(f"num_attention_heads is {num_heads}, which {groups} num_key_value_heads do not divide")
     if head_dim % 2:
         problems.append(f"head_dim is {head_dim}; rotary positions need an even number")
-    activation = published.setting("hidden_act", "silu")
+    activation = published.setting("hidden_act", published.setting("hidden_activation", "silu"))
     if not isinstance(activation, str) or activation not in ACT2FN:
         problems.append(f"hidden_act is {activation!r}, which transformers does not know")
         activation = "silu"
@@ -151,10 +149,11 @@ def _read_rope(reading: Reading) -> dict[str, Any]:
         problems.append(f"RoPE of type {rope['rope_type']!r} has no number for {', '.join(lost)}")
     if (share := rope.pop("partial_rotary_factor", 1.0)) != 1:
         problems.append(f"RoPE turns {share!r} of each head, and heads here turn all of it")
+    theta = published.setting("rope_theta")
     if "rope_theta" not in rope:
-        rope["rope_theta"] = published.setting("rope_theta", DEFAULT_ROPE["rope_theta"])
+        rope["rope_theta"] = DEFAULT_ROPE["rope_theta"] if theta is None else theta
         theirs = target_rope(reading.target)["rope_theta"]
-        if published.setting("rope_theta") is None and theirs != rope["rope_theta"]:
+        if theta is None and theirs != rope["rope_theta"]:
             reading.notes.append(
                 f"config.json has no rope_theta: read as {rope['rope_theta']:g}, as the authors train; the target has "
                 f"{theirs:g}"
@@ -217,24 +216,10 @@ def read_biases(reading: Reading, layer: str) -> dict[str, bool]:
     }
 
 
-def target_table(target: Target) -> Tensor:
-    """[rows, D] on the CPU: what the target's embedding gives for each token."""
-    with torch.no_grad():
-        table: Tensor = target.embed_tokens(torch.arange(target.num_embeddings, device=target.device))
-    return table.cpu()
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of numbers have the same values in the narrower of their dtypes."""
-    if one.shape != other.shape or not (one.is_floating_point() and other.is_floating_point()):
-        return False
-    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
-
-
 def read_embedding(reading: Reading) -> bool:
     """Whether the heads have token embeddings of their own. A copy of the target's is left out."""
     table = reading.take("embed_tokens.weight")
-    if table is None or is_same(table, target_table(reading.target)):
+    if table is None or is_targets_table(table, reading.target):
         return False
     reading.tensors["embed_tokens.weight"] = table
     return True
@@ -256,8 +241,13 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
     Worked example: V = 6 and d2t = [1, 3, 3] are the target ids [1, 4, 5], so t2d is True at 1, 4 and 5.
     """
     head, total = reading.tensors.get("lm_head.weight"), reading.target.vocab_size
-    size = total if head is None else head.shape[0]
     stated = reading.published.setting("draft_vocab_size")
+    is_ours = OWN_KEY in reading.published.config  # then it must be there: exports always write it
+    if head is None and not is_ours and stated in (None, total) and "d2t" not in reading.tensors:
+        head = as_wide_as(reading.target.lm_head_weight().detach().cpu(), reading.tensors.get("fc.weight"))
+        reading.tensors["lm_head.weight"] = head
+        reading.notes.append("the checkpoint has no lm_head.weight: the heads get a copy of the target's")
+    size = total if head is None else count_rows(head)
     if size != total and stated is None:
         reading.problems.append(f"config.json has no draft_vocab_size, and lm_head.weight has {size} rows of {total}")
     elif stated is not None and stated != size:
@@ -299,6 +289,24 @@ def _find_wrong_map(d2t: Tensor, t2d: Tensor | None, size: int, total: int) -> s
     if not torch.equal(t2d.bool(), marked):
         return f"t2d and d2t disagree: t2d marks {int(t2d.bool().sum())} tokens, and should mark those of arange + d2t"
     return None
+
+
+def authors_code(*, is_eagle3: bool) -> str:
+    """Python that decodes with heads in the authors' own repository. Their web page and their scripts disagree about
+    the flag that tells EAGLE-3 from EAGLE-1."""
+    return (
+        "import torch\n"
+        "from eagle.model.ea_model import EaModel  # github.com/SafeAILab/EAGLE\n\n"
+        "model = EaModel.from_pretrained(\n"
+        "    base_model_path={target},\n"
+        "    ea_model_path={heads},\n"
+        f"    use_eagle3={is_eagle3},\n"
+        '    torch_dtype="auto",\n'
+        '    device_map="auto",\n'
+        ")\n"
+        'input_ids = torch.tensor([model.tokenizer("Hello").input_ids], device=model.base_model.device)\n'
+        "print(model.tokenizer.decode(model.eagenerate(input_ids, max_new_tokens=64)[0]))"
+    )
 
 
 def refuse_unwritable(title: str, *reasons: tuple[bool, str]) -> None:

@@ -7,6 +7,7 @@ there and all of them are written.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,9 +15,10 @@ from torch import Tensor
 from heads.config import name_of_target
 from heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, is_parallel, own_settings
 from heads.formats.eagle.engines import count_layers, engine_limits, vllm_limits, write_masks
-from heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, target_table, write_decoder
+from heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
 from heads.formats.format import Exported, Imported
 from heads.formats.published import OWN_KEY, Published
+from heads.formats.tensors import take_copies, target_table
 from inference.targets.target import Target
 
 # The release whose code was read; speculators notes its own here.
@@ -34,7 +36,9 @@ class Speculators(Eagle3):
         return "speculators_model_type" in published.config
 
     def read(self, published: Published, target: Target) -> Imported:
-        imported = super().read(published, target)
+        copied, tensors = take_verifier(published, target)
+        imported = super().read(replace(published, tensors=tensors), target)
+        imported.problems.extend(copied)
         algorithm = published.config["speculators_model_type"]
         layer = published.config.get("transformer_layer_config")
         if algorithm not in _ALGORITHMS:
@@ -93,3 +97,16 @@ class Speculators(Eagle3):
         if token is not None:
             keys["mask_token_id"] = token
         return Exported(keys, named, "model.safetensors", ("vllm serve {heads}",))
+
+
+def take_verifier(published: Published, target: Target) -> tuple[list[str], dict[str, Tensor]]:
+    """Problems, and the tensors without speculators' frozen copies of the target's norm and LM head. The copy of the LM
+    head has the draft vocabulary's rows only, where that is reduced."""
+    tensors, lm_head = dict(published), target.lm_head_weight().detach().cpu()
+    t2d, copy = tensors.get("t2d"), tensors.get("verifier_lm_head.weight")
+    if t2d is not None and copy is not None and t2d.shape == (len(lm_head),) and copy.shape != lm_head.shape:
+        lm_head = lm_head[t2d.bool()]
+    own = {"verifier_lm_head.weight": lm_head}
+    if (gain := target.final_norm_gain()) is not None:
+        own["verifier_norm.weight"] = gain
+    return take_copies(tensors, own), tensors

@@ -7,6 +7,7 @@ copied from the target's own GGUF.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from heads.config import DecoderConfig
-from heads.formats.eagle.llama_keys import is_same, refuse_unwritable, target_rope, target_table
+from heads.config import DecoderConfig, public_name
+from heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.llama_cpp.gguf_file import read_metadata
+from heads.formats.llama_cpp.metadata import FLAG, LAYERS, NUMBER, SIZE, Keys
 from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import as_wide_as, rename
+from heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename
 from heads.modules.vocabulary import map_tensors
 from inference.targets.target import Target
 
@@ -87,37 +89,45 @@ class GgufEagle3(Format):
         return published.config.get("general.architecture") == _ARCHITECTURE
 
     def read(self, published: Published, target: Target) -> Imported:
-        keys, problems = _Keys(published.config), []
-        settings = {ours: keys.need(theirs) for theirs, ours in _SIZES.items()}
+        keys = Keys(published.config, "eagle3.")
+        settings = {
+            ours: keys.need(theirs, allowed=NUMBER if "eps" in ours else SIZE) for theirs, ours in _SIZES.items()
+        }
         settings = {name: value for name, value in settings.items() if value is not None}
-        if layers := keys.need(*_LAYERS):
+        if layers := keys.need(*_LAYERS, allowed=LAYERS):
             settings["feature_layers"] = list(layers)
             if wrong := [i for i in layers if not 0 <= i < target.num_layers]:
-                problems.append(f"{_LAYERS[0]} {wrong} are no layers of this target, which has {target.num_layers}")
+                keys.problems.append(
+                    f"{_LAYERS[0]} {wrong} are no layers of this target, which has {target.num_layers}"
+                )
                 del settings["feature_layers"]
-        settings |= {flag: bool(keys.get(flag, False)) for flag in _FLAGS}
+        settings |= {flag: keys.get(flag, False, allowed=FLAG) for flag in _FLAGS}
         settings["hidden_act"] = "silu"
-        for key, wanted in (
-            ("block_count", 1),
-            ("embedding_length", target.hidden_size),
-            ("target_hidden_size", target.hidden_size),
-        ):
-            if (value := keys.get(key)) != wanted:
-                problems.append(f"{keys.prefix}{key} is {value}, and {wanted} is read here")
+        head_dim = settings.get("head_dim", 64)
+        keys.expect("block_count", 1)
+        for key in ("embedding_length", "target_hidden_size"):
+            keys.expect(key, target.hidden_size)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            keys.expect(key, head_dim, may_lack=True)
+        keys.expect("vocab_size", target.vocab_size, may_lack=True)
+        keys.expect("attention.causal", True, may_lack=True)
+        if head_dim % 2:
+            keys.problems.append(f"{keys.prefix}attention.key_length is {head_dim}, and should be even")
+            head_dim = settings["head_dim"] = head_dim + 1
         tensors = dict(published)
-        head_dim = int(settings.get("head_dim", 64))
-        settings["rope_parameters"] = _read_rope(keys, tensors, head_dim, target, problems)
+        settings["rope_parameters"] = _read_rope(keys, tensors, head_dim, target)
         found = rename(tensors, _NAMES)
-        settings |= _read_vocabulary(found, target, problems)
-        if (steps := published.config.get(f"{OWN_KEY}.ttt_steps")) is not None:
+        settings |= _read_vocabulary(found, target, keys.problems)
+        if (steps := Keys(published.config, f"{OWN_KEY}.", keys.problems).get("ttt_steps", allowed=SIZE)) is not None:
             settings["ttt_steps"] = steps
+        keys.refuse_unread()
         # Vectors are stored in float32, whatever the heads have.
         wide = found.get("fc.weight")
         found = {name: as_wide_as(x, wide) if "norm" in name else x for name, x in found.items()}
         for name in (_Q, _K):
             if name in found and found[name].dim() == 2 and len(found[name]) % head_dim == 0:
                 found[name] = _to_halves(found[name], head_dim)
-        return Imported("eagle3", settings, found, _NAMES, keys.problems + problems)
+        return Imported("eagle3", settings, found, _NAMES, keys.problems)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         flags = [f"{name} {getattr(config, name)}" for name, fine in _FIXED.items() if getattr(config, name) != fine]
@@ -131,7 +141,7 @@ class GgufEagle3(Format):
         rope, factors = _write_rope(config)
         metadata: dict[str, Any] = {
             "general.architecture": _ARCHITECTURE,
-            "general.name": f"EAGLE-3 for {config.target_name_or_path or config.target_model_type}",
+            "general.name": f"EAGLE-3 for {public_name(config.target_name_or_path) or config.target_model_type}",
             "eagle3.block_count": 1,
             "eagle3.embedding_length": config.hidden_size,
             "eagle3.target_hidden_size": config.hidden_size,
@@ -153,11 +163,11 @@ class GgufEagle3(Format):
         if factors is not None:
             written[_ROPE_FACTORS] = factors
         file = "eagle3.gguf"
-        model = self.target_gguf or "TARGET.gguf"
+        model = shlex.quote(self.target_gguf or "TARGET.gguf")
         command = f"llama-server -m {model} -md {{heads}}/{file} --spec-type draft-eagle3 --spec-draft-n-max 4"
         lacks_tokenizer = "The file has no tokenizer; --target_gguf copies the target's."
         notes = (lacks_tokenizer,) if self.target_gguf is None else ()
-        return Exported(metadata, written, file, (command,), notes)
+        return Exported(metadata, written, file, (command,), notes=notes)
 
     def _read_tokenizer(self) -> dict[str, Any]:
         if self.target_gguf is None:
@@ -168,32 +178,6 @@ class GgufEagle3(Format):
                 f"{self.target_gguf} has no tokenizer: give the GGUF file that llama.cpp runs the target with"
             )
         return {name: value for name, value in metadata.items() if name.startswith("tokenizer.")}
-
-
-class _Keys:
-    """Metadata of one architecture, and problems with it."""
-
-    prefix = "eagle3."
-
-    def __init__(self, metadata: dict[str, Any]) -> None:
-        self.metadata = metadata
-        self.problems: list[str] = []
-
-    def get(self, key: str, otherwise: Any = None) -> Any:
-        return _round(self.metadata.get(self.prefix + key, otherwise))
-
-    def need(self, *names: str) -> Any:
-        """The value under the first of these names that there is."""
-        for name in names:
-            if (value := self.get(name)) is not None:
-                return value
-        self.problems.append(f"the metadata has no {' or '.join(self.prefix + name for name in names)}")
-        return None
-
-
-def _round(value: Any) -> Any:
-    """1e-6 is not quite 1e-6 after it was stored in float32."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _to_pairs(weight: Tensor, head_dim: int) -> Tensor:
@@ -216,7 +200,10 @@ def _read_vocabulary(found: dict[str, Tensor], target: Target, problems: list[st
     """The settings of embeddings and draft vocabulary; their tensors become ours, in place."""
     settings: dict[str, Any] = {}
     ids, lm_head = found.pop("d2t", None), found.get("lm_head.weight")
-    num_rows = target.vocab_size if lm_head is None else len(lm_head)
+    num_rows = target.vocab_size if lm_head is None else count_rows(lm_head)
+    if ids is not None and ids.dim() != 1:
+        problems.append(f"tensor d2t is {list(ids.shape)} and should be [{num_rows}]")
+        return settings
     if len(ids) != num_rows if ids is not None else num_rows != target.vocab_size:
         entries = "is missing" if ids is None else f"has {len(ids)} entries"
         problems.append(f"tensor d2t {entries}, and {_NAMES['lm_head.weight']} has {num_rows} rows")
@@ -229,7 +216,7 @@ def _read_vocabulary(found: dict[str, Tensor], target: Target, problems: list[st
         found["d2t"], found["t2d"] = map_tensors(ids.long(), target.vocab_size)
     table = found.get("embed_tokens.weight")
     if table is not None:
-        if is_same(table, target_table(target)):
+        if is_targets_table(table, target):
             del found["embed_tokens.weight"]
         else:
             settings["own_embedding"] = True
@@ -260,21 +247,19 @@ def _write_rope(config: Any) -> tuple[dict[str, Any], Tensor | None]:
     raise ValueError(f"rope_type is {kind!r}; heads are written to GGUF with default, linear and llama3")
 
 
-def _read_rope(
-    keys: _Keys, tensors: dict[str, Tensor], head_dim: int, target: Target, problems: list[str]
-) -> dict[str, Any]:
-    theta = keys.need("rope.freq_base") or 10000.0
+def _read_rope(keys: Keys, tensors: dict[str, Tensor], head_dim: int, target: Target) -> dict[str, Any]:
+    theta = keys.need("rope.freq_base", allowed=NUMBER) or 10000.0
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = keys.get("rope.scaling.type", "none")
     if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": keys.need("rope.scaling.factor") or 1.0}
+        rope |= {"rope_type": "linear", "factor": keys.need("rope.scaling.factor", allowed=NUMBER) or 1.0}
     elif kind != "none":
-        problems.append(f"{keys.prefix}rope.scaling.type is {kind!r}; none and linear are read here")
+        keys.problems.append(f"{keys.prefix}rope.scaling.type is {kind!r}; none and linear are read here")
     if (factors := tensors.pop(_ROPE_FACTORS, None)) is None:
         return rope
     own = target_rope(target)
     rope = {**own, "rope_theta": theta}
     expected = _find_factors(rope, head_dim) if own["rope_type"] == "llama3" else None
     if expected is None or expected.shape != factors.shape or not torch.allclose(expected, factors.float(), rtol=1e-4):
-        problems.append(f"tensor {_ROPE_FACTORS} is not the scaling of the target's RoPE ({own['rope_type']})")
+        keys.problems.append(f"tensor {_ROPE_FACTORS} is not the scaling of the target's RoPE ({own['rope_type']})")
     return rope

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from heads.formats.format import Imported
 from heads.formats.published import Published, open_published
 from heads.formats.registry import find_format, recognize
 from inference import Target, generate
+from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused, refusal_or_none
 from tests.heads.test_contract import assert_same_tensors
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
@@ -80,37 +80,20 @@ def refusal(published: Published, target: Target) -> str:
 # Damage.
 
 
-def damages(name: str, tensor: Tensor) -> dict[str, dict[str, Tensor | None]]:
-    """Ways to damage a tensor -> what takes its place."""
-    ways: dict[str, dict[str, Tensor | None]] = {
-        "left out": {name: None},
-        "renamed": {name: None, f"{name}.old": tensor},
-        "cut": {name: tensor[:-1]},
-    }
-    if tensor.is_floating_point():
-        broken = tensor.clone()
-        broken.view(-1)[0] = torch.nan
-        ways |= {"NaN": {name: broken}, "quantized": {name: tensor.to(torch.int8)}}
-    if tensor.dim() == 2 and tensor.shape[0] != tensor.shape[1]:
-        ways["transposed"] = {name: tensor.T.contiguous()}
-    return ways
-
-
-# What can be left out, since something else says the same.
-OPTIONAL = {"embed_tokens.weight", "t2d"}
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_damaged_tensor_is_refused_by_its_name(name: str, target: Target) -> None:
+    published = publish(name, target)
+    known = recognize(published)
+    assert known is not None
+    assert_damage_is_named(known, published, target, may_lack=("embed_tokens.weight", "t2d"))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_every_damaged_tensor_is_refused_by_its_name(name: str, target: Target) -> None:
-    published, count = publish(name, target), 0
-    for tensor_name, tensor in published.items():
-        for how, changed in damages(tensor_name, tensor).items():
-            if how == "left out" and tensor_name in OPTIONAL:
-                continue
-            message = refusal(change(published, changed), target)
-            assert tensor_name in message, f"{tensor_name}, {how}: {message}"
-            count += 1
-    assert count >= 40
+def test_every_lost_key_is_refused_or_says_nothing(name: str, target: Target) -> None:
+    published = publish(name, target)
+    known = recognize(published)
+    assert known is not None
+    assert_lost_keys_are_refused(known, published, heads_of(name, target))
 
 
 def test_one_error_lists_everything(target: Target) -> None:
@@ -197,7 +180,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("speculators", {"norm_before_residual": None}, "config.json has no norm_before_residual"),
     ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp'; this reader knows"),
     ("p-eagle", {"pard_token": None}, "config.json names no mask token (pard_token or"),
-    ("p-eagle", {"pard_token": 128}, "the mask token is 128, and the target has tokens 0 to 127"),
+    ("p-eagle", {"pard_token": 128}, "pard_token is 128, and the target has tokens 0 to 127"),
     ("p-eagle", {"norm_output": True}, "norm_output is true, and P-EAGLE feeds no output back"),
 ]
 
@@ -207,6 +190,78 @@ def test_a_key_that_is_wrong_or_gone_is_named(name: str, keys: dict[str, Any], m
     assert message in refusal(change(publish(name, target), config=keys), target)
 
 
+# Keys that change what a layer computes: (key, a value that is refused, values that change nothing).
+MATHS: list[tuple[str, Any, tuple[Any, ...]]] = [
+    ("embedding_multiplier", 12.0, (1.0, 1, None)),
+    ("residual_multiplier", 0.22, (1.0,)),
+    ("attention_multiplier", 0.5, (8**-0.5, None)),
+    ("query_pre_attn_scalar", 256, (8,)),
+    ("logits_scaling", 8.0, (1.0,)),
+    ("logit_scale", 0.0625, (1.0,)),
+    ("scale_emb", 12, (1,)),
+    ("scale_depth", 1.4, ()),
+    ("dim_model_base", 256, (None,)),
+    ("final_logit_softcapping", 30.0, (None,)),
+    ("attn_logit_softcapping", 50.0, (None,)),
+    ("clip_qkv", 8.0, (None,)),
+    ("use_qk_norm", True, (False, None)),
+    ("qk_layernorm", True, (False,)),
+    ("use_bias", True, (False,)),
+    ("partial_rotary_factor", 0.5, (1.0,)),
+    ("no_rope_layers", [0, 1], (None,)),
+    ("alibi", True, (False,)),
+    ("attention_chunk_size", 8192, (None,)),
+    ("use_bidirectional_attention", True, (False,)),
+    ("quantization_config", {"bits": 4}, (None,)),
+    ("mlp_bias", True, (False, None)),
+    ("sliding_window", 512, (None,)),
+]
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "speculators"])
+@pytest.mark.parametrize(("key", "wrong", "neutral"), MATHS, ids=[key for key, *_ in MATHS])
+def test_keys_that_change_the_maths_are_refused(
+    name: str, key: str, wrong: Any, neutral: tuple[Any, ...], target: Target
+) -> None:
+    published = publish(name, target)
+    where = "transformer_layer_config" if name == "speculators" else None
+
+    def given(value: Any) -> Published:
+        keys = {key: value} if where is None else {where: {**published.config[where], key: value}}
+        return Published(published.path, {**published.config, **keys}, published.file, published.tensors)
+
+    message = refusal(given(wrong), target)
+    assert key in message or "sliding window" in message
+    for value in neutral:
+        imported, _ = read(given(value), target)
+        assert not any(key in note for note in imported.notes)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_keys_that_nobody_knows_are_named_once(name: str, target: Target) -> None:
+    odd = {"auto_map": {"AutoModel": "x.Y"}, "num_experts": 8, "tags": ["a"], "pretraining_tp": 4, "_commit_hash": "x"}
+    imported, _ = read(change(publish(name, target), config=odd), target)
+    assert imported.notes == ["keys of config.json that are not read: num_experts, tags"]
+
+
+def test_a_key_with_two_values_is_refused(target: Target) -> None:
+    published = publish("eagle3", target)
+    config = {"eagle_config": {"norm_output": True, "rms_norm_eps": 1e-3, "initializer_range": 0.1}}
+    message = refusal(change(published, config={**config, "norm_output": False, "initializer_range": 0.2}), target)
+    assert "norm_output is False in config.json, and True in eagle_config" in message
+    assert "rms_norm_eps is 1e-06 in config.json, and 0.001 in eagle_config" in message
+    assert "initializer_range" not in message
+    rope = {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}
+    message = refusal(change(published, config=rope), target)
+    assert "rope_theta is 500000.0 in config.json, and 10000.0 in rope_parameters" in message
+
+
+# What a message names instead of a key: what the key asks for.
+NAMED_AS = {
+    "qkv_bias": "_proj.bias is missing",
+    "attention_bias": "_proj.bias is missing",
+    "norm_before_fc": "tensor input_norm.weight is missing",
+}
 OTHER_VALUES: tuple[Any, ...] = ("text", -1, 0.5, [], ["text"], {"a": 1}, True)
 
 
@@ -214,13 +269,13 @@ OTHER_VALUES: tuple[Any, ...] = ("text", -1, 0.5, [], ["text"], {"a": 1}, True)
 def test_values_of_other_types_are_refused_or_read_and_nothing_else(name: str, target: Target) -> None:
     published = publish(name, target)
     layer = published.config.get("transformer_layer_config", {})
-    changes = [{key: value} for key in published.config for value in OTHER_VALUES]
-    changes += [{"transformer_layer_config": {**layer, key: value}} for key in layer for value in OTHER_VALUES]
-    for keys in changes:
+    changes = [(key, {key: value}) for key in published.config for value in OTHER_VALUES]
+    changes += [(key, {"transformer_layer_config": {**layer, key: value}}) for key in layer for value in OTHER_VALUES]
+    for key, keys in changes:
         changed = change(published, config=keys)
-        if recognize(changed) is not None:
-            with contextlib.suppress(ValueError):
-                read(changed, target)
+        if (known := recognize(changed)) is not None:
+            message = refusal_or_none(known, changed, target)
+            assert message is None or key in message or NAMED_AS.get(key, key) in message, f"{keys}: {message}"
 
 
 @pytest.mark.parametrize("key", ["model_type", "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"])
@@ -281,6 +336,9 @@ def test_any_dtype_and_sharded_files(name: str, dtype: torch.dtype, target: Targ
     assert_same_tensors(dict(heads.state_dict()), dict(heads_of(name, target).to(dtype).state_dict()))
     assert DraftHeads.from_pretrained(tmp_path, target=target, dtype=torch.float32).dtype == torch.float32
     assert DraftHeads.from_pretrained(tmp_path, target=target, dtype="bfloat16").dtype == torch.bfloat16
+    for dtype_name in ("fp16", "int8", "nn"):
+        with pytest.raises(ValueError, match=rf"got dtype '{dtype_name}'; allowed are auto, float32, bfloat16"):
+            DraftHeads.from_pretrained(tmp_path, target=target, dtype=dtype_name)
     with pytest.raises(ValueError, match=r"is imported without \['variant'\]"):
         DraftHeads.from_pretrained(tmp_path, target=target, variant="x")
     (tmp_path / "model-2.safetensors").unlink()
@@ -289,15 +347,49 @@ def test_any_dtype_and_sharded_files(name: str, dtype: torch.dtype, target: Targ
 
 
 def test_names_and_keys_of_modelopt(target: Target) -> None:
-    """`layers.0.`, no t2d, d2t of 32 bits, ids and flags below `eagle_config`."""
+    """`layers.0.`, no t2d, d2t of 32 bits, ids and flags below `eagle_config`. The ids count the outputs of layers."""
     published = publish("eagle3", target)
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in published.items() if name != "t2d"}
     tensors["d2t"] = tensors["d2t"].int()
-    config = {**published.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}
+    flags = {"use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True}
+    config = {**published.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5], **flags}}
     del config["eagle_aux_hidden_state_layer_ids"]
-    _, heads = read(Published("somewhere", config, "model.safetensors", tensors), target)
+    imported, heads = read(Published("somewhere", config, "model.safetensors", tensors), target)
+    assert "layer ids [0, 3, 5] were read as hidden_states [1, 4, 6]: ModelOpt counts" in imported.notes[0]
     assert_same_tensors(dict(heads.state_dict()), dict(heads_of("eagle3", target).state_dict()))
     assert heads.feature_layers == (1, 4, 6)
+
+
+def test_without_an_lm_head_the_targets_is_read(target: Target) -> None:
+    published = change(publish("full vocabulary", target), config={"draftsmith": None})
+    imported, heads = read(change(published, {"lm_head.weight": None}), target)
+    assert imported.notes == ["the checkpoint has no lm_head.weight: the heads get a copy of the target's"]
+    assert torch.equal(heads.state_dict()["lm_head.weight"], target.lm_head_weight())
+    stored = {name: x.to(torch.bfloat16) for name, x in published.items() if name != "lm_head.weight"}
+    _, narrow = read(Published("somewhere", published.config, published.file, dict(stored)), target)
+    assert narrow.dtype == torch.bfloat16
+    reduced = change(publish("eagle3", target), config={"draftsmith": None})
+    for tensors in ({"lm_head.weight": None}, {"lm_head.weight": None, "d2t": None, "t2d": None}):
+        assert "lm_head.weight" in refusal(change(reduced, tensors), target)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+def test_frozen_copies_of_the_targets_tensors_in_the_speculators_format(
+    draft_vocab_size: int | None, target: Target
+) -> None:
+    heads = tiny_heads("eagle3", target, draft_vocab_size=draft_vocab_size)
+    exported = find_format("speculators", "eagle3").write(heads.config, heads.state_dict(), target)
+    published = Published("somewhere", json.loads(json.dumps(exported.config)), exported.file, dict(exported.tensors))
+    lm_head, gain = target.lm_head_weight().detach(), target.final_norm_gain()
+    assert gain is not None
+    rows = lm_head if draft_vocab_size is None else lm_head[published["t2d"]]
+    for copy in (lm_head, rows):
+        copies = {"verifier_lm_head.weight": copy, "verifier_norm.weight": gain.detach()}
+        _, found = read(change(published, copies), target)
+        assert_same_tensors(found.state_dict(), heads.state_dict())
+        for name, x in copies.items():
+            assert f"tensor {name} differs from the target's own" in refusal(change(published, {name: x + 1}), target)
+            assert f"tensor {name} is [3]" in refusal(change(published, {name: torch.zeros(3)}), target)
 
 
 def test_a_layer_under_two_names_is_refused(target: Target) -> None:
@@ -376,11 +468,46 @@ class TestRope:
         )
 
 
-def test_ids_that_may_be_counted_from_the_layer_after_are_noted(target: Target) -> None:
-    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
-    imported, heads = read(change(publish("full vocabulary", target), config=ids), target)
-    assert heads.feature_layers == (1, 3, 4)
-    assert "layer ids [1, 3, 4] are the usual ones less one" in imported.notes[0]
+IDS = "eagle_aux_hidden_state_layer_ids"
+MARK = {"use_mtp_layernorm": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "note"),
+    [
+        (
+            {IDS: [1, 3, 4]},
+            (1, 3, 4),
+            "[1, 3, 4] are the usual ones less one: SpecForge and SGLang would mean [2, 4, 5]",
+        ),
+        ({IDS: [2, 4, 5]}, (2, 4, 5), None),
+        ({IDS: [1, 2, 6]}, (1, 2, 6), None),
+        ({"eagle_config": {IDS: [1, 3, 4]}}, (2, 4, 5), "read as hidden_states [2, 4, 5]: SpecForge and SGLang count"),
+        ({"eagle_config": {IDS: [1, 2, 6]}}, (1, 2, 6), "[1, 2, 6] stand in eagle_config only"),
+        ({"eagle_config": {IDS: [1, 3, 4], **MARK}}, (2, 4, 5), "hidden_states [2, 4, 5]: ModelOpt counts"),
+        ({"eagle_config": {IDS: [0, 2, 6], **MARK}}, (1, 3, 7), "hidden_states [1, 3, 7]: ModelOpt counts"),
+        # vLLM's ids, whoever wrote the rest.
+        ({IDS: [1, 2, 6], "eagle_config": {IDS: [1, 2, 6], **MARK}}, (1, 2, 6), None),
+    ],
+    ids=str,
+)
+def test_layer_ids_are_read_as_their_project_counts(
+    config: dict[str, Any], layers: tuple[int, ...], note: str | None, target: Target
+) -> None:
+    imported, heads = read(change(publish("full vocabulary", target), config=config), target)
+    assert heads.feature_layers == layers
+    assert [part in imported.notes[0] for part in [note] if part] == [True for _ in imported.notes]
+
+
+def test_the_last_output_that_modelopt_taps_is_refused(target: Target) -> None:
+    config = {"eagle_config": {IDS: [1, 3, 7], **MARK}}
+    assert "tap the state after the last layer" in refusal(
+        change(publish("full vocabulary", target), config=config), target
+    )
+
+
+def test_other_countings_are_variants(target: Target) -> None:
+    imported, _ = read(change(publish("full vocabulary", target), config={IDS: [1, 3, 4]}), target)
     variants = find_format("eagle", "eagle3").variants(imported.settings, target)
     assert {"feature_layers": [2, 4, 5]} in variants.values()
 

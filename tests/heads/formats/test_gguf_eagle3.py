@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from heads.formats.registry import find_format
 from inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
+    assert_lost_keys_are_refused,
     assert_round_trip,
     assert_same_heads,
     change,
@@ -49,7 +51,8 @@ def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) ->
     heads = tiny_heads("eagle3", target, **settings)
     published = assert_round_trip(KNOWN, heads, tmp_path)
     # Where there is no output.weight, llama.cpp takes the target's; embeddings may be the target's, too.
-    assert_damage_is_named(KNOWN, published, target, skip=("output.weight", "token_embd.weight"))
+    assert_damage_is_named(KNOWN, published, target, may_lack=("output.weight", "token_embd.weight"))
+    assert_lost_keys_are_refused(KNOWN, published, heads)
     found = KNOWN.read(published, target).settings
     for name in ("feature_layers", "rms_norm_eps", "rope_parameters", "head_dim", "norm_before_residual"):
         assert found[name] == getattr(heads.config, name), name
@@ -222,6 +225,21 @@ def test_d2t_holds_target_ids(target: Target) -> None:
         ({"eagle3.target_hidden_size": 64}, "eagle3.target_hidden_size is 64, and 32"),
         ({"eagle3.norm_before_fc": True}, r"tensor enc\.output_norm\.weight is missing"),
         ({"eagle3.rope.scaling.type": "yarn"}, "scaling.type is 'yarn'"),
+        ({"eagle3.rope.scaling.type": 3}, "scaling.type is 3"),
+        ({"eagle3.attention.head_count": "four"}, "head_count is 'four', and should be a positive whole number"),
+        ({"eagle3.attention.head_count": [4]}, r"head_count is \[4\], and should be a positive whole number"),
+        ({"eagle3.feed_forward_length": -1}, "feed_forward_length is -1, and should be a positive whole number"),
+        ({"eagle3.attention.key_length": 7}, "key_length is 7, and should be even"),
+        ({"eagle3.attention.value_length": 16}, "value_length is 16, and 8 is read here"),
+        ({"eagle3.attention.causal": False}, "attention.causal is False, and True is read here"),
+        ({"eagle3.rope.freq_base": "many"}, "freq_base is 'many', and should be a positive number"),
+        ({"eagle3.rope.scaling.type": "linear", "eagle3.rope.scaling.factor": "2"}, "factor is '2', and should be"),
+        ({"eagle3.target_layers": "all"}, "target_layers is 'all', and should be a list of layers"),
+        ({"eagle3.target_layers": ["2", 3, 4]}, "should be a list of layers"),
+        ({"eagle3.target_layers": [1, 2, 3]}, r"target_layers \[1, 2, 3\] and .*\[2, 3, 4\] contradict each other"),
+        ({"eagle3.norm_before_residual": "yes"}, "norm_before_residual is 'yes', and should be true or false"),
+        ({"draftsmith.ttt_steps": "three"}, "draftsmith.ttt_steps is 'three', and should be a positive whole"),
+        ({"eagle3.attention.scale": 0.1, "eagle3.logit_scale": 2.0}, "eagle3.attention.scale, eagle3.logit_scale"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -229,6 +247,22 @@ def test_other_metadata(config: dict[str, Any], message: str, target: Target) ->
     published = publish(KNOWN, tiny_heads("eagle3", target))
     with pytest.raises(ValueError, match=message):
         import_heads(KNOWN, change(published, config=config), target)
+
+
+def test_one_message_names_every_problem(target: Target) -> None:
+    published = publish(KNOWN, tiny_heads("eagle3", target))
+    changed = change(published, config={"eagle3.block_count": "x", "eagle3.context_length": [], "eagle3.odd": 1})
+    message = refusal_of(KNOWN, change(changed, **{"fc.weight": torch.zeros(2)}), target)
+    for part in ("eagle3.block_count is 'x'", "eagle3.context_length is []", "eagle3.odd", "tensor fc.weight is [2]"):
+        assert part in message
+
+
+def test_metadata_of_any_type_is_refused_or_read_and_nothing_else(target: Target) -> None:
+    published = publish(KNOWN, tiny_heads("eagle3", target))
+    for key in published.config:
+        for value in ("text", -1, 0.5, [], ["text"], True, 10**9):
+            with contextlib.suppress(ValueError):
+                import_heads(KNOWN, change(published, config={key: value}), target)
 
 
 def test_one_of_the_two_names_of_the_layers_is_enough(target: Target) -> None:

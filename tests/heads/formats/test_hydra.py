@@ -16,6 +16,7 @@ from heads.formats.published import Published
 from inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
+    assert_lost_keys_are_refused,
     assert_round_trip,
     change,
     export_heads,
@@ -42,8 +43,10 @@ PLUS = {**PLAIN, "num_layers": 2, "use_prefix_attention": True, "use_prefix_norm
     ids=["one block", "two blocks, biases", "one LM head", "Hydra++", "Hydra++, biases"],
 )
 def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
-    published = assert_round_trip(Hydra(), tiny_heads("hydra", target, **settings), tmp_path)
+    heads = tiny_heads("hydra", target, **settings)
+    published = assert_round_trip(Hydra(), heads, tmp_path)
     assert_damage_is_named(Hydra(), published, target)
+    assert_lost_keys_are_refused(Hydra(), published, heads)
 
 
 class Reference:

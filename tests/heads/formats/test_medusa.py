@@ -15,6 +15,7 @@ from heads.formats.published import Published
 from inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
+    assert_lost_keys_are_refused,
     assert_round_trip,
     assert_same_heads,
     change,
@@ -30,9 +31,11 @@ SHAPES = [{"num_heads": 3}, {"num_heads": 2, "num_layers": 2}, {"num_heads": 2, 
 @pytest.mark.parametrize("settings", SHAPES, ids=["v1", "two blocks", "v2"])
 @pytest.mark.parametrize("known", [Medusa(), VLLMMedusa()], ids=lambda known: known.name)
 def test_round_trip(known: Any, settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
-    published = assert_round_trip(known, tiny_heads("medusa", target, **settings), tmp_path)
-    skip = ("lm_head.weight",) if settings.get("shares_lm_head") else ()  # a copy may be left out
-    assert_damage_is_named(known, published, target, skip)
+    heads = tiny_heads("medusa", target, **settings)
+    published = assert_round_trip(known, heads, tmp_path)
+    may_lack = ("lm_head.weight",) if settings.get("shares_lm_head") else ()  # a copy may be left out
+    assert_damage_is_named(known, published, target, may_lack)
+    assert_lost_keys_are_refused(known, published, heads)
 
 
 def authors_tensors(num_heads: int, num_layers: int) -> dict[str, Tensor]:
@@ -77,9 +80,20 @@ def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
     )
 
 
-def test_a_file_without_projections_is_no_second_version(target: Target) -> None:
-    published = publish(Medusa(), tiny_heads("medusa", target, num_heads=2, shares_lm_head=True))
-    assert "0.1.weight is missing" in refusal_of(Medusa(), change(published, config={"version": None}), target)
+@pytest.mark.parametrize("version", [None, "1", 2])
+def test_the_version_is_seen_from_the_tensors(version: Any, target: Target) -> None:
+    heads = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
+    published = change(publish(Medusa(), heads), config={"version": version})
+    notes = Medusa().read(published, target).notes
+    assert len(notes) == (version != 2)
+    assert all("no head has a projection of its own" in note for note in notes)
+    assert_same_heads(import_heads(Medusa(), published, target), heads)
+    own = tiny_heads("medusa", target, num_heads=2)
+    published = change(publish(Medusa(), own), config={"version": version})
+    assert_same_heads(import_heads(Medusa(), published, target), own)
+    cut = {name: x for name, x in published.items() if name != "0.1.weight"}
+    message = refusal_of(Medusa(), Published("x", published.config, published.file, cut), target)
+    assert "tensor 0.1.weight is missing" in message
 
 
 class TestVllm:

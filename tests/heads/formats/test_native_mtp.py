@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from heads import DraftHeads
+from heads.kinds.mtp import MTPHeads
 from heads.modules.stock_layer import StockLayer
-from heads.mtp import MTPHeads
 from inference import Target, generate
 from inference.targets.encoding import encode
 from tests.heads.test_contract import Prefix, assert_scores, assert_tree_matches

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from heads import DraftHeads
 from heads.formats.registry import find_format
 from heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
-from heads.mtp import MTPHeads
+from heads.kinds.mtp import MTPHeads
 from inference import Target, generate
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.heads.test_contract import assert_same_tensors, config_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads, create_heads
-from heads.block import BlockHeads, default_loss_decay, spaced_feature_layers
+from heads.kinds.block import BlockHeads, default_loss_decay, spaced_feature_layers
 from heads.modules import layers as layers_module
 from inference import Target, chain, generate
 from inference.drafters.merged import MergedDrafter

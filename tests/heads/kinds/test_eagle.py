@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads, create_heads
-from heads.eagle import EagleHeads
+from heads.kinds.eagle import EagleHeads
 from inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.tiny_heads import tiny_heads

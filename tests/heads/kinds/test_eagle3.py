@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads, create_heads
-from heads.eagle3 import Eagle3Heads, default_feature_layers
+from heads.kinds.eagle3 import Eagle3Heads, default_feature_layers
 from inference import Target, generate
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads import create_heads
-from heads.hydra import HydraHeads
+from heads.kinds.hydra import HydraHeads
 from inference import Target
 from inference.targets.encoding import encode
 from tests.heads.kinds import slow_layer

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaModel
 
 from heads import create_heads
-from heads.kangaroo import KangarooHeads, default_exit_layer
+from heads.kinds.kangaroo import KangarooHeads, default_exit_layer
 from inference import DynamicTree, Target, chain, generate
 from inference.drafters.sampling import DraftSampling
 from inference.execution.step import DecodeStep

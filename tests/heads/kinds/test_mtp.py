@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heads import create_heads
-from heads.mtp import MTPHeads
+from heads.kinds.mtp import MTPHeads
 from inference import Target, generate
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heads import DraftHeads
-from heads.parallel import ParallelHeads
+from heads.kinds.parallel import ParallelHeads
 from inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm

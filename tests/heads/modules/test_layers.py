@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig
 
 from heads import create_heads
 from heads.config import decoder_settings
-from heads.eagle3 import Eagle3Config
+from heads.kinds.eagle3 import Eagle3Config
 from heads.modules.layers import DraftCache, RMSNorm, RotaryEmbedding, rotate
 from inference import Target
 from tests.tiny_targets import tiny_target

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.config import DEFAULT_ROPE, DraftHeadsConfig, check_attention_shape, decoder_settings
-from heads.medusa import ResidualBlock
+from heads.kinds.medusa import ResidualBlock
 from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
 from inference.drafters.base import DraftLogits

@@ -44,6 +44,7 @@ from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.checkpoint import refuse_differences
 from heads.config import DecoderConfig
 from heads.formats.native_mtp import read_native_modules
+from heads.formats.published import HUB_KEYS
 from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftCache
 from heads.modules.mtp_block import MTPBlock, Rows
@@ -158,14 +159,16 @@ class MTPHeads(DraftHeads):
 
         Args:
             path_or_hub_id: the target's checkpoint in safetensors.
-            **overrides: keys of `MTPConfig` (for example `zero_first_embedding=False`).
+            **overrides: keys of `MTPConfig` (for example `zero_first_embedding=False`), and keywords of a download
+                (`revision`, `subfolder`, `token`, ...).
 
         Raises:
             ValueError: there is no MTP module, or one that cannot be used, with the reason.
         """
         path = str(path_or_hub_id)
         target = Target.of(target)
-        native = read_native_modules(path, target)
+        hub = {key: overrides.pop(key) for key in HUB_KEYS if key in overrides}
+        native = read_native_modules(path, target, **hub)
         fixed = {"share_block", "stock_layer"} | (set() if native.settings["share_block"] else {"num_steps"})
         if refused := sorted(fixed & overrides.keys()):
             raise ValueError(f"{', '.join(refused)} cannot be set: the MTP modules of {path} decide; leave it out")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import EXTEND_CHUNK
-from heads.eagle3 import Eagle3Config, Eagle3Heads
+from heads.kinds.eagle3 import Eagle3Config, Eagle3Heads
 from heads.modules.anchors import draw_slots
 from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DecoderLayer, DraftAttention, DraftCache
