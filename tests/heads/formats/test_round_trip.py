@@ -48,6 +48,7 @@ REFUSED: dict[tuple[str, str], str] = {
         for name in ("vllm", "sglang")
         for index in range(3)
     },
+    ("sglang", "mtp-2"): "SGLang reads one module, and these heads have 4",
     ("speculators", "block-2"): "is_causal is true, and speculators' blocks see all of themselves",
     ("vllm", "block-2"): "these are read: DFlash .* and DSpark",
 }
