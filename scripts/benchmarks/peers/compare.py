@@ -188,28 +188,30 @@ def make_grid(rows: Sequence[dict[str, Any]]) -> Grid:
                 f"the authors' token and {ours} for ours"
             )
     legend = (
-        "Tokens per verify step, mean over prompts ± its standard error. Same settings: their tree and scores, "
+        "Tokens per verify step of all texts ± the standard error over prompts. Same settings: their tree and scores, "
         "uncoupled. Own settings: this library's tree of as many nodes, coupled at T = 1."
     )
     return Grid("Acceptance lengths beside the authors' own code", columns, cells, [*notes, legend])
 
 
 def run(args: CompareArguments, console: Console) -> Grid:
-    rows = []
+    """Measures all rows, then prints the table. The JSON file is written after each row."""
+    names = ("target", "prompts", "max_new_tokens", "num_seeds")
+    checkouts = {name: describe_checkout(path) for name in PEERS if (path := getattr(args, name)) is not None}
+    environment = {**describe_machine(torch.device("cpu")), **describe_program(), "checkouts": checkouts}
+    rows: list[dict[str, Any]] = []
+    content = {"environment": environment | {name: getattr(args, name) for name in names}, "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(args, Path(folder))
         for case in args.chosen():
             for temperature in (0.0, 1.0) if case.is_sampled else (0.0,):
                 rows.append(comparison.run(case, temperature))
                 console.print(f"done: {case.title}, T = {temperature:g}", highlight=False)
+                if args.json is not None:
+                    write_text(Path(args.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
     grid = make_grid(rows)
     grid.print(console)
     if args.json is not None:
-        names = ("target", "prompts", "max_new_tokens", "num_seeds")
-        checkouts = {name: describe_checkout(path) for name in PEERS if (path := getattr(args, name)) is not None}
-        environment = {**describe_machine(torch.device("cpu")), **describe_program(), "checkouts": checkouts}
-        content = {"environment": environment | {name: getattr(args, name) for name in names}, "rows": rows}
-        write_text(Path(args.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
         console.print(f"wrote {args.json}", markup=False, highlight=False)
     return grid
 

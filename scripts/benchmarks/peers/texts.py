@@ -43,16 +43,19 @@ def trim(text: Text, eos: int, max_new_tokens: int) -> Text:
 
 
 def mean_and_error(texts: Sequence[Text], num_seeds: int) -> tuple[float, float]:
-    """Mean over prompts of tokens per verify step, and its standard error.
+    """Tokens per verify step of all texts together, and the standard error of this ratio over prompts.
 
     Args:
         texts: `num_seeds` of each prompt, one prompt after the other.
     """
     prompts = [texts[place : place + num_seeds] for place in range(0, len(texts), num_seeds)]
     lengths = [[length for text in own for length in text.lengths] for own in prompts]
-    means = [statistics.fmean(own) for own in lengths if own]  # a text that ends at once has no step
-    error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0
-    return statistics.fmean(means), error
+    num_steps = sum(map(len, lengths))
+    mean = sum(map(sum, lengths)) / num_steps
+    if len(lengths) == 1:
+        return mean, 0.0
+    left = [sum(own) - mean * len(own) for own in lengths]  # of the ratio estimator, whose sum is 0
+    return mean, statistics.stdev(left) * len(left) ** 0.5 / num_steps
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

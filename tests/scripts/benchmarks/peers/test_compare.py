@@ -73,11 +73,11 @@ def test_lines_of_libraries_are_skipped() -> None:
     assert read_worker(output) == ({"torch": "2"}, [Text([5, 6], [2])])
 
 
-def test_each_prompt_counts_once() -> None:
-    """Prompt 1: five tokens in two steps of two texts. Prompt 2 ends at once with one seed."""
+def test_each_step_counts_once() -> None:
+    """Prompt 1: five tokens in two steps. Prompt 2: three tokens in two steps. The mean is 2, and each prompt is one
+    token off, which is half a token a step."""
     texts = [Text([1], [2]), Text([1], [3]), Text([1], []), Text([1], [1, 2])]
-    mean, error = mean_and_error(texts, 2)
-    assert (mean, error) == (2.0, pytest.approx(0.5))
+    assert mean_and_error(texts, 2) == (2.0, pytest.approx(0.5))
     assert mean_and_error(texts[:2], 2) == (2.5, 0.0)
 
 
