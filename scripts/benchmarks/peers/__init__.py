@@ -1,0 +1,1 @@
+"""Acceptance lengths beside those of the authors' own code."""

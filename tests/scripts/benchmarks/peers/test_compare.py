@@ -1,0 +1,160 @@
+"""compare.py: texts of both sides end alike, and a stand-in for the authors' code goes the whole way."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from inference.drafters.base import DraftLogits
+from inference.drafters.sampling import DraftSampling
+from scripts.benchmarks.peers import compare
+from scripts.benchmarks.peers.cases import AuthorsTree
+from scripts.benchmarks.peers.compare import make_grid
+from scripts.benchmarks.peers.exports import write_target
+from scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, read_worker, trim
+from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.tiny_targets import tiny_target
+
+EOS = 2
+
+# Their classes and generators, as the worker calls them: plain decoding, one token a step.
+STAND_IN = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+class EaModel(torch.nn.Module):
+    @classmethod
+    def from_pretrained(cls, use_eagle3, base_model_path, ea_model_path, torch_dtype, total_token, depth, top_k):
+        model = cls()
+        model.target = AutoModelForCausalLM.from_pretrained(base_model_path, dtype=torch_dtype)
+        model.eos = AutoTokenizer.from_pretrained(base_model_path).eos_token_id
+        assert torch.load(f"{ea_model_path}/pytorch_model.bin")
+        return model
+
+    def ea_generate(self, ids, temperature, max_new_tokens):
+        print("a line of a library")
+        for step in range(max_new_tokens + 1):
+            ids = torch.cat([ids, self.target(ids).logits[:, -1:].argmax(-1)], dim=1)
+            yield ids
+            if ids[0, -1] == self.eos:
+                break
+"""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit", "expected"),
+    [
+        ([2, 1, 3], 9, [2, 1]),  # the second step's bonus token is EOS: the step after it does not count
+        ([3, 1, 2], 9, [3]),  # EOS was known after the first step
+        ([1, 1, 4], 9, [1, 1, 4]),  # EOS was accepted; the tokens after it count, because the step emitted them
+        ([1, 1, 4], 3, [1, 1]),
+        ([1, 1, 4], 1, []),  # the prompt pass gave the only token
+    ],
+)
+def test_a_text_ends_where_ours_does(lengths: list[int], limit: int, expected: list[int]) -> None:
+    tokens = [5, 6, 7, EOS, 9, 9]
+    assert trim(Text(tokens, lengths), EOS, limit) == Text(tokens[: min(4, limit)], expected)
+
+
+def test_a_text_without_eos_ends_at_the_limit() -> None:
+    assert trim(Text([5, 6, 7, 8, 9], [2, 2, 1]), EOS, 4) == Text([5, 6, 7, 8], [2, 2])
+
+
+def test_lines_of_libraries_are_skipped() -> None:
+    output = 'Loading\n{"torch": "2"}\n[1]\n{"tokens": [5, 6], "lengths": [2]}\n'
+    assert read_worker(output) == ({"torch": "2"}, [Text([5, 6], [2])])
+
+
+def test_each_step_counts_once() -> None:
+    """Prompt 1: five tokens in two steps. Prompt 2: three tokens in two steps. The mean is 2, and each prompt is one
+    token off, which is half a token a step."""
+    texts = [Text([1], [2]), Text([1], [3]), Text([1], []), Text([1], [1, 2])]
+    assert mean_and_error(texts, 2) == (2.0, pytest.approx(0.5))
+    assert mean_and_error(texts[:2], 2) == (2.5, 0.0)
+
+
+def test_first_differences() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+
+
+def test_scores_and_width_are_the_authors() -> None:
+    logits = torch.tensor([[[0.0, 3.0, 1.0, 2.0, -1.0, 0.5]]])
+    tree = AuthorsTree(1, 3, 9).grow(None, None, torch.tensor([4]), DraftLogits(logits), DraftSampling())  # type: ignore[arg-type]
+    expected = logits[0, 0].log_softmax(-1)
+    assert tree.token_ids.tolist() == [[4, 1, 3, 2]]
+    torch.testing.assert_close(tree.log_probs[0, 1:], expected[[1, 3, 2]])
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    numbers = {name: {"mean": 2.5, "error": 0.25} for name in ("theirs", "same_settings", "own_settings")}
+    return {"case": "EAGLE-3", "temperature": 0.0, "num_texts": 3, "differences": [], **numbers, **changed}
+
+
+def test_the_table_shows_both_logits_of_a_difference() -> None:
+    found = [
+        {"prompt": "a", "place": 4, "logits": [1.25, 1.5]},
+        {"prompt": "b", "place": 2, "logits": [None, 1.0]},
+    ]
+    sampled = row(temperature=1.0)
+    del sampled["differences"]
+    grid = make_grid([row(), row(differences=found), sampled])
+    assert grid.cells[0] == ["EAGLE-3", "0", *["2.500 ± 0.250"] * 3, "3/3"]
+    assert [line[-1] for line in grid.cells] == ["3/3", "1/3", "–"]
+    assert "a differs at token 4; the target's logits are 1.250000" in grid.notes[0]
+    assert "are the end for the authors' token and 1.000000 for ours" in grid.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "nothing to compare: give --eagle"),
+        (["--eagle", "."], "both --eagle and --eagle_python"),
+        (["--eagle", ".", "--eagle_python", "python"], "no folder 'eagle'"),
+        (["--cases", "eagle4"], "got --cases eagle4; allowed are eagle3-60"),
+    ],
+)
+def test_wrong_options(options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"compare.py: .*{words}"):
+        compare.main(options)
+
+
+def test_other_targets_are_refused(tmp_path: Path) -> None:
+    from inference import Target
+
+    with pytest.raises(ValueError, match="the target is a gpt_neox with RoPE"):
+        write_target(Target(tiny_target("gpt_neox")), 0, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stand_in_goes_the_whole_way(chat_target: PreTrainedModel, tmp_path: Path) -> None:
+    package = tmp_path / "checkout" / "eagle" / "model"
+    package.mkdir(parents=True)
+    (package / "ea_model.py").write_text(STAND_IN)
+    args = compare.CompareArguments(
+        eagle=str(tmp_path / "checkout"),
+        eagle_python=sys.executable,
+        target=str(CHAT_TARGET),
+        heads=str(REPOSITORY / "examples" / "heads"),
+        prompts=str(REPOSITORY / "examples" / "prompts.jsonl"),
+        num_prompts=2,
+        max_new_tokens=12,
+        cases=["eagle-60"],
+        json=str(tmp_path / "out.json"),
+    )
+    grid = compare.run(args, Console(file=io.StringIO()))
+    assert grid.cells[0][2] == "1.000 ± 0.000"
+    assert grid.cells[0][-1] == "2/2"
+    (found,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert found["same_settings"]["mean"] > 1.5
+    assert found["differences"] == []
