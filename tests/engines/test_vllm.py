@@ -72,6 +72,7 @@ def test_p_eagle(
 
 BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "DFlash": ("vllm", {}),
+    "speculators": ("speculators", {}),
 }
 
 
