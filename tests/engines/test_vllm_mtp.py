@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from heads.mtp import MTPHeads
+from heads.kinds.mtp import MTPHeads
 from inference import Target
 from tests.engines.chains import compare_with_engine, write_texts
 from tests.engines.learning import learn_by_heart
