@@ -209,7 +209,7 @@ class BlockSpeculators(DFlash):
             "draft_vocab_size": target.vocab_size,
             "target_hidden_size": target.hidden_size,
             "sample_from_anchor": config.predicts_at_anchor,
-            "sliding_window_non_causal": False,
+            "sliding_window_non_causal": True,  # vLLM makes all layers causal where this is false
             "tie_word_embeddings": False,
             "transformer_layer_config": _write_shape(config, tensors),
             "speculators_config": {

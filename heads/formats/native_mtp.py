@@ -30,6 +30,8 @@ from inference.targets.target import Target
 # FastMTP (arXiv 2509.18362) fine-tunes a native module with three applications.
 DEFAULT_NUM_STEPS = 3
 OUTER_NORM = re.compile(r"blocks\.\d+\.(enorm|hnorm|norm)\.weight")
+# Families that transformers does not have, and whose layers they use.
+_LAYERS_OF = {"mimo": "qwen2"}
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -203,6 +205,7 @@ def _describe_layers(target: Target, num_blocks: int, names: list[str]) -> dict[
     if hasattr(config, "mlp_only_layers"):
         config.mlp_only_layers = [] if has_experts else list(range(num_blocks))
     settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    settings["model_type"] = _LAYERS_OF.get(config.model_type, config.model_type)
     settings.pop("quantization_config", None)  # the target's; its MTP tensors are read as they are
     return settings
 

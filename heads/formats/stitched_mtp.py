@@ -36,6 +36,8 @@ FAMILIES: dict[str, Naming] = {
     "qwen3_5_text": QWEN,
     "qwen3_5_moe_text": QWEN,
 }
+# Here vLLM (0.32) passes the state before the module's final norm on to the next depth, and SGLang the one after it.
+_PASSED_BEFORE_NORM_IN_VLLM = ("glm4_moe",)
 _FILE = "model-mtp.safetensors"
 _INDEX = "model.safetensors.index.json"
 _NOT_LINKED = ("config.json", "README.md", _INDEX, _FILE)
@@ -84,6 +86,7 @@ class VLLMMTP(Format):
     name: ClassVar[str] = "vllm"
     title: ClassVar[str] = "MTP modules in the target's own checkpoint"
     kinds = ("mtp",)
+    passed_before_norm: ClassVar[tuple[str, ...]] = _PASSED_BEFORE_NORM_IN_VLLM
 
     def matches(self, published: Published) -> bool:
         is_model = re.search("ForCausalLM|ForConditionalGeneration", published.architectures) is not None
@@ -96,6 +99,8 @@ class VLLMMTP(Format):
         settings = dict(native.settings)
         if settings["share_block"] and (steps := published.own_setting("num_steps")) is not None:
             settings["num_steps"] = steps
+        if (norm_output := published.own_setting("norm_output")) is not None:
+            settings["norm_output"] = norm_output
         wide = native.tensors.get("blocks.0.eh_proj.weight")
         # Norms come in float32, whatever the file has.
         tensors = {name: as_wide_as(x, wide) if OUTER_NORM.fullmatch(name) else x for name, x in native.tensors.items()}
@@ -124,13 +129,15 @@ class VLLMMTP(Format):
         if naming is DEEPSEEK:  # published checkpoints have copies, which some releases of the engines read
             written |= dict(_find_copies(target, num_blocks))
         settings = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-        settings |= {"num_nextn_predict_layers": num_blocks, OWN_KEY: {"num_steps": config.num_steps}}
+        own = {"num_steps": config.num_steps, "norm_output": config.norm_output}
+        settings |= {"num_nextn_predict_layers": num_blocks, OWN_KEY: own}
         replaced = {one for one in find_tensors(str(checkpoint)) if naming.has(one, target.num_layers)}
         return Stitched(
             settings,
             written,
             _FILE,
             (self.command(config),),
+            self.notes(config, target),
             checkpoint=checkpoint,
             replaced=frozenset(replaced),
         )
@@ -149,7 +156,12 @@ class VLLMMTP(Format):
                 "from the target's modules (heads.kinds.mtp.MTPHeads.from_target_checkpoint), or choose custom_generate"
             )
         naming = FAMILIES[family]
-        wrong = {name: value for name, value in naming.settings.items() if getattr(config, name) != value}
+        free = {"norm_output"} if family in self.passed_before_norm else set()
+        wrong = {
+            name: value
+            for name, value in naming.settings.items()
+            if name not in free and getattr(config, name) != value
+        }
         if wrong:
             raise ValueError(
                 f"engines run {family}'s MTP modules with "
@@ -158,6 +170,16 @@ class VLLMMTP(Format):
             )
         return naming
 
+    def notes(self, config: Any, target: Target) -> tuple[str, ...]:
+        family = target.text_config.model_type
+        if family not in self.passed_before_norm or config.num_steps == 1 or not config.norm_output:
+            return ()
+        return (
+            f"vLLM passes {family}'s state before the module's final norm on to the second draft and later ones, and "
+            "these heads were trained with the state after it (norm_output): fewer of these drafts are accepted. For "
+            "vLLM, train with norm_output false.",
+        )
+
     def command(self, config: Any) -> str:
         speculation = {"method": "mtp", "num_speculative_tokens": config.num_steps}
         return f"vllm serve {{heads}} --speculative-config '{json.dumps(speculation)}'"
@@ -165,6 +187,7 @@ class VLLMMTP(Format):
 
 class SGLangMTP(VLLMMTP):
     name = "sglang"
+    passed_before_norm = ()
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         num_blocks = 1 if config.share_block else config.num_steps

@@ -16,6 +16,7 @@ from inference.trees.token_tree import TokenTree
 
 # Two logits this close may change their order between two libraries' float32 arithmetic.
 NEAR_TIE = 1e-3
+LEAST_STEPS = 150
 
 
 class RecordedChain(DynamicTree):
@@ -29,6 +30,22 @@ class RecordedChain(DynamicTree):
         tree = super().grow(*args, **kwargs)
         self.drafts.append(tree.token_ids[0, 1:].tolist())
         return tree
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Prompts, and the target's greedy texts after them as transformers writes them."""
+
+    prompts: list[list[int]]
+    replies: list[list[int]]
+    max_new_tokens: int
+
+
+def write_texts(target: Target, prompts: list[list[int]], max_new_tokens: int) -> Texts:
+    model: Any = target.model
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    replies = [model.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts]
+    return Texts(prompts, replies, max_new_tokens)
 
 
 @dataclass
@@ -60,8 +77,24 @@ def decode_chains(
     return chains
 
 
+def compare_with_engine(heads: DraftHeads, texts: Texts, depth: int, result: dict[str, Any], name: str) -> None:
+    """An engine's texts, its drafts at every step, and its counts of accepted tokens at every position are ours."""
+    ours = decode_chains(heads.target, heads, texts.prompts, depth=depth, max_new_tokens=texts.max_new_tokens)
+    assert ours.texts == texts.replies
+    assert [text["tokens"] for text in result["texts"]] == ours.texts
+    differences = explain_differences(heads, texts.prompts, ours, [text["drafts"] for text in result["texts"]])
+    print(f"\n{name}: {ours.num_steps} steps, {len(differences)} with other drafts", *differences, sep="\n")
+    assert ours.num_steps >= LEAST_STEPS
+    histogram = ours.stats.accepted_histogram
+    per_position = [sum(histogram[position:]) for position in range(1, depth + 1)]
+    theirs = result["metrics"]["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    print("accepted per position:", per_position, theirs)
+    assert differences or theirs == per_position
+    assert all(per_position), "some position is never accepted, and proves little"
+
+
 def explain_differences(
-    target: Target, heads: DraftHeads, prompts: list[list[int]], ours: Chains, theirs: list[list[list[int]]]
+    heads: DraftHeads, prompts: list[list[int]], ours: Chains, theirs: list[list[list[int]]]
 ) -> list[str]:
     """One line for each step at which an engine drafted another token, with our two logits and their distance.
 
@@ -77,10 +110,10 @@ def explain_differences(
                 continue
             depth = next(d for d, pair in enumerate(zip(mine, drafted, strict=True)) if pair[0] != pair[1])
             certain = [*prompt, *text][:place]
-            logits = score_after(target, heads, certain, mine[:depth])
-            gap = float(logits[mine[depth]] - logits[drafted[depth]])
-            lines.append(f"step {step}, depth {depth + 1}: {mine} and {drafted}; logits {gap:.2e} apart")
-            assert abs(gap) < NEAR_TIE, lines[-1]
+            logits = score_after(heads, certain, mine[:depth])
+            one, other = logits[[mine[depth], drafted[depth]]].tolist()
+            lines.append(f"step {step}, depth {depth + 1}: {mine} and {drafted}; logits {one:.6f} and {other:.6f}")
+            assert abs(one - other) < NEAR_TIE, lines[-1]
     return lines
 
 
@@ -92,8 +125,9 @@ def _count_accepted(text: list[int], done: int, drafts: list[int]) -> int:
 
 
 @torch.no_grad()
-def score_after(target: Target, heads: DraftHeads, certain: list[int], drafted: list[int]) -> Tensor:
+def score_after(heads: DraftHeads, certain: list[int], drafted: list[int]) -> Tensor:
     """The heads' logits [V] after certain tokens and some drafted ones, from a state of their own."""
+    target = heads.target
     view = heads.for_target(target)
     ids = torch.tensor([certain])
     cache = target.new_cache(1, len(certain) + 8)

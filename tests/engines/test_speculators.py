@@ -6,41 +6,32 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from heads import DraftHeads
-from heads.formats.registry import find_format
 from inference import Target, generate
 from inference.targets.encoding import encode
 from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.engines.learning import load_trained
+from tests.engines.workers import find_python, run_worker
 
-PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
 NUM_STEPS, LENGTH, TRAIN_STEPS = 4, 128, 50
 LARGEST_ERROR = 2e-5
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(not PYTHON, reason="SPECULATORS_PYTHON names no Python with speculators: `make test-engines`"),
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 
-def run_speculators(job: dict[str, Any], folder: Path) -> tuple[torch.Tensor, dict[str, list[int]]]:
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    command = [PYTHON, str(Path(__file__).with_name("speculators_worker.py")), "job.json", "result.safetensors"]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
+def run_speculators(python: str, job: dict[str, Any], folder: Path) -> tuple[torch.Tensor, dict[str, list[int]]]:
+    path = run_worker(python, "speculators_worker.py", job, folder, "result.safetensors")
     names = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return load_file(folder / "result.safetensors")["logits"], names
+    return load_file(path)["logits"], names
 
 
 @torch.no_grad()
@@ -59,16 +50,15 @@ def write_states(target: Target, heads: DraftHeads, path: Path) -> tuple[torch.T
     return features, token_ids
 
 
-def test_forward_training_and_saved_files(tmp_path: Path) -> None:
-    target = Target(AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32).eval())
-    heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
-    heads.bind(target)
-    (tmp_path / "heads").mkdir()
-    find_format("speculators", "eagle3").write(heads.config, heads.state_dict(), target).save(tmp_path / "heads")
+def test_forward_training_and_saved_files(target: Target, exported: Callable[..., Path], tmp_path: Path) -> None:
+    python = find_python("SPECULATORS_PYTHON")
+    heads = load_trained("eagle3", target)
+    folder = exported(heads, "speculators")
     features, token_ids = write_states(target, heads, tmp_path / "states.safetensors")
     logits, names = run_speculators(
+        python,
         {
-            "heads": str(tmp_path / "heads"),
+            "heads": str(folder),
             "states": str(tmp_path / "states.safetensors"),
             "num_steps": NUM_STEPS,
             "train_steps": TRAIN_STEPS,
@@ -78,7 +68,7 @@ def test_forward_training_and_saved_files(tmp_path: Path) -> None:
     )
 
     # The target's own weights, which speculators holds too, are not in the file.
-    written = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / "heads/model.safetensors").items()}
+    written = {name: list(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     assert {name: shape for name, shape in names.items() if not name.startswith("verifier_")} == written
 
     with torch.no_grad():

@@ -3,8 +3,8 @@
     python vllm_worker.py JOB.json RESULT.json
 
 The job: target, heads (folders; heads null = the target by itself), method, num_drafts, prompts (token ids),
-max_new_tokens, options (of `speculative_config`). The result: the texts, each draft with the request it belongs to,
-and the accepted tokens per position as vLLM's metrics count them.
+max_new_tokens, options (of `speculative_config`), engine (further arguments of `LLM`). The result: the texts, each
+draft with the request it belongs to, and the accepted tokens per position as vLLM's metrics count them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def main() -> None:
         disable_log_stats=False,
         async_scheduling=False,
         **options,
+        **job.get("engine", {}),
     )
     drafts: list[list[int]] = []
     if job["method"]:

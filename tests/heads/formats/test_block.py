@@ -215,6 +215,13 @@ def test_other_settings_of_dspark(config: dict[str, Any], message: str, target: 
     assert message in refusal_of(DFlash(), change(published, config=config), target)
 
 
+def test_vllm_keeps_speculators_blocks_whole(target: Target) -> None:
+    """vLLM makes every layer causal where this key is false; speculators reads it for sliding windows only."""
+    heads = tiny_heads("block", target)
+    config = export_heads(BlockSpeculators(), heads).config
+    assert config["sliding_window_non_causal"] is True
+
+
 def test_a_reduced_vocabulary_of_speculators(target: Target) -> None:
     published = publish(BlockSpeculators(), tiny_heads("block", target, **FLASH))
     whole = {"d2t": torch.zeros(128, dtype=torch.long), "t2d": torch.ones(128, dtype=torch.bool)}

@@ -52,7 +52,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def tiny_mixture(family: str) -> PreTrainedModel:
+def tiny_mixture(family: str, **changes: Any) -> PreTrainedModel:
     """A target of experts, with latent attention (DeepSeek-V3) or without (GLM-4-MoE)."""
     torch.manual_seed(0)
     if family == "deepseek_v3":
@@ -64,8 +64,9 @@ def tiny_mixture(family: str) -> PreTrainedModel:
             "v_head_dim": 6,
             "num_key_value_heads": 4,
         }
-        return DeepseekV3ForCausalLM(DeepseekV3Config(**SHAPE, **latent)).eval()
-    return Glm4MoeForCausalLM(Glm4MoeConfig(**SHAPE, head_dim=8, num_key_value_heads=2)).eval()
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SHAPE, **latent, **changes})).eval()
+    heads = {"head_dim": 8, "num_key_value_heads": 2}
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**{**SHAPE, **heads, **changes})).eval()
 
 
 @dataclass
@@ -91,8 +92,9 @@ def random_modules(model: PreTrainedModel, count: int) -> list[Module]:
             for name, buffer in layer.named_buffers():
                 if "e_score_correction_bias" in name:
                     buffer.copy_(torch.randn(buffer.shape))
-        parts = {name: 1 + 0.2 * torch.randn(32) for name in ("enorm", "hnorm", "norm")}
-        modules.append(Module({**parts, "eh_proj": torch.randn(32, 64) / 8}, layer))
+        size = decoder.config.hidden_size
+        parts = {name: 1 + 0.2 * torch.randn(size) for name in ("enorm", "hnorm", "norm")}
+        modules.append(Module({**parts, "eh_proj": torch.randn(size, 2 * size) / 8}, layer))
     return modules
 
 
@@ -327,6 +329,17 @@ def test_native_heads_can_be_trained_further(tmp_path: Path) -> None:
         torch.stack([step.head(step.hidden).square().mean() for step in steps]).sum().backward()
     for name, parameter in heads.named_parameters():
         assert parameter.grad is not None, name
+
+
+def test_layers_of_mimo_are_those_of_qwen2(tmp_path: Path) -> None:
+    """transformers has no MiMo, whose own code says `model_type: mimo`."""
+    case = CASES["mimo"]
+    model, _, _ = load(case, tmp_path)
+    model.config.model_type = "mimo"
+    heads = MTPHeads.from_target_checkpoint(tmp_path, Target(model))
+    heads.save_pretrained(tmp_path / "heads")
+    assert heads.config.stock_layer["model_type"] == "qwen2"
+    assert DraftHeads.from_pretrained(tmp_path / "heads").config.stock_layer["model_type"] == "qwen2"
 
 
 def test_a_bfloat16_target_gets_bfloat16_heads(tmp_path: Path) -> None:

@@ -130,6 +130,39 @@ def test_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
     assert_same_tensors(dict(heads.state_dict()), dict(found.state_dict()))
 
 
+class TestStateOfLaterDepths:
+    """vLLM gives depth 1 of GLM-4-MoE the state before the module's final norm; all others the state after it."""
+
+    def write(self, family: str, format_name: str, folder: Path, **overrides: Any) -> Any:
+        model = tiny_mixture(family)
+        path = write_checkpoint(model, name_as_deepseek(random_modules(model, 1), 2), folder)
+        heads = MTPHeads.from_target_checkpoint(path, load_target(path), **overrides)
+        return find_format(format_name, "mtp").write(heads.config, heads.state_dict(), heads.target)
+
+    def test_the_trained_state_is_noted_where_vllm_passes_another(self, tmp_path: Path) -> None:
+        (note,) = self.write("glm4_moe", "vllm", tmp_path).notes
+        assert "For vLLM, train with norm_output false" in note
+
+    @pytest.mark.parametrize("overrides", [{"norm_output": False}, {"num_steps": 1}], ids=str)
+    def test_nothing_is_noted_where_it_is_the_same(self, overrides: dict[str, Any], tmp_path: Path) -> None:
+        assert self.write("glm4_moe", "vllm", tmp_path, **overrides).notes == ()
+
+    @pytest.mark.parametrize(("family", "name"), [("glm4_moe", "sglang"), ("deepseek_v3", "vllm")])
+    def test_elsewhere_only_one_state_is_served(self, family: str, name: str, tmp_path: Path) -> None:
+        assert self.write(family, name, tmp_path).notes == ()
+        with pytest.raises(ValueError, match=r"norm_output True \(these heads: False\)"):
+            self.write(family, name, tmp_path, norm_output=False)
+
+    def test_it_comes_back(self, tmp_path: Path) -> None:
+        model = tiny_mixture("glm4_moe")
+        path = write_checkpoint(model, name_as_deepseek(random_modules(model, 1), 2), tmp_path / "target")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(path)
+        heads = MTPHeads.from_target_checkpoint(path, load_target(path), norm_output=False)
+        found = DraftHeads.from_pretrained(export(heads, tmp_path / "out"), target=heads.target)
+        assert config_of(found)["norm_output"] is False
+
+
 class TestRefusals:
     def test_a_target_whose_family_has_no_mtp(self) -> None:
         heads: Any = tiny_heads("mtp", Target(tiny_target("llama")))

@@ -1,0 +1,64 @@
+"""The embedded target with prompts and its own texts, and vLLM in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heads import DraftHeads
+from heads.formats.registry import find_format
+from inference import Target
+from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.engines.chains import Texts, write_texts
+from tests.engines.workers import find_python, run_worker
+
+NUM_PROMPTS, MAX_NEW_TOKENS = 12, 64
+
+
+@pytest.fixture(scope="session")
+def target(chat_target: Any) -> Target:
+    return Target(chat_target)
+
+
+@pytest.fixture(scope="session")
+def texts(target: Target, chat_tokenizer: Any) -> Texts:
+    """Prompts, and what transformers writes after them."""
+    lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
+    turns = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
+    prompts = [chat_tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]
+    return write_texts(target, prompts, MAX_NEW_TOKENS)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    return find_python("VLLM_PYTHON")
+
+
+@pytest.fixture
+def run_vllm(vllm_python: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs vllm_worker.py; its job is these settings, with the given ones in place of them."""
+
+    def run(**job: Any) -> dict[str, Any]:
+        usual = {"target": str(CHAT_TARGET), "heads": None, "method": None, "max_length": 512}
+        path = run_worker(vllm_python, "vllm_worker.py", {**usual, **job}, tmp_path, "result.json")
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return result
+
+    return run
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Callable[..., Path]:
+    """Writes bound heads in a format; returns the folder."""
+
+    def export(heads: DraftHeads, name: str = "vllm") -> Path:
+        folder = tmp_path / "exported"
+        folder.mkdir()
+        find_format(name, heads.config.head_type).write(heads.config, heads.state_dict(), heads.target).save(folder)
+        return folder
+
+    return export
