@@ -137,7 +137,7 @@ class VLLMMTP(Format):
             written,
             _FILE,
             (self.command(config),),
-            self.notes(config, target),
+            notes=self.notes(config, target),
             checkpoint=checkpoint,
             replaced=frozenset(replaced),
         )

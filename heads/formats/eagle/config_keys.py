@@ -7,6 +7,7 @@ A key that may change the maths is refused by its name, unless its value changes
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from transformers import LlamaConfig
@@ -21,7 +22,7 @@ _MATHS = re.compile(
     "|window|swa|chunk|bidirectional|parallel_(attn|residual)|quantization"
 )
 # Keys that scale the attention's scores, as functions of the size of a head; then they change nothing.
-_ATTENTION_SCALES = {
+_ATTENTION_SCALES: dict[str, Callable[[int], float]] = {
     "attention_multiplier": lambda head_dim: head_dim**-0.5,
     "attn_scale": lambda head_dim: head_dim**-0.5,
     "softmax_scale": lambda head_dim: head_dim**-0.5,
@@ -59,5 +60,6 @@ def _is_neutral(key: str, value: Any, head_dim: int) -> bool:
     if not isinstance(value, int | float) or value is True:
         return False
     if (usual := _ATTENTION_SCALES.get(key)) is not None:
-        return abs(value - usual(head_dim)) <= 1e-6 * usual(head_dim)
+        needed = usual(head_dim)
+        return abs(value - needed) <= 1e-6 * needed
     return value == 1

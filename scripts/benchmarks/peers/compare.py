@@ -35,9 +35,9 @@ from scripts.benchmarks.peers.texts import Text, first_difference, mean_and_erro
 from scripts.measuring.environment import describe_machine, describe_program
 from scripts.measuring.measure import Prompt, load_prompts
 from scripts.measuring.render import Grid
-from scripts.model_loading import load_heads, load_target
-from scripts.one_line_errors import one_line_errors
-from scripts.whole_files import write_text
+from scripts.shared.model_loading import load_heads, load_target
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 
