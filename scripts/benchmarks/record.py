@@ -45,6 +45,7 @@ class RecordArguments:
     seed: int = field(default=8, metadata={"help": "Seed of the sampling."})
     max_new_tokens: int = field(default=96, metadata={"help": "Longest reply in tokens."})
     dtype: str = field(default="float32", metadata={"help": "Dtype of target and heads."})
+    threads: int = field(default=1, metadata={"help": "CPU threads."})
     slow_down: float = field(default=8.0, metadata={"help": "Seconds of the picture per measured second."})
     output: str = field(default="docs/images/demo.svg", metadata={"help": "The SVG file to write."})
 
@@ -52,6 +53,7 @@ class RecordArguments:
 def main() -> None:
     with one_line_errors("record.py"):
         (args,) = ProgramParser([RecordArguments], doc=__doc__).read()
+        torch.set_num_threads(args.threads)
         target, tokenizer = load_target(args.target, dtype=args.dtype)
         heads = load_heads(args.heads, target)
         input_ids = encode_messages(tokenizer, [{"role": "user", "content": args.prompt}]).to(target.device)
@@ -176,5 +178,4 @@ def _text(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
     main()
