@@ -14,6 +14,7 @@ import shlex
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -82,7 +83,7 @@ def run(args: ExportArguments) -> None:
         exported = replace(exported, notes=(*exported.notes, _ADAPTER_NOTE))
     if args.push_to_hub and exported.not_uploaded:
         raise ValueError(f"--push_to_hub is not possible: {exported.not_uploaded}")
-    # What other people read names no folder of this machine.
+    # A card that other people read names no folder of this machine.
     is_public = args.push_to_hub or known.needs_this_library
     card = render_serving_card(
         exported,
@@ -121,8 +122,10 @@ def find_output(args: ExportArguments) -> Path:
         return check_new_folder(args.output)
     except ValueError as error:
         folder = Path(args.output)
-        is_complete = (folder / "README.md").is_file() and not (folder / SCRATCH).exists()
-        if args.push_to_hub and is_complete:
+        card = folder / "README.md"
+        is_export = card.is_file() and f"in the format `{args.format}`" in card.read_text(encoding="utf-8")
+        has_others = any(one.name == SCRATCH or one.is_symlink() for one in folder.glob("*"))
+        if args.push_to_hub and is_export and not has_others:
             raise ValueError(f"{error}. To upload what is there: {upload_command(args)}") from error
         raise
 
@@ -154,10 +157,17 @@ def write_checked(
         again: DraftHeads = DraftHeads.from_pretrained(scratch, target=target)
         mine, theirs = heads.state_dict(), again.state_dict()
         changed = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]
-        settings, others = heads.config.to_dict(), again.config.to_dict()
-        changed += [key for key in settings if key not in _NOTES and settings[key] != others.get(key)]
+        settings, others = (_without_notes(one.config.to_dict()) for one in (heads, again))
+        changed += [key for key in settings if settings[key] != others.get(key)]
         if changed:
             raise ValueError(f"{known.title} does not give {', '.join(changed)} back: please report this")
+
+
+def _without_notes(value: Any) -> Any:
+    """A config without `_NOTES`, which a config inside it (`stock_layer`) has as well."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_notes(one) for key, one in value.items() if key not in _NOTES}
 
 
 if __name__ == "__main__":

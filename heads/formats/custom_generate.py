@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from importlib.metadata import version
 from typing import Any
 
+from packaging.version import Version
 from torch import Tensor
 
 from heads.config import public_name
@@ -64,8 +64,9 @@ class CustomGenerateFolder(Format):
 
 
 def _require_this_release() -> str:
-    """transformers reads versions of digits and dots only. A development version comes before its release, so the
-    release is the nearest bound."""
-    installed = version("draftsmith")
-    release = re.sub(r"[^\d.].*", "", installed).rstrip(".")
-    return f"draftsmith{'==' if release == installed else '<='}{release}\n"
+    """transformers reads versions of digits and dots only. For others, such as development versions, the release is the
+    nearest bound."""
+    installed = Version(version("draftsmith"))
+    release = installed.base_version
+    sign = "==" if str(installed) == release else "<=" if installed.is_prerelease else ">="
+    return f"draftsmith{sign}{release}\n"

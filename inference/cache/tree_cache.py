@@ -295,10 +295,11 @@ class TreeCache(Cache):
         # Rows that are in place already stay.
         moved = [place for place, row in enumerate(rows.tolist()) if source is not self or place != row]
         places = torch.tensor(moved, dtype=torch.long, device=rows.device)
-        for plane, other in zip((*self._keys, *self._values), others if moved else (), strict=bool(moved)):
-            # Plane by plane, so that the gathered copy is only as large as one plane.
-            gathered = other[:, :, :width].index_select(0, rows[places].to(other.device))
-            plane[:, :, :width].index_copy_(0, places.to(plane.device), gathered)
+        if moved:
+            for plane, other in zip((*self._keys, *self._values), others, strict=True):
+                # Plane by plane, so that the gathered copy is only as large as one plane.
+                gathered = other[:, :, :width].index_select(0, rows[places].to(other.device))
+                plane[:, :, :width].index_copy_(0, places.to(plane.device), gathered)
         self.clear_from(width)
         self.lengths.copy_(lengths)
         self.length_bound = width

@@ -61,7 +61,7 @@ def test_the_way_of_published_heads(target: Target, texts: Texts, run_vllm: Call
     write_as_specforge(theirs, published)
 
     words = ["--checkpoint", str(published), "--target", str(CHAT_TARGET), "--output", str(imported)]
-    assert import_heads.main([*words, "--settings", f"feature_layers={list(theirs.feature_layers)}"]) == 0
+    assert import_heads.main(words) == 0  # the usual layers, counted from the layer after
     heads: DraftHeads = DraftHeads.from_pretrained(imported, dtype=torch.float32)
     found = decode_chains(target, heads.bind(target), texts.prompts, **options)
     assert found.texts == texts.replies

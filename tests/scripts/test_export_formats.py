@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_mtp_in_the_targets_checkpoint(tmp_path: Path, chat_tokenizer: Any) -> N
     source = load_target(tmp_path / "target")
     native = write_checkpoint(model, name_as_deepseek(random_modules(model, 1), 2), tmp_path / "native")
     MTPHeads.from_target_checkpoint(native, source).save_pretrained(tmp_path / "heads")
-    call(export_heads, heads=tmp_path / "heads", target=tmp_path / "target", format="vllm", output=tmp_path / "out")
+    shutil.copytree(tmp_path / "target", tmp_path / "moved")  # the heads' own layer still names the first place
+    call(export_heads, heads=tmp_path / "heads", target=tmp_path / "moved", format="vllm", output=tmp_path / "out")
     files = {file.name: file.is_symlink() for file in (tmp_path / "out").iterdir()}
     assert files["model-target.safetensors"]
     assert files["tokenizer.json"]

@@ -153,10 +153,11 @@ class HiddenStates:
         return f"Start it with: {self.wanted.serve_command()}"
 
     def _too_long(self, length: int, most: str) -> str:
-        return (
-            f"{self.client.url} takes prompts of {most} tokens at most, and the longest text has {length}: start it "
-            f"with --max-model-len {length + 1}, or give a smaller --max_length here and in training"
-        )
+        limit = self.wanted.length_limit
+        cure = f"give a smaller --max_length here and in training (one token of {limit} is generated)"
+        if limit is None or length < limit:
+            cure = f"start it with --max-model-len {length + 1}, or give a smaller --max_length here and in training"
+        return f"{self.client.url} takes prompts of {most} tokens at most, and the longest text has {length}: {cure}"
 
 
 def _take_file(path: Path) -> dict[str, Tensor]:

@@ -208,10 +208,10 @@ def read_own_settings(reading: Reading, names: tuple[str, ...]) -> dict[str, Any
 
 def read_biases(reading: Reading, layer: str) -> dict[str, bool]:
     """Settings of attention biases: what the config says, or what the tensors of `layer` have."""
-    has_all = reading.flag("attention_bias")
+    has_all, has_qkv = reading.flag("attention_bias"), reading.flag("qkv_bias")
     names = {name: f"{layer}self_attn.{name}_proj.bias" for name in "qkvo"}
     return {
-        "qkv_bias": has_all or reading.flag("qkv_bias") or any(names[name] in reading.tensors for name in "qkv"),
+        "qkv_bias": has_all or has_qkv or any(names[name] in reading.tensors for name in "qkv"),
         "o_bias": has_all or names["o"] in reading.tensors,
     }
 

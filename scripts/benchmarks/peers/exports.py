@@ -51,4 +51,4 @@ def write_heads(heads: DraftHeads, target: Target, form: str, folder: Path) -> N
     exported = find_format(form, heads.config.head_type).write(heads.config, heads.state_dict(), target)
     named = {name: "target" for name in exported.config if name == "base_model_name_or_path"}  # Medusa reads it
     folder.mkdir()
-    replace(exported, config={**exported.config, **named}).save(folder, str(folder))
+    replace(exported, config={**exported.config, **named}).save(folder)
