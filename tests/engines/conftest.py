@@ -14,7 +14,7 @@ from heads.formats.registry import find_format
 from inference import Target
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.chains import Texts, write_texts
-from tests.engines.workers import find_python, run_worker
+from tests.engines.environments.running import find_python, run_worker
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 12, 64
 

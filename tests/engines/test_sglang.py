@@ -44,7 +44,7 @@ def load_into_sglang(folder: Path, target: Path, algorithm: str, **environment: 
     """What its worker found out, and the parameters of its draft model."""
     job = {"target": str(target), "heads": str(folder / "heads"), "algorithm": algorithm}
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    command = [PYTHON, str(Path(__file__).with_name("sglang_worker.py")), "job.json", "."]
+    command = [PYTHON, str(Path(__file__).with_name("environments") / "sglang_worker.py"), "job.json", "."]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     run = subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]

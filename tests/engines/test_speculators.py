@@ -19,8 +19,8 @@ from heads import DraftHeads
 from inference import Target, generate
 from inference.targets.encoding import encode
 from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.engines.environments.running import find_python, run_worker
 from tests.engines.learning import load_trained
-from tests.engines.workers import find_python, run_worker
 
 NUM_STEPS, LENGTH, TRAIN_STEPS = 4, 128, 50
 LARGEST_ERROR = 2e-5

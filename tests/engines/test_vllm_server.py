@@ -16,7 +16,7 @@ from heads import DraftHeads
 from heads.formats.registry import find_format
 from inference import Target, generate
 from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.engines.vllm_server import VLLM_PYTHON, running_server
+from tests.engines.environments.vllm_server import VLLM_PYTHON, running_server
 
 NUM_CLIENTS, MAX_TOKENS = 8, 48
 

@@ -1,0 +1,1 @@
+"""What runs in the engines' own environments, and how it is run there."""
