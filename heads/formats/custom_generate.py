@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import version
 from typing import Any
 
-from packaging.version import Version
 from torch import Tensor
 
 from heads.config import public_name
@@ -66,7 +66,7 @@ class CustomGenerateFolder(Format):
 def _require_this_release() -> str:
     """transformers reads versions of digits and dots only. For others, such as development versions, the release is the
     nearest bound."""
-    installed = Version(version("draftsmith"))
-    release = installed.base_version
-    sign = "==" if str(installed) == release else "<=" if installed.is_prerelease else ">="
-    return f"draftsmith{sign}{release}\n"
+    installed = version("draftsmith")
+    release = re.sub(r"[^\d.].*", "", installed).rstrip(".")
+    is_before = re.search(r"(a|b|rc|dev)\d", installed.partition("+")[0])
+    return f"draftsmith{'==' if release == installed else '<=' if is_before else '>='}{release}\n"

@@ -40,7 +40,7 @@ class RecordArguments:
     target: str = field(default="examples/chat-13m", metadata={"help": "The target: a folder or a hub id."})
     heads: str = field(default="examples/heads/eagle3", metadata={"help": "Draft heads: a folder or a hub id."})
     prompt: str = field(default="What do you think about football?", metadata={"help": "The prompt."})
-    tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree."})
+    tree: str = field(default="dynamic:3,2,6", metadata={"help": "Token tree."})
     temperature: float = field(default=0.7, metadata={"help": "Sampling temperature; 0 = greedy."})
     seed: int = field(default=8, metadata={"help": "Seed of the sampling."})
     max_new_tokens: int = field(default=96, metadata={"help": "Longest reply in tokens."})
@@ -67,7 +67,7 @@ def main() -> None:
             raise ValueError("the two texts differ: the dtype is too narrow for this prompt; give --dtype float32")
         name = Path(args.heads).name
         machine = describe_machine(target.device)
-        hardware = f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads, {args.dtype}"
+        hardware = f"{machine['gpu'] or machine['cpu']}, {args.threads} thread{'s' * (args.threads > 1)}, {args.dtype}"
         picture = draw(recordings, tokenizer, ["plain decoding, compiled", f"{name} heads, compiled"], args, hardware)
         write_text(Path(args.output), picture)
         print(
