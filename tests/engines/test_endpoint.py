@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.engines.environments.vllm_server import VLLM_PYTHON, running_server
+from tests.engines.environments.servers import VLLM_PYTHON, running_vllm
 from tests.training.runner import Runner
 from training.features.extraction import extract_features
 from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
@@ -60,7 +60,7 @@ def test_vllm_gives_our_states(
     caplog.set_level(logging.INFO, "training.features")
     words = find_command(tmp_path / "shared", monkeypatch)
     total = extract(tmp_path / "local")
-    with running_server(words, tmp_path / "log", modules=Path(__file__).with_name("environments")) as address:
+    with running_vllm(words, tmp_path / "log", modules=Path(__file__).with_name("environments")) as address:
         options = {"endpoint": f"{address}/v1", "shared_folder": tmp_path / "shared"}
         assert extract(tmp_path / "remote", **options) == total
         (tmp_path / "remote/shard-00001.safetensors").unlink()

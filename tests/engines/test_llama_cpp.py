@@ -8,16 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import pytest
 import torch
@@ -28,6 +22,7 @@ from heads.formats.registry import find_format
 from inference import Target
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.chains import decode_chains
+from tests.engines.environments.servers import running_server
 from tests.heads.formats.test_llama_cpp_converter import CHECKOUT, convert, copy_target
 
 SERVER = os.environ.get("LLAMA_SERVER", "")
@@ -52,35 +47,11 @@ class Counts:
     accepted: int
 
 
-@contextmanager
-def running_server(target: Path, heads: Path, log: Path) -> Iterator[str]:
-    """The address of a server on this machine that computes in float32; it is stopped afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def command(target: Path, heads: Path) -> list[str]:
+    """Starts a server that computes in float32."""
     words = f"-m {target} -md {heads} --spec-type draft-eagle3 --spec-draft-n-max {DEPTH} --spec-draft-p-min 0"
     words += " --cache-type-k f32 --cache-type-v f32 --spec-draft-type-k f32 --spec-draft-type-v f32 --flash-attn off"
-    words += f" --ctx-size 512 --parallel 1 --threads 1 --threads-draft 1 --host 127.0.0.1 --port {port}"
-    with (
-        log.open("w", encoding="utf-8") as lines,
-        subprocess.Popen([SERVER, *words.split()], stdout=lines, stderr=subprocess.STDOUT) as server,
-    ):
-        try:
-            wait_for(f"http://127.0.0.1:{port}/health", server, log)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(300):
-        assert server.poll() is None, log.read_text(encoding="utf-8")[-4000:]
-        try:
-            with urllib.request.urlopen(url):
-                return
-        except URLError:
-            time.sleep(1)
-    pytest.fail(f"the server did not answer: {log.read_text(encoding='utf-8')[-4000:]}")
+    return [SERVER, *words.split(), *["--ctx-size", "512", "--parallel", "1", "--threads", "1", "--threads-draft", "1"]]
 
 
 def complete(address: str, prompt: list[int]) -> Counts:
@@ -131,7 +102,7 @@ def test_the_server_drafts_as_we_do(target: Target, prompts: list[list[int]], tm
     known = find_format("gguf", heads.config.head_type).with_target_file(str(target_file))
     (tmp_path / "heads").mkdir()
     known.write(heads.config, heads.state_dict(), target).save(tmp_path / "heads")
-    with running_server(target_file, tmp_path / "heads/eagle3.gguf", tmp_path / "log") as address:
+    with running_server(command(target_file, tmp_path / "heads/eagle3.gguf"), tmp_path / "log", {}) as address:
         served = [complete(address, prompt) for prompt in prompts]
 
     ours = decode_chains(target, heads, prompts, depth=DEPTH, max_new_tokens=MAX_NEW_TOKENS)

@@ -16,7 +16,7 @@ from heads import DraftHeads
 from heads.formats.registry import find_format
 from inference import Target, generate
 from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.engines.environments.vllm_server import VLLM_PYTHON, running_server
+from tests.engines.environments.servers import VLLM_PYTHON, running_vllm
 
 NUM_CLIENTS, MAX_TOKENS = 8, 48
 
@@ -40,7 +40,7 @@ def test_eight_clients_stream_the_targets_texts(tmp_path: Path) -> None:
     speculation = {"method": "eagle3", "model": str(tmp_path / "heads"), "num_speculative_tokens": 4}
     words = [str(CHAT_TARGET), "--served-model-name", "target", "--speculative-config", json.dumps(speculation)]
     words += ["--dtype", "float32", "--max-model-len", "512"]
-    with running_server(words, tmp_path / "log") as address:
+    with running_vllm(words, tmp_path / "log") as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
 
         def stream(messages: list[dict[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Runs vLLM's OpenAI-compatible server on the CPU."""
+"""Runs an engine's server on the CPU."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import URLError
 
 import pytest
 
+from tests.engines.environments.running import clean_environment
+
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
-ENVIRONMENT = {
+VLLM_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -24,26 +26,31 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def running_server(words: Sequence[str], log: Path, *, modules: Path | None = None) -> Iterator[str]:
+def running_vllm(words: Sequence[str], log: Path, *, modules: Path | None = None) -> Iterator[str]:
     """The address of `vllm serve WORDS` on this machine; it is stopped afterwards.
 
     Args:
         modules: a folder of modules that the server imports.
     """
+    target, *options = words
+    # The build for CPUs has no `vllm` command.
+    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options, "--enforce-eager"]
+    variables = VLLM_VARIABLES if modules is None else {**VLLM_VARIABLES, "PYTHONPATH": str(modules)}
+    with running_server(command, log, variables) as address:
+        yield address
+
+
+@contextmanager
+def running_server(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> Iterator[str]:
+    """The address of the server that `command --host HOST --port PORT` starts; it is stopped afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | ENVIRONMENT
-    if modules is not None:
-        environment["PYTHONPATH"] = str(modules)
-    target, *options = words
-    # The build for CPUs has no `vllm` command.
-    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options]
     with (
         log.open("w", encoding="utf-8") as lines,
         subprocess.Popen(
-            [*command, "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)],
-            env=environment,
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            env={**clean_environment(), **variables},
             cwd=log.parent,
             stdout=lines,
             stderr=subprocess.STDOUT,
