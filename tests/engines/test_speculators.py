@@ -78,8 +78,8 @@ def test_forward_training_and_saved_files(target: Target, exported: Callable[...
         print(f"step {number + 1}: logits differ by at most {error:.1e}")
         assert error < LARGEST_ERROR
 
-    trained = DraftHeads.from_pretrained(tmp_path / "saved", target=target)
-    saved = load_file(tmp_path / "saved/model.safetensors")
+    trained = DraftHeads.from_pretrained(tmp_path / "saved/0", target=target)
+    saved = load_file(tmp_path / "saved/0/model.safetensors")
     for name, tensor in trained.state_dict().items():
         assert torch.equal(tensor, saved[name.replace("midlayer.", "layers.0.")]), name
     assert not torch.equal(trained.state_dict()["fc.weight"], heads.state_dict()["fc.weight"])

@@ -3,8 +3,8 @@
     python speculators_worker.py JOB.json RESULT.safetensors
 
 The job: heads (a folder), states (a safetensors file with features [T, 3D], last_hidden [T, D] and token_ids [T + 1]),
-num_steps of the unroll, and, to train, train_steps and saved (a folder for `save_pretrained`). The result: the logits
-of each step, [num_steps, T, Vd], before training. The names of the model's tensors go to RESULT.json beside it.
+num_steps of the unroll, and, to train, train_steps and saved (a folder for the trainer's checkpoints). The result: the
+logits of each step, [num_steps, T, Vd], before training. The names of the model's tensors go to RESULT.json beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel
 from speculators.config import SpeculatorModelConfig
 from speculators.losses.utils import resolve_loss_config
+from speculators.train import distributed
+from speculators.train.trainer import Trainer, TrainerConfig
+from torch.utils.data import DataLoader
 
 
 def main() -> None:
@@ -42,26 +45,26 @@ def main() -> None:
     names = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     Path(sys.argv[2]).with_suffix(".json").write_text(json.dumps(names), encoding="utf-8")
     if job["train_steps"]:
-        train(model, inputs, states["last_hidden"], job["train_steps"])
-        model.save_pretrained(job["saved"])
+        train(model, inputs, states["last_hidden"], job["train_steps"], job["saved"])
 
 
-def train(model: Any, inputs: dict[str, Any], last_hidden: torch.Tensor, num_steps: int) -> None:
-    """Steps of Adam with the model's own loss."""
+def train(model: Any, inputs: dict[str, Any], last_hidden: torch.Tensor, num_steps: int, folder: str) -> None:
+    """Steps of its trainer, which saves into `folder`/0. It names the devices of accelerators only."""
+    distributed._local_rank = "cpu"
+    torch.accelerator.synchronize = lambda: None
     model.load_verifier_weights()
     losses = resolve_loss_config("kl_div", implementation="eager")  # the fused ones are Triton's
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    model.train()
-    for _ in range(num_steps):
-        output = model(
-            **inputs,
-            loss_mask=torch.ones_like(inputs["input_ids"], dtype=torch.bool),
-            verifier_last_hidden_states=last_hidden[None],
-            loss_config=losses,
-        )
-        optimizer.zero_grad()
-        output[1].backward()
-        optimizer.step()
+    batch = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
+    batch |= {
+        "loss_mask": torch.ones_like(inputs["input_ids"], dtype=torch.bool),
+        "verifier_last_hidden_states": last_hidden[None],
+        "error_records": 0,
+    }
+    options = {"ttt_steps": inputs["ttt_steps"], "loss_config": losses}
+    config = TrainerConfig(
+        lr=1e-3, num_epochs=1, save_path=folder, train_call_kwargs=options, hidden_states_dtype=torch.float32
+    )
+    Trainer(model, config, DataLoader([batch] * num_steps, batch_size=None)).run_training()
 
 
 if __name__ == "__main__":
