@@ -70,4 +70,5 @@ class _DraftingModel:
         kwargs = {"tokenizer": self._pipeline.tokenizer, **kwargs}  # for stop strings
         output = self._pipeline.decoder.generate(input_ids, attention_mask, **kwargs)
         self._pipeline.stats += output.stats
-        return output
+        # The pipeline of transformers 5.4 cannot split a batch of outputs that have other fields than tensors.
+        return output.sequences if output.scores is None and output.logits is None else output

@@ -150,11 +150,6 @@ def test_heads_that_are_not_there_are_to_be_named(model: Any, folder: str) -> No
         run(model, folder, inputs, **GREEDY, heads="nowhere/at/all")
 
 
-def test_trust_is_needed(model: Any, folder: str) -> None:
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        model.generate(random_prompt(7), custom_generate=folder, trust_remote_code=False, **GREEDY)
-
-
 def test_heads_with_an_adapter_are_refused(model: Any) -> None:
     heads = tiny_heads("medusa", Target.of(model))
     heads.config.target_adapter = "adapter"
