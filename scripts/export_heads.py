@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from heads import DraftHeads
 from heads.checkpoint import SCRATCH, replace_checkpoint
-from heads.config import public_name
+from heads.config import is_hub_id, public_name
 from heads.formats.format import Exported, Format
 from heads.formats.registry import FORMATS, find_format
 from inference import Target
@@ -83,7 +83,13 @@ def run(args: ExportArguments) -> None:
         exported = replace(exported, notes=(*exported.notes, _ADAPTER_NOTE))
     if args.push_to_hub and exported.not_uploaded:
         raise ValueError(f"--push_to_hub is not possible: {exported.not_uploaded}")
-    # A card that other people read names no folder of this machine.
+    verifier = exported.config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
+    if args.push_to_hub and verifier is not None and not is_hub_id(verifier):
+        raise ValueError(
+            f"--push_to_hub is not possible: config.json would name the target as {verifier!r}, where "
+            "engines look for it; give the target's hub id as --target"
+        )
+    # What other people read names no folder of this machine.
     is_public = args.push_to_hub or known.needs_this_library
     card = render_serving_card(
         exported,

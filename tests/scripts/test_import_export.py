@@ -348,6 +348,10 @@ def test_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         call(export_heads, **options)
     assert "To upload" not in str(refusal.value.code)
     shutil.rmtree(output)
+    local = {**options, "heads": HEADS / "eagle3", "format": "speculators"}
+    with pytest.raises(SystemExit, match=r"config\.json would name the target as .*give the target's hub id"):
+        call(export_heads, **local)
+    assert not output.exists()
     fails = False
     call(export_heads, **options)
     told = capsys.readouterr().out
