@@ -140,7 +140,8 @@ class DecodeLoop:
         self.scores.add(batch.rows, [len(kept[row]) for row in batch.rows], emission.logits, emission.scores)
         if not emission.is_first:
             self._count(tokens, width=emission.tokens.shape[1])
-            self._choice.learn([row for row, new in zip(counted, tokens, strict=True) if new])
+            rows = sorted(zip(batch.rows, counted, tokens, strict=True), key=lambda one: -request.budgets[one[0]])
+            self._choice.learn([row for _, row, new in rows if new])
         if self.on_step is not None and request.batch_size == 1 and kept[0]:
             self.on_step(kept[0], 0 if emission.is_first else min(len(kept[0]), len(tokens[0]) - 1))
         self.clock.stop("accept")
@@ -191,7 +192,9 @@ class DecodeLoop:
         batch = self.batch
         counts = accepted.counts if batch.active is None else accepted.counts * batch.active
         logits = self.scores.gather(output.logits, accepted.path)
-        features, counted = self.step.commit(batch.cache, tree, accepted, counts, output.features)
+        features, counted = self.step.commit(
+            batch.cache, tree, accepted, counts, output.features, is_counting=self._choice.is_counting
+        )
         batch.drafting.take(NewSlots(features, accepted.next_tokens.clamp(min=0), counts))
         self.clock.stop("commit")
         return Emission(accepted.next_tokens, counts, logits, accepted.scores, counted)

@@ -19,6 +19,8 @@ from inference.trees.token_tree import TokenTree
 class TreeChoice:
     """Chooses the policy that drafts the next tree. This one always takes the same; `planning` has the other."""
 
+    is_counting = False  # whether `learn` is to hear what all candidates would have accepted in the step just chosen
+
     def __init__(self, policy: TreePolicy | None) -> None:
         self.policy = policy
 
@@ -37,7 +39,8 @@ class TreeChoice:
         """Takes in the outcome of the last step.
 
         Args:
-            counted: `TreePolicy.count_accepted` of each unfinished row; empty for a step without a tree.
+            counted: `TreePolicy.count_accepted` of each unfinished row, those with most tokens to go first; empty for a
+                step that is not counted.
         """
 
     def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> Any:

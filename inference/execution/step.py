@@ -194,18 +194,25 @@ class DecodeStep:
         return accepted
 
     def commit(
-        self, cache: TreeCache, tree: TokenTree, accepted: Acceptance, counts: Tensor, features: Tensor | None
+        self,
+        cache: TreeCache,
+        tree: TokenTree,
+        accepted: Acceptance,
+        counts: Tensor,
+        features: Tensor | None,
+        *,
+        is_counting: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Keeps the accepted nodes in the cache.
 
         Returns:
-            their features [B, P, F], or None; and with trees to choose from, `count_accepted` of the policy.
+            their features [B, P, F], or None; and if `is_counting`, `count_accepted` of the policy.
         """
         is_chain = self.policy is None or self.policy.is_chain
         kept = self.executor.run(_commit, cache, accepted.path, counts, features, is_chain)
         cache.raise_bound(accepted.path.shape[1])
         counted = None
-        if self.has_choice and tree.num_nodes > 1:
+        if is_counting:
             assert self.policy is not None
             counted = self.executor.run(self.policy.count_accepted, tree, accepted.path, counts)
         return kept, counted

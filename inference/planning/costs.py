@@ -119,7 +119,9 @@ def _make_step(
         tree, noise = step.draft(state, cache, sampler, slots, policy)
     output = step.verify(cache, tree)
     accepted = step.accept(sampler, tree, output.logits, cache.lengths, noise=noise)
-    step.commit(cache, tree, accepted, torch.zeros_like(accepted.counts), output.features)
+    step.commit(
+        cache, tree, accepted, torch.zeros_like(accepted.counts), output.features, is_counting=policy is not None
+    )
     accepted.next_tokens.tolist()
 
 

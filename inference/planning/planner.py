@@ -79,6 +79,8 @@ class TreePlanner(TreeChoice):
             self._num_rows = num_rows
             self._chosen, self._steps_left = self._decide(num_rows, length)
         self._steps_left -= 1
+        # As many outcomes as one row has steps are enough to learn from.
+        self.is_counting = self._chosen is not None and self._steps_left % num_rows == 0
         return None if self._chosen is None else self.trees[self._chosen]
 
     def _decide(self, num_rows: int, length: int) -> tuple[int | None, int]:
@@ -130,4 +132,5 @@ class TreePlanner(TreeChoice):
 
     def learn(self, counted: Sequence[Sequence[int]]) -> None:
         if self._chosen is not None:
-            self._lengths.learn(self._chosen, counted)
+            # A batch takes as long as its slowest rows: larger trees would look better from those that end early.
+            self._lengths.learn(self._chosen, counted[: (len(counted) + 1) // 2])

@@ -56,6 +56,19 @@ def test_it_finds_the_best_chain(chance: float, level: float) -> None:
     assert tokens > 0.96 * max(rates.values())
 
 
+def test_a_batch_learns_from_its_slower_rows_and_as_many_outcomes_as_it_has_steps() -> None:
+    planner = TreePlanner(gamma_chain(2))
+    planner._by_rows = {4: make_costs(planner, node=0.0, level=0.05)}
+    num_counted = 0
+    for _ in range(160):
+        tree = planner.choose(4, 100)
+        num_counted += planner.is_counting
+        slow, fast = [0, 0], [1, min(2, tree.max_depth) if tree else 0]
+        planner.learn([slow, slow, fast, fast] if planner.is_counting else [])
+    assert planner.accepted == [0.0, 0.0]
+    assert 0 < num_counted <= 160 / 4 + 8
+
+
 def test_a_larger_tree_never_accepts_less_than_those_it_contains() -> None:
     """Also while only small trees are drafted, whose means fall one after another."""
     trees = auto_tree((1, 2, 4), (4, 8), (2, 4)).candidates
