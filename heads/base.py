@@ -31,6 +31,7 @@ from heads.formats.registry import recognize
 from heads.modules.draft_step import DraftStep, join_documents
 from heads.modules.layers import DraftCache
 from inference.drafters.base import Drafter, DraftLogits, first_rows
+from inference.kernels.packed import pack
 from inference.targets.documents import split_documents
 from inference.targets.target import Target
 
@@ -231,7 +232,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """A view of these heads that is bound to the target; the heads stay as they are.
 
         For a target of the heads' own dtype and device, the view shares the weights. For another target the weights are
-        copied into its dtype. The copy is kept until the weights change; the next `for_target` then copies again.
+        copied into its dtype. The copy is kept until the weights change; the next `for_target` then copies again. For a
+        target with packed weights they are packed.
 
         Raises:
             ValueError: the heads do not fit the target.
@@ -241,7 +243,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         view._bound, view._adapter = [target], self._adapter
         if (self.dtype, self.device) != (target.dtype, target.device):
             vars(view).update(self._copies.make(self, target.dtype, target.device))
-        return view
+        return pack(view) if target.is_packed else view
 
     def _check(self, target: Target) -> None:
         """Refuses a target that the heads do not fit, once for each."""

@@ -40,7 +40,7 @@ from training.options.program_parser import ProgramParser
 GROUPS = {
     "target and drafters": "target heads drafter_model ngrams assistant tree acceptance",
     "prompts and sampling": "prompts num_prompts max_new_tokens temperature batch_size seed",
-    "execution": "dtype compile device threads repeats",
+    "execution": "dtype compile pack_weights device threads repeats",
     "output": "json markdown plot",
 }
 
@@ -102,6 +102,10 @@ class BenchmarkArguments:
             "nargs": "?",
             "const": True,
         },
+    )
+    pack_weights: bool = field(
+        default=False,
+        metadata={"help": "On a CPU: pack the weights, for all contenders. It takes their memory once more."},
     )
     seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
     repeats: int = field(default=3, metadata={"help": "Rounds over all prompts."})
@@ -199,6 +203,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             max_new_tokens=args.max_new_tokens,
             dtype=args.dtype,
             device=args.device,
+            has_packed_weights=args.pack_weights,
             is_only_target=len(args.target) == 1,
         )
         is_compiled = is_faster_compiled(subject.target) if args.compile is None else args.compile

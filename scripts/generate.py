@@ -35,7 +35,7 @@ from training.options.program_parser import ProgramParser
 
 DRAFTED_STYLE = "bold green"
 GROUPS = {
-    "target and drafter": "target heads drafter_model ngrams dtype device compile",
+    "target and drafter": "target heads drafter_model ngrams dtype device compile pack_weights",
     "prompt": "prompt system raw",
     "sampling": "max_new_tokens temperature top_k top_p seed",
     "drafting": "tree acceptance staged",
@@ -84,6 +84,10 @@ class GenerateArguments:
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     compile: bool = field(default=False, metadata={"help": "Compile the decoding: a slow start, then faster steps."})
+    pack_weights: bool = field(
+        default=False,
+        metadata={"help": "On a CPU: pack the weights for faster steps. It takes their memory once more."},
+    )
     compare: bool = field(
         default=False, metadata={"help": "Decode each reply a second time without drafts, and print both speeds."}
     )
@@ -269,8 +273,9 @@ def run(args: GenerateArguments) -> None:
         staged=args.staged,
         ngrams=args.ngrams,
     )
-    decoder = Decoder(target, drafter, tree=args.tree, acceptance=args.acceptance, compile=args.compile)
-    plain = Decoder(target, compile=args.compile) if args.compare else None
+    execution = {"compile": args.compile, "pack_weights": args.pack_weights}
+    decoder = Decoder(target, drafter, tree=args.tree, acceptance=args.acceptance, **execution)
+    plain = Decoder(target, **execution) if args.compare else None
     console = Console(no_color=not args.color or None, highlight=False)
     conversation = Conversation(tokenizer, system=args.system, is_raw=args.raw)
     is_chat = args.prompt is None and sys.stdin.isatty()

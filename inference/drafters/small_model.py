@@ -86,7 +86,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         return self.small.dtype
 
     def for_target(self, target: Target) -> SmallModelDrafter:
-        """The drafter itself, or one of the same small model for a vocabulary of another size.
+        """The drafter itself, or one of the same small model for a vocabulary of another size or with packed weights.
 
         Raises:
             ValueError: the vocabularies differ in size and the tokenizers were not compared; the models are on two
@@ -109,10 +109,14 @@ class SmallModelDrafter(Drafter, nn.Module):
                 f"the target is {kinds[target.is_encoder_decoder]}, the small model "
                 f"{kinds[self.small.is_encoder_decoder]}: both must be of one kind"
             )
-        if self.num_target_tokens == target.vocab_size:
+        has_to_pack = target.is_packed and not self.small.is_packed
+        if self.num_target_tokens == target.vocab_size and not has_to_pack:
             return self
         view = copy.copy(self)
         view.num_target_tokens = target.vocab_size
+        if has_to_pack:
+            view.small = self.small.with_packed_weights()
+            view._modules = {"model": view.small.model}
         return view
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:

@@ -175,6 +175,7 @@ def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
         _describe_machine(target.device),
         target.placement,
         type(target.model).__name__,
+        target.is_packed,
         _digest(target.text_config),
         str(target.dtype),
         str(getattr(target.text_config, "_attn_implementation", "")),

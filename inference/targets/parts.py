@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inference.kernels.packed import PackedLinear
 from inference.targets.model_config import find_device
 from inference.targets.probe_tree import draw_ids, is_single, refusing
 
@@ -43,7 +44,7 @@ def read_weight(lm_head: Any, shape: tuple[int, int], dtype: torch.dtype, device
         ValueError: the head does not map D to V.
     """
     weight: Tensor = lm_head.weight
-    is_stored = type(lm_head) is nn.Linear and type(weight) is nn.Parameter and not weight.is_meta
+    is_stored = type(lm_head) in (nn.Linear, PackedLinear) and type(weight) is nn.Parameter and not weight.is_meta
     if is_stored and weight.dtype == dtype and weight.shape == shape:
         return weight.detach().to(device)
     identity = torch.eye(shape[1], dtype=dtype, device=device)

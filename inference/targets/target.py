@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from inference.cache.draft_rows import DraftRows
 from inference.cache.scratch_cache import ScratchCache
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
+from inference.kernels.packed import is_packed, pack
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.known_models import describe_model, find_known
@@ -83,6 +84,7 @@ class Target:
         max_length: number of positions for which the target is exact, or None. `length_limit_reason` says where the
             limit comes from.
         findings: the results of the passes of construction.
+        is_packed: whether linear layers have packed weights (`with_packed_weights`).
 
     Raises:
         ValueError: the model's steps cannot be rolled back or verified as a tree. The message gives the reason:
@@ -93,6 +95,7 @@ class Target:
     def __init__(self, model: nn.Module, *, findings: Findings | None = None) -> None:
         """Examines the model, unless `findings` of an earlier construction are given (`Target.of`)."""
         self.model: Any = model
+        self.is_packed = is_packed(model)
         self._causal_lm = unwrap_model(model)
         self.text_config: Any = self._causal_lm.config.get_text_config()
         self.embed_tokens: nn.Module = self._causal_lm.get_input_embeddings()
@@ -137,6 +140,21 @@ class Target:
                 target.check_again()
             known.description, known.findings, known.find_target = description, target.findings, weakref.ref(target)
         return target
+
+    def with_packed_weights(self) -> Target:
+        """A target of the same model whose linear layers have packed weights, which take their memory once more. Heads
+        and small models that draft for it are packed, too. It keeps the weights and adapters of this moment.
+
+        Raises:
+            ValueError: no layer can be packed.
+        """
+        packed = Target(pack(self.model), findings=replace(self.findings, first_layers={}))
+        if not packed.is_packed:
+            raise ValueError(
+                "pack_weights packs linear layers on a CPU, in float32, and in bfloat16 with AVX-512; this target "
+                f"({type(self.model).__name__}, {self.dtype} on {self.device}) has none: leave the option out"
+            )
+        return packed
 
     def _examine(self) -> Findings:
         if self._placed is not None:

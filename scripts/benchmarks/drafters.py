@@ -167,6 +167,7 @@ def load_all(args: DraftersArguments) -> Subject:
         max_new_tokens=args.max_new_tokens,
         dtype=args.dtype,
         device=args.device,
+        has_packed_weights=False,
         is_only_target=True,
     )
     return replace(subject, drafters={NGRAMS: NgramDrafter(), **subject.drafters})

@@ -72,6 +72,7 @@ def load_subject(
     max_new_tokens: int,
     dtype: str,
     device: str | None,
+    has_packed_weights: bool,
     is_only_target: bool,
 ) -> Subject:
     """Loads a target, its drafters and its prompts (options as in `benchmark.py`).
@@ -80,6 +81,8 @@ def load_subject(
         ValueError: heads or a drafter model do not fit the only target.
     """
     target, tokenizer = load_target(name, dtype=dtype, device=device)
+    if has_packed_weights:
+        target = target.with_packed_weights()
     loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
     drafters: dict[str, Drafter] = dict(loaded)
     if drafter_model is not None:

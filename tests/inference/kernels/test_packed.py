@@ -1,0 +1,77 @@
+"""Packed weights: the same numbers up to rounding, and a model that stays as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from heads import HEAD_TYPES, create_heads
+from inference import Decoder, Target
+from inference.kernels.packed import PackedLinear, pack
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 4), (2, 16), (1, 70)])
+def test_products_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 40).to(dtype).requires_grad_(False)
+    states = torch.randn(*shape, 96, dtype=dtype)
+    packed = pack(linear)(states)
+    assert (packed.shape, packed.dtype) == ((*shape, 40), dtype)
+    torch.testing.assert_close(packed, linear(states))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_and_its_twin_say_the_same(family: str) -> None:
+    model = tiny_target(family)
+    prompt, twin = random_prompt(20), pack(model)
+    kinds = [type(module) for module in model.modules()]
+    with torch.no_grad():
+        ours, theirs = (one(prompt, output_hidden_states=True) for one in (twin, model))
+    assert any(type(module) is PackedLinear for module in twin.modules())
+    assert kinds == [type(module) for module in model.modules()]
+    assert len(ours.hidden_states) == len(theirs.hidden_states) == model.config.num_hidden_layers + 1
+    torch.testing.assert_close(ours.logits, theirs.logits, atol=2e-4, rtol=2e-4)
+    assert {id(weight) for weight in twin.parameters()} == {id(weight) for weight in model.parameters()}
+
+
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_texts_are_those_of_transformers(kind: str) -> None:
+    model = tiny_target("llama")
+    heads, prompt = create_heads(kind, Target.of(model)), random_prompt(9)
+    text = Decoder(model, heads, pack_weights=True).generate(prompt, max_new_tokens=24, do_sample=False).sequences
+    assert torch.equal(text, model.generate(prompt, max_new_tokens=24, do_sample=False))
+
+
+def test_drafts_are_accepted_with_packed_weights() -> None:
+    model, prompt = tiny_target("llama"), random_prompt(9)
+    text = model.generate(prompt, max_new_tokens=40, do_sample=False)
+    decoder = Decoder(model, ScriptedDrafter([text[0]], model.config.vocab_size), pack_weights=True)
+    output = decoder.generate(prompt, max_new_tokens=40, do_sample=False)
+    assert torch.equal(output.sequences, text)
+    assert output.stats.acceptance_length > 1.5
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_work_on_packed_weights() -> None:
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
+    model = peft.get_peft_model(tiny_target("llama"), peft.LoraConfig(init_lora_weights=False)).eval()
+    prompt = random_prompt(9)
+    text = Decoder(model, pack_weights=True).generate(prompt, max_new_tokens=12, do_sample=False).sequences
+    assert torch.equal(text, model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False))
+
+
+def test_compiled_code_calls_packed_products() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 8).requires_grad_(False)
+    packed, states = pack(linear), torch.randn(2, 3, 32)
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(states), linear(states))
+
+
+def test_weights_that_cannot_be_packed() -> None:
+    with pytest.raises(ValueError, match="in float32, and in bfloat16 with AVX-512"):
+        Decoder(tiny_target("llama", dtype=torch.float16), pack_weights=True)
