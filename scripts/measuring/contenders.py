@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from inference import Decoder, Drafter, DraftLogits, Target
 from inference.drafters.ngram import NgramDrafter
 from inference.noise import row_seeds
 from inference.trees.auto import AutoTree
-from inference.trees.options import resolve_policy
+from inference.trees.options import TreeOption, resolve_policy
 from scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
 from scripts.measuring.roofline import Work, count_round
 from scripts.shared.clock import read_clock
@@ -80,7 +80,12 @@ def _count_forwards(model: Any) -> Iterator[list[None]]:
 
 
 class TimedDrafter(Drafter):
-    """A drafter that adds up its own time, so that drafting and growing the tree are timed apart."""
+    """A drafter that notes its own time, so that drafting and growing the tree are timed apart.
+
+    Attributes:
+        extends: seconds of each `extend` since the last `reset`; those of the prompts come first.
+        expand_seconds: of all calls of `expand`.
+    """
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         self.drafter = self.__wrapped__ = drafter  # costs are kept for the wrapped drafter
@@ -91,8 +96,17 @@ class TimedDrafter(Drafter):
         self.shares_target_cache = drafter.shares_target_cache
         self.can_copy_rows = drafter.can_copy_rows
         self.reads_first_token = drafter.reads_first_token
-        self.seconds = 0.0
-        self.is_synchronised = False
+        self.reset(is_synchronised=False)
+
+    def reset(self, *, is_synchronised: bool) -> None:
+        self.extends: list[float] = []
+        self.expand_seconds = 0.0
+        self.is_synchronised = is_synchronised
+
+    def sum_up(self, num_steps: int) -> float:
+        """Seconds inside the drafter during steps, each of which calls `extend` once. Reading the prompts does not
+        count."""
+        return self.expand_seconds + sum(self.extends[max(0, len(self.extends) - num_steps) :])
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any:
         return self.drafter.start(batch_size, max_length, num_scratch)
@@ -113,15 +127,15 @@ class TimedDrafter(Drafter):
         self.drafter.keep_rows(*args)
 
     def extend(self, *args: Any, **kwargs: Any) -> DraftLogits:
-        return self._timed(self.drafter.extend, *args, **kwargs)
+        start = self._now()
+        logits = self.drafter.extend(*args, **kwargs)
+        self.extends.append(self._now() - start)
+        return logits
 
     def expand(self, *args: Any) -> DraftLogits:
-        return self._timed(self.drafter.expand, *args)
-
-    def _timed(self, call: Callable[..., DraftLogits], *args: Any, **kwargs: Any) -> DraftLogits:
         start = self._now()
-        logits = call(*args, **kwargs)
-        self.seconds += self._now() - start
+        logits = self.drafter.expand(*args)
+        self.expand_seconds += self._now() - start
         return logits
 
     def _now(self) -> float:
@@ -129,21 +143,23 @@ class TimedDrafter(Drafter):
 
 
 class OurDecoding:
-    """A `Decoder`, kept from prompt to prompt. A compiled draft phase is one graph, so growing the tree counts as part
-    of the drafter's forwards."""
+    """A `Decoder`, kept from prompt to prompt; `options` are further ones of it. A compiled or captured draft phase is
+    one graph, so growing the tree counts as part of the drafter's forwards."""
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter | None,
         *,
-        tree: str | None = None,
+        tree: TreeOption = None,
         acceptance: str = "exact",
         is_coupled: bool = True,
         is_compiled: bool = False,
+        **options: Any,
     ) -> None:
         self.drafter = drafter
-        self.timed = TimedDrafter(drafter, target.device) if drafter is not None and not is_compiled else None
+        is_timed = drafter is not None and not is_compiled and not options
+        self.timed = TimedDrafter(drafter, target.device) if is_timed else None
         self.decoder = Decoder(
             target,
             self.timed or drafter,
@@ -151,6 +167,7 @@ class OurDecoding:
             acceptance=acceptance,
             is_coupled=is_coupled,
             compile=is_compiled,
+            **options,
         )
 
     def __call__(
@@ -164,7 +181,7 @@ class OurDecoding:
         device = self.decoder.target.device
         self.decoder.is_synchronised = is_synchronised
         if self.timed is not None:
-            self.timed.seconds, self.timed.is_synchronised = 0.0, is_synchronised
+            self.timed.reset(is_synchronised=is_synchronised)
         seeds = None
         if settings.is_sampled:  # each row samples the text that it samples by itself
             seeds = [int(row_seeds(settings.seed + prompt.index, 1, "cpu")) for prompt in batch.prompts]
@@ -183,7 +200,7 @@ class OurDecoding:
             seconds,
             stats.num_target_forwards,
             stats,
-            self.timed.seconds if self.timed is not None else drafting,
+            self.timed.sum_up(stats.num_verify_passes) if self.timed is not None else drafting,
         )
 
 

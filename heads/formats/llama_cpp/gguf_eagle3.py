@@ -138,7 +138,7 @@ class GgufEagle3(Format):
             (len(layers) != 3, f"llama.cpp taps three layers, these heads {layers}; choose speculators"),
             (total in layers, f"llama.cpp taps inputs of layers, not the last norm's output ({total} of {layers})"),
         )
-        rope, factors = _write_rope(config)
+        rope, factors = write_rope(config)
         metadata: dict[str, Any] = {
             "general.architecture": _ARCHITECTURE,
             "general.name": f"EAGLE-3 for {public_name(config.target_name_or_path) or config.target_model_type}",
@@ -157,7 +157,7 @@ class GgufEagle3(Format):
         }
         written = {_NAMES[name]: x for name, x in tensors.items() if name != "t2d"}
         for name in (_Q, _K):
-            written[_NAMES[name]] = _to_pairs(tensors[name], config.head_dim)
+            written[_NAMES[name]] = to_pairs(tensors[name], config.head_dim)
         if "d2t" in written:
             written["d2t"] = written["d2t"] + torch.arange(len(written["d2t"]), device=written["d2t"].device)
         if factors is not None:
@@ -180,10 +180,10 @@ class GgufEagle3(Format):
         return {name: value for name, value in metadata.items() if name.startswith("tokenizer.")}
 
 
-def _to_pairs(weight: Tensor, head_dim: int) -> Tensor:
+def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
     """Rows of whole heads: channel i of the first half and of the second become neighbours.
 
-    >>> _to_pairs(torch.arange(4)[:, None], head_dim=4).flatten().tolist()
+    >>> to_pairs(torch.arange(4)[:, None], head_dim=4).flatten().tolist()
     [0, 2, 1, 3]
     """
     paired: Tensor = weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
@@ -191,7 +191,7 @@ def _to_pairs(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def _to_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """The inverse of `_to_pairs`."""
+    """The inverse of `to_pairs`."""
     halved: Tensor = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
     return halved
 
@@ -234,7 +234,7 @@ def _find_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
     return plain / scaled
 
 
-def _write_rope(config: Any) -> tuple[dict[str, Any], Tensor | None]:
+def write_rope(config: Any) -> tuple[dict[str, Any], Tensor | None]:
     """RoPE's metadata, and divisors."""
     rope = config.rope_parameters
     kind, keys = rope["rope_type"], {"rope.freq_base": float(rope["rope_theta"])}
