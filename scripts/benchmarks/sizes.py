@@ -46,7 +46,7 @@ from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 # How steps run -> options of OurDecoding.
-MODES: dict[str, dict[str, Any]] = {"eager": {}, "compiled": {"is_compiled": True}}
+MODES: dict[str, dict[str, Any]] = {"eager": {}, "compiled": {"is_compiled": True}, "packed": {}}
 if "graphs" in inspect.signature(Decoder).parameters:
     MODES["captured"] = {"graphs": True}
 TREES = ["dynamic:3,2,4", "dynamic:4,3,8", "dynamic:4,4,16", "dynamic:5,6,32"]
@@ -164,12 +164,12 @@ def check_text(run: Run, prompt: Batch, target: Target) -> None:
         raise RuntimeError(f"the target of random weights does not count: {run.texts[0]}")
 
 
-def make_rivals(target: Target, prompt: Batch, args: SizesArguments) -> list[Contender]:
+def make_rivals(target: Target, packed: Target | None, prompt: Batch, args: SizesArguments) -> list[Contender]:
     """Plain decoding in every mode, and transformers' `generate`."""
     dtype = str(target.dtype).removeprefix("torch.")
     found = []
     for mode in args.modes:
-        ours = OurDecoding(target, None, **MODES[mode])
+        ours = OurDecoding(packed if packed and mode == "packed" else target, None, **MODES[mode])
         found.append(Contender("plain", dtype, mode, "", partial(time_ours, ours, prompt)))
     for mode, options in {"eager": {}, "compiled": compiled_options()}.items():
         if mode in args.modes:
@@ -179,12 +179,16 @@ def make_rivals(target: Target, prompt: Batch, args: SizesArguments) -> list[Con
     return found
 
 
-def make_contenders(kind: str, target: Target, prompt: Batch, args: SizesArguments) -> Iterator[Contender]:
+def make_contenders(
+    kind: str, target: Target, packed: Target | None, prompt: Batch, args: SizesArguments
+) -> Iterator[Contender]:
     """Heads of one kind with each tree in each mode."""
     heads = make_random_heads(kind, target)
+    packed_heads = heads.for_target(packed) if packed else heads
     for tree, mode in product(dict.fromkeys(fit_tree(tree, heads.max_depth) for tree in args.trees), args.modes):
         script = ScriptedTree(resolve_policy(tree, heads.max_depth), target.vocab_size, target.device)
-        ours = OurDecoding(target, heads, tree=script, **MODES[mode])
+        subject = (packed, packed_heads) if packed and mode == "packed" else (target, heads)
+        ours = OurDecoding(*subject, tree=script, **MODES[mode])
         dtype = str(target.dtype).removeprefix("torch.")
         yield Contender(kind, dtype, mode, tree, partial(time_ours, ours, prompt), script)
 
@@ -218,14 +222,16 @@ def measure_kind(size: str, kind: str, args: SizesArguments) -> list[dict[str, A
     device = torch.device(check_device(args.device))
     targets = [make_counting_target(size, getattr(torch, dtype), device) for dtype in args.dtypes]
     prompt = Batch.of(Prompt("", 0, torch.arange(args.context, device=device)[None] % targets[0].vocab_size))
-    rivals = [one for target in targets for one in make_rivals(target, prompt, args)]
+    # One packed copy for all contenders.
+    packed = [target.with_packed_weights() if "packed" in args.modes else None for target in targets]
+    rivals = [one for pair in zip(targets, packed, strict=True) for one in make_rivals(*pair, prompt, args)]
     others: list[dict[str, Any]] = []
     if args.llama_bench:
         settings = {"context": args.context, "rows": 16, "tokens": 2 * args.steps, "repeats": args.repeats}
         others = [measure_llama_cpp(args.llama_bench, target, **settings) for target in targets]
     groups = []
-    for target in targets:
-        contenders = [*rivals, *make_contenders(kind, target, prompt, args)]
+    for pair in zip(targets, packed, strict=True):
+        contenders = [*rivals, *make_contenders(kind, *pair, prompt, args)]
         measure(contenders, args)
         groups.append({"size": size, "contenders": [*(one.to_dict() for one in contenders), *others]})
         del contenders  # before the next heads are made

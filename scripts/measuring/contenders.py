@@ -158,7 +158,7 @@ class OurDecoding:
         **options: Any,
     ) -> None:
         self.drafter = drafter
-        is_timed = drafter is not None and not is_compiled and not options
+        is_timed = drafter is not None and not is_compiled and not options  # a graph's parts have no times of their own
         self.timed = TimedDrafter(drafter, target.device) if is_timed else None
         self.decoder = Decoder(
             target,
