@@ -155,13 +155,13 @@ class Target:
         Raises:
             ValueError: no layer can be packed.
         """
-        packed = Target(pack(self.model), findings=replace(self.findings, first_layers={}))
+        packed = Target(pack(self.model), findings=replace(self.findings, first_layers={}, is_known_invariant=[]))
         if not packed.is_packed:
             raise ValueError(
                 "pack_weights packs linear layers on a CPU, in float32, and in bfloat16 with AVX-512; this target "
                 f"({type(self.model).__name__}, {self.dtype} on {self.device}) has none: leave the option out"
             )
-        return packed
+        return packed.batch_invariant() if self.least_rows > 1 else packed
 
     def _examine(self) -> Findings:
         if self._placed is not None:

@@ -141,6 +141,7 @@ class OurDecoding:
         acceptance: str = "exact",
         is_coupled: bool = True,
         is_compiled: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.drafter = drafter
         self.timed = TimedDrafter(drafter, target.device) if drafter is not None and not is_compiled else None
@@ -151,6 +152,7 @@ class OurDecoding:
             acceptance=acceptance,
             is_coupled=is_coupled,
             compile=is_compiled,
+            batch_invariant=batch_invariant,
         )
 
     def __call__(
