@@ -44,7 +44,9 @@ def attend_grouped(
     """
     if attention_mask is not None and attention_mask.dtype == torch.float64:
         parts = zip(query.split(EXACT_ROWS, dim=2), attention_mask.split(EXACT_ROWS, dim=2), strict=True)
-        exact = [attend_exactly(rows, key, value, mask, scale=scaling) for rows, mask in parts]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attend = _attend_exactly if torch.compiler.is_compiling() else attend_exactly
+        exact = [attend(rows, key, value, mask, scale) for rows, mask in parts]
         return torch.cat(exact, dim=2).transpose(1, 2).contiguous(), None
     num_heads, num_groups = query.shape[1], key.shape[1]
     is_plain = all(value is None for name, value in kwargs.items() if name in ("position_bias", "s_aux", "softcap"))
@@ -94,7 +96,7 @@ def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     return attended.flatten(1, 2)
 
 
-def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:
+def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention whose result does not depend on the order of the keys, or on masked slots between and after them.
 
     The branches of a tree leave gaps between the slots of a path, so a path's keys are added in another order than a
@@ -104,6 +106,7 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, s
     Args:
         query, key, value: as in `attend_masked`.
         mask: [B, 1, N, S] float64, additive.
+        scale: factor of the scores.
 
     Returns:
         [B, H, N, d of the values].
@@ -111,9 +114,21 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, s
     batch, num_heads, num_tokens, size = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, size)  # [B, G, H / G * N, d]
     scores = torch.matmul(grouped, key.transpose(2, 3)).view(batch, num_heads, num_tokens, -1)
-    weights = torch.add(mask, scores, alpha=size**-0.5 if scale is None else scale).softmax(dim=-1)
+    weights = torch.add(mask, scores, alpha=scale).softmax(dim=-1)
     attended = torch.matmul(weights.view(*grouped.shape[:3], -1), value.double())
     return attended.view(batch, num_heads, num_tokens, -1).to(value.dtype)
+
+
+# In compiled graphs it stays one call: inductor has no kernels of its own for products in float64.
+_attend_exactly = torch.library.custom_op(
+    "draftsmith::attend_exactly",
+    attend_exactly,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor",
+)
+_attend_exactly.register_fake(
+    lambda query, key, value, mask, scale: query.new_empty(*query.shape[:-1], value.shape[-1])
+)
 
 
 AttentionInterface.register(GROUPED, attend_grouped)

@@ -140,6 +140,19 @@ def test_exact_attention_does_not_see_gaps_or_other_rows(dtype: torch.dtype) -> 
     none = torch.zeros(1, 1, 4, num_keys, dtype=torch.float64)
     without = query[:, :, :4], key[:, :, slots], value[:, :, slots], none
     within = query[:, :, :60], key, value, gaps
-    assert torch.equal(attend_exactly(*without), attend_exactly(*within)[:, :, :4])
+    assert torch.equal(attend_exactly(*without, 0.1), attend_exactly(*within, 0.1)[:, :, :4])
     stock = [attend_masked(*rest, mask.to(dtype)) for *rest, mask in (without, within)]
     assert not torch.equal(stock[0], stock[1][:, :, :4])
+
+
+def test_exact_attention_is_one_call_in_a_graph() -> None:
+    query, key, value, mask = make_inputs()
+    for values in (value, torch.randn(2, 2, 11, 5)):  # MLA's values have another width
+        torch.library.opcheck(
+            torch.ops.draftsmith.attend_exactly,
+            (query, key, values, mask.double(), 0.2),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+    compiled = torch.compile(attend_grouped, backend="aot_eager", fullgraph=True)
+    found, _ = compiled(Layer(), query, key, value, mask.double(), scaling=0.2)
+    assert torch.equal(found, attend_grouped(Layer(), query, key, value, mask.double(), scaling=0.2)[0])
