@@ -47,3 +47,11 @@ def test_a_model_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target.batch_invariant()
     assert calls == [None]
     assert target.least_rows == 1, "the target itself stays as it is"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_weights_are_checked_by_themselves(dtype: torch.dtype) -> None:
+    target = Target.of(tiny_target("llama", dtype=dtype)).batch_invariant()
+    packed = target.with_packed_weights()
+    assert packed.least_rows == target.least_rows > 1
+    assert packed.findings.is_known_invariant is not target.findings.is_known_invariant
