@@ -35,7 +35,7 @@ from training.options.program_parser import ProgramParser
 
 DRAFTED_STYLE = "bold green"
 GROUPS = {
-    "target and drafter": "target heads drafter_model ngrams dtype device compile pack_weights",
+    "target and drafter": "target heads drafter_model ngrams dtype device compile pack_weights batch_invariant",
     "prompt": "prompt system raw",
     "sampling": "max_new_tokens temperature top_k top_p seed",
     "drafting": "tree acceptance staged",
@@ -87,6 +87,9 @@ class GenerateArguments:
     pack_weights: bool = field(
         default=False,
         metadata={"help": "On a CPU: pack the weights for faster steps. It takes their memory once more."},
+    )
+    batch_invariant: bool = field(
+        default=False, metadata={"help": "The text of plain decoding in this mode, bit by bit, also in bfloat16."}
     )
     compare: bool = field(
         default=False, metadata={"help": "Decode each reply a second time without drafts, and print both speeds."}
@@ -273,7 +276,8 @@ def run(args: GenerateArguments) -> None:
         staged=args.staged,
         ngrams=args.ngrams,
     )
-    execution = {"compile": args.compile, "pack_weights": args.pack_weights}
+    names = ("compile", "pack_weights", "batch_invariant")
+    execution = {name: getattr(args, name) for name in names}
     decoder = Decoder(target, drafter, tree=args.tree, acceptance=args.acceptance, **execution)
     plain = Decoder(target, **execution) if args.compare else None
     console = Console(no_color=not args.color or None, highlight=False)

@@ -79,10 +79,11 @@ class DecodeStep:
     @property
     def num_slots_after(self) -> int:
         """Cache slots that a step may write to after a row's committed tokens."""
+        num_nodes = max(self.num_nodes, self.target.least_rows)
         if self.policy is None or self.drafter is None or not self.drafter.shares_target_cache:
-            return self.num_nodes
+            return num_nodes
         # Drafting may begin on rows that have just emitted more than their text's length.
-        return max(self.num_nodes, self.num_depths + 1 + self.policy.num_scratch)
+        return max(num_nodes, self.num_depths + 1 + self.policy.num_scratch)
 
     @property
     def rows_may_leave(self) -> bool:
@@ -174,7 +175,7 @@ class DecodeStep:
 
     def verify(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
         """Logits [B, N, V] and features [B, N, F] of the tree's nodes, from one forward pass of the target."""
-        cache.open_slots(tree.num_nodes)
+        cache.open_slots(max(tree.num_nodes, self.target.least_rows))
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             self.executor.mark_open(slots)
         if self.has_choice and tree.num_nodes > 1:

@@ -176,6 +176,7 @@ def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
         target.placement,
         type(target.model).__name__,
         target.is_packed,
+        target.least_rows,
         _digest(target.text_config),
         str(target.dtype),
         str(getattr(target.text_config, "_attn_implementation", "")),

@@ -4,13 +4,18 @@ For several tokens with a mask, transformers repeats keys and values for every q
 whole view of the cache in each layer. Here the query heads of a group become more query rows of their key-value head.
 The arithmetic of a row is the same.
 
+A mask in float64 asks for `attend_exactly`, in which no number depends on the other rows (`Target.batch_invariant`).
+
 Legend: B batch, H query heads, G key-value heads, N tokens of the pass, S cache slots in view, d head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections import Counter
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -19,6 +24,7 @@ from transformers.masking_utils import sdpa_mask
 STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
 LONG_PASS = 128  # in passes of this many tokens, repeating the mask costs more than repeating the keys
+EXACT_ROWS = 64  # tokens that attend_exactly computes at a time, which bounds its memory in prompts
 
 
 def attend_grouped(
@@ -36,6 +42,12 @@ def attend_grouped(
     Returns:
         [B, N, H, d]. transformers' own function computes everything but grouped attention under such a mask.
     """
+    if attention_mask is not None and attention_mask.dtype == torch.float64:
+        parts = zip(query.split(EXACT_ROWS, dim=2), attention_mask.split(EXACT_ROWS, dim=2), strict=True)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attend = _attend_exactly if torch.compiler.is_compiling() else attend_exactly
+        exact = [attend(rows, key, value, mask, scale) for rows, mask in parts]
+        return torch.cat(exact, dim=2).transpose(1, 2).contiguous(), None
     num_heads, num_groups = query.shape[1], key.shape[1]
     is_plain = all(value is None for name, value in kwargs.items() if name in ("position_bias", "s_aux", "softcap"))
     if num_heads == num_groups or attention_mask is None or attention_mask.shape[1] != 1 or dropout or not is_plain:
@@ -84,6 +96,41 @@ def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     return attended.flatten(1, 2)
 
 
+def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention whose result does not depend on the order of the keys, or on masked slots between and after them.
+
+    The branches of a tree leave gaps between the slots of a path, so a path's keys are added in another order than a
+    text's. In float64 the order changes the sums by 1e-16, which rounding to the model's dtype hides. A score is a
+    product of one query and one key, so its order is fixed already.
+
+    Args:
+        query, key, value: as in `attend_masked`.
+        mask: [B, 1, N, S] float64, additive.
+        scale: factor of the scores.
+
+    Returns:
+        [B, H, N, d of the values].
+    """
+    batch, num_heads, num_tokens, size = query.shape
+    grouped = query.reshape(batch, key.shape[1], -1, size)  # [B, G, H / G * N, d]
+    scores = torch.matmul(grouped, key.transpose(2, 3)).view(batch, num_heads, num_tokens, -1)
+    weights = torch.add(mask, scores, alpha=scale).softmax(dim=-1)
+    attended = torch.matmul(weights.view(*grouped.shape[:3], -1), value.double())
+    return attended.view(batch, num_heads, num_tokens, -1).to(value.dtype)
+
+
+# In compiled graphs it stays one call: inductor has no kernels of its own for products in float64.
+_attend_exactly = torch.library.custom_op(
+    "draftsmith::attend_exactly",
+    attend_exactly,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor",
+)
+_attend_exactly.register_fake(
+    lambda query, key, value, mask, scale: query.new_empty(*query.shape[:-1], value.shape[-1])
+)
+
+
 AttentionInterface.register(GROUPED, attend_grouped)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
@@ -91,16 +138,32 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 class grouped_attention:
     """A context in which layers of `config` call `attend_grouped` instead of transformers' sdpa.
 
-    Another thread that runs the model at the same time gets the same results from either function."""
+    Another thread that runs the model itself at the same time gets the same results from either function."""
+
+    _lock: ClassVar = threading.Lock()
+    _num_inside: ClassVar[Counter[int]] = Counter()  # per config, by its id
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     def __enter__(self) -> None:
-        self.before = self.config._attn_implementation_internal
-        if self.before == STOCK:
-            self.config._attn_implementation_internal = GROUPED
+        if torch.compiler.is_compiling():
+            self._show(GROUPED)
+            return
+        with self._lock:
+            self._num_inside[id(self.config)] += 1
+            self._show(GROUPED)
 
     def __exit__(self, *_: object) -> None:
-        if self.before in (STOCK, GROUPED):  # GROUPED: another thread had entered before
-            self.config._attn_implementation_internal = STOCK
+        if torch.compiler.is_compiling():
+            self._show(STOCK)
+            return
+        with self._lock:
+            self._num_inside[id(self.config)] -= 1
+            if not self._num_inside[id(self.config)]:
+                del self._num_inside[id(self.config)]
+                self._show(STOCK)
+
+    def _show(self, implementation: str) -> None:
+        if self.config._attn_implementation_internal in (STOCK, GROUPED):
+            self.config._attn_implementation_internal = implementation

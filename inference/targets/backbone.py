@@ -51,7 +51,7 @@ class Backbone:
         self._text_config = causal_lm.config.get_text_config()
         # Models without this interface (Falcon) compare the implementation with "sdpa" and would take the name of
         # grouped attention for eager attention.
-        self._has_attention_interface: bool = getattr(causal_lm, "_supports_attention_backend", False)
+        self.has_attention_interface: bool = getattr(causal_lm, "_supports_attention_backend", False)
 
     def read(
         self,
@@ -112,4 +112,4 @@ class Backbone:
 
     def attention(self) -> AbstractContextManager[Any]:
         """Active while the model runs: grouped attention in the place of transformers' sdpa."""
-        return grouped_attention(self._text_config) if self._has_attention_interface else nullcontext()
+        return grouped_attention(self._text_config) if self.has_attention_interface else nullcontext()

@@ -47,6 +47,7 @@ class Findings:
         state_size: width of the last hidden state; None for encoder-decoder models.
         takes_inference_mode: whether it runs under torch.inference_mode. Some quantised weights do not.
         first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
+        is_known_invariant: not empty once the model has passed the check of batch-invariant mode.
     """
 
     layer_specs: tuple[LayerSpec, ...]
@@ -55,6 +56,7 @@ class Findings:
     state_size: int | None
     takes_inference_mode: bool
     first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
+    is_known_invariant: list[bool] = field(default_factory=list, compare=False)
 
 
 def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device) -> Findings:

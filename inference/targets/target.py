@@ -9,6 +9,7 @@ are numbered.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from inference.cache.tree_cache import TreeCache
 from inference.kernels.packed import is_packed, pack
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
+from inference.targets.invariance import check_invariance, check_supported
 from inference.targets.known_models import describe_model, find_known
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
@@ -39,6 +41,9 @@ from inference.targets.model_config import (
 )
 from inference.targets.parts import find_final_norm, find_final_norm_gain, read_weight, run_frozen, take_first_layers
 from inference.targets.probe import Findings, examine_encoder_decoder, examine_model
+
+# Libraries compute products of fewer rows in other ways (MKL in float32: up to three).
+LEAST_ROWS = 4
 
 
 class Nodes(Protocol):
@@ -79,6 +84,7 @@ class Target:
         num_embeddings: number of token ids the model knows.
         embed_tokens, lm_head: the model's own modules.
         masks: makes the model's attention masks.
+        least_rows: a pass has at least this many tokens per row of the batch (see `batch_invariant`).
         is_encoder_decoder: the target's caches need a source (`read_source`) before the first token, and it has no
             features.
         max_length: number of positions for which the target is exact, or None. `length_limit_reason` says where the
@@ -110,6 +116,7 @@ class Target:
         limit = find_length_limit(self.text_config)
         self.max_length, self.length_limit_reason = limit.max_length, limit.reason
         self.masks = TreeMasks(find_layer_windows(self.text_config), self.dtype)
+        self.least_rows = 1
         self._placed = PlacedDecoder(self._causal_lm) if self._causal_lm.config.is_encoder_decoder else None
         self.findings = findings or self._examine()
         if self.is_encoder_decoder:
@@ -148,13 +155,13 @@ class Target:
         Raises:
             ValueError: no layer can be packed.
         """
-        packed = Target(pack(self.model), findings=replace(self.findings, first_layers={}))
+        packed = Target(pack(self.model), findings=replace(self.findings, first_layers={}, is_known_invariant=[]))
         if not packed.is_packed:
             raise ValueError(
                 "pack_weights packs linear layers on a CPU, in float32, and in bfloat16 with AVX-512; this target "
                 f"({type(self.model).__name__}, {self.dtype} on {self.device}) has none: leave the option out"
             )
-        return packed
+        return packed.batch_invariant() if self.least_rows > 1 else packed
 
     def _examine(self) -> Findings:
         if self._placed is not None:
@@ -164,6 +171,27 @@ class Target:
     @property
     def is_encoder_decoder(self) -> bool:
         return self._placed is not None
+
+    def batch_invariant(self) -> Target:
+        """This target in batch-invariant mode: a token's scores do not depend, in a single bit, on the number of tokens
+        in the pass, on its place in a tree, or on the other rows of the batch.
+
+        Attention adds in float64 (`attend_exactly`), and passes have at least LEAST_ROWS tokens.
+
+        Raises:
+            ValueError: the model's attention cannot be replaced, or a pass shows that its scores still depend on the
+                other tokens.
+        """
+        if self.least_rows > 1:
+            return self
+        check_supported(self._causal_lm, has_attention_interface=self.backbone.has_attention_interface)
+        mode = copy.copy(self)
+        mode.masks = TreeMasks(self.masks.windows, torch.float64)
+        mode.least_rows = LEAST_ROWS
+        if not self.findings.is_known_invariant:
+            check_invariance(mode)
+            self.findings.is_known_invariant.append(True)
+        return mode
 
     @property
     def placement(self) -> tuple[tuple[str, int], ...]:
@@ -228,7 +256,8 @@ class Target:
         features, last = [], None
         for start in range(0, length, chunk_size):
             chunk = token_ids[:, start : start + chunk_size]
-            size = chunk.shape[1]
+            size = max(chunk.shape[1], self.least_rows)
+            chunk = nn.functional.pad(chunk, (0, size - chunk.shape[1]))
             real = (counts - start).clamp(0, size)  # [B] real tokens of this chunk
             steps = torch.arange(size, device=counts.device)
             depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
@@ -239,16 +268,18 @@ class Target:
             row_last = scores[torch.arange(len(counts), device=scores.device), (real - 1).clamp(min=0)]
             last = row_last if last is None else torch.where((counts > start)[:, None], row_last, last)
             if output.features is not None:
-                features.append(output.features)
+                features.append(output.features[:, : length - start])
             cache.advance(real, size)
         assert last is not None, "an empty prompt has no next token"
-        logits = last if output.logits is not None else self.compute_logits(last)
+        if output.logits is None:
+            rows = last.repeat(-(-self.least_rows // len(last)), 1)
+            last = self.compute_logits(rows)[: len(last)]
         joined = torch.cat(features, dim=1) if len(features) > 1 else features[0] if features else None
-        return TargetOutput(logits[:, None], joined)
+        return TargetOutput(last[:, None], joined)
 
     @torch.no_grad()
     def verify(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
-        """Scores every node of a tree in one forward pass, after `cache.open_slots(N)`; commits nothing.
+        """Scores every node of a tree in one forward pass, after `cache.open_slots(N)`, or more; commits nothing.
 
         Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. The only
         host number that is read is the size of the cache's view.
@@ -257,9 +288,15 @@ class Target:
             logits [B, N, V] of the token that follows each node, and features [B, N, F].
         """
         depths = tree.depths.clamp(min=0).where(tree.parents >= 0, torch.zeros_like(tree.depths))
-        output = self._forward_cached(cache, tree.token_ids, depths, tree.ancestors, feature_layers)
+        token_ids, ancestors, num_nodes = tree.token_ids, tree.ancestors, tree.token_ids.shape[1]
+        if missing := cache.slots.shape[1] - num_nodes:  # nodes that see the root and that nobody sees
+            token_ids, depths = (nn.functional.pad(values, (0, missing)) for values in (token_ids, depths))
+            ancestors = nn.functional.pad(ancestors, (0, missing, 0, missing))
+            ancestors[:, num_nodes:, 0] = True
+        output = self._forward_cached(cache, token_ids, depths, ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last)
-        return TargetOutput(logits, output.features)
+        features = None if output.features is None else output.features[:, :num_nodes]
+        return TargetOutput(logits[:, :num_nodes], features)
 
     def prepare_first_layers(self, num_layers: int) -> None:
         """Makes `run_first_layers` ready for the first `num_layers` layers, which share all weights with the model.

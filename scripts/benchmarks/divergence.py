@@ -1,11 +1,12 @@
-"""Counts where greedy decoding in low precision diverges from plain decoding, and how many divergences are near-ties.
+"""Counts where decoding in low precision diverges from plain decoding, and how many divergences are near-ties.
 
     python scripts/benchmarks/divergence.py --heads examples/heads/eagle3 --dtype bfloat16 float32
+    python scripts/benchmarks/divergence.py --heads examples/heads/eagle3 --batch_invariant true --temperature 0.7
 
-There are two references: transformers' `generate` and this library's plain decoding. After a divergence, decoding
-starts again after the reference's token, so every position is compared once. At each divergence, one pass in higher
-precision over the common text gives the logits of both tokens. If these are at most NEAR_TIE_STEPS steps of the dtype
-apart, the divergence is a near-tie.
+There are two references: transformers' `generate` (of greedy text) and this library's plain decoding. After a
+divergence, decoding starts again after the reference's token, so every position is compared once. At each divergence,
+one pass in higher precision over the common text gives the logits of both tokens. If these are at most NEAR_TIE_STEPS
+steps of the dtype apart, the divergence is a near-tie.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.progress import track
 
 from inference import Drafter, Target
 from inference.drafters.ngram import NgramDrafter
+from inference.noise import gumbel_noise, row_seeds
 from scripts.measuring.contenders import OurDecoding, TransformersDecoding
 from scripts.measuring.environment import describe_environment
 from scripts.measuring.matrix import load_all_heads
@@ -63,6 +65,11 @@ class DivergenceArguments:
     )
     num_tokens: int = field(default=10_000, metadata={"help": "Number of positions to compare."})
     max_new_tokens: int = field(default=64, metadata={"help": "Longest text in tokens."})
+    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 = greedy."})
+    batch_invariant: bool = field(
+        default=False, metadata={"help": "Decode in batch-invariant mode, in the plain reference too."}
+    )
+    compile: bool = field(default=False, metadata={"help": "Compile the heads and plain decoding."})
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     output: str = field(default="outputs/divergence.md", metadata={"help": "Markdown file for the tables."})
 
@@ -91,16 +98,23 @@ Tallies = dict[str, dict[str, Tally]]  # by reference and decoding
 Judge = Callable[[Sequence[int], Sequence[int]], float]
 
 
-def make_judge(model: Any) -> Judge:
+def make_judge(model: Any, temperature: float = 0.0) -> Judge:
     """A function of a prefix and two tokens: the distance of their logits, in steps of the model's dtype at the larger
-    logit's size. A copy of the model in higher precision, with the same weights, computes the logits."""
+    logit's size. A copy of the model in higher precision, with the same weights, computes the logits. Sampling adds its
+    noise, times the temperature, to the distance."""
     higher = copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
 
     @torch.no_grad()
     def judge(prefix: Sequence[int], tokens: Sequence[int]) -> float:
         ids = torch.tensor([list(prefix)], device=model.device)
         logits: list[float] = higher(ids, use_cache=False).logits[0, -1, list(tokens)].tolist()
-        return abs(logits[0] - logits[1]) / find_step(max(logits, key=abs), model.dtype)
+        gap = logits[0] - logits[1]
+        if temperature > 0:
+            place = torch.tensor([[len(prefix)]], device=model.device)
+            columns = torch.tensor(list(tokens), device=model.device)
+            noise = gumbel_noise(row_seeds(Settings.seed, 1, model.device), place, columns)[0, 0]
+            gap += temperature * float(noise[0] - noise[1])
+        return abs(gap) / find_step(max(logits, key=abs), model.dtype)
 
     return judge
 
@@ -125,26 +139,30 @@ def compare(tally: Tally, decode: Decode, prompt: list[int], text: list[int], ju
     tally.num_tokens += len(text)
 
 
-def make_decodings(target: Target, heads: dict[str, Drafter], trees: Sequence[str]) -> dict[str, Decode]:
+def make_decodings(target: Target, heads: dict[str, Drafter], args: DivergenceArguments) -> dict[str, Decode]:
     """All decodings by name, the references included."""
-    # A copy of the target nearly always agrees with it, so that nearly every token comes from a wide pass.
-    assistant = copy.deepcopy(target.model)
-    decodings: dict[str, Callable[..., Run]] = {
-        REFERENCES[0]: TransformersDecoding(target),
-        "transformers prompt look-up": TransformersDecoding(target, prompt_lookup_num_tokens=10),
-        "transformers, assisted by a copy of the target": TransformersDecoding(target, assistant_model=assistant),
-        REFERENCES[1]: OurDecoding(target, None),
-        f"n-grams, {trees[0]}": OurDecoding(target, NgramDrafter(), tree=trees[0]),
-    }
+    mode = {"is_compiled": args.compile, "batch_invariant": args.batch_invariant}
+    decodings: dict[str, Callable[..., Run]] = {REFERENCES[1]: OurDecoding(target, None, **mode)}
+    if args.temperature == 0:  # transformers' noise is its own
+        # A copy of the target nearly always agrees with it, so that nearly every token comes from a wide pass.
+        assistant = copy.deepcopy(target.model)
+        decodings |= {
+            REFERENCES[0]: TransformersDecoding(target),
+            "transformers prompt look-up": TransformersDecoding(target, prompt_lookup_num_tokens=10),
+            "transformers, assisted by a copy of the target": TransformersDecoding(target, assistant_model=assistant),
+        }
+    if not args.compile:
+        ngrams = OurDecoding(target, NgramDrafter(), tree=args.tree[0], batch_invariant=args.batch_invariant)
+        decodings[f"n-grams, {args.tree[0]}"] = ngrams
     for name, drafter in heads.items():
-        for tree in trees:
+        for tree in args.tree:
             own = fit_tree(tree, drafter.max_depth)
-            decodings[f"{name}, {Path(own).stem}"] = OurDecoding(target, drafter, tree=own)
+            decodings[f"{name}, {Path(own).stem}"] = OurDecoding(target, drafter, tree=own, **mode)
 
     def make(run: Callable[..., Run]) -> Decode:
         def decode(prefix: list[int], count: int) -> list[int]:
             prompt = Prompt("", 0, torch.tensor([prefix], device=target.device))
-            return run(Batch.of(prompt), Settings(count)).texts[0]
+            return run(Batch.of(prompt), Settings(count, args.temperature)).texts[0]
 
         return decode
 
@@ -155,8 +173,9 @@ def measure(args: DivergenceArguments, dtype: str) -> tuple[dict[str, Any], Tall
     """Compares every decoding with both references in one dtype. Returns the environment and the counts."""
     target, tokenizer = load_target(args.target, dtype=dtype, device=args.device)
     heads = load_all_heads(args.heads, target, is_only_target=True)[0]
-    decodings, judge = make_decodings(target, dict(heads), args.tree), make_judge(target.model)
-    tallies = {reference: {name: Tally() for name in decodings if name != reference} for reference in REFERENCES}
+    decodings, judge = make_decodings(target, dict(heads), args), make_judge(target.model, args.temperature)
+    references = [reference for reference in REFERENCES if reference in decodings]
+    tallies = {reference: {name: Tally() for name in decodings if name != reference} for reference in references}
     for prompt in track(list(read_prompts(args, tokenizer, target)), description=dtype, transient=True):
         ids: list[int] = prompt.input_ids[0].tolist()
         for reference, own in tallies.items():
@@ -165,7 +184,13 @@ def measure(args: DivergenceArguments, dtype: str) -> tuple[dict[str, Any], Tall
                 compare(tally, decodings[name], ids, text, judge)
         if all(tally.num_tokens >= args.num_tokens for own in tallies.values() for tally in own.values()):
             break
+    modes = {
+        "batch-invariant": args.batch_invariant,
+        "compiled": args.compile,
+        f"T={args.temperature:g}": args.temperature,
+    }
     environment = describe_environment(target, None, target=args.target, max_new_tokens=args.max_new_tokens)
+    environment["dtype"] = ", ".join([dtype, *(name for name, is_on in modes.items() if is_on)])
     return environment, tallies
 
 

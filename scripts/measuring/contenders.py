@@ -158,7 +158,8 @@ class OurDecoding:
         **options: Any,
     ) -> None:
         self.drafter = drafter
-        is_timed = drafter is not None and not is_compiled and not options  # a graph's parts have no times of their own
+        # The parts of a graph have no times of their own.
+        is_timed = drafter is not None and not is_compiled and not options.get("graphs")
         self.timed = TimedDrafter(drafter, target.device) if is_timed else None
         self.decoder = Decoder(
             target,

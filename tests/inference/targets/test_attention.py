@@ -9,7 +9,16 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from inference import Target
-from inference.targets.attention import GROUPED, LONG_PASS, STOCK, attend_grouped, attend_masked, grouped_attention
+from inference.targets.attention import (
+    EXACT_ROWS,
+    GROUPED,
+    LONG_PASS,
+    STOCK,
+    attend_exactly,
+    attend_grouped,
+    attend_masked,
+    grouped_attention,
+)
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -99,3 +108,51 @@ def test_two_threads_that_overlap_leave_the_config_as_it_was() -> None:
     Target(model)  # made while the other is inside
     other.__exit__()
     assert model.config._attn_implementation == STOCK
+
+
+def test_a_thread_that_leaves_does_not_change_the_pass_of_another() -> None:
+    model = tiny_target("llama")
+    one, other = grouped_attention(model.config), grouped_attention(model.config)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__()
+    assert model.config._attn_implementation == GROUPED
+    other.__exit__()
+    assert model.config._attn_implementation == STOCK
+
+
+def test_exact_attention_is_attention() -> None:
+    query, key, value, mask = make_inputs(num_tokens=EXACT_ROWS + 3)
+    expected, _ = sdpa_attention_forward(Layer(), query, key, value, mask, scaling=0.2)
+    found, _ = attend_grouped(Layer(), query, key, value, mask.double(), scaling=0.2)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_exact_attention_does_not_see_gaps_or_other_rows(dtype: torch.dtype) -> None:
+    """Keys with gaps between them, as on a path of a tree, and with other queries; other attention shows both."""
+    num_keys, num_slots = 300, 512
+    query, key, value = (torch.randn(1, heads, num_slots, 64).to(dtype) for heads in (4, 2, 2))
+    lowest = torch.finfo(dtype).min
+    slots = torch.randperm(num_slots)[:num_keys].sort().values
+    gaps = torch.full((1, 1, 60, num_slots), lowest, dtype=torch.float64)
+    gaps[..., slots] = 0
+    none = torch.zeros(1, 1, 4, num_keys, dtype=torch.float64)
+    without = query[:, :, :4], key[:, :, slots], value[:, :, slots], none
+    within = query[:, :, :60], key, value, gaps
+    assert torch.equal(attend_exactly(*without, 0.1), attend_exactly(*within, 0.1)[:, :, :4])
+    stock = [attend_masked(*rest, mask.to(dtype)) for *rest, mask in (without, within)]
+    assert not torch.equal(stock[0], stock[1][:, :, :4])
+
+
+def test_exact_attention_is_one_call_in_a_graph() -> None:
+    query, key, value, mask = make_inputs()
+    for values in (value, torch.randn(2, 2, 11, 5)):  # MLA's values have another width
+        torch.library.opcheck(
+            torch.ops.draftsmith.attend_exactly,
+            (query, key, values, mask.double(), 0.2),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+    compiled = torch.compile(attend_grouped, backend="aot_eager", fullgraph=True)
+    found, _ = compiled(Layer(), query, key, value, mask.double(), scaling=0.2)
+    assert torch.equal(found, attend_grouped(Layer(), query, key, value, mask.double(), scaling=0.2)[0])

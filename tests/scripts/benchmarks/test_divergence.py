@@ -8,8 +8,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from inference import Target
+from inference.noise import gumbel_noise, row_seeds
 from scripts.benchmarks import divergence
 from scripts.benchmarks.divergence import REFERENCES, Tally, compare, make_judge
+from scripts.measuring.contenders import OurDecoding
+from scripts.measuring.measure import PLAIN, Batch, Prompt, Settings
+from scripts.measuring.texts import find_step
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -54,6 +59,35 @@ def test_gaps_are_counted_in_steps_of_the_models_own_dtype() -> None:
     found = make_judge(model.bfloat16())(prompt[0].tolist(), (first, second))
     step = 2.0 ** (torch.frexp(logits[first].abs()).exponent.item() - 1) * 2.0**-7
     assert found == pytest.approx(gap / step, rel=1e-4)
+
+
+@torch.no_grad()
+def test_the_gap_of_sampled_tokens_counts_their_noise() -> None:
+    """The token that plain decoding samples has the best score with noise, by the gap to any other token."""
+    model = tiny_target("llama", initializer_range=0.3)
+    prompt, settings = random_prompt(9), Settings(1, temperature=0.7)
+    target = Target.of(model)
+    (chosen,) = OurDecoding(target, None)(Batch.of(Prompt("", 0, prompt)), settings).texts[0]
+    scores = model(prompt).logits[0, -1] / 0.7
+    scores += gumbel_noise(row_seeds(0, 1, "cpu"), torch.tensor([[9]]), len(scores))[0, 0]
+    assert chosen == int(scores.argmax())
+    other = int(scores.topk(2).indices[1])
+    step = find_step(float(model(prompt).logits[0, -1, [chosen, other]].abs().max()), torch.float32)
+    gap = make_judge(model, 0.7)(prompt[0].tolist(), (chosen, other))
+    assert gap == pytest.approx(0.7 * float(scores[chosen] - scores[other]) / step, rel=1e-3)
+
+
+def test_the_program_decodes_in_batch_invariant_mode(
+    chat_target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "divergence.md"
+    words = ["--target", str(CHAT_TARGET), "--prompts", str(REPOSITORY / "examples" / "prompts.jsonl")]
+    words += ["--num_tokens", "8", "--max_new_tokens", "8", "--tree", "chain:2", "--temperature", "0.7"]
+    divergence.main([*words, "--batch_invariant", "true", "--output", str(table)])
+    page = table.read_text()
+    assert f"chat-13m, bfloat16, batch-invariant, T=0.7, against {PLAIN}**" in page
+    assert page.count("against") == 1, "transformers samples other texts"
+    assert page.count("| 0/0 |") == 1
 
 
 def test_the_program_writes_a_table_for_each_reference(

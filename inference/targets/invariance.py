@@ -1,0 +1,85 @@
+"""Checks that a target in batch-invariant mode keeps its promise, on this machine and with this model.
+
+Whether a row of a product depends on the number of rows is a matter of the library that computes it, and of the layer:
+experts, for one, get as many rows as the router gives them.
+
+Legend: B batch, N tree nodes, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.targets.model_config import find_attention
+from inference.targets.probe_tree import draw_ids
+
+_NUM_NODES = 24
+_PATH = [0, 9, 22]  # far apart, and not in the first slots
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    token_ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+
+def check_supported(causal_lm: Any, *, has_attention_interface: bool) -> None:
+    """Refuses (ValueError) models whose attention cannot be replaced."""
+    name = type(causal_lm).__name__
+    if causal_lm.config.is_encoder_decoder or not has_attention_interface:
+        raise ValueError(f"batch_invariant=True replaces attention functions, and {name} has its own: leave it out")
+    if (implementation := find_attention(causal_lm)) != "sdpa":
+        raise ValueError(
+            f"batch_invariant=True replaces the attention implementation 'sdpa', and {name} has {implementation!r}: "
+            "load the model with attn_implementation='sdpa', or leave batch_invariant out"
+        )
+
+
+@torch.no_grad()
+def check_invariance(target: Any) -> None:
+    """Compares the scores of a chain with those of the same tokens in a tree and in a batch, bit by bit.
+
+    Raises:
+        ValueError: they differ.
+    """
+    prompt = draw_ids(target.model, 1, target.device)
+    alone = _score(target, prompt, prompt[:, :3], [0, 1, 2])
+    crowd = prompt.repeat(1, _NUM_NODES // prompt.shape[1])
+    crowd[:, _PATH] = prompt[:, :3]
+    beside = _score(target, prompt.expand(2, -1), crowd.expand(2, -1), _PATH)
+    if not torch.equal(alone, beside):
+        raise ValueError(
+            f"batch_invariant=True cannot be kept: with {type(target.model).__name__} in {target.dtype} on "
+            f"{target.device}, a token's scores depend on the other tokens of the pass (by up to "
+            f"{float((alone - beside).abs().max()):.2g}): its layers, or the kernels of this machine, compute a row in "
+            "another way when there are more rows. Leave batch_invariant out"
+        )
+
+
+def _score(target: Any, prompts: Tensor, token_ids: Tensor, path: list[int]) -> Tensor:
+    """The scores [P, V] of a path of the last row's tree, whose other nodes are children of the root.
+
+    Args:
+        prompts: [B, 4] long.
+        token_ids: [B, N] long.
+    """
+    (batch, num_nodes), device = token_ids.shape, token_ids.device
+    cache = target.new_cache(batch, 64)
+    target.prefill(cache, prompts, torch.full((batch,), prompts.shape[1], device=device))
+    cache.open_slots(max(num_nodes, target.least_rows))
+    parents, depths = (torch.full((num_nodes,), first, device=device) for first in (0, 1))
+    ancestors = torch.eye(num_nodes, dtype=torch.bool, device=device)
+    parents[0], depths[0], ancestors[:, 0] = -1, 0, True
+    for depth, (parent, node) in enumerate(itertools.pairwise(path), start=1):
+        parents[node], depths[node] = parent, depth
+        ancestors[node] |= ancestors[parent]
+    shared = (values.expand(batch, *values.shape) for values in (parents, depths, ancestors))
+    scores: Tensor = target.verify(cache, _Nodes(token_ids, *shared)).logits[-1, path]
+    return scores

@@ -1,0 +1,104 @@
+"""Batch-invariant mode: every emitted token's scores equal those of plain decoding, bit by bit, in low precision too.
+
+Legend: B batch, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import DraftHeads
+from inference import Decoder, Drafter, NgramDrafter, Target
+from inference.pipeline import DraftingPipeline
+from tests.lossless.test_real_heads import TRAINED, chat_prompts, chat_target
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
+
+LENGTHS = (70, 9, 40)
+TREES = ("chain:4", "dynamic:4,4,16", "dynamic:5,8,60")
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "seed": [5, 5, 5]}
+
+
+def decode(target: Any, drafter: Drafter | None, prompts: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """The new tokens [B, T], and the scores [B, T, V] that they were chosen by."""
+    own = {name: options.pop(name) for name in ("tree", "batch_invariant", "compile") if name in options}
+    batch = pad_prompts(prompts)
+    keeping = {"return_dict_in_generate": True, "output_logits": True}
+    output = Decoder(target, drafter, **own).generate(**batch, **options, **keeping)
+    assert output.logits is not None
+    return output.sequences[:, batch["input_ids"].shape[1] :], torch.stack(output.logits, dim=1)
+
+
+def decode_plainly(target: Any, prompts: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """`decode` without drafts, each row by itself."""
+    seeds = options.pop("seed", None)
+    alone = [
+        decode(target, None, [prompt], seed=None if seeds is None else [seeds[row]], **options)
+        for row, prompt in enumerate(prompts)
+    ]
+    return torch.cat([tokens for tokens, _ in alone]), torch.cat([scores for _, scores in alone])
+
+
+def decode_both(family: str, dtype: torch.dtype, tree: str, *, batch_invariant: bool, **options: Any) -> bool:
+    """Whether all tokens and scores of a drafted batch equal those of each row by itself. The drafts are taken from the
+    plain text, which goes through all branches of the tree."""
+    target = Target.of(tiny_target(family, dtype=dtype))
+    prompts = [random_prompt(length, seed=length) for length in LENGTHS]
+    options = {"max_new_tokens": 40, "batch_invariant": batch_invariant, **options}
+    tokens, scores = decode_plainly(target, prompts, **options)
+    texts = [torch.cat([prompt[0], new]) for prompt, new in zip(prompts, tokens, strict=True)]
+    drafter = ScriptedDrafter(texts, VOCAB_SIZE, num_candidates=8, is_strict=batch_invariant)
+    found, own_scores = decode(target, drafter, prompts, tree=tree, **options)
+    return torch.equal(found, tokens) and torch.equal(own_scores, scores)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", TREES)
+def test_scores_are_those_of_plain_decoding(tree: str, options: dict[str, Any]) -> None:
+    assert decode_both("llama", torch.bfloat16, tree, batch_invariant=True, **options)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_families_and_dtypes(family: str, dtype: torch.dtype) -> None:
+    assert decode_both(family, dtype, TREES[2], batch_invariant=True, do_sample=False)
+
+
+def test_scores_differ_without_the_mode() -> None:
+    """Or the tests above would show nothing."""
+    assert not decode_both("llama", torch.float32, TREES[1], batch_invariant=False, do_sample=False)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_trained_heads_in_bfloat16(options: dict[str, Any]) -> None:
+    target, prompts = chat_target(torch.bfloat16), chat_prompts()[:2]
+    heads = DraftHeads.from_pretrained(TRAINED / "mtp")
+    settings = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, **options}
+    if options["do_sample"]:
+        settings["seed"] = SAMPLED["seed"][: len(prompts)]
+    for batch_invariant in (True, False):
+        tokens, scores = decode_plainly(target, prompts, batch_invariant=batch_invariant, **settings)
+        for tree in TREES[1:] if batch_invariant else TREES[1:2]:
+            found = decode(target, heads, prompts, tree=tree, batch_invariant=batch_invariant, **settings)
+            assert (torch.equal(found[0], tokens) and torch.equal(found[1], scores)) == batch_invariant
+
+
+def test_prompts_in_parts() -> None:
+    """A prompt that is read at once leaves the scores of one that is read in turns, with `reuse_cache`."""
+    target = Target.of(tiny_target("llama", dtype=torch.bfloat16))
+    decoder = Decoder(target, NgramDrafter(), batch_invariant=True)
+    settings = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    turn = torch.cat([decoder.generate(random_prompt(50), **settings).sequences, random_prompt(1, seed=3)], dim=1)
+    found = decoder.generate(turn, reuse_cache=True, **settings)
+    expected = decode(target, None, [turn], max_new_tokens=8, do_sample=False, batch_invariant=True)
+    assert torch.equal(torch.stack(found.logits, dim=1), expected[1])
+
+
+def test_the_pipeline_takes_the_option(chat_tokenizer: Any) -> None:
+    model = chat_target(torch.bfloat16).model
+    pipe = DraftingPipeline(model=model, tokenizer=chat_tokenizer, batch_invariant=True)
+    assert pipe.decoder.target.least_rows > 1
