@@ -14,6 +14,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="draftsmith-tests-")
 os.environ.pop("HF_DATASETS_CACHE", None)  # it would win
 os.environ["DRAFTSMITH_CACHE"] = os.environ["HF_HOME"]  # measured costs
+# Workers share compiled kernels.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "draftsmith-test-kernels"))
 
 import pytest
 import torch

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inference.execution.cache_folder import keep_compiled_kernels
 from inference.execution.executor import Executor
 
 # Each graph holds a packed copy of the weights it reads. Larger models would fill the memory.
@@ -46,6 +47,7 @@ class CompiledExecutor(Executor):
     is_compiled = True
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        keep_compiled_kernels()
         self._functions: dict[tuple[Callable[..., Any], bool | None], _CompiledFunction] = {}
         weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
         num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)

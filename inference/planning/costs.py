@@ -23,6 +23,7 @@ from inference.acceptance.sampler import Sampler
 from inference.cache.source import SOURCE_MULTIPLE, Source
 from inference.cache.tree_cache import TreeCache
 from inference.drafters.slots import NewSlots
+from inference.execution.cache_folder import cache_folder
 from inference.execution.step import DecodeStep
 from inference.targets.target import Target
 from inference.trees.policy import TreePolicy
@@ -225,10 +226,9 @@ def _describe_machine(device: torch.device) -> str:
 
 
 def cache_file(key: Sequence[Any]) -> Path:
-    """Where costs of this key are kept: in $DRAFTSMITH_CACHE, else in the user's cache folder."""
-    root = os.environ.get("DRAFTSMITH_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where costs of this key are kept."""
     digest = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:16]
-    return Path(root) / "draftsmith" / f"costs-{digest}.json"
+    return cache_folder() / f"costs-{digest}.json"
 
 
 def load_costs(file: Path) -> StepCosts | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +46,21 @@ def test_every_function_drops_the_guards_on_modules(calls: Options) -> None:
 def test_a_decorated_function_is_compiled_without_its_decorator(calls: Options) -> None:
     assert CompiledExecutor([]).run(triple, 2) == 6
     assert calls[0]["name"].startswith("triple_")
+
+
+def test_kernels_are_kept_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    CompiledExecutor([])
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    CompiledExecutor([])
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "draftsmith").touch()
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    CompiledExecutor([])
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

@@ -1,0 +1,24 @@
+"""The folder in which measured costs and compiled kernels are kept from process to process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """`draftsmith` in $DRAFTSMITH_CACHE, else in the user's cache folder."""
+    root = os.environ.get("DRAFTSMITH_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "draftsmith"
+
+
+def keep_compiled_kernels() -> None:
+    """Lets inductor keep its kernels in the cache folder, not in a temporary one. Compiling them is nearly half of the
+    work of compiling. Nothing happens where the folder cannot be made, or $TORCHINDUCTOR_CACHE_DIR is set."""
+    folder = cache_folder() / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
