@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo docs test test-all test-slow test-engines lossless check format bench recording table ablation clean
+.PHONY: help install demo docs test test-all test-slow test-engines lossless check format bench gpu recording table ablation clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -80,6 +80,9 @@ bench: $(STAMP) ## benchmark the committed heads on the embedded target
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py --target examples/chat-13m \
 		--heads examples/heads/medusa examples/heads/eagle3 --tree dynamic chain \
 		--prompts examples/prompts.jsonl --json outputs/benchmark.json --plot outputs/benchmark.png $(ARGS)
+
+gpu: $(STAMP) ## tests, decoding and training steps on a CUDA device; writes docs/benchmarks/gpu.md and .json (ARGS="--device cpu --tiny" rehearses)
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/gpu.py $(ARGS)
 
 recording: $(STAMP) ## draw docs/images/demo.svg from measured times: run it on an idle machine
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/record.py $(ARGS)

@@ -143,9 +143,14 @@ def _run_unroll(config: Any, length: int) -> tuple[int, float, float]:
     return parameters, float(counter.get_total_flops()), float(size)
 
 
+def count_operations(target: TargetCost, draft: DraftCost) -> float:
+    """Operations per token of training."""
+    return target.forward + draft.unroll + REPLY_SHARE * (target.lm_head + draft.lm_head)
+
+
 def estimate(args: CostArguments, config: Any) -> dict[str, str]:
     target, draft = find_target_cost(config, LENGTH), find_draft_cost(config, LENGTH)
-    operations = target.forward + draft.unroll + REPLY_SHARE * (target.lm_head + draft.lm_head)
+    operations = count_operations(target, draft)
     speed = args.num_gpus * UTILISATION * PEAK / operations
     tokens = args.conversations * args.conversation_tokens
     weights = whole = 2 * target.parameters

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
 from scripts.benchmarks.plain_training import plain_loss, run_target
+from scripts.benchmarks.scripted.counting import reduce_vocabulary
 from scripts.measuring.environment import describe_machine, describe_program
 from scripts.measuring.render import Grid
 from scripts.shared.clock import read_clock
@@ -112,7 +113,8 @@ class Bench:
         torch.manual_seed(0)
         self.cell, self.device = cell, torch.device(cell.device)
         self.target = Target(load_model(cell, self.device).requires_grad_(False).eval())
-        self.heads: DraftHeads = create_heads(cell.kind, self.target, **OVERRIDES.get(cell.kind, {})).train()
+        overrides = OVERRIDES.get(cell.kind, {}) | reduce_vocabulary(cell.kind, self.target)
+        self.heads: DraftHeads = create_heads(cell.kind, self.target, **overrides).train()
         if self.heads.wants_token_counts:
             self.heads.fit_vocabulary(torch.arange(self.target.vocab_size))
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), lr=0.0)  # every step starts from the same weights

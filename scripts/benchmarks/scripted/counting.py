@@ -75,13 +75,16 @@ def make_counting_target(size: str, dtype: torch.dtype, device: torch.device) ->
     return Target(model.requires_grad_(False).eval())
 
 
-def make_random_heads(kind: str, target: Target) -> DraftHeads:
-    """Heads of one kind as they are before training, in the target's dtype; the vocabulary of their own LM head is
-    reduced to `DRAFT_VOCABULARY` where the kind can do that."""
-    torch.manual_seed(0)
+def reduce_vocabulary(kind: str, target: Target) -> dict[str, int]:
+    """Overrides for heads that can have a draft vocabulary, where the target's is larger than `DRAFT_VOCABULARY`."""
     has_own = hasattr(HEAD_TYPES[kind].config_class(), "draft_vocab_size")
-    is_reduced = has_own and target.vocab_size > DRAFT_VOCABULARY
-    heads = create_heads(kind, target, **({"draft_vocab_size": DRAFT_VOCABULARY} if is_reduced else {}))
+    return {"draft_vocab_size": DRAFT_VOCABULARY} if has_own and target.vocab_size > DRAFT_VOCABULARY else {}
+
+
+def make_random_heads(kind: str, target: Target) -> DraftHeads:
+    """Heads of one kind as they are before training, in the target's dtype."""
+    torch.manual_seed(0)
+    heads = create_heads(kind, target, **reduce_vocabulary(kind, target))
     heads.fit_vocabulary(torch.arange(target.vocab_size, device=target.device))
     return heads.to(target.dtype).requires_grad_(False).eval()
 

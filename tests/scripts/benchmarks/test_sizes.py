@@ -58,7 +58,7 @@ def test_every_kind_accepts_as_many_tokens_as_one_asks(kind: str, dtype: torch.d
     target = make_counting_target("tiny", dtype, CPU)
     prompt = Batch.of(Prompt("", 0, torch.arange(505)[None]))
     args = tiny_arguments(trees=["dynamic:4,3,8"])
-    (contender,) = make_contenders(kind, target, prompt, args)
+    (contender,) = make_contenders(kind, target, None, prompt, args)
     assert contender.script is not None
     for length in contender.lengths([1, 2, 4]):
         contender.script.num_right.fill_(length - 1)
@@ -69,7 +69,7 @@ def test_every_kind_accepts_as_many_tokens_as_one_asks(kind: str, dtype: torch.d
 def test_another_acceptance_length_or_text_is_refused() -> None:
     target = make_counting_target("tiny", torch.float32, CPU)
     prompt = Batch.of(Prompt("", 0, torch.arange(16)[None]))
-    contender = next(make_contenders("medusa", target, prompt, tiny_arguments()))
+    contender = next(make_contenders("medusa", target, None, prompt, tiny_arguments()))
     with pytest.raises(RuntimeError, match=r"1\.0 instead of 2"):
         contender.decode(4, 2)
     with torch.no_grad():

@@ -1,0 +1,199 @@
+"""Everything there is to run on a GPU, in one command: tests, decoding, training steps; one page of results.
+
+    make gpu
+    make gpu ARGS="--device cpu --tiny --output outputs/gpu"
+
+Each part is a program of its own, so that none leaves memory behind. A part that fails is reported, and the others run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from scripts.benchmarks.scripted.counting import make_config
+from scripts.benchmarks.sizes import MODES
+from scripts.benchmarks.training_cost import LENGTH, count_operations, find_draft_cost, find_target_cost
+from scripts.measuring.environment import ROOT, describe_machine, describe_program
+from scripts.shared.model_loading import check_device
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
+from training.options.program_parser import ProgramParser
+
+# A part of a card's name -> its dense bfloat16 operations per second, in 1e12 (data sheets). The first that fits.
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "RTX 4090": 165}
+TIMEOUT = 600  # seconds of one part
+CHAT = "--target examples/chat-13m --prompts examples/prompts.jsonl --heads examples/heads/eagle3"
+
+
+@dataclass
+class GpuArguments:
+    device: str = field(default="cuda", metadata={"help": "Device; cpu only rehearses."})
+    tiny: bool = field(default=False, metadata={"help": "Toys in the place of the 1B and 8B shapes: a rehearsal."})
+    peak_tflops: float | None = field(
+        default=None, metadata={"help": "Dense bfloat16 TFLOP/s of the card, for the MFU; none = of known cards."}
+    )
+    output: str | None = field(
+        default=None,
+        metadata={"help": "Write OUTPUT.json and OUTPUT.md; none = docs/benchmarks/gpu, for rehearsals outputs/gpu."},
+    )
+
+
+@dataclass
+class Part:
+    """A program with its result.
+
+    Attributes:
+        words: after `python`. folder: where it may write TITLE.md and TITLE.json. tail: its last lines.
+    """
+
+    title: str
+    words: list[str]
+    folder: Path
+    returncode: int = -1
+    seconds: float = 0.0
+    tail: str = ""
+
+    def run(self) -> None:
+        for ending in ("md", "json"):  # of an earlier run
+            self._file(ending).unlink(missing_ok=True)
+        start = time.perf_counter()
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        try:
+            done = subprocess.run(
+                [sys.executable, *self.words], cwd=ROOT, env=environment, timeout=TIMEOUT, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            self.returncode, self.tail = done.returncode, "\n".join(done.stdout.strip().splitlines()[-12:])
+        except subprocess.TimeoutExpired:
+            self.tail = f"not done after {TIMEOUT} seconds"
+        self.seconds = time.perf_counter() - start
+
+    def read(self, ending: str) -> str:
+        file = self._file(ending)
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    def _file(self, ending: str) -> Path:
+        return self.folder / f"{self.title}.{ending}"
+
+
+def make_parts(args: GpuArguments, folder: Path) -> Iterator[Part]:
+    device = torch.device(args.device)
+    on_device = ["--device", args.device]
+    modes = [mode for mode in MODES if mode == "eager" or (mode in ("compiled", "captured") and not args.tiny)]
+    tests = ["-m", "pytest", "tests", "-m", "gpu"]
+    if device.type == "cpu":
+        tests = ["-m", "pytest", "tests/gpu", "-k", "accepted and cpu and medusa"]
+    yield Part("tests", [*tests, "-q", "-p", "no:cacheprovider"], folder)
+
+    words = ["scripts/benchmark.py", *CHAT.split(), *on_device, "--repeats", "1", "--tree", "dynamic:4,4,16"]
+    few = ["--num_prompts", "1", "--max_new_tokens", "8", "--compile", "false"]
+    words += few if args.tiny else ["--num_prompts", "10", "--compile"]
+    yield Part("chat-13m", [*words, "--json", f"{folder}/chat-13m.json", "--markdown", f"{folder}/chat-13m.md"], folder)
+
+    words = ["scripts/benchmarks/sizes.py", *on_device, "--kinds", "eagle3", "--modes", *modes, "--repeats", "3"]
+    words += ["--sizes", *(["tiny"] if args.tiny else ["1B", "8B"]), "--dtypes", "bfloat16", "--steps", "4"]
+    words += ["--trees", "dynamic:4,4,16" if args.tiny else "dynamic:5,8,32", "--output", f"{folder}/sizes"]
+    yield Part("sizes", words, folder)
+
+    shape = folder / "shape"
+    make_config("tiny" if args.tiny else "8B").save_pretrained(shape)
+    words = ["scripts/benchmarks/training_speed.py", "--target", str(shape), "--kinds", "eagle3", *on_device]
+    words += ["--lengths", "64" if args.tiny else str(LENGTH), "--plain_up_to", "1", "--repeats", "3"]
+    yield Part("training", [*words, "--output", f"{folder}/training"], folder)
+
+
+def find_utilisation(training: dict[str, Any], args: GpuArguments, card: str) -> dict[str, float] | None:
+    """The MFU of training steps at the 8B shape; None without the card's peak. Operations that are computed again in
+    the backward pass count."""
+    known = (peak for name, peak in PEAK_TFLOPS.items() if name.lower() in card.lower())
+    peak = args.peak_tflops or next(known, None)
+    if peak is None or not training:
+        return None
+    (cell,) = training["cells"]
+    config = make_config("tiny" if args.tiny else "8B")
+    length = cell["length"]
+    operations = count_operations(find_target_cost(config, length), find_draft_cost(config, length))
+    speed = cell["batch"] * length / cell["ours"]["total"]
+    return {
+        "tokens_per_second": speed,
+        "operations_per_token": operations,
+        "peak_tflops": peak,
+        "mfu": speed * operations / (peak * 1e12),
+    }
+
+
+def report(parts: list[Part], args: GpuArguments) -> tuple[str, dict[str, Any]]:
+    """The page, and its numbers."""
+    machine = describe_machine(torch.device(args.device))
+    name = machine["gpu"] or machine["cpu"]
+    results = {part.title: json.loads(part.read("json") or "null") for part in parts[1:]}
+    utilisation = find_utilisation(results["training"], args, name)
+    about = (
+        "a rehearsal: toys, or no GPU" if args.tiny or not machine["gpu"] else "random weights in the 1B and 8B shapes"
+    )
+    lines = [
+        f"# {name}",
+        "",
+        f"{describe_program()['command']} ({about})",
+        "",
+        "| part | result | seconds |",
+        "| --- | --- | ---: |",
+    ]
+    for part in parts:
+        result = "passed" if part.returncode == 0 else f"FAILED ({part.returncode})"
+        lines.append(f"| {part.title} | {result} | {part.seconds:.0f} |")
+    if utilisation is not None:
+        speed, mfu = utilisation["tokens_per_second"], utilisation["mfu"]
+        lines += ["", f"Training steps of EAGLE-3: {speed:,.0f} tokens/s, MFU {mfu:.1%}"]
+    for part in parts:
+        shown = part.read("md") if part.returncode == 0 else ""
+        lines += ["", f"## {part.title}", "", shown or f"```text\n{part.tail}\n```"]
+    environment = {**machine, **describe_program(), **asdict(args)}
+    runs = {part.title: {"returncode": part.returncode, "seconds": part.seconds} for part in parts}
+    return "\n".join(lines) + "\n", {"environment": environment, "runs": runs, "mfu": utilisation, **results}
+
+
+def run(args: GpuArguments, folder: Path) -> int:
+    """Runs all parts; `folder` gets the files of each.
+
+    Returns:
+        how many parts failed.
+    """
+    check_device(args.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    is_rehearsal = args.tiny or torch.device(args.device).type == "cpu"
+    output = Path(args.output or ("outputs/gpu" if is_rehearsal else "docs/benchmarks/gpu"))
+    parts = []
+    for part in make_parts(args, folder):
+        print(f"{part.title} ...", flush=True)
+        part.run()
+        print(part.tail if part.returncode else f"  done in {part.seconds:.0f} s", flush=True)
+        parts.append(part)
+    page, content = report(parts, args)
+    write_text(output.with_suffix(".md"), page)
+    write_text(output.with_suffix(".json"), json.dumps(content, indent=1) + "\n")
+    print(f"wrote {output}.md and {output}.json")
+    return sum(part.returncode != 0 for part in parts)
+
+
+def main() -> int:
+    with one_line_errors("gpu.py"):
+        (args,) = ProgramParser([GpuArguments], doc=__doc__).read()
+        return min(1, run(args, ROOT / "outputs" / "gpu-parts"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Texts on a GPU, compared with plain decoding on the same GPU, and what a step may not do there. In float32."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heads import HEAD_TYPES, DraftHeads
+from inference import Decoder, DynamicTree, Target
+from inference.loop import DecodeLoop, Emission
+from scripts.benchmarks.scripted.counting import ScriptedTree, make_counting_target, make_random_heads
+from tests.conftest import REPOSITORY
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt, tiny_target
+
+TRAINED = REPOSITORY / "examples" / "heads"
+TRAINED_KINDS = sorted(path.parent.name for path in TRAINED.glob("*/config.json"))
+REHEARSED = "eagle3"
+TREE, ACCEPTED, NUM_NEW = DynamicTree(4, 3, 8), 3, 17
+
+
+def decode_scripted(kind: str, device: torch.device, batch_size: int, **options: Any) -> tuple[Tensor, float]:
+    """The text of a target that counts, after prompts of two tokens, and the acceptance length."""
+    target = make_counting_target("tiny", torch.float32, device)
+    script = ScriptedTree(TREE, target.vocab_size, device)
+    script.num_right.fill_(ACCEPTED)
+    decoder = Decoder(target, make_random_heads(kind, target), tree=script, **options)
+    firsts = torch.arange(batch_size, device=device)[:, None] * 100
+    for _ in range(2):  # graphs are made by the first
+        output = decoder.generate(firsts + torch.arange(2, device=device), max_new_tokens=NUM_NEW)
+    return output.sequences - firsts, output.stats.acceptance_length
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+def test_accepted_drafts_of_every_kind(kind: str, batch_size: int, device: torch.device) -> None:
+    text, length = decode_scripted(kind, device, batch_size)
+    assert text.device.type == device.type
+    assert text.tolist() == [list(range(2 + NUM_NEW))] * batch_size
+    assert length == 1 + ACCEPTED
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+def test_random_heads_change_no_token(kind: str, do_sample: bool, device: torch.device) -> None:
+    target = Target(tiny_target("llama").to(device))
+    prompt = random_prompt(12, batch_size=2).to(device)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "seed": 3}
+    plain = Decoder(target).generate(prompt, **options).sequences
+    drafted = Decoder(target, tiny_heads(kind, target), tree=TREE).generate(prompt, **options).sequences
+    assert torch.equal(plain, drafted)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
+def test_trained_heads_change_no_token(
+    kind: str, do_sample: bool, device: torch.device, chat_target: PreTrainedModel
+) -> None:
+    model: Any = chat_target if device.type == "cpu" else deepcopy(chat_target).to(device)
+    heads = DraftHeads.from_pretrained(TRAINED / kind, dtype=torch.float32)
+    prompt = random_prompt(24, vocab_size=4000).to(device)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "seed": 5, "eos_token_id": None}
+    plain = Decoder(model).generate(prompt, **options).sequences
+    assert torch.equal(plain, Decoder(model, heads).generate(prompt, **options).sequences)
+
+
+class Watch:
+    """Forbids synchronisation from each read of emitted tokens to the next one. On a CPU it only counts."""
+
+    def __init__(self, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.num_reads = device, 0
+        emit, read = DecodeLoop.emit, Emission.read
+        monkeypatch.setattr(DecodeLoop, "emit", lambda *args: self._then_forbid(emit, *args))
+        monkeypatch.setattr(Emission, "read", lambda *args: self._allow(read, *args))
+
+    def set_mode(self, mode: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def _allow(self, read: Callable[..., Any], emission: Emission) -> Any:
+        self.num_reads += 1
+        self.set_mode("default")
+        return read(emission)
+
+    def _then_forbid(self, emit: Callable[..., Any], loop: DecodeLoop, emission: Emission) -> Any:
+        kept = emit(loop, emission)
+        if not loop.request.is_finished:
+            self.set_mode("error")
+        return kept
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+def test_a_step_waits_once(
+    kind: str, batch_size: int, do_sample: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target(tiny_target("llama").to(device))
+    decoder = Decoder(target, tiny_heads(kind, target), tree=TREE)
+    prompt = random_prompt(12, batch_size=batch_size).to(device)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": do_sample, "seed": 3}
+    decoder.generate(prompt, **options)
+    watch = Watch(device, monkeypatch)
+    try:
+        stats = decoder.generate(prompt, **options).stats
+    finally:
+        watch.set_mode("default")
+    assert watch.num_reads == 1 + stats.num_host_syncs == 1 + stats.num_verify_passes
+
+
+@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+def test_compiled_steps(kind: str, device: torch.device, request: pytest.FixtureRequest) -> None:
+    if device.type == "cpu":
+        if kind != REHEARSED:
+            pytest.skip(f"on a CPU {REHEARSED} rehearses for all kinds: tests/inference/execution has the rest")
+        request.getfixturevalue("traced_alone")
+    text, length = decode_scripted(kind, device, 1, compile=True)
+    assert (text.tolist(), length) == ([list(range(2 + NUM_NEW))], 1 + ACCEPTED)
+
+
+@pytest.mark.skipif("graphs" not in inspect.signature(Decoder).parameters, reason="this version captures no graphs")
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+def test_captured_steps(kind: str, batch_size: int, device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    text, length = decode_scripted(kind, device, batch_size, graphs=True)
+    assert (text.tolist(), length) == ([list(range(2 + NUM_NEW))] * batch_size, 1 + ACCEPTED)

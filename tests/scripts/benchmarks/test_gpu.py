@@ -1,0 +1,53 @@
+"""`make gpu`, rehearsed on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmarks import gpu
+from scripts.benchmarks.gpu import GpuArguments, Part, find_utilisation, make_parts
+
+
+@pytest.mark.slow
+def test_a_rehearsal(tmp_path: Path) -> None:
+    """All parts run, in processes of their own, and one page has their results."""
+    args = GpuArguments("cpu", tiny=True, peak_tflops=1.0, output=str(tmp_path / "page"))
+    assert gpu.run(args, tmp_path) == 0, (tmp_path / "page.md").read_text()
+    page, content = (tmp_path / "page.md").read_text(), json.loads((tmp_path / "page.json").read_text())
+    for title in ("tests", "chat-13m", "sizes", "training"):
+        assert f"| {title} | passed |" in page
+        assert f"## {title}\n" in page
+    assert "a rehearsal" in page
+    assert "MFU" in page
+    assert content["sizes"]["environment"]["simulated"]
+    assert content["training"]["cells"][0]["ours"]["total"] > 0
+    assert content["mfu"]["mfu"] > 0
+
+
+def test_a_part_that_fails_is_reported(tmp_path: Path) -> None:
+    part = Part("sum", ["-c", "print('so far'); raise SystemExit(3)"], tmp_path)
+    (tmp_path / "sum.md").write_text("of an earlier run")
+    part.run()
+    assert (part.returncode, part.tail) == (3, "so far")
+    assert part.read("md") == ""
+
+
+def test_the_parts_of_a_real_run(tmp_path: Path) -> None:
+    tests, chat, sizes, training = make_parts(GpuArguments("cuda"), tmp_path)
+    assert tests.words[1:5] == ["pytest", "tests", "-m", "gpu"]
+    assert {"1B", "8B", "compiled"} <= set(sizes.words)
+    assert all("cuda" in part.words for part in (chat, sizes, training))
+    config = json.loads((tmp_path / "shape" / "config.json").read_text())
+    assert config["hidden_size"] == 4096
+
+
+def test_the_utilisation_is_operations_over_time_and_peak() -> None:
+    training = {"cells": [{"batch": 2, "length": 64, "ours": {"total": 0.5}}]}
+    found = find_utilisation(training, GpuArguments(tiny=True), "NVIDIA H100 80GB HBM3")
+    assert found is not None
+    assert found["tokens_per_second"] == 256
+    assert found["mfu"] == pytest.approx(256 * found["operations_per_token"] / 989e12)
+    assert find_utilisation(training, GpuArguments(tiny=True), "a card of tomorrow") is None
