@@ -93,5 +93,5 @@ class Texts:
     def select(self, rows: Sequence[int]) -> Texts:
         """Some of the texts."""
         index = torch.tensor(rows, device=self.rows.device)
-        per_row = (values[index] for values in (self.token_ids, self.lengths, self.limits, self.rows))
-        return Texts(*per_row, self.places, self.every_place)
+        own = {name: getattr(self, name)[index] for name in ("token_ids", "lengths", "limits", "rows")}
+        return replace(self, **own)
