@@ -48,6 +48,11 @@ class Batch:
             for place, row in enumerate(self.rows):
                 self._is_damaged[row] |= not is_active[place]
             self.drafting.retire(self.active)
+        if (texts := self.sampler.texts) is not None:
+            if self.active is not None:
+                texts.lengths *= self.active
+            longest = max(request.num_shown(row) for row in request.unfinished)
+            texts.open_view(longest + self.drafting.step.num_depths)
 
     def _drop_finished(self) -> None:
         """The last rows take the places of finished ones, in the cache and everywhere else."""

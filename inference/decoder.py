@@ -29,7 +29,9 @@ from inference.planning.costs import StepCosts
 from inference.planning.planner import TreePlanner
 from inference.prompts import HeldTexts, PromptReader
 from inference.request.generate_arguments import make_request
+from inference.request.processors import PREFIX_FREE
 from inference.request.request import Request
+from inference.request.text_processors import read_processors
 from inference.stats import GenerationStats, PhaseClock
 from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
@@ -282,12 +284,19 @@ class Decoder:
     ) -> DecodeLoop:
         reader = self._open_prompts(request, clock.stats, reuse_cache=reuse_cache)
         clock.start()
+        texts, processors = None, list(request.processors)
+        if any(type(processor) not in PREFIX_FREE for processor in processors):
+            # A row's last step may go beyond its end, and so may the next one where finished rows stay.
+            longest = request.max_shown + 2 * self._step.num_depths
+            texts = request.new_texts(self._step.round_capacity(longest))
+            processors = read_processors(processors, texts, self.target.vocab_size)
         sampler = Sampler(
-            request.processors,
+            processors,
             do_sample=request.do_sample,
             row_seeds=row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None,
             eos_token_ids=request.eos_token_ids,
             keeps_scores=request.keeps_scores,
+            texts=texts,
         )
         return DecodeLoop(self._step, request, sampler, reader, self._choice, clock, on_step=on_step)
 

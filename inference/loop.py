@@ -122,8 +122,9 @@ class DecodeLoop:
         first = TokenTree.from_root(
             torch.tensor([prompt[-1] for prompt in request.prompts], device=cache.lengths.device)
         )
-        prefixes = None if sampler.is_prefix_free else request.prefixes(self.batch.rows)
-        accepted = accept_exact(sampler, first, read.logits, cache.lengths - 1, prefixes=prefixes)
+        accepted = accept_exact(sampler, first, read.logits, cache.lengths - 1)
+        if sampler.texts is not None:
+            sampler.texts.commit(accepted.next_tokens, accepted.counts)
         self.batch.drafting.take(
             NewSlots(read.feature, accepted.next_tokens.clamp(min=0), torch.ones_like(cache.lengths))
         )
@@ -151,8 +152,8 @@ class DecodeLoop:
 
     def _count(self, tokens: list[list[int]], *, width: int) -> None:
         """Counts a verify step in the statistics."""
-        # The read of the emission; with processors that read the prefix also which rows walk on, at each depth.
-        self.stats.num_host_syncs += 1 if self.batch.sampler.is_prefix_free else 1 + width
+        # The read of the emission; with lazy processors also which rows walk on, at each depth.
+        self.stats.num_host_syncs += 1 + width if self.batch.sampler.is_lazy else 1
         for row in tokens:
             if row:
                 self.stats.count_step(len(row) - 1)
@@ -178,12 +179,8 @@ class DecodeLoop:
 
     def accept(self, tree: TokenTree, output: TargetOutput, noise: Tensor | None) -> Acceptance:
         """The drafted tokens that are kept, and the bonus token."""
-        batch, sampler = self.batch, self.batch.sampler
-        prefixes = None if sampler.is_prefix_free else self.request.prefixes(batch.rows)
-        budgets = None if sampler.is_prefix_free else self.request.open_budgets(batch.rows)
-        accepted = self.step.accept(
-            sampler, tree, output.logits, batch.cache.lengths, noise=noise, prefixes=prefixes, max_tokens=budgets
-        )
+        batch = self.batch
+        accepted = self.step.accept(batch.sampler, tree, output.logits, batch.cache.lengths, noise=noise)
         self.clock.stop("accept")
         return accepted
 
@@ -196,6 +193,8 @@ class DecodeLoop:
             batch.cache, tree, accepted, counts, output.features, is_counting=self._choice.is_counting
         )
         batch.drafting.take(NewSlots(features, accepted.next_tokens.clamp(min=0), counts))
+        if batch.sampler.texts is not None:
+            batch.sampler.texts.commit(accepted.next_tokens, counts)
         self.clock.stop("commit")
         return Emission(accepted.next_tokens, counts, logits, accepted.scores, counted)
 

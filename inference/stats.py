@@ -24,8 +24,8 @@ class GenerationStats:
     accepted_histogram: entry a = verify steps in which exactly a drafted tokens were accepted.
     num_drafted: drafted nodes verified, without roots. Nodes for which a drafter had no token count.
     num_host_syncs: how often the host waited to read a tensor of a verify step. A step of any batch reads once for the
-        emitted tokens, and once for each level of the tree (root included) if processors read the prefix. Not counted:
-        reads of the prefill, reads within processors, and a `StagedDrafter`'s one read per level after the first.
+        emitted tokens, and once for each level of the tree (root included) for processors that run row by row. Not
+        counted: reads of the prefill and within processors, and a `StagedDrafter`'s one per level after the first.
     seconds: wall-clock seconds per phase. `profile` is making the drafter's buffers and, for `tree="auto"`, measuring
         costs the first time. `total` includes the time between phases. `compile`, a part of other phases, is the time
         of first calls of compiled graphs. On an accelerator the phases are launch times unless the decoder has

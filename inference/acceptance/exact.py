@@ -12,8 +12,6 @@ Legend: B batch, N tree nodes, K depth, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -29,8 +27,6 @@ def accept_exact(
     root_positions: Tensor,
     *,
     noise: Tensor | None = None,
-    prefixes: Sequence[Tensor] | None = None,
-    max_tokens: Sequence[int] | None = None,
 ) -> Acceptance:
     """Walks down the tree along the target's own tokens.
 
@@ -38,14 +34,13 @@ def accept_exact(
         logits: [B, N, V] the target's logits at every node, any floating dtype.
         root_positions: [B] long, absolute position of node 0 (the cache's lengths at the time of the verify step).
         noise: from `sampler.draw_noise` for at least `tree.path_width` depths; None = drawn here.
-        prefixes, max_tokens: as in `Walk`.
 
     Returns:
-        Acceptance; for a prefix-free sampler without any host synchronisation, otherwise with one per depth.
+        Acceptance, without any host synchronisation; for a lazy sampler with one per depth.
     """
     if noise is None:
         noise = sampler.draw_noise(root_positions, tree.path_width, logits.shape[-1])
-    walk, num_nodes = Walk(sampler, logits, prefixes, max_tokens), tree.num_nodes
+    walk, num_nodes = Walk(sampler, logits), tree.num_nodes
     nodes = torch.arange(num_nodes, device=logits.device)
     for depth in range(tree.path_width):  # also for rows that have ended, so that nothing is read on the host
         token = pick_token(walk.score(), None if noise is None else noise[:, depth])  # [B]

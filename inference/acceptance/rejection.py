@@ -9,8 +9,6 @@ Legend: B batch, N tree nodes, K depth, P = K + 1, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -30,8 +28,6 @@ def accept_by_rejection(
     root_positions: Tensor,
     *,
     noise: Tensor,
-    prefixes: Sequence[Tensor] | None = None,
-    max_tokens: Sequence[int] | None = None,
 ) -> Acceptance:
     """At each node, child after child: accepted with chance min(1, p(x) / q(x)); if not, p becomes the normalised
     max(0, p - q), and q leaves the child out (arXiv 2211.17192, section 2.3; siblings: arXiv 2402.14160, algorithm 1).
@@ -40,7 +36,7 @@ def accept_by_rejection(
     Arguments and result as in `accept_exact`; the target samples.
     """
     assert tree.drawn is not None
-    walk, width, num_ranks = Walk(sampler, logits, prefixes, max_tokens), tree.path_width, tree.drawn.num_ranks
+    walk, width, num_ranks = Walk(sampler, logits), tree.path_width, tree.drawn.num_ranks
     nodes = torch.arange(tree.num_nodes, device=logits.device)
     uniforms = _uniforms(sampler, root_positions, width * num_ranks).view(-1, width, num_ranks)
     for depth in range(width):
@@ -91,8 +87,6 @@ def accept_blocks(
     root_positions: Tensor,
     *,
     noise: Tensor,
-    prefixes: Sequence[Tensor] | None = None,
-    max_tokens: Sequence[int] | None = None,
 ) -> Acceptance:
     """Block verification (arXiv 2403.10444, algorithm 2) of a chain: all drafts are judged together, and in expectation
     no fewer are accepted than by token rejection.
@@ -101,18 +95,18 @@ def accept_blocks(
     R_i / (R_i + 1 - w_i), R_i = sum over x of max(0, w_i p(x) - q(x)) at the i-th draft (the last one: w_i). The
     longest prefix that passes is accepted.
 
-    Arguments and result as in `accept_by_rejection`. Processors that read the text must be in `KEEPS_NOTHING`, because
-    they are called for all drafts, accepted or not.
+    Arguments and result as in `accept_by_rejection`. No processor may be lazy, because all drafts are scored, accepted
+    or not.
     """
-    if not sampler.keeps_nothing:
+    if sampler.is_lazy:
         raise ValueError(
-            f"{', '.join(sampler.reading_names)} may keep a state, and block verification asks about drafts that it "
+            f"{', '.join(sampler.lazy_names)} may keep a state, and block verification asks about drafts that it "
             "may not accept: use acceptance='exact' or 'rejection'"
         )
     assert tree.drawn is not None
     num_drafts = tree.num_nodes - 1
-    walk = Walk(sampler, logits, prefixes, max_tokens)
-    scores = _score_chain(sampler, tree, walk)
+    rows = torch.arange(logits.shape[0], device=logits.device)
+    scores = sampler.process_nodes(tree, logits)
     p = torch.softmax(scores.float(), dim=-1)
     q = _extend(tree.drawn.log_q.exp()[:, tree.drawn.rows[:num_drafts]])  # [B, N, V]; nothing after the last draft
     drafts = tree.token_ids[:, 1:, None]  # [B, N - 1, 1]
@@ -127,24 +121,15 @@ def accept_blocks(
         rest = (weight[:, None] * p[:, place + 1] - q[:, place + 1]).clamp(min=0).sum(-1)
         passes = weight if place == num_drafts - 1 else rest / (rest + 1.0 - weight).clamp(min=1e-38)
         length = torch.where(uniforms[:, place] < passes, place + 1, length)
-    scale = torch.stack(weights, dim=1)[walk.rows, length]
-    last = p[walk.rows, length]
-    left = _normalise((scale[:, None] * last - q[walk.rows, length]).clamp(min=0), last)
-    bonus = pick_token(left.log(), noise[walk.rows, length])
+    scale = torch.stack(weights, dim=1)[rows, length]
+    last = p[rows, length]
+    left = _normalise((scale[:, None] * last - q[rows, length]).clamp(min=0), last)
+    bonus = pick_token(left.log(), noise[rows, length])
     steps = torch.arange(tree.num_nodes, device=logits.device)
-    is_real = (steps <= length[:, None]) & walk.is_walking[:, None]
+    is_real = steps <= length[:, None]
     tokens = _extend(tree.token_ids[:, 1:, None])[..., 0].scatter(1, length[:, None], bonus[:, None])
     kept = scores.float() if sampler.keeps_scores else None
-    return Acceptance(steps * is_real, is_real.sum(1), tokens * is_real, kept)
-
-
-def _score_chain(sampler: Sampler, tree: TokenTree, walk: Walk) -> Tensor:
-    """The processed scores [B, N, V] at every node of a chain, accepted or not."""
-    if sampler.is_prefix_free:
-        return sampler.process(walk.logits.flatten(0, 1)).view(walk.logits.shape)
-    drafted = tree.token_ids[:, 1:].unbind(1)
-    scores = [walk.score_at(torch.full_like(walk.rows, n), drafted[:n]) for n in range(tree.num_nodes)]
-    return torch.stack(scores, dim=1)
+    return Acceptance(steps * is_real, length + 1, tokens * is_real, kept)
 
 
 def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from inference.noise import gumbel_noise
-from inference.request.processors import COLUMN_FREE, KEEPS_NOTHING, NO_TOKEN, PREFIX_FREE
+from inference.request.processors import COLUMN_FREE, NO_TOKEN, PREFIX_FREE
 from inference.request.row_processors import processors_of_row
+from inference.request.text_processors import TextProcessor
+from inference.request.texts import Texts
+from inference.trees.token_tree import TokenTree
 
 
 def pick_token(scores: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -27,14 +30,13 @@ def pick_token(scores: Tensor, noise: Tensor | None = None) -> Tensor:
 class Sampler:
     """How the target picks a token: its logits processors, then argmax, with keyed Gumbel noise when sampling.
 
-    Processors whose exact type is in PREFIX_FREE look at one row of scores only, so they may run on all rows at once.
-    Those in KEEPS_NOTHING also read the row's text. Any other may keep a state (a grammar), so it runs as in plain
-    decoding: once per emitted token, in order, on each row by itself.
+    Processors whose exact type is in PREFIX_FREE, and `TextProcessor`s, are functions of tensors that run on all rows
+    at once. Any other may keep a state (a grammar), so it runs as in plain decoding: once per emitted token, in order,
+    on each row by itself, after one host read of which rows walk.
 
     Attributes:
-        is_prefix_free: all processors are in PREFIX_FREE.
-        keeps_nothing: all are in PREFIX_FREE or KEEPS_NOTHING.
-        reading_names: the types that are not in PREFIX_FREE.
+        lazy_names: the types of the other processors.
+        is_lazy: there are any.
         rows: the numbers of this sampler's rows in a batch of `num_rows` (`select`); None = all.
     """
 
@@ -46,14 +48,16 @@ class Sampler:
         row_seeds: Tensor | None = None,
         eos_token_ids: Iterable[int] = (),
         keeps_scores: bool = False,
+        texts: Texts | None = None,
     ) -> None:
         """
         Args:
-            processors: transformers logits processors (a LogitsProcessorList), in order.
+            processors: transformers' logits processors, or what `read_processors` makes of them, in order.
             do_sample: sample from the processed distribution; otherwise take its argmax.
             row_seeds: [B] long from `noise.row_seeds`; required to sample.
-            eos_token_ids: tokens that end a row. Processors that are not prefix-free are not called after them.
+            eos_token_ids: tokens that end a row. Lazy processors are not called after them.
             keeps_scores: rules return the scores (`Acceptance.scores`).
+            texts: the rows' texts; None if all processors are prefix-free.
         """
         assert row_seeds is not None or not do_sample, "sampling needs seeds"
         self.processors = tuple(processors)
@@ -63,13 +67,10 @@ class Sampler:
         self.keeps_scores = keeps_scores
         self.rows: tuple[int, ...] | None = None
         self.num_rows = 0
-        types = {type(processor) for processor in self.processors}
-        self.is_prefix_free = types <= PREFIX_FREE
-        # A repetition penalty may hold a setting per row, as a tensor.
-        has_rows = any(isinstance(getattr(p, "prompt_ignore_length", None), Tensor) for p in self.processors)
-        self.keeps_nothing = types <= PREFIX_FREE | KEEPS_NOTHING and not has_rows
-        self.reading_names = sorted(kind.__name__ for kind in types - PREFIX_FREE)
-        self._row_samplers: dict[int, Sampler] = {}
+        self.texts = texts
+        self.lazy_names = sorted({type(one).__name__ for one in self.processors if _is_lazy(one)})
+        self.is_lazy = bool(self.lazy_names)
+        self._row_processors: dict[int, list[Any]] = {}  # copies of the lazy processors
         self._draft_warpers = tuple(
             processor for processor in self.processors if do_sample and type(processor) in COLUMN_FREE
         )
@@ -83,19 +84,9 @@ class Sampler:
             chosen.rows = tuple(self.rows[row] for row in rows)
         if self.row_seeds is not None:
             chosen.row_seeds = self.row_seeds[list(rows)]
+        if self.texts is not None:
+            chosen.texts = self.texts.select(rows)
         return chosen
-
-    def for_row(self, row: int, batch_size: int) -> Sampler:
-        """This sampler for one row of a batch, with copies of the processors that read the text (`row_processors`)."""
-        if batch_size == 1 and self.rows is None:
-            return self
-        number, num_rows = (row, batch_size) if self.rows is None else (self.rows[row], self.num_rows)
-        if number not in self._row_samplers:
-            reading = [processor for processor in self.processors if type(processor) not in PREFIX_FREE]
-            own = iter(processors_of_row(reading, number, num_rows))
-            processors = [one if type(one) in PREFIX_FREE else next(own) for one in self.processors]
-            self._row_samplers[number] = Sampler(processors, eos_token_ids=self.eos_token_ids)
-        return self._row_samplers[number]
 
     def draw_noise(self, root_positions: Tensor, num_depths: int, vocab_size: int) -> Tensor | None:
         """Noise of a step's draws: [B, num_depths, V] float32, or None when greedy.
@@ -113,18 +104,52 @@ class Sampler:
         Tokens that other processors forbid may be drafted, and are never accepted. No rule needs q to be processed as p
         is; drafts must come from the q that the rule is told.
         """
-        return self._apply(self._draft_warpers, None, logits)
+        for processor in self._draft_warpers:
+            logits = processor(None, logits)
+        return logits
 
-    def process(self, logits: Tensor, prefix_ids: Tensor | None = None) -> Tensor:
-        """All processors in order on scores [R, V] in float32; `prefix_ids` [R, L] for those that read it."""
+    def process(self, scores: Tensor, texts: Texts | None = None, is_walking: Tensor | None = None) -> Tensor:
+        """All processors in order on scores [R, V] in float32.
+
+        Args:
+            texts: that the scores follow, for processors that read them.
+            is_walking: [B] bool, the rows for which lazy processors are called; there R = B.
+        """
         if not self.processors:
-            return logits
-        return self._apply(self.processors, prefix_ids, logits.to(torch.float32, copy=True))
-
-    @staticmethod
-    def _apply(processors: Sequence[Callable[[Any, Any], Any]], prefix_ids: Tensor | None, scores: Tensor) -> Tensor:
-        if prefix_ids is None:
-            prefix_ids = torch.zeros((scores.shape[0], 1), dtype=torch.long, device=scores.device)
-        for processor in processors:
-            scores = processor(prefix_ids, scores)
+            return scores
+        scores = scores.to(torch.float32, copy=True)
+        lengths: list[int] = []
+        if self.is_lazy:
+            assert texts is not None
+            assert is_walking is not None
+            lengths = (texts.lengths * is_walking).tolist()
+        for place, processor in enumerate(self.processors):
+            if not _is_lazy(processor):
+                scores = processor(texts, scores)
+                continue
+            assert texts is not None
+            for row, length in enumerate(lengths):
+                if length:  # in a copy, since a processor may keep it
+                    text = texts.token_ids[row : row + 1, :length].clone()
+                    own = self._of_row(row, len(lengths))[place]
+                    scores[row : row + 1] = own(text, scores[row : row + 1].clone())
         return scores
+
+    def process_nodes(self, tree: TokenTree, logits: Tensor) -> Tensor:
+        """All processors on the scores [B, N, V] at every node of the trees. None may be lazy."""
+        texts = None if self.texts is None else self.texts.at_nodes(tree.token_ids, tree.depths, tree.ancestors)
+        return self.process(logits.flatten(0, 1), texts).view(logits.shape)
+
+    def _of_row(self, row: int, batch_size: int) -> Sequence[Any]:
+        """The processors, with a row's own copies of lazy ones."""
+        if batch_size == 1 and self.rows is None:
+            return self.processors
+        number, num_rows = (row, batch_size) if self.rows is None else (self.rows[row], self.num_rows)
+        if number not in self._row_processors:
+            copies = iter(processors_of_row([one for one in self.processors if _is_lazy(one)], number, num_rows))
+            self._row_processors[number] = [next(copies) if _is_lazy(one) else one for one in self.processors]
+        return self._row_processors[number]
+
+
+def _is_lazy(processor: Any) -> bool:
+    return type(processor) not in PREFIX_FREE and not isinstance(processor, TextProcessor)

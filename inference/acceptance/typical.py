@@ -5,8 +5,6 @@ Legend: B batch, N tree nodes, K depth, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -22,8 +20,6 @@ def accept_typical(
     root_positions: Tensor,
     *,
     noise: Tensor,
-    prefixes: Sequence[Tensor] | None = None,
-    max_tokens: Sequence[int] | None = None,
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> Acceptance:
@@ -31,15 +27,15 @@ def accept_typical(
     distribution and H its entropy. The longest such path is kept, of several the likeliest. The token after it is drawn
     from the target.
 
-    Arguments and result as in `accept_exact`; the target samples. Processors must not read the prefix.
+    Arguments and result as in `accept_exact`; the target samples. No processor may be lazy.
     """
-    if not sampler.is_prefix_free:
+    if sampler.is_lazy:
         raise ValueError(
-            f"{', '.join(sampler.reading_names)} may read the text so far, and typical acceptance judges all drafts at "
-            "once: use acceptance='exact' or 'rejection'"
+            f"{', '.join(sampler.lazy_names)} may keep a state, and typical acceptance judges all drafts at once: use "
+            "acceptance='exact' or 'rejection'"
         )
-    batch, num_nodes, vocab = logits.shape
-    scores = sampler.process(logits.flatten(0, 1)).float().view(batch, num_nodes, vocab)
+    batch, _, vocab = logits.shape
+    scores = sampler.process_nodes(tree, logits).float()
     log_p = torch.log_softmax(scores, dim=-1)
     entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, N]
     threshold = (delta * torch.exp(-entropy)).clamp(max=epsilon)

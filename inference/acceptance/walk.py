@@ -1,11 +1,10 @@
 """The walk of a batch down its trees: each row's node, the scores there, and the tokens that the row emits.
 
-Legend: B batch, N tree nodes, K depth of the tree, V target vocabulary, L length of a row's text up to the root.
+Legend: B batch, N tree nodes, K depth of the tree, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,24 +42,19 @@ class Acceptance:
 class Walk:
     """All rows, each at one node; a step takes them one level down. Rows that have ended go on, and emit padding.
 
-    With prefix-free processors nothing is read on the host. With others each `score_at` reads once which rows walk.
+    Nothing is read on the host, except with lazy processors: each `score` reads once which rows walk. Lazy processors
+    are not asked about more tokens than plain decoding would emit.
 
     Args:
         logits: [B, N, V], the target's.
-        prefixes: per row [1, L] long, its tokens up to and including the root; needed by processors that read the text.
-        max_tokens: per row, the number of tokens it may still emit (0: a finished row, whose counts are then 0). Such
-            processors are not asked about more. None = no limit.
 
     Attributes:
         current: [B] long, each row's node.
         is_walking: [B] bool, whether the row emits the next token.
     """
 
-    def __init__(
-        self, sampler: Sampler, logits: Tensor, prefixes: Sequence[Tensor] | None, max_tokens: Sequence[int] | None
-    ) -> None:
-        assert prefixes is not None or sampler.is_prefix_free
-        self.sampler, self.logits, self.prefixes, self.max_tokens = sampler, logits, prefixes, max_tokens
+    def __init__(self, sampler: Sampler, logits: Tensor) -> None:
+        self.sampler, self.logits, self._texts = sampler, logits, sampler.texts
         self.rows = torch.arange(logits.shape[0], device=logits.device)
         self.current = torch.zeros_like(self.rows)
         self._path: list[Tensor] = []
@@ -71,33 +65,9 @@ class Walk:
 
     def score(self) -> Tensor:
         """[B, V], the processed scores at the rows' nodes, as in plain decoding. Call it once before each step."""
-        scores = self.score_at(self.current, self._tokens)
+        scores = self.sampler.process(self.logits[self.rows, self.current], self._texts, self.is_walking)
         if self.sampler.keeps_scores:
             self._scores.append(scores.float())
-        return scores
-
-    def score_at(self, nodes: Tensor, tokens: Sequence[Tensor]) -> Tensor:
-        """[B, V], the processed scores at `nodes` [B] after `tokens`, each [B]; of rows that do not walk: anything.
-
-        Prefix-free processors run on all rows. Others run on rows that walk. Those that keep no state run on all texts
-        of one length together; any other runs on each row by itself.
-        """
-        sampler, prefixes = self.sampler, self.prefixes
-        scores = self.logits[self.rows, nodes]
-        if sampler.is_prefix_free:
-            return sampler.process(scores)
-        assert prefixes is not None
-        scores = scores.float()
-        emitted = torch.stack([*tokens], dim=1) if tokens else self.rows[:, None][:, :0]
-        groups: dict[int, list[int]] = {}
-        for row, walks in enumerate(self.is_walking.tolist()):
-            if walks:
-                groups.setdefault(prefixes[row].shape[1] if sampler.keeps_nothing else row, []).append(row)
-        for members in groups.values():
-            texts = torch.cat([prefixes[row] for row in members])
-            index = torch.tensor(members, device=self.rows.device)
-            own = sampler if sampler.keeps_nothing else sampler.for_row(members[0], len(prefixes))
-            scores[index] = own.process(scores[index], torch.cat([texts, emitted[index]], dim=1))
         return scores
 
     def step(self, tokens: Tensor, children: Tensor, is_accepted: Tensor) -> None:
@@ -105,16 +75,17 @@ class Walk:
         self._path.append(self.current)
         self._tokens.append(tokens)
         self._walked.append(self.is_walking)
+        if self._texts is not None:
+            self._texts = self._texts.extended(tokens)
         self.is_walking = self.is_walking & is_accepted & self._may_emit()
         self.current = children
 
     def _may_emit(self) -> Tensor:
-        """[B] bool, whether processors that read the text may be asked about one more token."""
-        may, sampler = torch.ones_like(self.rows, dtype=torch.bool), self.sampler
-        if sampler.is_prefix_free:
-            return may
-        if self.max_tokens is not None:
-            may = may & (torch.tensor(self.max_tokens, device=self.rows.device) > len(self._tokens))
+        """[B] bool, whether lazy processors may be asked about one more token."""
+        sampler = self.sampler
+        if not sampler.is_lazy or self._texts is None:
+            return torch.ones_like(self.rows, dtype=torch.bool)
+        may = self._texts.lengths < self._texts.limits
         if self._tokens and sampler.eos_token_ids:
             ends = torch.tensor(sorted(sampler.eos_token_ids), device=self.rows.device)
             may = may & ~torch.isin(self._tokens[-1], ends)

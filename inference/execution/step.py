@@ -40,7 +40,7 @@ class DecodeStep:
         drafter, policy: None for plain decoding.
         is_coupled: drafts read the target's own noise (see `Decoder`), if the rule allows it.
         rule: which drafted tokens are kept.
-        executor: runs the parts. Prompts, slots that waited, and processors that read the prefix always run eagerly.
+        executor: runs the parts. Prompts, slots that waited, and lazy processors always run eagerly.
     """
 
     def __init__(
@@ -93,12 +93,14 @@ class DecodeStep:
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A cache of at least `capacity` slots per row."""
+        return self.target.new_cache(batch_size, self.round_capacity(capacity))
+
+    def round_capacity(self, capacity: int) -> int:
+        """A size of buffers with an entry per token, at least `capacity`."""
         if self.executor.is_compiled:
             # Never all in view: a view of everything is contiguous, which would make one more graph.
-            rounded = max(COMPILED_CAPACITY, 1 << (capacity - 1).bit_length()) + VIEW_MULTIPLE
-        else:
-            rounded = -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-        return self.target.new_cache(batch_size, rounded)
+            return max(COMPILED_CAPACITY, 1 << (capacity - 1).bit_length()) + VIEW_MULTIPLE
+        return -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 
     def start_drafter(self, cache: TreeCache) -> Any:
         """The drafter's state for texts in this cache."""
@@ -189,7 +191,9 @@ class DecodeStep:
 
     def accept(self, sampler: Sampler, tree: TokenTree, *args: Any, **kwargs: Any) -> Acceptance:
         """The rule's acceptance; arguments as in `accept_exact`."""
-        run = self.executor.run if sampler.is_prefix_free else run_eagerly
+        run = run_eagerly if sampler.is_lazy else self.executor.run
+        if sampler.texts is not None:
+            self.executor.mark_open(sampler.texts.places)
         accept = self.rule.accept if sampler.do_sample and tree.num_nodes > 1 else accept_exact
         accepted: Acceptance = run(accept, sampler, tree, *args, **kwargs)
         return accepted

@@ -1,6 +1,6 @@
-"""Kinds of transformers' logits processors, by what they read and remember.
+"""Kinds of transformers' logits processors that read no text.
 
-Processors of other types may read the text so far and may keep a state (a grammar).
+Those that read it are in `text_processors.py`. Processors of other types may also keep a state (a grammar).
 """
 
 from __future__ import annotations
@@ -31,17 +31,3 @@ PREFIX_FREE = _find_types(
 )
 # They do not read which token a column stands for, so they may also process scores over a reduced draft vocabulary.
 COLUMN_FREE = PREFIX_FREE - _find_types("SuppressTokensLogitsProcessor")
-# They read the row's text and scores and remember nothing: several rows may go through together, and drafts that are
-# rejected later may go through too.
-KEEPS_NOTHING = _find_types(
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-    "SuppressTokensAtBeginLogitsProcessor",
-)

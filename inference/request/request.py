@@ -16,7 +16,8 @@ from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList
 from inference.cache.source import Source
 from inference.request.processors import NO_TOKEN
 from inference.request.prompt_checks import check_token_ids, pad_left
-from inference.request.row_processors import ask_criterion, criteria_of_row
+from inference.request.stopping import Stopping
+from inference.request.texts import Texts
 from inference.targets.target import Target
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,7 @@ class Request:
         self.do_sample = bool(config.do_sample)
         self.streamer, self.source = streamer, source
         self.eos_token_ids: set[int] = set()
-        self.criteria: list[Any] = []
-        self._row_criteria: dict[int, list[Any]] = {}  # copies, because they may keep a state
+        others: list[Any] = []
         limit: int | None = None  # on input_ids, padding included, as transformers counts
         for criterion in criteria:
             if isinstance(criterion, EosTokenCriteria):
@@ -75,7 +75,7 @@ class Request:
             elif isinstance(criterion, MaxLengthCriteria):
                 limit = criterion.max_length if limit is None else min(limit, criterion.max_length)
             else:
-                self.criteria.append(criterion)
+                others.append(criterion)
         if limit is None:
             raise ValueError("there is no length limit: pass max_new_tokens or max_length")
         self.pad_token_id = _pad_token_id(config)
@@ -85,6 +85,7 @@ class Request:
         self.budgets = [limit - self.input_ids.shape[1]] * len(counts)
         if target.max_length is not None:
             self._cut_budgets(target.max_length, target.length_limit_reason)
+        self._stopping = Stopping(others, rows, max(1, *self.budgets), target.device)
         # A prompt beyond the limit still gets one token, as in transformers.
         self.max_length = max(count + max(budget, 1) for count, budget in zip(counts, self.budgets, strict=True))
 
@@ -123,14 +124,18 @@ class Request:
         """The row's tokens so far, prompt without padding included."""
         return self.prompts[row] + self._new[row]
 
-    def prefixes(self, rows: Sequence[int]) -> list[Tensor]:
-        """These rows as transformers shows them to a processor: padding, prompt, new tokens; each [1, L + new]."""
-        new = [torch.tensor(self._new[row], dtype=torch.long, device=self.input_ids.device) for row in rows]
-        return [torch.cat([self._left_padded[row], tokens])[None] for row, tokens in zip(rows, new, strict=True)]
+    def num_shown(self, row: int) -> int:
+        """The number of a row's tokens as transformers shows them to a processor, padding included."""
+        return self._left_padded.shape[1] + len(self._new[row])
 
-    def open_budgets(self, rows: Sequence[int]) -> list[int]:
-        """The number of tokens that each of these rows may still emit."""
-        return [self.budgets[row] if row in self.unfinished else 0 for row in rows]
+    @property
+    def max_shown(self) -> int:
+        """The most tokens, padding included, that any row will have."""
+        return self._left_padded.shape[1] + max(1, *self.budgets)
+
+    def new_texts(self, capacity: int) -> Texts:
+        """The rows as transformers shows them to a processor, before their first new token."""
+        return Texts.of_prompts(self._left_padded, [max(1, budget) for budget in self.budgets], capacity)
 
     def emit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
         """Adds the tokens that each of these rows emitted, up to the row's end; returns the tokens that were kept.
@@ -153,19 +158,10 @@ class Request:
                 self.budgets[row] -= 1
                 if self.streamer is not None:
                     self.streamer.put(torch.tensor([token]))
-                if token in self.eos_token_ids or self.budgets[row] <= 0 or self._meets_criteria(row):
+                if token in self.eos_token_ids or self.budgets[row] <= 0 or self._stopping.ends(row, token):
                     self.unfinished.remove(row)
                     break
         return kept
-
-    def _meets_criteria(self, row: int) -> bool:
-        if not self.criteria:
-            return False
-        if row not in self._row_criteria:
-            self._row_criteria[row] = criteria_of_row(self.criteria) if self.batch_size > 1 else self.criteria
-        (text,) = self.prefixes([row])
-        answers = [ask_criterion(criterion, text, row, self.batch_size) for criterion in self._row_criteria[row]]
-        return any(answers)  # every criterion is called, because it may count calls
 
     def sequences(self) -> Tensor:
         """[B, L + longest continuation], padded on the right."""

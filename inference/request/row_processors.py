@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.generation import logits_process
 
 _Processor = Callable[[Tensor, Tensor], Tensor]
 _SHARED = (nn.Module, PreTrainedTokenizerBase)
@@ -37,13 +36,10 @@ def processors_of_row(processors: Sequence[_Processor], row: int, num_rows: int)
         if not _is_transformers_own(own):
             found.append(_RowProcessor(own, row, num_rows))
             continue
-        ignored = getattr(own, "prompt_ignore_length", None)  # of RepetitionPenaltyLogitsProcessor
-        if isinstance(ignored, Tensor) and ignored.numel() > 1:
-            own.prompt_ignore_length = ignored.reshape(ignored.numel(), -1)[row]
         allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
         if allowed is not None:
             own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, row)
-        _cut_source(own, row, num_rows)
+        _cut_context(own, row, num_rows)
         found.append(own)
     return found
 
@@ -58,18 +54,21 @@ def criteria_of_row(criteria: Sequence[Any]) -> list[Any]:
     return [one if _is_transformers_own(one) else next(own) for one in criteria]
 
 
-def ask_criterion(criterion: Callable[[Tensor, Any], Any], text: Tensor, row: int, num_rows: int) -> bool:
+def ask_criterion(
+    criterion: Callable[[Tensor, Any], Any], text: Tensor, row: int, num_rows: int, device: torch.device
+) -> bool:
     """Whether the row's copy of a stopping criterion ends row `row` of `num_rows`. It gets no scores.
 
     Args:
-        text: [1, L], of the row.
+        text: [1, L], of the row, on the host. Only criteria that are not transformers' own get it on the device.
 
     Raises:
         ValueError: it answers with neither one value nor one per row.
     """
-    if num_rows == 1 or _is_transformers_own(criterion):
-        return bool(torch.as_tensor(criterion(text, None)).all())
-    answer = torch.as_tensor(criterion(text.repeat(num_rows, 1), None))
+    is_own = _is_transformers_own(criterion)
+    if num_rows == 1 or is_own:
+        return bool(torch.as_tensor(criterion(text if is_own else text.to(device), None)).all())
+    answer = torch.as_tensor(criterion(text.to(device).repeat(num_rows, 1), None))
     if answer.numel() not in (1, num_rows):
         name = type(criterion).__name__
         raise ValueError(
@@ -143,19 +142,13 @@ def _parts_of(value: Any) -> list[Any]:
     return [*getattr(value, "__dict__", {}).values()]
 
 
-def _cut_source(processor: Any, row: int, batch_size: int) -> None:
+def _cut_context(processor: Any, row: int, batch_size: int) -> None:
     """Cuts the other texts that a copied processor holds down to this row's; `num_return_sequences` rows share one."""
     context = getattr(processor, "unconditional_context", None)  # of UnbatchedClassifierFreeGuidanceLogitsProcessor
     if isinstance(context, dict):
         for name in ("input_ids", "attention_mask"):
             if isinstance(texts := context.get(name), Tensor):
                 context[name] = texts[row * len(texts) // batch_size][None]
-    texts = getattr(processor, "encoder_input_ids", None)  # of EncoderRepetitionPenaltyLogitsProcessor
-    if isinstance(texts, Tensor):
-        processor.encoder_input_ids = texts[row * len(texts) // batch_size][None]
-    if isinstance(processor, logits_process.EncoderNoRepeatNGramLogitsProcessor):
-        ngrams = processor.generated_ngrams
-        processor.generated_ngrams, processor.batch_size = [ngrams[row * len(ngrams) // batch_size]], 1
 
 
 def _call_for_row(allowed: Callable[[int, Tensor], list[int]], row: int, _: int, text: Tensor) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation import logits_process as stock
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from inference.acceptance.exact import accept_exact
@@ -20,6 +21,8 @@ from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter
 from inference.generation import Decoder
 from inference.noise import row_seeds
+from inference.request.text_processors import read_processors
+from inference.request.texts import Texts
 from inference.targets.target import Target
 from inference.trees.options import resolve_policy
 from inference.trees.static import chain
@@ -72,10 +75,27 @@ def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "numpy", refuse)
 
 
-def make_sampler(batch_size: int, *, do_sample: bool) -> Sampler:
-    processors = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)] if do_sample else []
-    seeds = row_seeds(0, batch_size, "cpu") if do_sample else None
-    return Sampler(processors, do_sample=do_sample, row_seeds=seeds)
+SOURCE_NGRAMS = {
+    num_rows: stock.EncoderNoRepeatNGramLogitsProcessor(3, random_prompt(9, batch_size=num_rows)) for num_rows in (1, 3)
+}
+
+
+def make_sampler(prompts: torch.Tensor, vocab_size: int, *, do_sample: bool) -> Sampler:
+    """With one of each kind of processors that read the text."""
+    warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)] if do_sample else []
+    reading = [
+        stock.RepetitionPenaltyLogitsProcessor(1.2),
+        stock.EncoderRepetitionPenaltyLogitsProcessor(1.1, prompts),
+        stock.NoRepeatNGramLogitsProcessor(3),
+        SOURCE_NGRAMS[len(prompts)],
+        stock.NoBadWordsLogitsProcessor([[3], [5, 7]]),
+        stock.MinNewTokensLengthLogitsProcessor(prompts.shape[1], 3, 2),
+        stock.ExponentialDecayLengthPenalty((1, 1.1), 2, prompts.shape[1]),
+    ]
+    seeds = row_seeds(0, len(prompts), "cpu") if do_sample else None
+    texts = Texts.of_prompts(prompts, [20] * len(prompts), 64)
+    processors = read_processors([*reading, *warpers], texts, vocab_size)
+    return Sampler(processors, do_sample=do_sample, row_seeds=seeds, texts=texts)
 
 
 def merge_with_ngrams(kind: str, target: Target) -> Drafter:
@@ -115,8 +135,9 @@ def test_a_step_reads_nothing_on_the_host(
     target, do_sample = Target(tiny_target(family)), batch_size == 1
     drafter = make(target).for_target(target)
     policy = resolve_policy(tree, drafter.max_depth)
-    sampler = make_sampler(batch_size, do_sample=do_sample)
     next_ids, counts = random_prompt(9, batch_size=batch_size), torch.tensor([9, 4, 7][:batch_size])
+    sampler = make_sampler(next_ids, target.vocab_size, do_sample=do_sample)
+    assert sampler.texts is not None
     with torch.inference_mode():
         cache = target.new_cache(batch_size, 128)
         state = drafter.start(batch_size, 128, policy.num_scratch)
@@ -138,16 +159,32 @@ def test_a_step_reads_nothing_on_the_host(
                 accepted = accept_exact(sampler, drafted, output.logits, cache.lengths, noise=noise)
                 cache.keep(accepted.path, accepted.counts)
                 cache.raise_bound(accepted.path.shape[1])
+                sampler.texts.commit(accepted.next_tokens, accepted.counts)
                 next_ids, counts = accepted.next_tokens, accepted.counts
                 if output.features is None:
                     continue
                 features = output.features.gather(1, accepted.path[..., None].expand(-1, -1, output.features.shape[-1]))
 
 
-@pytest.mark.parametrize("penalty", [None, 1.3], ids=["prefix-free", "prefix"])
-def test_what_is_counted_is_what_is_read(penalty: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From one step's report to the next, on tensors: what stopping criteria look at is no tensor of a step."""
-    num_reads, marks = 0, []
+def add_nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that is not transformers' own."""
+    return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[5], [7, 8]], "min_new_tokens": 9},
+        {"logits_processor": [add_nothing]},
+        {"max_time": 1000.0},
+    ],
+    ids=["none", "transformers' own", "foreign", "time"],
+)
+def test_what_is_counted_is_what_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one step's report to the next, on tensors: one read a step, and no upload. With a processor that is not
+    transformers' own, one read for each level, too."""
+    num_reads, num_uploads, marks = 0, 0, []
 
     def counting(read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         def count(tensor: torch.Tensor) -> Any:
@@ -160,13 +197,24 @@ def test_what_is_counted_is_what_is_read(penalty: float | None, monkeypatch: pyt
     decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=chain(3))
     for name in ("tolist", "__int__", "item"):
         monkeypatch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+
+    def tensor(*args: Any, make: Any = torch.tensor, **kwargs: Any) -> torch.Tensor:
+        nonlocal num_uploads
+        num_uploads += 1
+        made: torch.Tensor = make(*args, **kwargs)
+        return made
+
+    monkeypatch.setattr(torch, "tensor", tensor)
     stats = decoder.generate(
         random_prompt(4).repeat(1, 4),
         max_new_tokens=12,
         do_sample=False,
-        repetition_penalty=penalty,
-        on_step=lambda *_: marks.append(num_reads),
+        eos_token_id=None,
+        on_step=lambda *_: marks.append((num_reads, num_uploads)),
+        **options,
     ).stats
     assert len(marks) == stats.num_verify_steps + 1 > 2
-    assert stats.num_host_syncs == marks[-1] - marks[0]
+    assert stats.num_host_syncs == marks[-1][0] - marks[0][0]
+    assert stats.num_host_syncs == stats.num_verify_steps * (5 if "logits_processor" in options else 1)
+    assert marks[-1][1] == marks[1][1], "the first step may write down what the policy needs"
     assert (stats + stats).num_host_syncs == 2 * stats.num_host_syncs

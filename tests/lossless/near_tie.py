@@ -180,8 +180,8 @@ def picking_scores(model: Any, seed: int | None = None, **options: Any) -> Score
         model.generate(text[None], custom_generate=keep_processors, **options)
         do_sample = bool(options.get("do_sample"))
         seeds = row_seeds([seed], 1, text.device) if do_sample and seed is not None else None
-        sampler = Sampler(found.pop(), do_sample=do_sample, row_seeds=seeds)
-        processed = sampler.process(logits[None], text[None])
+        sampler = Sampler(do_sample=do_sample, row_seeds=seeds)
+        processed = found.pop()(text[None], logits[None].float())
         noise = sampler.draw_noise(torch.tensor([len(text) - 1]), 1, logits.shape[-1])
         return processed[0] if noise is None else processed[0] + noise[0, 0]
 

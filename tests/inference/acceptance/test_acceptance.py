@@ -27,6 +27,7 @@ from inference.noise import gumbel_noise, row_seeds
 from inference.request.processors import NO_TOKEN, PREFIX_FREE
 from inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import compute_depths
+from tests.inference.ragged_texts import texts_of
 
 VOCAB = 12
 
@@ -122,7 +123,7 @@ def test_random_trees_equal_the_python_walk(do_sample: bool, processors: list[An
     generator = torch.Generator().manual_seed(0)
     seeds = row_seeds(7, 3, "cpu") if do_sample else None
     sampler = Sampler(LogitsProcessorList(processors), do_sample=do_sample, row_seeds=seeds)
-    assert sampler.is_prefix_free
+    assert not sampler.is_lazy
     counts: list[int] = []
     for _ in range(12):
         logits = torch.randn(3, 10, VOCAB, generator=generator) * 2
@@ -189,30 +190,18 @@ class TestLazyWalk:
         processor = PreviousToken()
         parents = torch.tensor([[-1, 0, 1, 2]])
         tree = TokenTree(torch.tensor([[4, 5, 6, 0]]), parents, compute_depths(parents), torch.zeros(1, 4))
-        prefixes = [torch.tensor([[9, 4]])]
-        acceptance = accept_exact(
-            Sampler([processor]), tree, torch.zeros(1, 4, 10), torch.tensor([1]), prefixes=prefixes
-        )
+        sampler = Sampler([processor], texts=texts_of([[9, 4]]))
+        acceptance = accept_exact(sampler, tree, torch.zeros(1, 4, 10), torch.tensor([1]))
         assert acceptance.next_tokens.tolist() == [[5, 6, 7, 0]]
         assert processor.asked == [[9, 4], [9, 4, 5], [9, 4, 5, 6]]
 
-    @pytest.mark.parametrize(
-        ("eos", "max_tokens", "num_asked"), [((6,), None, 2), ((), [2], 2), ((), [0], 0), ((), [9], 4)]
-    )
-    def test_it_stops_where_plain_decoding_does(
-        self, eos: tuple[int, ...], max_tokens: list[int] | None, num_asked: int
-    ) -> None:
+    @pytest.mark.parametrize(("eos", "num_new", "num_asked"), [((6,), 9, 2), ((), 2, 2), ((), 0, 0), ((), 9, 4)])
+    def test_it_stops_where_plain_decoding_does(self, eos: tuple[int, ...], num_new: int, num_asked: int) -> None:
         processor = PreviousToken()
         parents = torch.tensor([[-1, 0, 1, 2]])
         tree = TokenTree(torch.tensor([[4, 5, 6, 7]]), parents, compute_depths(parents), torch.zeros(1, 4))
-        acceptance = accept_exact(
-            Sampler([processor], eos_token_ids=eos),
-            tree,
-            torch.zeros(1, 4, 10),
-            torch.tensor([1]),
-            prefixes=[torch.tensor([[9, 4]])],
-            max_tokens=max_tokens,
-        )
+        sampler = Sampler([processor], eos_token_ids=eos, texts=texts_of([[9, 4]], [num_new]))
+        acceptance = accept_exact(sampler, tree, torch.zeros(1, 4, 10), torch.tensor([1]))
         assert len(processor.asked) == num_asked == int(acceptance.counts)
         assert acceptance.next_tokens[0, :num_asked].tolist() == [5, 6, 7, 8][:num_asked]
 
@@ -222,8 +211,8 @@ class TestSampler:
         class ReadingTopK(TopKLogitsWarper):
             """Looks like TopK and reads the prefix."""
 
-        assert Sampler([TopKLogitsWarper(3)]).is_prefix_free
-        assert not Sampler([ReadingTopK(3)]).is_prefix_free
+        assert not Sampler([TopKLogitsWarper(3)]).is_lazy
+        assert Sampler([ReadingTopK(3)]).is_lazy
         assert TopKLogitsWarper in PREFIX_FREE
         assert RepetitionPenaltyLogitsProcessor not in PREFIX_FREE
 
@@ -237,10 +226,8 @@ class TestSampler:
     def test_allowed_tokens_are_those_of_the_row(self) -> None:
         processor = PrefixConstrainedLogitsProcessor(lambda row, text: [row + 5], num_beams=1)
         tree = TokenTree.from_root(torch.tensor([1, 2]))
-        prefixes = [torch.tensor([[1]]), torch.tensor([[2]])]
-        accepted = accept_exact(
-            Sampler([processor]), tree, torch.zeros(2, 1, 9), torch.tensor([0, 0]), prefixes=prefixes
-        )
+        sampler = Sampler([processor], texts=texts_of([[1], [2]]))
+        accepted = accept_exact(sampler, tree, torch.zeros(2, 1, 9), torch.tensor([0, 0]))
         assert accepted.next_tokens.tolist() == [[5], [6]]
 
     def test_drafts_are_warped_by_what_ignores_columns_and_prefix(self) -> None:

@@ -33,9 +33,12 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.sampling import DraftSampling
 from inference.execution.step import DecodeStep
 from inference.noise import derive_seeds, row_seeds
+from inference.request.text_processors import read_processors
+from inference.request.texts import Texts
 from inference.targets.target import Target
 from inference.trees.dynamic import DynamicTree
 from inference.trees.static import StaticTree, chain
+from tests.inference.ragged_texts import texts_of
 from tests.tiny_targets import tiny_target
 
 NUM_DRAWS, VOCAB, FALSE_ALARM = 200_000, 6, 1e-6
@@ -66,8 +69,11 @@ def random_scores(seed: int, size: int = VOCAB) -> Tensor:
     return torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
 
 
-def make_sampler(processors: Sequence[Any] = (), num_rows: int = NUM_DRAWS, seed: int = 0) -> Sampler:
-    return Sampler(processors, do_sample=True, row_seeds=row_seeds(seed, num_rows, "cpu"))
+def make_sampler(
+    processors: Sequence[Any] = (), num_rows: int = NUM_DRAWS, seed: int = 0, texts: Texts | None = None
+) -> Sampler:
+    read = processors if texts is None else read_processors(processors, texts, VOCAB)
+    return Sampler(read, do_sample=True, row_seeds=row_seeds(seed, num_rows, "cpu"), texts=texts)
 
 
 def take_step(
@@ -173,16 +179,17 @@ def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> 
     num_rows = 24
     target, drafter = random_scores(22), MarkovDrafter(random_scores(23))
     policy = chain(3) if rule == "block_verification" else StaticTree(WIDE)
-    sampler = make_sampler(processors, num_rows)
-    assert sampler.row_seeds is not None
     positions = torch.arange(num_rows) % 3 + 1
-    texts = [torch.randint(0, VOCAB, (1, 1 + int(position))) for position in positions]
-    roots = torch.cat([text[:, -1] for text in texts])
-    together = take_step(LOSSLESS[rule], sampler, policy, target, drafter, roots, positions, prefixes=texts)
+    texts = [torch.randint(0, VOCAB, (1 + int(position),)).tolist() for position in positions]
+    roots = torch.tensor([text[-1] for text in texts])
+    sampler = make_sampler(processors, num_rows, texts=texts_of(texts))
+    assert sampler.row_seeds is not None
+    together = take_step(LOSSLESS[rule], sampler, policy, target, drafter, roots, positions)
     for row in range(num_rows):
         one = slice(row, row + 1)
-        alone = Sampler(processors, do_sample=True, row_seeds=sampler.row_seeds[one])
-        own = take_step(LOSSLESS[rule], alone, policy, target, drafter, roots[one], positions[one], prefixes=texts[one])
+        alone = make_sampler(processors, 1, texts=texts_of(texts[one]))
+        alone.row_seeds = sampler.row_seeds[one]
+        own = take_step(LOSSLESS[rule], alone, policy, target, drafter, roots[one], positions[one])
         assert own.next_tokens[0].tolist() == together.next_tokens[row].tolist()
         assert own.path[0].tolist() == together.path[row].tolist()
     assert len(set(together.counts.tolist())) > 1
@@ -204,22 +211,11 @@ def test_processors_that_read_the_prefix() -> None:
     num_rows = 300
     target, drafter = random_scores(14), MarkovDrafter(random_scores(15))
     processor = Recorder()
-    sampler = make_sampler([processor], num_rows)
-    sampler.for_row = lambda row, batch_size: sampler  # type: ignore[method-assign]
     roots = torch.arange(num_rows) % VOCAB
-    prefixes = [torch.tensor([[row, root]]) for row, root in enumerate(roots.tolist())]
-    budgets = [3] * (num_rows - 1) + [0]
-    got = take_step(
-        accept_by_rejection,
-        sampler,
-        StaticTree(WIDE),
-        target,
-        drafter,
-        roots,
-        roots * 0,
-        prefixes=prefixes,
-        max_tokens=budgets,
-    )
+    texts = texts_of([[row, root] for row, root in enumerate(roots.tolist())], [3] * (num_rows - 1) + [0])
+    sampler = make_sampler([processor], num_rows, texts=texts)
+    sampler._of_row = lambda row, batch_size: [processor]  # type: ignore[method-assign]
+    got = take_step(accept_by_rejection, sampler, StaticTree(WIDE), target, drafter, roots, roots * 0)
     emitted = {row: got.next_tokens[row, : got.counts[row]].tolist() for row in range(num_rows)}
     assert emitted[num_rows - 1] == []
     for row, tokens in emitted.items():
@@ -230,10 +226,10 @@ def test_processors_that_read_the_prefix() -> None:
     assert max(map(len, emitted.values())) == 3
     for rule, words in (
         (accept_blocks, "Recorder may keep a state"),
-        (accept_typical, "Recorder may read the text so far"),
+        (accept_typical, "Recorder may keep a state"),
     ):
         with pytest.raises(ValueError, match=words):
-            take_step(rule, sampler, chain(2), target, drafter, roots, roots * 0, prefixes=prefixes)
+            take_step(rule, sampler, chain(2), target, drafter, roots, roots * 0)
 
 
 def test_typical_acceptance_equals_a_slow_reference() -> None:

@@ -1,0 +1,280 @@
+"""transformers' logits processors that read the text, as functions of tensors: for all texts at once, on the device.
+
+transformers' classes take texts of one length and some of them read values on the host. These take ragged `Texts`,
+read nothing, and give the same scores bit for bit in float32. A number that depends on the prompt is a tensor, so that
+compiled steps need no graph for each of its values.
+
+Legend: R texts, B rows of the call, S places in view, V target vocabulary, X tokens of a setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as stock
+
+from inference.request.texts import Texts
+
+NEVER = float("-inf")
+
+
+class TextProcessor:
+    """Adjusts scores [R, V] float32 by the texts that they follow."""
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def read_processors(processors: Sequence[Any], texts: Texts, vocab_size: int) -> list[Any]:
+    """The processors, with a `TextProcessor` in place of each that has one.
+
+    Args:
+        texts: of all rows of the call, at its beginning.
+
+    Raises:
+        ValueError: a processor biases tokens that the target does not have.
+    """
+    readers = [_READERS.get(type(processor)) for processor in processors]
+    return [
+        processor if read is None else read(processor, texts, vocab_size)
+        for processor, read in zip(processors, readers, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Replacement(TextProcessor):
+    """Other scores for some tokens after texts of `low` to `high` - 1 tokens.
+
+    Attributes:
+        low, high: [] long. is_replaced: [V] bool. values: [V], the other scores.
+    """
+
+    low: Tensor
+    high: Tensor
+    is_replaced: Tensor
+    values: Tensor
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        is_due = (texts.lengths >= self.low) & (texts.lengths < self.high)
+        return torch.where(is_due[:, None] & self.is_replaced, self.values, scores)
+
+
+def _forbid(token_ids: Tensor, low: int, high: int, texts: Texts, vocab_size: int) -> Replacement:
+    """No token of these after texts of `low` to `high` - 1 tokens."""
+    bounds = torch.tensor([low, high], device=texts.rows.device)
+    vocabulary = torch.arange(vocab_size, device=texts.rows.device)
+    is_replaced = torch.isin(vocabulary, token_ids.to(texts.rows.device))
+    return Replacement(bounds[0], bounds[1], is_replaced, torch.full_like(vocabulary, NEVER, dtype=torch.float32))
+
+
+def _force(token_ids: Any, length: int, texts: Texts, vocab_size: int) -> Replacement:
+    """One token of these after texts of `length` tokens."""
+    forbidding = _forbid(torch.arange(vocab_size), length, length + 1, texts, vocab_size)
+    forbidding.values[token_ids] = 0.0
+    return forbidding
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty(TextProcessor):
+    """Attributes:
+    ignored: [B] long, tokens at the beginning of each text (its padding) that count for nothing.
+    """
+
+    penalty: float
+    ignored: Tensor
+
+    @classmethod
+    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> RepetitionPenalty:
+        ignored = processor.prompt_ignore_length
+        if isinstance(ignored, Tensor):
+            ignored = _per_row(ignored.to(texts.rows.device), texts)
+        else:
+            ignored = torch.full_like(texts.rows, ignored or 0)
+        return cls(processor.penalty, ignored)
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        counts = texts.is_text & (texts.places >= self.ignored[texts.rows][:, None])
+        return _penalise(scores, texts.tokens, counts, self.penalty)
+
+
+@dataclass(frozen=True)
+class EncoderRepetitionPenalty(TextProcessor):
+    """Attributes:
+    token_ids: [B, X] long, the other text (padding included, as in transformers).
+    """
+
+    penalty: float
+    token_ids: Tensor
+
+    @classmethod
+    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> EncoderRepetitionPenalty:
+        return cls(processor.penalty, _per_row(processor.encoder_input_ids.to(texts.rows.device), texts))
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        token_ids = self.token_ids[texts.rows]
+        return _penalise(scores, token_ids, torch.ones_like(token_ids, dtype=torch.bool), self.penalty)
+
+
+def _penalise(scores: Tensor, token_ids: Tensor, counts: Tensor, penalty: float) -> Tensor:
+    """Scores [R, V] with a penalty on the tokens [R, X] that count [R, X]."""
+    vocab_size = scores.shape[1]
+    chosen = torch.where(counts, token_ids.clamp(max=vocab_size), vocab_size)
+    padded = torch.nn.functional.pad(scores, (0, 1))  # a spare column takes the others
+    score = padded.gather(1, chosen)
+    score = torch.where(score < 0, score * penalty, score / penalty)
+    return padded.scatter(1, chosen, score)[:, :vocab_size]
+
+
+@dataclass(frozen=True)
+class NoRepeatedNgrams(TextProcessor):
+    """Worked example, size 3: after "a b c a b" the window "a b c" begins with the text's last two tokens, so "c" is
+    banned."""
+
+    size: int
+
+    @classmethod
+    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> NoRepeatedNgrams:
+        return cls(processor.ngram_size)
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        tokens, end = texts.tokens, texts.last(self.size)
+        matches = texts.is_text & (texts.places >= self.size - 1)  # by the last token of the window
+        for back in range(1, self.size):
+            matches = matches & (tokens.roll(back, dims=1) == end[:, -back, None])
+        return _ban(scores, tokens, matches)
+
+
+@dataclass(frozen=True)
+class NoEncoderNgrams(TextProcessor):
+    """Attributes:
+    ngrams: [B, X, size] long, those of the other text; is_real: [B, X] bool, the rest is padding.
+    """
+
+    ngrams: Tensor
+    is_real: Tensor
+
+    @classmethod
+    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> NoEncoderNgrams:
+        listed = [[(*start, end) for start, ends in one.items() for end in ends] for one in processor.generated_ngrams]
+        width, nothing = max(1, *map(len, listed)), (0,) * processor.ngram_size
+        ngrams = [one + [nothing] * (width - len(one)) for one in listed]
+        is_real = [[True] * len(one) + [False] * (width - len(one)) for one in listed]
+        device = texts.rows.device
+        return cls(*(_per_row(torch.tensor(values, device=device), texts) for values in (ngrams, is_real)))
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        ngrams, size = self.ngrams[texts.rows], self.ngrams.shape[2]
+        matches = self.is_real[texts.rows] & (texts.lengths >= size - 1)[:, None]
+        if size > 1:
+            matches = matches & (ngrams[..., :-1] == texts.last(size - 1)[:, None]).all(-1)
+        return _ban(scores, ngrams[..., -1], matches)
+
+
+def _ban(scores: Tensor, token_ids: Tensor, is_banned: Tensor) -> Tensor:
+    """Scores [R, V] without the tokens [R, X] that are banned [R, X]."""
+    vocab_size = scores.shape[1]
+    banned = torch.where(is_banned, token_ids.clamp(max=vocab_size), vocab_size)
+    mask = torch.zeros(scores.shape[0], vocab_size + 1, dtype=torch.bool, device=scores.device).scatter(1, banned, True)
+    return scores.masked_fill(mask[:, :vocab_size], NEVER)
+
+
+@dataclass(frozen=True)
+class SequenceBias(TextProcessor):
+    """Attributes:
+    single: [V], the bias of sequences of one token.
+    groups: of the longer ones, by length: all but the last token [X, length - 1], the last one [X], the bias [X].
+    """
+
+    single: Tensor
+    groups: tuple[tuple[Tensor, Tensor, Tensor], ...]
+
+    @classmethod
+    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> SequenceBias:
+        device = texts.rows.device
+        # After a text that no sequence begins with. transformers checks the tokens here.
+        nothing = torch.zeros(1, vocab_size, device=device)
+        single = processor(torch.full((1, 1), -1, device=device), nothing)[0]
+        by_length: dict[int, list[tuple[Sequence[int], float]]] = {}
+        for tokens, bias in processor.sequence_bias.items():
+            by_length.setdefault(len(tokens), []).append((tokens, bias))
+        groups = []
+        for length, members in by_length.items():
+            if length > 1:
+                token_ids = torch.tensor([tokens for tokens, _ in members], device=device)
+                biases = torch.tensor([bias for _, bias in members], dtype=torch.float32, device=device)
+                groups.append((token_ids[:, :-1], token_ids[:, -1], biases))
+        return cls(single, tuple(groups))
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        bias = self.single.expand_as(scores)
+        for starts, ends, biases in self.groups:
+            size = starts.shape[1]
+            matches = (texts.last(size)[:, None] == starts).all(-1) & (texts.lengths >= size)[:, None]
+            bias = bias.index_add(1, ends, torch.where(matches, biases, 0.0))
+        return scores + bias
+
+
+@dataclass(frozen=True)
+class ExponentialDecay(TextProcessor):
+    """Attributes:
+    factors: [C], by the length of a text: what is added, in multiples of the score's size; 0 before the start.
+    token_ids: [X] long, those that end a text.
+    """
+
+    start: Tensor
+    factors: Tensor
+    token_ids: Tensor
+
+    @classmethod
+    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> ExponentialDecay:
+        start, device = processor.regulation_start, texts.rows.device
+        lengths = range(texts.token_ids.shape[1] + 1)
+        factors = [_power(processor.regulation_factor, length - start) - 1.0 for length in lengths]
+        return cls(
+            torch.tensor(start, device=device),
+            torch.tensor(factors, dtype=torch.float32, device=device),
+            processor.eos_token_id.to(device),
+        )
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        own = scores[:, self.token_ids]
+        added = (own.abs() * self.factors[texts.lengths][:, None]).masked_fill(~own.isfinite(), 0.0)
+        added = torch.zeros_like(scores).scatter(1, self.token_ids.expand_as(added), added)
+        return torch.where((texts.lengths > self.start)[:, None], scores + added, scores)
+
+
+def _power(factor: float, exponent: int) -> float:
+    """In Python's double precision, as transformers computes it; 1 for exponents below 1."""
+    try:
+        return float(factor ** max(0, exponent))
+    except OverflowError:
+        return float("inf")
+
+
+def _per_row(values: Tensor, texts: Texts) -> Tensor:
+    """Values [X, ...] of sources as [B, ...] of rows; the `num_return_sequences` rows of a source stand together."""
+    return values.repeat_interleave(texts.rows.shape[0] // values.shape[0], dim=0)
+
+
+_READERS: dict[type, Callable[[Any, Texts, int], TextProcessor]] = {
+    stock.RepetitionPenaltyLogitsProcessor: RepetitionPenalty.read,
+    stock.EncoderRepetitionPenaltyLogitsProcessor: EncoderRepetitionPenalty.read,
+    stock.NoRepeatNGramLogitsProcessor: NoRepeatedNgrams.read,
+    stock.EncoderNoRepeatNGramLogitsProcessor: NoEncoderNgrams.read,
+    stock.SequenceBiasLogitsProcessor: SequenceBias.read,
+    stock.NoBadWordsLogitsProcessor: SequenceBias.read,
+    stock.ExponentialDecayLengthPenalty: ExponentialDecay.read,
+    stock.MinLengthLogitsProcessor: lambda one, *rest: _forbid(one.eos_token_id, 0, one.min_length, *rest),
+    stock.MinNewTokensLengthLogitsProcessor: lambda one, *rest: _forbid(
+        one.eos_token_id, 0, one.prompt_length_to_skip + one.min_new_tokens, *rest
+    ),
+    stock.SuppressTokensAtBeginLogitsProcessor: lambda one, *rest: _forbid(
+        one.begin_suppress_tokens, one.begin_index, one.begin_index + 1, *rest
+    ),
+    stock.ForcedBOSTokenLogitsProcessor: lambda one, *rest: _force(one.bos_token_id, 1, *rest),
+    stock.ForcedEOSTokenLogitsProcessor: lambda one, *rest: _force(one.eos_token_id, one.max_length - 1, *rest),
+}

@@ -1,0 +1,174 @@
+"""Whole texts with processors that read the text: transformers' own, and plain decoding that calls its classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as stock
+
+from inference import Decoder, DynamicTree, GenerationStats, StaticTree, Target, chain
+from inference.execution.compiled import count_graphs
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
+
+# torch's compiler warns about parts of torch itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+PROMPTS = [random_prompt(length, seed=length)[0] for length in (3, 17, 9)]
+NEW_TOKENS, EOS = 40, 8
+BAD_WORDS = [[token] for token in range(20, 60)] + [[1, 2], [3, 4, 5]]
+
+
+def make_processors(num_rows: int) -> list[Any]:
+    """One of each kind, for prompts padded to the longest."""
+    lengths = [len(prompt) for prompt in PROMPTS[:num_rows]]
+    longest = max(lengths)
+    padding = torch.tensor([longest - length for length in lengths])
+    source = pad_prompts(PROMPTS[:num_rows])["input_ids"]
+    return [
+        stock.SequenceBiasLogitsProcessor({(5,): 1.0, (7, 9): 2.0}),
+        stock.EncoderRepetitionPenaltyLogitsProcessor(1.2, source),
+        stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=padding),
+        stock.NoRepeatNGramLogitsProcessor(2),
+        stock.EncoderNoRepeatNGramLogitsProcessor(2, source),
+        stock.NoBadWordsLogitsProcessor(BAD_WORDS, EOS),
+        stock.MinNewTokensLengthLogitsProcessor(longest, 12, EOS),
+        stock.ForcedEOSTokenLogitsProcessor(longest + NEW_TOKENS, EOS),
+        stock.ExponentialDecayLengthPenalty((15, 1.05), EOS, longest),
+        stock.SuppressTokensAtBeginLogitsProcessor([11, 12], longest),
+    ]
+
+
+class Foreign:
+    """Hides a processor's type, so that it is called row by row."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        found: Tensor = self.processor(input_ids, scores)
+        return found
+
+
+class HostDrafter(ScriptedDrafter):
+    """Its scripts are Python: only what surrounds it is compiled."""
+
+    extend = torch._dynamo.disable(ScriptedDrafter.extend)
+    expand = torch._dynamo.disable(ScriptedDrafter.expand)
+
+
+def generate(decoder: Decoder, num_rows: int, processors: Sequence[Any], **options: Any) -> Any:
+    inputs = pad_prompts(PROMPTS[:num_rows])
+    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": EOS, "pad_token_id": 0, **options}
+    return decoder.generate(**inputs, logits_processor=[*processors], **options)
+
+
+def trim(sequences: Tensor, num_rows: int) -> list[Tensor]:
+    """Each row's text without padding."""
+    width = max(map(len, PROMPTS[:num_rows]))
+    rows = [row[width - len(prompt) :] for row, prompt in zip(sequences, PROMPTS, strict=False)]
+    ends = [(row[len(prompt) :] == EOS).int() for row, prompt in zip(rows, PROMPTS, strict=False)]
+    return [
+        row[: len(prompt) + int(end.argmax()) + 1] if end.any() else row
+        for row, prompt, end in zip(rows, PROMPTS, ends, strict=False)
+    ]
+
+
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 40, "seed": 5}
+
+
+def check(
+    num_rows: int, options: dict[str, Any], make_decoder: Callable[[Target, list[Tensor]], Decoder]
+) -> GenerationStats:
+    target = Target(tiny_target("llama", num_hidden_layers=2, initializer_range=0.3))
+    lazily = generate(Decoder(target), num_rows, [Foreign(one) for one in make_processors(num_rows)], **options)
+    assert lazily.stats.num_host_syncs == 2 * lazily.stats.num_verify_passes
+    output = generate(
+        make_decoder(target, trim(lazily.sequences, num_rows)), num_rows, make_processors(num_rows), **options
+    )
+    assert output.sequences.tolist() == lazily.sequences.tolist()
+    assert output.stats.num_host_syncs == output.stats.num_verify_passes, "one read for the emitted tokens"
+    plainly = generate(Decoder(target), num_rows, [], **options)
+    assert plainly.sequences.tolist() != output.sequences.tolist()
+    stats: GenerationStats = output.stats
+    return stats
+
+
+@pytest.mark.parametrize("tree", [chain(3), StaticTree([[0], [1], [0, 0], [1, 0]]), DynamicTree(3, 3, 10)])
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_the_text_is_that_of_transformers_processors(num_rows: int, options: dict[str, Any], tree: Any) -> None:
+    stats = check(
+        num_rows, options, lambda target, texts: Decoder(target, ScriptedDrafter(texts, VOCAB_SIZE), tree=tree)
+    )
+    assert sum(stats.accepted_histogram[2:]) > 0, "paths of several drafts were accepted"
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize(("num_rows", "options"), [(1, {"do_sample": False}), (3, SAMPLED)], ids=["greedy", "sampled"])
+def test_the_text_of_compiled_steps(num_rows: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "inference.execution.compiled")
+    stats = check(
+        num_rows,
+        options,
+        lambda target, texts: Decoder(target, HostDrafter(texts, VOCAB_SIZE), tree=DynamicTree(3, 3, 10), compile=True),
+    )
+    assert sum(stats.accepted_histogram[2:]) > 0, "paths of several drafts were accepted"
+    assert not [message for message in caplog.messages if "accept" in message], "acceptance is one graph"
+
+
+@pytest.mark.usefixtures("traced_alone")
+def test_another_prompt_makes_no_other_graph() -> None:
+    decoder = Decoder(tiny_target("llama", num_hidden_layers=1), compile=True)
+    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+    options |= {"min_new_tokens": 3, "exponential_decay_length_penalty": (3, 1.1), "forced_eos_token_id": 5}
+    options |= {"encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3, "begin_suppress_tokens": [11]}
+    counts = []
+    for length in (4, 30, 17, 23):  # a size that has changed once is left open
+        decoder.generate(random_prompt(length, seed=length), max_new_tokens=6, eos_token_id=EOS, **options)
+        counts.append(count_graphs())
+    assert counts[-1] == counts[1]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_greedy_text_is_that_of_transformers_generate(num_rows: int) -> None:
+    model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": BAD_WORDS,
+        "min_new_tokens": 12,
+        "encoder_repetition_penalty": 1.1,
+        "exponential_decay_length_penalty": (15, 1.1),
+        "begin_suppress_tokens": [11, 12],
+        "num_return_sequences": 1,
+    }
+    options |= {"max_new_tokens": NEW_TOKENS, "eos_token_id": EOS, "pad_token_id": 0}
+    inputs = pad_prompts(PROMPTS[:num_rows])
+    expected = model.generate(**inputs, **options)
+    drafter = ScriptedDrafter(trim(expected, num_rows), VOCAB_SIZE)
+    output = Decoder(model, drafter, tree=DynamicTree(3, 3, 10)).generate(**inputs, **options)
+    assert output.sequences.tolist() == expected.tolist()
+    assert sum(output.stats.accepted_histogram[2:]) > 0
+
+
+def test_rows_of_one_prompt_and_a_cache_that_is_used_again() -> None:
+    """num_return_sequences, and a second turn that finds the first one in the cache."""
+    target = Target(tiny_target("llama", num_hidden_layers=2, initializer_range=0.3))
+    options: dict[str, Any] = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2}
+    options |= {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3, "pad_token_id": 0}
+    prompt, seeds = random_prompt(9), [3, 4, 5]
+    texts = Decoder(target).generate(prompt, seed=seeds, **options).sequences
+    drafter = ScriptedDrafter([*texts], VOCAB_SIZE)
+    output = Decoder(target, drafter, tree=chain(3)).generate(prompt, seed=seeds, **options)
+    assert output.sequences.tolist() == texts.tolist()
+    decoder, options = Decoder(target), {**options, "do_sample": False, "num_return_sequences": 1}
+    first = decoder.generate(prompt, **options).sequences
+    more = torch.cat([first, random_prompt(4, seed=9)], dim=1)
+    expected = Decoder(target).generate(more, **options).sequences
+    assert decoder.generate(more, reuse_cache=True, **options).sequences.tolist() == expected.tolist()

@@ -1,0 +1,154 @@
+"""Processors that read the text, at every node of random trees, against transformers' classes for each text."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as stock
+
+from inference.request.text_processors import TextProcessor, read_processors
+from inference.request.texts import Texts
+from inference.trees.token_tree import TokenTree, compute_ancestors
+from tests.inference.plain_passes import compute_depths
+from tests.inference.ragged_texts import texts_of
+
+VOCAB, NUM_ROWS, NUM_NODES, NUM_TREES, LONGEST = 7, 50, 6, 1000, 9
+HIGHEST = VOCAB + 1  # the target knows a token more than its scores have columns
+
+PADDING = torch.randint(0, LONGEST, (NUM_ROWS,), generator=torch.Generator().manual_seed(5))
+SOURCES = torch.randint(0, VOCAB, (NUM_ROWS, 5), generator=torch.Generator().manual_seed(6))
+BIASES = {(3,): 1.5, (1, 2): -0.7, (2, 2): 0.1, (0, 2): 0.3, (4, 1, 2): float("-inf"), (5, 5, 5, 6): 2.0, (6,): -1.0}
+
+# One processor for all rows, or one of the batch, cut to a row by the second function.
+PROCESSORS: dict[str, Any] = {
+    "repetition": stock.RepetitionPenaltyLogitsProcessor(1.3),
+    "repetition below 1": stock.RepetitionPenaltyLogitsProcessor(0.7, prompt_ignore_length=2),
+    "n-grams of 1": stock.NoRepeatNGramLogitsProcessor(1),
+    "n-grams of 2": stock.NoRepeatNGramLogitsProcessor(2),
+    "n-grams of 3": stock.NoRepeatNGramLogitsProcessor(3),
+    "biases": stock.SequenceBiasLogitsProcessor(BIASES),
+    "bad words": stock.NoBadWordsLogitsProcessor([[1], [2, 3], [4, 0, 4], [0, 0], [5]], eos_token_id=5),
+    "minimum": stock.MinLengthLogitsProcessor(7, [2, 40]),
+    "new minimum": stock.MinNewTokensLengthLogitsProcessor(4, 3, torch.tensor([1, 5])),
+    "at the beginning": stock.SuppressTokensAtBeginLogitsProcessor([0, 6, 99], 6),
+    "first": stock.ForcedBOSTokenLogitsProcessor(3),
+    "last": stock.ForcedEOSTokenLogitsProcessor(8, [1, 4]),
+    "decay": stock.ExponentialDecayLengthPenalty((2, 1.37), [0, 3], 4),
+    "source": stock.EncoderRepetitionPenaltyLogitsProcessor(1.7, SOURCES),
+    "n-grams of 1 of the source": stock.EncoderNoRepeatNGramLogitsProcessor(1, SOURCES),
+    "n-grams of 2 of the source": stock.EncoderNoRepeatNGramLogitsProcessor(2, SOURCES),
+    "n-grams of 3 of the source": stock.EncoderNoRepeatNGramLogitsProcessor(3, SOURCES),
+}
+with suppress(ValueError):  # older releases know one number for all rows
+    PROCESSORS["repetition, padded"] = stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=PADDING)
+
+
+def of_row(processor: Any, row: int) -> Any:
+    """transformers' own processor for one row of the batch."""
+    if isinstance(processor, stock.EncoderRepetitionPenaltyLogitsProcessor):
+        return stock.EncoderRepetitionPenaltyLogitsProcessor(1.7, SOURCES[row : row + 1])
+    if isinstance(processor, stock.EncoderNoRepeatNGramLogitsProcessor):
+        return stock.EncoderNoRepeatNGramLogitsProcessor(processor.ngram_size, SOURCES[row : row + 1])
+    if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+        return stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=int(PADDING[row]))
+    return processor
+
+
+def make_tree(generator: torch.Generator) -> TokenTree:
+    parents = torch.full((NUM_ROWS, NUM_NODES), -1)
+    for node in range(1, NUM_NODES):  # one node in ten is padding
+        drawn = torch.randint(0, node, (NUM_ROWS,), generator=generator)
+        is_node = torch.rand(NUM_ROWS, generator=generator) < 0.9
+        is_node &= (drawn == 0) | (parents.gather(1, drawn[:, None])[:, 0] >= 0)
+        parents[:, node] = torch.where(is_node, drawn, -1)
+    token_ids = torch.randint(0, HIGHEST, (NUM_ROWS, NUM_NODES), generator=generator)
+    return TokenTree(token_ids, parents, compute_depths(parents), torch.zeros(NUM_ROWS, NUM_NODES))
+
+
+def make_scores(*shape: int, generator: torch.Generator) -> Tensor:
+    """With zeros, ties and tokens that another processor has forbidden."""
+    scores = torch.randn(*shape, VOCAB, generator=generator).mul(4).round(decimals=2)
+    return scores.masked_fill(torch.rand(scores.shape, generator=generator) < 0.1, float("-inf"))
+
+
+def path_of(tree: TokenTree, row: int, node: int) -> list[int]:
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, int(tree.token_ids[row, node]))
+        node = int(tree.parents[row, node])
+    return path if node == 0 else []  # padding has the root's text
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_all_nodes_of_random_trees_get_transformers_scores(name: str) -> None:
+    generator, processor, num_changed = torch.Generator().manual_seed(1), PROCESSORS[name], 0
+    for _ in range(NUM_TREES // NUM_ROWS):
+        lengths = torch.randint(1, LONGEST, (NUM_ROWS,), generator=generator).tolist()
+        rows = [torch.randint(0, HIGHEST, (length,), generator=generator).tolist() for length in lengths]
+        tree, texts = make_tree(generator), texts_of(rows, junk=3)
+        scores = make_scores(NUM_ROWS, NUM_NODES, generator=generator)
+        (own,) = read_processors([processor], texts, VOCAB)
+        assert isinstance(own, TextProcessor)
+        got = own(texts.at_nodes(tree.token_ids, tree.depths, compute_ancestors(tree.parents)), scores.flatten(0, 1))
+        for row in range(NUM_ROWS):
+            alone = of_row(processor, row)
+            for node in range(NUM_NODES):
+                text = torch.tensor([rows[row] + path_of(tree, row, node)])
+                expected = alone(text, scores[row, node][None].clone())[0]
+                assert torch.equal(got[row * NUM_NODES + node], expected), (rows[row], node)
+                num_changed += not torch.equal(expected, scores[row, node])
+    assert num_changed > NUM_TREES / 10
+
+
+def test_the_docstrings_examples() -> None:
+    """see=0, the=1, cat=2, dog=3, sat=4, ran=5; and the n-gram of three: a=0, b=1, c=2."""
+    parents = torch.tensor([[-1, 0, 0, 1, 1]])
+    tree = TokenTree(torch.tensor([[1, 2, 3, 4, 5]]), parents, compute_depths(parents), torch.zeros(1, 5))
+    texts = texts_of([[0, 1]]).at_nodes(tree.token_ids, tree.depths, tree.ancestors)
+    found = [row[:length] for row, length in zip(texts.token_ids.tolist(), texts.lengths.tolist(), strict=True)]
+    assert found == [[0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
+    texts = texts_of([[0, 1, 2, 0, 1]])
+    (no_trigram,) = read_processors([stock.NoRepeatNGramLogitsProcessor(3)], texts, VOCAB)
+    assert no_trigram(texts, torch.zeros(1, VOCAB)).isinf()[0].nonzero().tolist() == [[2]]
+
+
+def test_texts_grow_by_what_is_committed() -> None:
+    texts = texts_of([[1, 2, 3], [4]])
+    one = texts.extended(torch.tensor([5, -1]))
+    two = one.extended(torch.tensor([6, 6]))
+    assert (two.lengths.tolist(), texts.lengths.tolist()) == ([5, 3], [3, 1])
+    assert two.last(2).tolist() == [[5, 6], [0, 6]]
+    texts.commit(torch.tensor([[5, 0, 0], [6, 7, 0]]), torch.tensor([1, 2]))
+    assert [row[:n] for row, n in zip(texts.token_ids.tolist(), texts.lengths.tolist(), strict=True)] == [
+        [1, 2, 3, 5],
+        [4, 6, 7],
+    ]
+    texts.open_view(5)
+    second = texts.select([1])
+    assert (second.rows.tolist(), second.last(3).tolist(), second.limits.tolist()) == ([1], [[4, 6, 7]], [17])
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_rows_that_share_a_source(copies: int) -> None:
+    """As with num_return_sequences."""
+    processor = stock.EncoderNoRepeatNGramLogitsProcessor(1, SOURCES[:2])
+    texts = texts_of([[0]] * 2 * copies)
+    (own,) = read_processors([processor], texts, VOCAB)
+    banned = own(texts, torch.zeros(2 * copies, VOCAB)).isinf()
+    for row in range(2 * copies):
+        assert {int(token) for token in banned[row].nonzero()} == set(SOURCES[row // copies].tolist())
+
+
+def test_tokens_that_the_target_does_not_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="vocabulary size"):
+        read_processors([stock.NoBadWordsLogitsProcessor([[VOCAB]])], texts_of([[0]]), VOCAB)
+
+
+def test_a_penalty_beyond_all_numbers() -> None:
+    texts: Texts = texts_of([[0, 0, 0]])
+    (own,) = read_processors([stock.ExponentialDecayLengthPenalty((0, 1e300), 1, 1)], texts, VOCAB)
+    assert own(texts, torch.ones(1, VOCAB))[0].tolist() == [1.0, float("inf"), *[1.0] * (VOCAB - 2)]
