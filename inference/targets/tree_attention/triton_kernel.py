@@ -259,4 +259,5 @@ def _as_runtime_errors() -> Iterator[None]:
 
 
 def _pad_width(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    padded: int = triton.next_power_of_2(size)
+    return max(16, padded)

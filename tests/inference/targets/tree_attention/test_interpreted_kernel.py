@@ -120,14 +120,14 @@ def test_a_wrong_ancestor_shows() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("length", [0, 60, 64, 500, 513])
+@pytest.mark.parametrize("length", [0, 60, 510])
 def test_a_row_does_not_depend_on_the_rest_of_the_pass(length: int) -> None:
-    """A text of 7 tokens: token by token, as a prompt, as a chain, and scattered over trees of 16 and 60 nodes beside
-    three other rows. The boundaries of tiles and splits lie inside the text. All bits are equal."""
+    """A text of 7 tokens: token by token, as a prompt, as a chain, and scattered over a tree of 16 nodes beside three
+    other rows, and over one of 60 nodes. The boundaries of tiles and splits lie inside the text. All bits are equal."""
     generator = torch.Generator().manual_seed(length)
     num_tokens, num_slots = 7, length + 64
     query = torch.randn(1, 4, num_tokens, 24, generator=generator)
-    key, value = (torch.randn(1, 2, num_slots, 24, generator=generator) for _ in range(2))
+    key, value = (torch.randn(1, 1, num_slots, 24, generator=generator) for _ in range(2))
     lengths = torch.tensor([[length]])
 
     def pack(parents: list[int], start: int) -> Tensor:
@@ -142,20 +142,24 @@ def test_a_row_does_not_depend_on_the_rest_of_the_pass(length: int) -> None:
         assert torch.equal(alone[:, 0], chain[:, token])
     prompt = attend(query, key, value, pack_chain(lengths, num_tokens, origin=ZERO, window=None))
     assert torch.equal(prompt, chain)
-    for num_nodes in (16, 60):
-        nodes = [0, *sorted(1 + torch.randperm(num_nodes - 1, generator=generator)[: num_tokens - 1].tolist())]
+    for num_nodes, batch in ((16, 4), (60, 1)):
+        order = torch.randperm(num_nodes - 1, generator=generator)
+        nodes = [0, *order[: num_tokens - 1].add(1).sort().values.tolist()]
         parents = [-1] + [0] * (num_nodes - 1)
         for parent, node in itertools.pairwise(nodes):
             parents[node] = parent
-        tree = [torch.randn(4, rows.shape[1], num_nodes, 24, generator=generator) for rows in (query, key, value)]
+        tree = [torch.randn(batch, rows.shape[1], num_nodes, 24, generator=generator) for rows in (query, key, value)]
         for rows, own in zip(tree, (query, key[:, :, length:], value[:, :, length:]), strict=True):
             rows[:1, :, nodes] = own[:, :, :num_tokens]
         past = [
-            torch.cat([own[:, :, :length], torch.randn(3, 2, length, 24, generator=generator)]) for own in (key, value)
+            torch.cat([own[:, :, :length], torch.randn(batch - 1, 1, length, 24, generator=generator)])
+            for own in (key, value)
         ]
-        packed = pack(parents, 0).repeat(4, 1, 1, 1)
-        others = torch.tensor([[0], [length // 2], [length]])
-        packed[1:] = pack_tree(draw_trees(3, num_nodes, generator), others, others, origin=ZERO, window=None)
+        packed = pack(parents, 0)
+        if batch > 1:
+            others = torch.tensor([[0], [length // 2], [length]])
+            beside = pack_tree(draw_trees(3, num_nodes, generator), others, others, origin=ZERO, window=None)
+            packed = torch.cat([packed, beside])
         found = attend(tree[0], *(torch.cat(pair, 2) for pair in zip(past, tree[1:], strict=True)), packed)
         assert torch.equal(found[:1, nodes], chain)
 
@@ -174,9 +178,9 @@ def test_a_whole_decode(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         triton_kernel, "attend_packed", lambda *args: calls.append(args[3].shape) or stock(*args), raising=True
     )
     prompt = random_prompt(12)
-    expected = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)
     drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE, feature_layers=(1,))
-    output = generate(target, drafter, prompt, max_new_tokens=20, do_sample=False, tree=policy_of("dynamic"))
+    output = generate(target, drafter, prompt, max_new_tokens=12, do_sample=False, tree=policy_of("dynamic"))
     assert output.stats.acceptance_length > 1.5
     assert {shape[-1] - WORDS for shape in calls} == {0, 1}
     assert len(calls) == 2 * output.stats.num_target_forwards
