@@ -66,7 +66,9 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, sc
     if can_use_kernel(query.device) and fits_kernel(query.dtype, size, value.shape[-1]):
         from inference.targets.tree_attention import triton_kernel
 
-        return triton_kernel.attend_packed(query, key, value, packed, size**-0.5 if scale is None else scale)
+        scale = size**-0.5 if scale is None else scale
+        attended: Tensor = triton_kernel.attend_packed(query, key, value, packed, scale)
+        return attended
     is_even_chain = packed.shape[0] == 1 and packed.shape[-1] == WORDS
     if is_even_chain and query.device.type == "cpu":  # other devices' functions would copy a mask with such strides
         mask = unpack_even_chain(packed, num_slots, query.dtype)
@@ -75,7 +77,7 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, sc
     return attend_masked(query, key, value, mask, scale=scale).transpose(1, 2).contiguous()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def can_use_kernel(device: torch.device) -> bool:
     """Whether the Triton kernels run on this device: on CUDA, and anywhere with TRITON_INTERPRET=1 (slowly)."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
