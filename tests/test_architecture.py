@@ -21,6 +21,8 @@ PACKAGES = ("inference", "heads", "training", "scripts")
 BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml"}
 # What they import only inside a function, for users who have it.
 OPTIONAL_DEPENDENCIES = {"heads/adapter.py": {"peft"}, "heads/formats/llama_cpp/gguf_file.py": {"gguf"}}
+# A file that others import only inside a function: Triton's kernels are functions with decorators.
+LATE_FILES = {"inference/targets/tree_attention/triton_kernel.py": {"triton"}}
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 
@@ -180,8 +182,18 @@ def test_decoding_needs_the_base_dependencies_only() -> None:
         optional = OPTIONAL_DEPENDENCIES.get(name(path), set())
         at_once = optional & set(imported_packages(path, top_level_only=True))
         assert not at_once, f"{name(path)} needs {sorted(at_once)} as soon as it is imported"
+        optional = optional | LATE_FILES.get(name(path), set())
         foreign = set(imported_packages(path)) - sys.stdlib_module_names - own - BASE_DEPENDENCIES - optional
         assert not foreign, f"{name(path)} imports {sorted(foreign)} where only the base dependencies are"
+
+
+def test_late_files_are_imported_in_functions_only() -> None:
+    late = {Path(file).stem for file in LATE_FILES}
+    for path in MODULES:
+        for node in parse(path).body:
+            names = {alias.name for alias in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
+            wrong = late & {part for each in names for part in each.split(".")}
+            assert not wrong, f"{name(path)} imports {sorted(wrong)} as soon as it is imported"
 
 
 def test_every_module_can_be_imported_on_windows() -> None:

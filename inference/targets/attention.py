@@ -11,6 +11,8 @@ Legend: B batch, H query heads, G key-value heads, N tokens of the pass, S cache
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import threading
 from collections import Counter
 from typing import Any, ClassVar
@@ -21,8 +23,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from inference.targets.tree_attention.packed_masks import WORDS, is_packed, unpack_even_chain, unpack_mask
+
 STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
+MAX_ROW_BYTES = 512  # of a key or value in the Triton kernels
 LONG_PASS = 128  # in passes of this many tokens, repeating the mask costs more than repeating the keys
 EXACT_ROWS = 64  # tokens that attend_exactly computes at a time, which bounds its memory in prompts
 
@@ -37,7 +42,9 @@ def attend_grouped(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: query [B, H, N, d], key, value [B, G, S, d], additive mask [B, 1, N, S].
+    """An attention function of transformers: query [B, H, N, d], key, value [B, G, S, d].
+
+    The mask is additive [B, 1, N, S], or packed (`packed_masks.py`).
 
     Returns:
         [B, N, H, d]. transformers' own function computes everything but grouped attention under such a mask.
@@ -49,14 +56,49 @@ def attend_grouped(
         exact = [attend(rows, key, value, mask, scale) for rows, mask in parts]
         return torch.cat(exact, dim=2).transpose(1, 2).contiguous(), None
     num_heads, num_groups = query.shape[1], key.shape[1]
-    is_plain = all(value is None for name, value in kwargs.items() if name in ("position_bias", "s_aux", "softcap"))
-    if num_heads == num_groups or attention_mask is None or attention_mask.shape[1] != 1 or dropout or not is_plain:
+    special = ("position_bias", "s_aux", "softcap")
+    is_plain = not dropout and all(value is None for name, value in kwargs.items() if name in special)
+    if attention_mask is not None and is_packed(attention_mask):
+        if is_plain:
+            return _attend_packed(query, key, value, attention_mask, scaling), None
+        attention_mask = unpack_mask(attention_mask, key.shape[2], query.dtype)
+    if num_heads == num_groups or attention_mask is None or attention_mask.shape[1] != 1 or not is_plain:
         stock: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return stock
     attended = attend_masked(query, key, value, attention_mask, scale=scaling)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, scale: float | None) -> Tensor:
+    """Attention [B, N, H, d of the values] under a packed mask."""
+    num_slots, size = key.shape[2:]
+    if can_use_kernel(query.device) and fits_kernel(query.dtype, size, value.shape[-1]):
+        from inference.targets.tree_attention import triton_kernel
+
+        scale = size**-0.5 if scale is None else scale
+        attended: Tensor = triton_kernel.attend_packed(query, key, value, packed, scale)
+        return attended
+    is_even_chain = packed.shape[0] == 1 and packed.shape[-1] == WORDS
+    if is_even_chain and query.device.type == "cpu":  # other devices' functions would copy a mask with such strides
+        mask = unpack_even_chain(packed, num_slots, query.dtype)
+        return attend_masked(query.flip(2), key, value, mask, scale=scale).flip(2).transpose(1, 2).contiguous()
+    mask = unpack_mask(packed, num_slots, query.dtype)
+    return attend_masked(query, key, value, mask, scale=scale).transpose(1, 2).contiguous()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def can_use_kernel(device: torch.device) -> bool:
+    """Whether the Triton kernels run on this device: on CUDA, and anywhere with TRITON_INTERPRET=1 (slowly)."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type == "cuda" or is_interpreted) and importlib.util.find_spec("triton") is not None
+
+
+def fits_kernel(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether the kernels' tiles of keys and values of these widths fit into a multiprocessor."""
+    is_known = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return is_known and max(widths) * dtype.itemsize <= MAX_ROW_BYTES
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float | None = None) -> Tensor:

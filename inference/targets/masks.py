@@ -1,10 +1,13 @@
-"""Additive attention masks for a tree's tokens over the cache, with each layer type's sliding window.
+"""Attention masks for a tree's tokens over the cache, with each layer type's sliding window.
+
+They are additive, or packed (`tree_attention/packed_masks.py`) where the model takes those.
 
 Legend: B batch, N tokens of one pass, M slots of the tree, S cache slots, W of them that a layer sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,9 @@ from torch import Tensor
 
 from inference.cache.draft_rows import DraftRows
 from inference.cache.tree_cache import TreeCache
+from inference.targets.tree_attention.packed_masks import pack_chain, pack_tree
+
+FEW_SLOTS = 1024  # up to here an additive mask, made once for all layers, is faster on a CPU
 
 
 @dataclass(frozen=True)
@@ -21,11 +27,15 @@ class TreeMasks:
 
     Attributes:
         windows: sliding window in positions, or None for full attention, per layer type.
-        dtype: the model's, which its masks must have.
+        dtype: the model's, which its additive masks must have.
+        packs_prompts: the masks of prompts of one length are packed if there are more than `FEW_SLOTS` slots.
+        packs_all: all masks are packed, since the Triton kernels read them.
     """
 
     windows: dict[str, int | None]
     dtype: torch.dtype
+    packs_prompts: bool = False
+    packs_all: bool = False
 
     def from_allowed(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor) -> Any:
         """Additive masks; sliding windows are applied here.
@@ -38,16 +48,12 @@ class TreeMasks:
             One [B, 1, N, S] tensor of 0 or the dtype's minimum (eager attention would ADD a boolean), or a dict of
             such tensors per layer type for models with several types.
         """
-        masks = {
-            layer_type: self._make_mask(allowed, query_positions, key_positions, window)
-            for layer_type, window in self.windows.items()
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return self._make_each(lambda window: self._make_mask(allowed, query_positions, key_positions, window))
 
     def in_view(
         self, cache: TreeCache | DraftRows, positions: Tensor, node_positions: Tensor, ancestors: Tensor
     ) -> Any:
-        """Masks [B, 1, N, W] over the W slots that each type of layer sees.
+        """Masks over the W slots that each type of layer sees: additive [B, 1, N, W], or packed.
 
         A query sees the committed tokens and its ancestors.
 
@@ -57,15 +63,41 @@ class TreeMasks:
             ancestors: [B, N, M] bool.
         """
         batch, num_queries = positions.shape
-        masks = {}
-        for layer_type, window in self.windows.items():
+
+        def make(window: int | None) -> Tensor:
             slots_seen, places = cache.slots_seen(window)
+            if self.packs_all:
+                origin = slots_seen[:1]
+                first = places[:, :1] + origin
+                return pack_tree(ancestors, cache.lengths[:, None], first, origin=origin, window=window)
             key_positions = slots_seen.expand(batch, -1)
             committed = key_positions < cache.lengths[:, None]
             allowed = committed[:, None, :].repeat(1, num_queries, 1)
             allowed.scatter_(2, places[:, None, :].expand(-1, num_queries, -1), ancestors)
             key_positions = key_positions.scatter(1, places, node_positions)
-            masks[layer_type] = self._make_mask(allowed, positions, key_positions, window)
+            return self._make_mask(allowed, positions, key_positions, window)
+
+        return self._make_each(make)
+
+    def of_prompts(self, cache: TreeCache, positions: Tensor, *, is_even: bool) -> Any:
+        """`in_view` for prompts, in which each of the N open tokens sees all before it.
+
+        Args:
+            is_even: every row that matters holds `cache.length_bound` tokens.
+        """
+        batch, num_tokens = positions.shape
+        if not (self.packs_all or (self.packs_prompts and is_even and cache.view > FEW_SLOTS)):
+            steps = cache.first_slots(num_tokens)
+            causal = (steps[:, None] >= steps).expand(batch, -1, -1)
+            return self.in_view(cache, positions, positions, causal)
+        lengths = cache.lengths.new_full((1, 1), cache.length_bound) if is_even else cache.lengths[:, None]
+        return self._make_each(
+            lambda window: pack_chain(lengths, num_tokens, origin=cache.slots_seen(window)[0][:1], window=window)
+        )
+
+    def _make_each(self, make: Callable[[int | None], Tensor]) -> Any:
+        """One mask, or a dict per layer type for models with several types, from each type's window."""
+        masks = {layer_type: make(window) for layer_type, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _make_mask(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:

@@ -18,10 +18,18 @@ from transformers import PreTrainedModel
 
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import LayerSpec
+from inference.targets.attention import STOCK, can_use_kernel, grouped_attention
 from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.model_config import chooses_experts, find_layer_windows, is_quantised, list_windows
+from inference.targets.model_config import (
+    chooses_experts,
+    find_attention,
+    find_layer_windows,
+    is_quantised,
+    list_windows,
+)
 from inference.targets.parts import ScaleLogits, find_logit_scaling
 from inference.targets.probe_tree import (
+    MODEL_ERRORS,
     MakeMasks,
     ProbeTree,
     RecordingCache,
@@ -45,6 +53,7 @@ class Findings:
         scale_logits: from the LM head's output to logits; None if the model does something else.
         vocab_size: width of the logits.
         state_size: width of the last hidden state; None for encoder-decoder models.
+        takes_packed_masks: whether it hands packed masks to its layers, and their attention reads them.
         takes_inference_mode: whether it runs under torch.inference_mode. Some quantised weights do not.
         first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
         is_known_invariant: not empty once the model has passed the check of batch-invariant mode.
@@ -55,6 +64,7 @@ class Findings:
     vocab_size: int
     state_size: int | None
     takes_inference_mode: bool
+    takes_packed_masks: bool = False
     first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
     is_known_invariant: list[bool] = field(default_factory=list, compare=False)
 
@@ -103,7 +113,8 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
     check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # some models forbid ids with -inf
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
     is_fast = _takes_inference_mode(lambda: model(**plain))
-    return Findings(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1], is_fast)
+    takes_packed = _takes_packed_masks(model, text_config, tree, output.last_hidden_state)
+    return Findings(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1], is_fast, takes_packed)
 
 
 @torch.no_grad()
@@ -123,6 +134,36 @@ def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeM
     specs = cache.list_specs([None] * (1 + max(cache.specs, default=0)))
     check_branches(cache, tree_logits[0], logits[0], noise=0.0)
     return Findings(specs, None, logits.shape[-1], None, _takes_inference_mode(lambda: model(**plain)))
+
+
+def _takes_packed_masks(model: Any, text_config: Any, tree: ProbeTree, states: Tensor) -> bool:
+    """Whether the tree gets the same states [1, 4, D] under packed masks. If the Triton kernels run here, they read
+    them."""
+    if not getattr(model, "_supports_attention_backend", False) or find_attention(model) != STOCK:
+        return False
+    try:
+        with grouped_attention(text_config):
+            found = model.base_model(
+                input_ids=tree.token_ids,
+                attention_mask=tree.pack_masks(find_layer_windows(text_config)),
+                position_ids=tree.positions,
+                past_key_values=RecordingCache(type(model).__name__),
+                use_cache=True,
+                return_dict=True,
+            ).last_hidden_state
+        error = float((found - states).float().norm() / states.float().norm())
+    except MODEL_ERRORS as failure:
+        logger.info("%s does not run under packed masks: %s", type(model).__name__, failure)
+        error = float("inf")
+    is_same = error <= (1e-3 if is_single(states) else 0.1)
+    if not is_same and can_use_kernel(states.device):
+        logger.warning(
+            "attention in Triton is not used: it does not run here, or changes the states of %s by %.2g. Trees are "
+            "verified by torch's sdpa",
+            type(model).__name__,
+            error,
+        )
+    return is_same
 
 
 def _takes_inference_mode(run: Callable[[], Any]) -> bool:

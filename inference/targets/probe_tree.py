@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from inference.cache.tree_cache import LayerSpec, PlaneSpec
+from inference.targets.tree_attention.packed_masks import pack_tree
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
 _GAP = 4200
 # The errors of models that are called in a way they do not support.
-_MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
+MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
 
 MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
 
@@ -62,6 +63,16 @@ class ProbeTree:
         key_positions = _insert_gap(positions, 1)
         return cls(token_ids, positions, key_positions, make_masks(_insert_gap(allowed, 2), positions, key_positions))
 
+    def pack_masks(self, windows: dict[str, int | None]) -> Any:
+        """The same tree as packed masks: a committed token, and three nodes after the gap."""
+        allowed = torch.eye(4, dtype=torch.bool, device=self.token_ids.device)[None, :, 1:]
+        one = self.positions.new_ones(1, 1)
+        masks = {
+            layer_type: pack_tree(allowed, one, one + _GAP, origin=0 * one[0], window=window)
+            for layer_type, window in windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
 
 @contextmanager
 def refusing(complaint: str) -> Iterator[None]:
@@ -70,7 +81,7 @@ def refusing(complaint: str) -> Iterator[None]:
         yield
     except (CannotRollBackError, torch.OutOfMemoryError):
         raise
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         raise ValueError(f"{complaint}: {error}") from error
 
 

@@ -24,6 +24,7 @@ from inference.cache.scratch_cache import ScratchCache
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
 from inference.kernels.packed import is_packed, pack
+from inference.targets.attention import can_use_kernel, fits_kernel
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.invariance import check_invariance, check_supported
@@ -119,6 +120,7 @@ class Target:
         self.least_rows = 1
         self._placed = PlacedDecoder(self._causal_lm) if self._causal_lm.config.is_encoder_decoder else None
         self.findings = findings or self._examine()
+        self.masks = self._choose_masks()
         if self.is_encoder_decoder:
             self.num_layers = len(self.findings.layer_specs)  # the config's number may be the encoder's
         self.vocab_size: int = self.findings.vocab_size
@@ -167,6 +169,15 @@ class Target:
         if self._placed is not None:
             return examine_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
         return examine_model(self._causal_lm, self.text_config, self.masks.from_allowed, self.device)
+
+    def _choose_masks(self) -> TreeMasks:
+        """Packed masks where the model takes them and something reads them: the kernels, or prompts on a CPU."""
+        planes = [plane for spec in self.findings.layer_specs for plane in (spec.keys, spec.values)]
+        fits = all(fits_kernel(plane.dtype, plane.width) for plane in planes)
+        takes_packed = self.findings.takes_packed_masks
+        packs_all = takes_packed and fits and can_use_kernel(self.device)
+        packs_prompts = takes_packed and self.device.type == "cpu"
+        return replace(self.masks, packs_prompts=packs_prompts, packs_all=packs_all)
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -244,7 +255,7 @@ class Target:
             token_ids: [B, L] long, right-padded with any valid id.
             counts: [B] long, real tokens per row. A row with 0 is left unchanged, and its logits mean nothing.
             feature_layers: hidden states to hand over, in this order.
-            chunk_size: tokens per forward pass, so that no [L, L] mask is built.
+            chunk_size: tokens per forward pass.
 
         Returns:
             logits [B, 1, V] of each row's last real token, and features [B, L, F] of all tokens (of padding: any).
@@ -261,9 +272,11 @@ class Target:
             real = (counts - start).clamp(0, size)  # [B] real tokens of this chunk
             steps = torch.arange(size, device=counts.device)
             depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
-            causal = (steps[:, None] >= steps).expand(chunk.shape[0], size, size)
             cache.open_slots(size, num_ahead=start)  # rows that still have tokens had `start` of them before
-            output = self._forward_cached(cache, chunk, depths, causal, feature_layers)
+            is_even = cache.length_floor + start == cache.length_bound
+            positions = self._cut_positions(cache.lengths[:, None] + depths)
+            masks = self.masks.of_prompts(cache, positions, is_even=is_even)
+            output = self._run(cache, chunk, positions, masks, positions, feature_layers)
             scores = output.last if output.logits is None else output.logits
             row_last = scores[torch.arange(len(counts), device=scores.device), (real - 1).clamp(min=0)]
             last = row_last if last is None else torch.where((counts > start)[:, None], row_last, last)
@@ -409,6 +422,18 @@ class Target:
         positions = self._cut_positions(cache.lengths[:, None] + depths)
         tree_positions = positions if tree_depths is None else cache.lengths[:, None] + tree_depths
         masks = self.masks.in_view(cache, positions, tree_positions, ancestors)
+        return self._run(cache, token_ids, positions, masks, tree_positions, feature_layers)
+
+    def _run(
+        self,
+        cache: TreeCache,
+        token_ids: Tensor,
+        positions: Tensor,
+        masks: Any,
+        tree_positions: Tensor,
+        feature_layers: Sequence[int],
+    ) -> PassOutput:
+        """Runs [B, N] tokens at their positions; `tree_positions` are those of the tree's slots."""
         if self._placed is not None:
             if feature_layers:
                 self.refuse_features()

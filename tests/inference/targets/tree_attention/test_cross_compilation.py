@@ -1,0 +1,55 @@
+"""The Triton kernels compile for GPUs that are not here, and fit; whether they are right is not shown."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the optional extra `triton` is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from inference.targets.tree_attention import triton_kernel
+
+# Compute capability -> shared memory of a block, in bytes (CUDA C++ programming guide, "Technical specifications").
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+def compile_kernel(kernel: Any, capability: int, dtype: Any, width: int) -> Any:
+    fixed = {"GROUP": 4, "HEADS": 16, "WIDTH": width, "VALUE_WIDTH": width, "FACTOR": dtype}
+    fixed |= {"TILE": triton_kernel.TILE, "SPLIT": triton_kernel.SPLIT, "ROWS": triton_kernel.ROWS}
+    kinds = dict.fromkeys(("query", "key", "value", "out"), f"*{dtype}") | dict.fromkeys(
+        ("tops", "totals", "sums"), "*fp32"
+    )
+    kinds |= {"mask": "*i64", "scale": "fp32"}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): fixed[name] for name in names if name in fixed})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=triton_kernel.OPTIONS)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("kernel", ["_attend_tiles", "_finish"])
+def test_they_compile(kernel: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest heads in bfloat16, so that the matrix units are used, and no product is fused by ptxas alone."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = compile_kernel(getattr(triton_kernel, kernel), capability, tl.bfloat16, 256)
+    assert len(compiled.asm["cubin"]) > 1000
+    assert any(word in compiled.asm["ptx"] for word in ("mma.sync", "wgmma", "tcgen05.mma"))
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["_attend_tiles", "_finish"])
+def test_they_compile_in_float32(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = compile_kernel(getattr(triton_kernel, kernel), 80, tl.float32, 128)
+    assert compiled.metadata.shared <= SHARED_MEMORY[80]
