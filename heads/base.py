@@ -31,7 +31,7 @@ from heads.formats.registry import recognize
 from heads.modules.draft_step import DraftStep, join_documents
 from heads.modules.layers import DraftCache
 from inference.drafters.base import Drafter, DraftLogits, first_rows
-from inference.kernels.packed import pack
+from inference.kernels.packed_weights import pack
 from inference.targets.documents import split_documents
 from inference.targets.target import Target
 

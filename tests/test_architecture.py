@@ -22,7 +22,7 @@ BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", 
 # What they import only inside a function, for users who have it.
 OPTIONAL_DEPENDENCIES = {"heads/adapter.py": {"peft"}, "heads/formats/llama_cpp/gguf_file.py": {"gguf"}}
 # A file that others import only inside a function: Triton's kernels are functions with decorators.
-LATE_FILES = {"inference/targets/tree_attention/triton_kernel.py": {"triton"}}
+LATE_FILES = {"inference/kernels/triton_kernel.py": {"triton"}}
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 

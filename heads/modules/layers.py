@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads.modules.unrolled_attention import QUERY_CHUNK, attend_unrolled
 from inference.drafters.base import first_rows
-from inference.targets.attention import attend_masked
+from inference.kernels.attention import attend_masked
 
 
 class RotaryEmbedding:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from inference.targets.attention import grouped_attention
+from inference.kernels.attention import grouped_attention
 from inference.targets.model_config import refuse_training
 
 

@@ -1,6 +1,6 @@
 """Attention masks for a tree's tokens over the cache, with each layer type's sliding window.
 
-They are additive, or packed (`tree_attention/packed_masks.py`) where the model takes those.
+They are additive, or packed (`kernels/packed_masks.py`) where the model takes those.
 
 Legend: B batch, N tokens of one pass, M slots of the tree, S cache slots, W of them that a layer sees.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inference.cache.draft_rows import DraftRows
 from inference.cache.tree_cache import TreeCache
-from inference.targets.tree_attention.packed_masks import pack_chain, pack_tree
+from inference.kernels.packed_masks import pack_chain, pack_tree
 
 FEW_SLOTS = 1024  # up to here an additive mask, made once for all layers, is faster on a CPU
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.targets.attention import GROUPED, STOCK
+from inference.kernels.attention import GROUPED, STOCK
 
 # Layer types whose whole past stays in the cache, so that a step can be rolled back.
 _ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")

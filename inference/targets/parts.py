@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.kernels.packed import PackedLinear
+from inference.kernels.packed_weights import PackedLinear
 from inference.targets.model_config import find_device
 from inference.targets.probe_tree import draw_ids, is_single, refusing
 

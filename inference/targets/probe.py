@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import LayerSpec
-from inference.targets.attention import STOCK, can_use_kernel, grouped_attention
+from inference.kernels.attention import STOCK, can_use_kernel, grouped_attention
 from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.model_config import (
     chooses_experts,

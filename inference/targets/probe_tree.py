@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from inference.cache.tree_cache import LayerSpec, PlaneSpec
-from inference.targets.tree_attention.packed_masks import pack_tree
+from inference.kernels.packed_masks import pack_tree
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
 _GAP = 4200

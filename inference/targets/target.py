@@ -23,8 +23,8 @@ from inference.cache.draft_rows import DraftRows
 from inference.cache.scratch_cache import ScratchCache
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
-from inference.kernels.packed import is_packed, pack
-from inference.targets.attention import can_use_kernel, fits_kernel
+from inference.kernels.attention import can_use_kernel, fits_kernel
+from inference.kernels.packed_weights import is_packed, pack
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.invariance import check_invariance, check_supported

@@ -12,7 +12,7 @@ import torch
 
 from heads import DraftHeads, create_heads
 from inference import Decoder, Target
-from inference.targets.attention import LONG_PASS
+from inference.kernels.attention import LONG_PASS
 from tests.memory_tracker import MemoryTracker, count_bytes
 from tests.tiny_targets import random_prompt, tiny_target
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from heads import HEAD_TYPES, create_heads
 from inference import Decoder, Target
-from inference.kernels.packed import PackedLinear, pack
+from inference.kernels.packed_weights import PackedLinear, pack
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from inference import Target
-from inference.targets.attention import attend_grouped
+from inference.kernels.attention import attend_grouped
+from inference.kernels.packed_masks import pack_chain, pack_tree, unpack_even_chain, unpack_mask
 from inference.targets.masks import TreeMasks
-from inference.targets.tree_attention.packed_masks import pack_chain, pack_tree, unpack_even_chain, unpack_mask
 from inference.trees.token_tree import compute_ancestors
 from tests.memory_tracker import MemoryTracker
 from tests.tiny_targets import SLIDING_WINDOW, random_prompt, tiny_target

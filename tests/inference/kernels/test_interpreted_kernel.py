@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inference import DynamicTree, Target, generate
-from inference.targets.tree_attention.packed_masks import WORDS, pack_chain, pack_tree, unpack_mask
+from inference.kernels.packed_masks import WORDS, pack_chain, pack_tree, unpack_mask
 from inference.trees.token_tree import compute_ancestors
 from tests.conftest import REPOSITORY
 from tests.lossless.near_tie import assert_same_text
@@ -45,7 +45,7 @@ def test_the_others_in_a_process_of_their_own() -> None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packed: Tensor) -> Tensor:
-    from inference.targets.tree_attention.triton_kernel import attend_packed
+    from inference.kernels.triton_kernel import attend_packed
 
     return attend_packed(query, key, value, packed, query.shape[-1] ** -0.5)
 
@@ -167,7 +167,7 @@ def test_a_row_does_not_depend_on_the_rest_of_the_pass(length: int) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_whole_decode(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads; Mistral has a window of 8 tokens. The text is transformers' own, with near-ties shown."""
-    from inference.targets.tree_attention import triton_kernel
+    from inference.kernels import triton_kernel
 
     model = tiny_target(family, initializer_range=0.3, num_hidden_layers=2)
     target, calls = Target(model), []

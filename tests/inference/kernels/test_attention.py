@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from inference import Target
-from inference.targets.attention import (
+from inference.kernels.attention import (
     EXACT_ROWS,
     GROUPED,
     LONG_PASS,
@@ -91,7 +91,7 @@ def test_verify_passes_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = target.new_cache(1, 64)
     calls = []
     monkeypatch.setattr(
-        "inference.targets.attention.attend_masked", lambda *a, **k: calls.append(1) or attend_masked(*a, **k)
+        "inference.kernels.attention.attend_masked", lambda *a, **k: calls.append(1) or attend_masked(*a, **k)
     )
     prompt = random_prompt(6)
     target.prefill(cache, prompt, torch.tensor([6]))
