@@ -32,6 +32,8 @@ interpreted = pytest.mark.skipif(
 ZERO = torch.zeros(1, dtype=torch.long)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(IS_INTERPRETED, reason="it starts this process")
 def test_the_others_in_a_process_of_their_own() -> None:
     done = subprocess.run(
