@@ -308,7 +308,7 @@ dist.init_process_group("gloo")
 for family, num_heads in (("llama", 1), ("gpt_oss", 2)):  # transformers' plan leaves gpt-oss's attention whole
     model = AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{family}", tp_plan="auto").eval()
     target = check_greedy_text(model)
-    assert target._layer_specs[0].keys.num_heads == num_heads
+    assert target.findings.layer_specs[0].keys.num_heads == num_heads
     options = {"max_new_tokens": 20, "do_sample": True, "seed": 3}
     sampled = generate(target, NgramDrafter(), random_prompt(6), **options).sequences
     whole = tiny_target(family, initializer_range=0.3)
