@@ -32,7 +32,7 @@ def decode_scripted(kind: str, device: torch.device, batch_size: int, **options:
     script = ScriptedTree(TREE, target.vocab_size, device)
     script.num_right.fill_(ACCEPTED)
     decoder = Decoder(target, make_random_heads(kind, target), tree=script, **options)
-    firsts = torch.arange(batch_size, device=device)[:, None] * 100
+    firsts = 10 + torch.arange(batch_size, device=device)[:, None] * 100
     for _ in range(2):  # graphs are made by the first
         output = decoder.generate(firsts + torch.arange(2, device=device), max_new_tokens=NUM_NEW)
     return output.sequences - firsts, output.stats.acceptance_length
