@@ -68,8 +68,8 @@ class Decoder:
         is_coupled: at temperature > 0 and with exact acceptance, let the drafter read the target's own Gumbel noise.
             More drafts are accepted, and the text is the same either way.
         batch_invariant: compute every token's scores in the same way, bit by bit, in passes of any number of tokens and
-            rows. Then drafted text equals plain text of this mode in bfloat16 and float16, too. A step takes a few
-            percent longer (`Target.batch_invariant`).
+            rows. Then drafted text equals plain text of this mode in bfloat16 and float16, too. A step takes
+            about a tenth longer (`Target.batch_invariant`).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` holds the true time
             of each phase.
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process

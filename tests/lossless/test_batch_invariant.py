@@ -5,6 +5,7 @@ Legend: B batch, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from heads import DraftHeads
 from inference import Decoder, Drafter, NgramDrafter, Target
+from inference.execution.compiled import CompiledExecutor
 from inference.pipeline import DraftingPipeline
+from inference.targets.invariance import check_invariance
 from tests.lossless.test_real_heads import TRAINED, chat_prompts, chat_target
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
@@ -85,6 +88,18 @@ def test_trained_heads_in_bfloat16(options: dict[str, Any]) -> None:
         for tree in TREES[1:] if batch_invariant else TREES[1:2]:
             found = decode(target, heads, prompts, tree=tree, batch_invariant=batch_invariant, **settings)
             assert (torch.equal(found[0], tokens) and torch.equal(found[1], scores)) == batch_invariant
+
+
+@pytest.mark.slow  # two graphs for each dtype
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_passes_of_different_widths(dtype: torch.dtype) -> None:
+    model = tiny_target("llama", dtype=dtype, hidden_size=256, intermediate_size=704, num_hidden_layers=2)
+    target, executor = Target.of(model).batch_invariant(), CompiledExecutor([model])
+    target.verify = partial(executor.run_fixed, target.verify)  # type: ignore[method-assign]
+    with target.without_autograd(), executor.active():
+        check_invariance(target)
+    assert executor.compile_seconds > 0
 
 
 def test_prompts_in_parts() -> None:
