@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.cache.tree_cache import LayerSpec, TreeCache
+from inference.cache.tree_cache import LayerSpec, TreeCache, pick_rows
 
 
 class ScratchCache(TreeCache):
@@ -79,7 +79,7 @@ class ScratchCache(TreeCache):
     def keep_rows(self, rows: Sequence[int]) -> None:
         lengths, self.length_bound = self.lengths, self.view
         super().keep_rows(rows)
-        self.lengths, self.length_bound = lengths[list(rows)], 0
+        self.lengths, self.length_bound = pick_rows(lengths, rows), 0
 
     def keep_certain(self, counts: Tensor) -> None:
         """Keeps the first counts[b] tokens of the last `open_certain` pass."""

@@ -253,7 +253,7 @@ class TreeCache(Cache):
                 self.lengths[place] = self.lengths[row]
         self._show_rows(len(rows))
         if self.source is not None:
-            self.source.select_rows(torch.tensor(rows, device=self.lengths.device))
+            self.source.select_rows(pick_rows(self._every_slot, rows))
 
     def clear_from(self, num_slots: int) -> None:
         """Zeroes all slots from `num_slots` on that were used."""
@@ -318,6 +318,12 @@ class TreeCache(Cache):
 
     def __len__(self) -> int:
         return len(self.layer_specs)
+
+
+def pick_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Rows of `values` [B, ...] in this order, copied. An index made of the numbers would be a blocking copy from the
+    host to the device."""
+    return torch.cat([values[row : row + 1] for row in rows])
 
 
 def _move_slots(buffer: Tensor, source: Tensor, destination: Tensor) -> None:
