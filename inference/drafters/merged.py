@@ -141,8 +141,8 @@ class MergedDrafter(Drafter, nn.Module):
     ) -> DraftLogits:
         """`Drafter.extend` of both, after each got its credit for the token that followed the last root."""
         if state.weights is None:
-            second = torch.full_like(next_token_ids[:, 0], self.weight, dtype=torch.float32)
-            state.weights = torch.stack([1 - second, second], dim=1)
+            of_second = torch.full_like(next_token_ids[:, 0], self.weight, dtype=torch.float32)
+            state.weights = torch.stack([1 - of_second, of_second], dim=1)
         if state.roots is not None and self.rate > 0:
             state.weights = self._credit(state.weights, state.roots, next_token_ids[:, 0], counts > 0)
         first, second = (
