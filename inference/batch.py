@@ -27,6 +27,7 @@ class Batch:
         self.request, self.sampler, self.cache, self.drafting = request, sampler, cache, drafting
         self.rows = list(range(request.batch_size))
         self.active: Tensor | None = None
+        self._retired: set[int] = set()  # places of the finished rows that are still here
         # Per row of the call: slots that the drafter holds, and whether its keys and values were written over.
         self._num_taken = [request.num_committed(row) for row in self.rows]
         self._is_damaged = [False] * request.batch_size
@@ -40,13 +41,14 @@ class Batch:
             # Tight bounds keep the attention's view tight.
             cache.length_bound = max(request.num_committed(row) for row in self.rows)
         cache.length_floor = min(request.num_committed(row) for row in request.unfinished)
-        is_active = [row in request.unfinished for row in self.rows]
-        self.active = None
-        if not all(is_active):
-            self.active = torch.tensor(is_active, dtype=torch.long, device=cache.lengths.device)
-            cache.lengths *= self.active  # finished rows forget their tokens, so that no view has to reach them
-            for place, row in enumerate(self.rows):
-                self._is_damaged[row] |= not is_active[place]
+        ended = [place for place, row in enumerate(self.rows) if row not in request.unfinished]
+        for place in set(ended) - self._retired:
+            if self.active is None:
+                self.active = torch.ones_like(cache.lengths)
+            self.active[place].zero_()
+            cache.lengths[place].zero_()  # finished rows forget their tokens, so that no view has to reach them
+            self._retired.add(place)
+            self._is_damaged[self.rows[place]] = True
             self.drafting.retire(self.active)
         if (texts := self.sampler.texts) is not None:
             if self.active is not None:

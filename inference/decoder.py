@@ -19,6 +19,7 @@ from inference.acceptance.rules import AcceptanceRule, resolve_rule
 from inference.acceptance.sampler import Sampler
 from inference.cache.tree_cache import TreeCache
 from inference.drafters.base import Drafter
+from inference.execution.captured import CapturedExecutor, cuda_graphs
 from inference.execution.compiled import CompiledExecutor
 from inference.execution.drafting import TreeChoice
 from inference.execution.executor import Executor
@@ -80,6 +81,9 @@ class Decoder:
             (float32 and bfloat16 on a CPU). It takes their memory once more. For targets beyond the processor's caches,
             plain steps in bfloat16 and verification in either dtype then take half the time or less. Weights are read
             when the decoder is made.
+        graphs: capture drafting, verification, acceptance and commits as CUDA graphs. They run the eager kernels, and
+            the third step of each size is the first that is captured. It has not run on a GPU yet. A part that cannot
+            be captured runs eagerly, with a warning. It excludes `compile`.
 
     Raises:
         TypeError: `drafter` is no `Drafter`.
@@ -99,6 +103,7 @@ class Decoder:
         is_synchronised: bool = False,
         compile: bool = False,  # noqa: A002
         pack_weights: bool = False,
+        graphs: bool = False,
     ) -> None:
         if drafter is not None and not isinstance(drafter, Drafter):
             shown = drafter if isinstance(drafter, (str, os.PathLike)) else type(drafter).__name__
@@ -115,9 +120,7 @@ class Decoder:
         self.is_synchronised = is_synchronised
         rule = resolve_rule(acceptance)
         rule.check(self.policy)
-        executor = Executor()
-        if compile:
-            executor = CompiledExecutor([m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)])
+        executor = self._new_executor(compile=compile, graphs=graphs)
         self._step = DecodeStep(
             self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, executor=executor
         )
@@ -126,6 +129,19 @@ class Decoder:
         self._cache: TreeCache | None = None
         self._held: HeldTexts | None = None  # texts of the last call in the cache
         self._is_free = threading.Lock()
+
+    def _new_executor(self, *, compile: bool, graphs: bool) -> Executor:  # noqa: A002
+        if graphs and compile:
+            raise ValueError(
+                "compile and graphs are both true: compiled functions cannot be captured here; choose one of them"
+            )
+        if graphs and self.target.device.type != "cuda":
+            raise ValueError(f"graphs is true, and the target is on {self.target.device}: CUDA graphs need a GPU")
+        if graphs:
+            return CapturedExecutor(cuda_graphs(self.target.device))
+        if compile:
+            return CompiledExecutor([m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)])
+        return Executor()
 
     def generate(
         self,
@@ -357,10 +373,11 @@ class Decoder:
         """The present cache where it has room, else a new one."""
         cache = self._cache
         has_rows = cache is not None and cache.max_batch_size >= batch_size
-        if cache is not None and self._step.executor.is_compiled:  # strides of a larger cache would be another graph
+        if cache is not None and self._step.executor.has_graphs:  # strides of a larger cache would be another graph
             has_rows = cache.max_batch_size == batch_size
         if cache is None or not has_rows or cache.capacity < capacity:
             self._cache = cache = None  # free the old one first
+            self._step.executor.forget()
             self._cache = cache = self._step.new_cache(batch_size, capacity)
         return cache
 

@@ -128,6 +128,7 @@ class Eagle3Heads(AutoregressionHeads):
             # d2t is -1 until the vocabulary is fitted.
             self.register_buffer("d2t", torch.full((config.vocab_size,), -1, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(config.target_vocab_size, dtype=torch.bool))
+        self._is_fitted = False
         self.post_init()
 
     # The draft vocabulary.
@@ -140,7 +141,9 @@ class Eagle3Heads(AutoregressionHeads):
 
     @property
     def wants_token_counts(self) -> bool:
-        return self.has_draft_vocab and not bool(self.t2d.any())
+        if self.has_draft_vocab and not self._is_fitted:  # asked once, because it reads on the host
+            self._is_fitted = bool(self.t2d.any())
+        return self.has_draft_vocab and not self._is_fitted
 
     def fit_vocabulary(self, token_counts: Tensor) -> None:
         if not self.wants_token_counts:  # the LM head's rows belong to the fitted vocabulary

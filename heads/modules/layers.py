@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads.modules.unrolled_attention import QUERY_CHUNK, attend_unrolled
+from inference.cache.tree_cache import pick_rows
 from inference.drafters.base import first_rows
 from inference.kernels.attention import attend_masked
 
@@ -180,7 +181,7 @@ class DraftCache:
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Row i becomes the present row rows[i] >= i, in place; the others are forgotten."""
         self.keys, self.values = first_rows(self.keys, rows), first_rows(self.values, rows)
-        self.lengths, self.rows = self.lengths[list(rows)], self.rows[: len(rows)]
+        self.lengths, self.rows = pick_rows(self.lengths, rows), self.rows[: len(rows)]
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The second half of `append` and `append_scratch`: fills the opened columns, and returns keys and values up to

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.cache.tree_cache import pick_rows
 from inference.noise import gumbel_noise
 from inference.request.processors import COLUMN_FREE, NO_TOKEN, PREFIX_FREE
 from inference.request.row_processors import processors_of_row
@@ -83,7 +84,7 @@ class Sampler:
         else:
             chosen.rows = tuple(self.rows[row] for row in rows)
         if self.row_seeds is not None:
-            chosen.row_seeds = self.row_seeds[list(rows)]
+            chosen.row_seeds = pick_rows(self.row_seeds, rows)
         if self.texts is not None:
             chosen.texts = self.texts.select(rows)
         return chosen

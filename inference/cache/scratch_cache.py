@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.cache.tree_cache import LayerSpec, TreeCache
+from inference.cache.tree_cache import LayerSpec, TreeCache, pick_rows
 
 
 class ScratchCache(TreeCache):
@@ -27,6 +27,8 @@ class ScratchCache(TreeCache):
         max_tokens: the most certain tokens of a row.
         num_scratch: R.
     """
+
+    fixed_entries = ()  # the next text has another cache
 
     def __init__(
         self,
@@ -79,11 +81,12 @@ class ScratchCache(TreeCache):
     def keep_rows(self, rows: Sequence[int]) -> None:
         lengths, self.length_bound = self.lengths, self.view
         super().keep_rows(rows)
-        self.lengths, self.length_bound = lengths[list(rows)], 0
+        self.lengths, self.length_bound = pick_rows(lengths, rows), 0
 
     def keep_certain(self, counts: Tensor) -> None:
         """Keeps the first counts[b] tokens of the last `open_certain` pass."""
         self.lengths = self.lengths + counts
+        self.slots = self.tree_slots = self.lengths[:, None]  # a prompt's length would make graphs of its own
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
         """As in `TreeCache`, with the places of all slots of the tree. Layers with a window see the whole view."""

@@ -70,6 +70,13 @@ class TreeCache(Cache):
         source: the source of an encoder-decoder target (`Target.read_source`); None for other targets.
     """
 
+    # For captured steps (`Parts`): numbers that change from step to step and that no function of a step reads, and what
+    # never moves nor changes, so that nobody has to look inside.
+    host_numbers = ("length_bound", "length_floor", "_num_used")
+    fixed_entries: tuple[str, ...] = (
+        *("layer_specs", "_places", "_windows", "_shown", "_all_buffers", "_buffers", "_keys", "_values"),
+    )
+
     def __init__(
         self,
         layers: Sequence[LayerSpec],
@@ -111,16 +118,18 @@ class TreeCache(Cache):
             )
             self._every_slot = torch.arange(capacity, device=self._all_lengths.device)
         self._windows = tuple(spec.window for spec in self.layer_specs)
+        self._shown: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}  # by number of rows
         self._show_rows(batch_size)
         self.slots = self.lengths[:, None]
         self._set_view(0, 0)
 
     def _show_rows(self, num_rows: int) -> None:
         """From now on all methods work on the first `num_rows` rows."""
-        shown = {plane: buffer[:, :num_rows] for plane, buffer in self._all_buffers.items()}
-        self._buffers = list(shown.values())
-        planes = [shown[plane][index] for plane, index in self._places]
-        self._keys, self._values = planes[0::2], planes[1::2]  # per layer [B, H, C, width]
+        if num_rows not in self._shown:
+            shown = {plane: buffer[:, :num_rows] for plane, buffer in self._all_buffers.items()}
+            planes = [shown[plane][index] for plane, index in self._places]
+            self._shown[num_rows] = list(shown.values()), planes[0::2], planes[1::2]
+        self._buffers, self._keys, self._values = self._shown[num_rows]  # keys, values: per layer [B, H, C, width]
         self.lengths = self._all_lengths[:num_rows]
 
     @property
@@ -235,6 +244,7 @@ class TreeCache(Cache):
         """Commits the first `counts[b]` (at most `max_count`) open slots of every row, in place."""
         self.lengths += counts
         self.raise_bound(max_count)
+        self.slots = self.lengths[:, None]  # a prompt's length would make graphs of its own
 
     def raise_bound(self, max_count: int) -> None:
         """Raises `length_bound` after a pass in which no row grew by more than `max_count` tokens."""
@@ -253,7 +263,7 @@ class TreeCache(Cache):
                 self.lengths[place] = self.lengths[row]
         self._show_rows(len(rows))
         if self.source is not None:
-            self.source.select_rows(torch.tensor(rows, device=self.lengths.device))
+            self.source.select_rows(pick_rows(self._every_slot, rows))
 
     def clear_from(self, num_slots: int) -> None:
         """Zeroes all slots from `num_slots` on that were used."""
@@ -318,6 +328,12 @@ class TreeCache(Cache):
 
     def __len__(self) -> int:
         return len(self.layer_specs)
+
+
+def pick_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Rows of `values` [B, ...] in this order, copied. An index made of the numbers would be a blocking copy from the
+    host to the device."""
+    return torch.cat([values[row : row + 1] for row in rows])
 
 
 def _move_slots(buffer: Tensor, source: Tensor, destination: Tensor) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.cache.tree_cache import TreeCache
+from inference.cache.tree_cache import TreeCache, pick_rows
 from inference.drafters.base import Drafter, DraftLogits, first_rows
 from inference.targets.target import Target
 
@@ -125,7 +125,7 @@ class MergedDrafter(Drafter, nn.Module):
         if state.weights is not None:
             state.weights = first_rows(state.weights, rows)
         if state.roots is not None:
-            first, second = (_map_rows(lambda values: values[list(rows)], root) for root in state.roots)
+            first, second = (_map_rows(lambda values: pick_rows(values, rows), root) for root in state.roots)
             state.roots = (first, second)
 
     def read_source(self, state: MergedState, token_ids: Tensor, mask: Tensor) -> None:
@@ -141,8 +141,8 @@ class MergedDrafter(Drafter, nn.Module):
     ) -> DraftLogits:
         """`Drafter.extend` of both, after each got its credit for the token that followed the last root."""
         if state.weights is None:
-            weights = torch.tensor([1 - self.weight, self.weight], device=next_token_ids.device)
-            state.weights = weights.repeat(next_token_ids.shape[0], 1)
+            of_second = torch.full_like(next_token_ids[:, 0], self.weight, dtype=torch.float32)
+            state.weights = torch.stack([1 - of_second, of_second], dim=1)
         if state.roots is not None and self.rate > 0:
             state.weights = self._credit(state.weights, state.roots, next_token_ids[:, 0], counts > 0)
         first, second = (

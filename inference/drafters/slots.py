@@ -5,11 +5,13 @@ Legend: B batch, S slots, F feature width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from inference.cache.tree_cache import pick_rows
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,12 @@ class NewSlots:
 
     def select(self, rows: Sequence[int]) -> NewSlots:
         """The slots of these rows."""
-        rows = list(rows)
-        return NewSlots(None if self.features is None else self.features[rows], self.next_ids[rows], self.counts[rows])
+        return self.map(lambda values: pick_rows(values, rows))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> NewSlots:
+        """The slots with `function` of each tensor."""
+        features = None if self.features is None else function(self.features)
+        return NewSlots(features, function(self.next_ids), function(self.counts))
 
 
 def join_slots(waiting: Sequence[NewSlots], width: int) -> NewSlots:

@@ -44,7 +44,7 @@ class CompiledExecutor(Executor):
         modules: the functions read their weights.
     """
 
-    is_compiled = True
+    has_graphs = True
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         keep_compiled_kernels()

@@ -81,7 +81,9 @@ class Drafting:
         self.has_taken_all = policy is not None
         if policy is None:
             newest = self._waiting[-1]
-            self._waiting = self._waiting if self.step.drafter is not None else []
+            self._waiting = (
+                [] if self.step.drafter is None else [*self._waiting[:-1], newest.map(self.step.executor.keep)]
+            )
             return self.step.draft_nothing(cache, sampler, newest)
         slots = join_slots(self._waiting, self.step.least_slots)
         if self._active is not None:

@@ -1,7 +1,8 @@
-"""Executor: how the functions of a decode step run. This one runs them eagerly; `compiled.py` has the other.
+"""Executor: how the functions of a decode step run. This one runs them eagerly; `compiled.py` and `captured.py` have
+others.
 
 A step's parts are functions of tensors. Whatever differs from step to step is a tensor or the shape of one, so that the
-same functions can be compiled.
+same functions can be compiled, or captured.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
+from inference.cache.tree_cache import VIEW_MULTIPLE
+
 
 class Executor:
     """Runs functions as they are.
 
     Attributes:
-        is_compiled: whether functions are compiled.
-        compile_seconds: seconds spent on compiling so far.
+        has_graphs: whether each shape of a function's arguments makes a graph, by compiling or by capturing.
+        view_multiple: views of the cache are rounded up to a multiple of this many slots.
+        compile_seconds: seconds spent on making graphs so far.
     """
 
-    is_compiled: bool = False
+    has_graphs: bool = False
+    view_multiple: int = VIEW_MULTIPLE
     compile_seconds: float = 0.0
 
     def active(self) -> AbstractContextManager[None]:
@@ -41,3 +46,10 @@ class Executor:
     def mark_open(self, values: Tensor, dim: int = 0) -> Tensor:
         """Says that this size of `values` changes from call to call; returns `values`."""
         return values
+
+    def keep(self, values: Tensor) -> Tensor:
+        """Values that a function has returned, for use after its next run: captured, that run overwrites them."""
+        return values
+
+    def forget(self) -> None:
+        """Drops what belongs to caches that are no longer used."""

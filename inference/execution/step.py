@@ -28,9 +28,9 @@ from inference.targets.target import Target, TargetOutput
 from inference.trees.policy import TreePolicy, run_eagerly
 from inference.trees.token_tree import TokenTree
 
-# Capacities of caches are rounded up: to powers of two when compiled, since each is a graph of its own.
+# Capacities of caches are rounded up: to powers of two with graphs, since each is a graph of its own.
 CAPACITY_MULTIPLE = 256
-COMPILED_CAPACITY = 1024
+GRAPH_CAPACITY = 1024
 
 
 class DecodeStep:
@@ -73,8 +73,8 @@ class DecodeStep:
 
     @property
     def least_slots(self) -> int:
-        """The fewest slots that a drafter reads at once: compiled steps have one shape."""
-        return self.num_depths if self.executor.is_compiled else 1
+        """The fewest slots that a drafter reads at once: steps with graphs have one shape."""
+        return self.num_depths if self.executor.has_graphs else 1
 
     @property
     def num_slots_after(self) -> int:
@@ -87,19 +87,21 @@ class DecodeStep:
 
     @property
     def rows_may_leave(self) -> bool:
-        """Whether finished rows leave the batch. Compiled steps have one shape, and each smaller batch would be
-        compiled again."""
-        return not self.executor.is_compiled and (self.drafter is None or self.drafter.can_copy_rows)
+        """Whether finished rows leave the batch. Steps with graphs have one shape, and each smaller batch would
+        make graphs again."""
+        return not self.executor.has_graphs and (self.drafter is None or self.drafter.can_copy_rows)
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A cache of at least `capacity` slots per row."""
-        return self.target.new_cache(batch_size, self.round_capacity(capacity))
+        cache = self.target.new_cache(batch_size, self.round_capacity(capacity))
+        cache.view_multiple = self.executor.view_multiple
+        return cache
 
     def round_capacity(self, capacity: int) -> int:
         """A size of buffers with an entry per token, at least `capacity`."""
-        if self.executor.is_compiled:
+        if self.executor.has_graphs:
             # Never all in view: a view of everything is contiguous, which would make one more graph.
-            return max(COMPILED_CAPACITY, 1 << (capacity - 1).bit_length()) + VIEW_MULTIPLE
+            return max(GRAPH_CAPACITY, 1 << (capacity - 1).bit_length()) + VIEW_MULTIPLE
         return -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 
     def start_drafter(self, cache: TreeCache) -> Any:
@@ -147,11 +149,11 @@ class DecodeStep:
         assert self.drafter is not None
         assert self.policy is not None
         in_view = self.executor.mark_open(cache.view_slots(cache.length_bound))
-        # Compiled, trees of all sizes share their graphs.
-        depth = self.policy.max_depth if self.executor.is_compiled else policy.max_depth
+        # With graphs, trees of all sizes share them.
+        depth = self.policy.max_depth if self.executor.has_graphs else policy.max_depth
         vocab_size = self.target.vocab_size
         # Prompts and slots that waited differ in width every time: they are not worth a graph each.
-        has_graph = slots.width == self.num_depths or not self.executor.is_compiled
+        has_graph = slots.width == self.num_depths or not self.executor.has_graphs
         run = self.executor.run_fixed if has_graph else run_eagerly
         root_ids, draft, noise = run(
             _extend, self.drafter, state, sampler, slots, cache.lengths, in_view, depth + 1, vocab_size

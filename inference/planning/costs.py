@@ -77,7 +77,7 @@ def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler) -> StepCosts
     if stored is None:
         stored = measure_costs(step, batch_size, sampler, num_rounds=WARM_UP_ROUNDS + MEASURED_ROUNDS)
         store_costs(file, stored)
-    elif step.executor.is_compiled:  # one round makes the graphs, which would otherwise be made within a text
+    elif step.executor.has_graphs:  # one round makes the graphs, which would otherwise be made within a text
         measure_costs(step, batch_size, sampler, num_rounds=1)
     return stored
 
@@ -99,6 +99,7 @@ def measure_costs(step: DecodeStep, batch_size: int, sampler: Sampler, *, num_ro
     calls = [partial(make_step, _blank_slots(step, batch_size, tree), tree, context) for tree, context in plans]
     seconds = _time_calls(calls, target.device, num_rounds=num_rounds)
     num_nodes = tuple(tree.num_nodes for tree in trees)
+    step.executor.forget()  # with it, graphs hold this cache
     return StepCosts((short, long), (seconds[0], seconds[1]), (seconds[2], seconds[3]), tuple(seconds[4:]), num_nodes)
 
 
@@ -183,7 +184,7 @@ def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
         str(getattr(target.text_config, "_attn_implementation", "")),
         *_describe_drafter(step.drafter),
         [(tree.max_depth, tree.num_scratch, tree.num_nodes) for tree in policy.candidates],
-        step.executor.is_compiled,
+        step.executor.has_graphs,
         batch_size,
         step.is_coupled,
         sampler.do_sample,

@@ -97,7 +97,9 @@ def check_adapters(model: Any) -> None:
 
 def refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
     """Refuses (ValueError) a model of `dtype` where autocast would compute in another dtype."""
-    if not torch.is_autocast_enabled(device.type) or (used := torch.get_autocast_dtype(device.type)) == dtype:
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return
+    if (used := torch.get_autocast_dtype(device.type)) == dtype:
         return
     raise ValueError(
         f"torch.autocast to {used} is on for {device.type}, and the target is in {dtype}: its rounding would make the "

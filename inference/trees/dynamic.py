@@ -81,7 +81,7 @@ class DynamicTree(TreePolicy):
             # One graph serves all levels: weights are packed per graph, and a copy for each level would drive the
             # others out of the processor's caches.
             levels.append(run(expand_level, drafter, state, levels[-1], depth, self.top_k, sampling.at_depth(depth)))
-        tree: TokenTree = run(keep_best, join_levels(levels), self.num_nodes)
+        tree: TokenTree = run(_choose_nodes, levels, self.num_nodes)
         tree.max_depth = self.max_depth
         return tree
 
@@ -151,6 +151,10 @@ def add_children(
         widths=torch.maximum(needed[:, :, None], child_widths).flatten(1),
         num_siblings=num_siblings,
     )
+
+
+def _choose_nodes(levels: Sequence[Level], num_nodes: int) -> TokenTree:
+    return keep_best(join_levels(levels), num_nodes)
 
 
 def join_levels(levels: Sequence[Level]) -> TokenTree:

@@ -1,0 +1,258 @@
+"""A decode step keeps a GPU's discipline: one device, no read on the host, no shape that depends on values, no tensor
+made of Python numbers. The whole step of the loop runs on a stand-in device, without its one host read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from heads import HEAD_TYPES, DraftHeads
+from inference import Decoder, DynamicTree, Target
+from inference.acceptance.rules import RULES
+from inference.acceptance.sampler import Sampler
+from inference.drafters.base import Drafter, DraftLogits
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter
+from inference.drafters.staged import StagedDrafter
+from inference.execution.drafting import TreeChoice
+from inference.execution.step import DecodeStep
+from inference.loop import DecodeLoop
+from inference.noise import row_seeds
+from inference.prompts import PromptReader
+from inference.request.generate_arguments import make_request
+from inference.stats import GenerationStats, PhaseClock
+from inference.trees.auto import AutoTree
+from inference.trees.options import resolve_policy
+from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.inference.execution.stand_in import DEVICE, RefuseHostTensors, move, stand_in_target, strict
+from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
+
+STATIC = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
+
+# name -> (rule, tree, settings, batch size); None: plain decoding
+STEPS: dict[str, tuple[str, Any, dict[str, Any], int]] = {
+    "dynamic, greedy": ("exact", "dynamic:3,2,6", GREEDY, 1),
+    "dynamic, sampled, batch": ("exact", "dynamic:3,2,6", SAMPLED, 4),
+    "static, sampled": ("exact", STATIC, SAMPLED, 1),
+    "chain, greedy, batch": ("exact", "chain:2", GREEDY, 4),
+}
+RULE_STEPS: dict[str, tuple[str, Any, dict[str, Any], int]] = {
+    "rejection, batch": ("rejection", STATIC, SAMPLED, 4),
+    "block verification": ("block_verification", "chain:2", SAMPLED, 1),
+    "typical, batch": ("typical", "dynamic:3,2,6", SAMPLED, 4),
+}
+
+
+class StandIn:
+    """A target and a drafter on the stand-in device, and the decode loop over them."""
+
+    def __init__(self, make: Callable[[Target], Drafter | None], family: str = "llama") -> None:
+        self.mode, self.real = FakeTensorMode(), Target(tiny_target(family))
+        self.drafter = make(self.real)
+        # A request is on the host, and is made where the model has values.
+        self._requests = {
+            (size, bool(settings["do_sample"])): make_request(
+                self.real, **self._prompts(size), generate_kwargs={"max_new_tokens": 50, **settings}
+            )
+            for size in (1, 4)
+            for settings in (GREEDY, SAMPLED)
+        }
+        self.target = stand_in_target(self.real, self.mode)
+        for drafter in _parts(self.drafter):
+            if isinstance(drafter, DraftHeads):
+                assert not drafter.wants_token_counts, "asked while the vocabulary has values"
+            if isinstance(drafter, SmallModelDrafter):
+                drafter.small = stand_in_target(drafter.small, self.mode)
+        move(self.mode, self.drafter)
+
+    @staticmethod
+    def _prompts(batch_size: int) -> dict[str, Tensor]:
+        return pad_prompts([random_prompt(9 - row, seed=row) for row in range(batch_size)])
+
+    def run(self, rule: str, tree: Any, settings: dict[str, Any], batch_size: int, *, num_steps: int = 2) -> None:
+        """Reads prompts, then runs steps under the lints. The host hands over what it would have read: tokens. In a
+        batch, a row ends after the first step."""
+        request = self._requests[batch_size, settings["do_sample"]]
+        request.unfinished, request._new = set(range(batch_size)), [[] for _ in range(batch_size)]
+        request.budgets = [50] * batch_size
+        with self.mode, torch.no_grad():
+            loop = self.make_loop(request, rule, tree)
+            loop.read_prompts()
+            request.emit(loop.batch.rows, [[5]] * batch_size)
+            for number in range(num_steps):
+                first = contextmanager(_nothing) if number == 0 else strict  # the first step may make tables
+                with first():
+                    draft, noise = loop.draft()
+                    output = loop.verify(draft)
+                    emission = loop.commit(draft, output, loop.accept(draft, output, noise))
+                assert emission.tokens.device == emission.counts.device == DEVICE
+                if number == 0 and batch_size > 1:
+                    request.budgets[1] = 1
+                request.emit(loop.batch.rows, [[5, 6]] * len(loop.batch.rows))
+
+    def make_loop(self, request: Any, rule: str, tree: Any) -> DecodeLoop:
+        drafter = self.drafter and self.drafter.for_target(self.target)
+        policy = resolve_policy(tree, drafter.max_depth) if drafter else None
+        step = DecodeStep(self.target, drafter, policy, rule=RULES[rule])
+        seeds = row_seeds(0, request.batch_size, DEVICE) if request.do_sample else None
+        sampler = Sampler(request.processors, do_sample=request.do_sample, row_seeds=seeds)
+        cache = step.new_cache(request.batch_size, 128)
+        reader = PromptReader(step, cache, request.prompts, None, GenerationStats())
+        clock = PhaseClock(GenerationStats(), DEVICE)
+        return DecodeLoop(step, request, sampler, reader, TreeChoice(policy), clock)
+
+
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _parts(drafter: Any) -> list[Any]:
+    inner = [*getattr(drafter, "drafters", ()), *([drafter.small] if isinstance(drafter, StagedDrafter) else [])]
+    return [drafter, *(part for one in inner for part in _parts(one))]
+
+
+def heads_of(kind: str, **overrides: Any) -> Callable[[Target], Drafter]:
+    return lambda target: tiny_heads(kind, target, **overrides)
+
+
+DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
+    **{name: heads_of(kind, **overrides) for name, (kind, overrides) in zip(VARIANT_IDS, VARIANTS, strict=True)},
+    "ngrams": lambda _: NgramDrafter(),
+    "small model": lambda _: SmallModelDrafter(Target(tiny_target("gemma3"))),
+    **{
+        f"{kind} + ngrams": lambda target, kind=kind: MergedDrafter(tiny_heads(kind, target), NgramDrafter())
+        for kind in ("block", "eagle3", "kangaroo")
+    },
+    "none": lambda _: None,
+}
+
+
+def test_every_kind_of_heads_is_here() -> None:
+    assert {name.split("-")[0] for name in DRAFTERS if "-" in name} == set(HEAD_TYPES)
+
+
+# By default one configuration of each kind.
+MARKS = {name: [pytest.mark.slow] if name[-1:] in "12345" else [] for name in DRAFTERS}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in DRAFTERS])
+def test_steps_on_the_stand_in_device(name: str) -> None:
+    stand_in = StandIn(DRAFTERS[name])
+    for step in STEPS.values():
+        stand_in.run(*step)
+
+
+@pytest.mark.parametrize("name", ["medusa-0", "eagle3-1", "ngrams"])
+def test_acceptance_rules_on_the_stand_in_device(name: str) -> None:
+    stand_in = StandIn(DRAFTERS[name])
+    for step in RULE_STEPS.values():
+        stand_in.run(*step)
+
+
+def test_a_target_with_windows_on_the_stand_in_device() -> None:
+    StandIn(heads_of("kangaroo"), "gemma3").run("exact", "dynamic:3,2,6", SAMPLED, 4)
+
+
+def test_trees_of_chosen_sizes_on_the_stand_in_device() -> None:
+    tree = AutoTree([DynamicTree(1, 2, 3), DynamicTree(3, 2, 6)])
+    StandIn(heads_of("eagle3")).run("exact", tree, SAMPLED, 4)
+
+
+# Planted faults.
+
+
+class Faulty(NgramDrafter):
+    def __init__(self, fault: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        self.fault(token_ids)
+        return super().expand(state, token_ids, parents, depth)
+
+
+FAULTS: dict[str, tuple[type[Exception], Callable[[Tensor], Any]]] = {
+    "another device": (RuntimeError, lambda ids: ids + torch.ones(ids.shape)),
+    "item": (DataDependentOutputException, lambda ids: int(ids[0, 0].item())),
+    "bool": (DataDependentOutputException, lambda ids: bool(ids.any())),
+    "tolist": (DataDependentOutputException, lambda ids: ids.tolist()),
+    "nonzero": (DynamicOutputShapeException, lambda ids: ids.nonzero()),
+    "mask": (DynamicOutputShapeException, lambda ids: ids[ids > 0]),
+    "index on the CPU": (AssertionError, lambda ids: ids[torch.arange(1)]),
+    "list as index": (AssertionError, lambda ids: ids[[0]]),
+    "tensor of numbers": (AssertionError, lambda ids: torch.tensor([1], device=ids.device)),
+    "copy from the CPU": (AssertionError, lambda ids: torch.zeros(1).to(ids.device)),
+    "write from the CPU": (AssertionError, lambda ids: ids.clone().copy_(torch.zeros(ids.shape))),
+    "copy to the CPU": (AssertionError, lambda ids: ids.to("cpu", copy=True)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    error, fault = FAULTS[name]
+    with pytest.raises(error):
+        StandIn(lambda _: Faulty(fault)).run("exact", "chain:2", GREEDY, 1)
+
+
+def test_the_drafter_that_reads_on_the_host_is_found() -> None:
+    """`StagedDrafter` says so itself."""
+    small = SmallModelDrafter(Target(tiny_target("llama", num_hidden_layers=2)))
+    with pytest.raises(DataDependentOutputException):
+        StandIn(lambda _: StagedDrafter(small)).run("exact", "chain:2", GREEDY, 1)
+
+
+# The whole loop over real values.
+
+BETWEEN_READS = ("draft", "verify", "accept", "commit")
+
+
+@pytest.fixture
+def linted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on, no part of the loop but the read builds a tensor of Python numbers."""
+
+    def lint(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(loop: DecodeLoop, *args: Any) -> Any:
+            with RefuseHostTensors() if loop.stats.num_verify_passes else nullcontext():
+                return run(loop, *args)
+
+        return call
+
+    for name in BETWEEN_READS:
+        monkeypatch.setattr(DecodeLoop, name, lint(getattr(DecodeLoop, name)))
+
+
+@pytest.mark.usefixtures("linted")
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("make", [DRAFTERS["eagle3 + ngrams"], DRAFTERS["mtp-2"]], ids=["eagle3 + ngrams", "mtp-2"])
+def test_the_loop_builds_no_tensor_on_the_host(make: Callable[[Target], Drafter], settings: dict[str, Any]) -> None:
+    """Rows of several lengths end at several steps, with a drafter that can drop rows and with one that cannot."""
+    target = Target(tiny_target("llama"))
+    prompts = pad_prompts([random_prompt(4 + row, seed=row) for row in range(4)])
+    expected = Decoder(target).generate(**prompts, max_new_tokens=12, eos_token_id=[7, 9], seed=1, **settings)
+    drafter = make(target)
+    for drafter.can_copy_rows in (True, False):
+        found = Decoder(target, drafter, tree="chain:2").generate(
+            **prompts, max_new_tokens=12, eos_token_id=[7, 9], seed=1, **settings
+        )
+        assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.usefixtures("linted")
+def test_the_lint_sees_the_loop() -> None:
+    target = tiny_target("llama")
+    drafter = Faulty(lambda ids: torch.tensor([1]))
+    with pytest.raises(AssertionError, match="inside the loop"):
+        Decoder(target, drafter, tree="chain:2").generate(random_prompt(9), max_new_tokens=9, do_sample=False)
