@@ -46,10 +46,16 @@ def watch_commits(commits: Commits) -> Iterator[None]:
     plain = DecodeStep.commit
 
     def commit(
-        step: DecodeStep, cache: TreeCache, tree: TokenTree, accepted: Acceptance, counts: Tensor, *args: Any
+        step: DecodeStep,
+        cache: TreeCache,
+        tree: TokenTree,
+        accepted: Acceptance,
+        counts: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor | None, Tensor | None]:
         commits.add(tree, accepted.path, counts)
-        return plain(step, cache, tree, accepted, counts, *args)
+        return plain(step, cache, tree, accepted, counts, *args, **kwargs)
 
     with patch.object(DecodeStep, "commit", commit):
         yield
