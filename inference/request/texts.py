@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from inference.cache.tree_cache import pick_rows
+
 VIEW_MULTIPLE = 256  # the view grows in steps of this many places
 
 
@@ -92,6 +94,5 @@ class Texts:
 
     def select(self, rows: Sequence[int]) -> Texts:
         """Some of the texts."""
-        index = torch.tensor(rows, device=self.rows.device)
-        own = {name: getattr(self, name)[index] for name in ("token_ids", "lengths", "limits", "rows")}
+        own = {name: pick_rows(getattr(self, name), rows) for name in ("token_ids", "lengths", "limits", "rows")}
         return replace(self, **own)

@@ -235,6 +235,19 @@ def test_conversations_streams_and_scores() -> None:
     assert executor.num_replays > 20
 
 
+def test_processors_that_read_the_text() -> None:
+    target, prompts = Target(tiny_target("llama")), long_prompts(2)
+    decoder, eager = (Decoder(target, NgramDrafter(), tree=chain(2)) for _ in range(2))
+    executor = capture(decoder)
+    for penalty in (1.3, 1.3, 1.1):
+        expected, found = (
+            one.generate(**prompts, max_new_tokens=30, repetition_penalty=penalty, **GREEDY) for one in (eager, decoder)
+        )
+        assert found.sequences.tolist() == expected.sequences.tolist()
+    assert executor.num_replays > 100
+    assert not executor._eager
+
+
 def test_another_batch_size_takes_other_graphs() -> None:
     target = Target(tiny_target("llama"))
     decoder = Decoder(target, tiny_heads("eagle3", target), tree=chain(2))

@@ -235,7 +235,9 @@ def linted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("linted")
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "settings", [GREEDY, SAMPLED, {**GREEDY, "repetition_penalty": 1.2}], ids=["greedy", "sampled", "penalty"]
+)
 @pytest.mark.parametrize("make", [DRAFTERS["eagle3 + ngrams"], DRAFTERS["mtp-2"]], ids=["eagle3 + ngrams", "mtp-2"])
 def test_the_loop_builds_no_tensor_on_the_host(make: Callable[[Target], Drafter], settings: dict[str, Any]) -> None:
     """Rows of several lengths end at several steps, with a drafter that can drop rows and with one that cannot."""
