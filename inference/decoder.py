@@ -70,11 +70,11 @@ class Decoder:
             More drafts are accepted, and the text is the same either way.
         batch_invariant: compute every token's scores in the same way, bit by bit, in passes of any number of tokens and
             rows. Then drafted text equals plain text of this mode in bfloat16 and float16, too. A step takes
-            about a tenth longer (`Target.batch_invariant`).
+            4 to 24% longer (`Target.batch_invariant`).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` holds the true time
             of each phase.
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
-            then take tens of seconds (`stats.seconds["compile"]`). Compiled numbers are rounded differently from the
+            then take a minute or more (`stats.seconds["compile"]`). Compiled numbers are rounded differently from the
             eager model's, so a near-tie may fall the other way. Weights and active adapters are read when a graph is
             made: make a new decoder after a change.
         pack_weights: keep a second copy of linear layers' weights, in the order in which oneDNN's kernels read them

@@ -89,7 +89,10 @@ class GenerateArguments:
         metadata={"help": "On a CPU: pack the weights for faster steps. It takes their memory once more."},
     )
     batch_invariant: bool = field(
-        default=False, metadata={"help": "The text of plain decoding in this mode, bit by bit, also in bfloat16."}
+        default=False,
+        metadata={
+            "help": "Score tokens alike in passes of any width, so that drafts change no bit of a text. It is slower."
+        },
     )
     compare: bool = field(
         default=False, metadata={"help": "Decode each reply a second time without drafts, and print both speeds."}

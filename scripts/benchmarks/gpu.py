@@ -1,7 +1,7 @@
 """Everything there is to run on a GPU, in one command: tests, decoding, training steps; one page of results.
 
     make gpu
-    make gpu ARGS="--device cpu --tiny --output outputs/gpu"
+    make gpu ARGS="--device cpu --tiny"
 
 Each part is a program of its own, so that none leaves memory behind. A part that fails is reported, and the others run.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,7 +48,7 @@ class GpuArguments:
     )
     output: str | None = field(
         default=None,
-        metadata={"help": "Write OUTPUT.json and OUTPUT.md; none = docs/benchmarks/gpu, for rehearsals outputs/gpu."},
+        metadata={"help": "Write OUTPUT.json and OUTPUT.md; none = docs/benchmarks/gpu (rehearsals: outputs/gpu)."},
     )
 
 
@@ -71,14 +72,16 @@ class Part:
             self._file(ending).unlink(missing_ok=True)
         start = time.perf_counter()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        try:
-            done = subprocess.run(
-                [sys.executable, *self.words], cwd=ROOT, env=environment, timeout=TIMEOUT, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            self.returncode, self.tail = done.returncode, "\n".join(done.stdout.strip().splitlines()[-12:])
-        except subprocess.TimeoutExpired:
-            self.tail = f"not done after {TIMEOUT} seconds"
+        with subprocess.Popen(
+            [sys.executable, *self.words], cwd=ROOT, env=environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as process:  # fmt: skip
+            try:
+                output, _ = process.communicate(timeout=TIMEOUT)
+                self.returncode, self.tail = process.returncode, "\n".join(output.strip().splitlines()[-12:])
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # its own workers, too
+                self.tail = f"not done after {TIMEOUT} seconds"
         self.seconds = time.perf_counter() - start
 
     def read(self, ending: str) -> str:

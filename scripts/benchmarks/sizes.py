@@ -5,12 +5,11 @@
 
 Target and heads have random weights in the shapes of published models. All their work is done; then each step's tree is
 replaced by a tree of as many nodes, of which the target accepts as many as --acceptance_lengths says. Contenders take
-turns in one process for each size.
+turns in one process for each size and kind.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import multiprocessing
 import sys
@@ -30,7 +29,7 @@ from rich.console import Console
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from heads import HEAD_TYPES
-from inference import Decoder, Target
+from inference import Target
 from inference.execution.compiled import count_graphs
 from inference.trees.options import resolve_policy
 from scripts.benchmarks.scripted.counting import SHAPES, ScriptedTree, make_counting_target, make_random_heads
@@ -46,9 +45,12 @@ from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 # How steps run -> options of OurDecoding.
-MODES: dict[str, dict[str, Any]] = {"eager": {}, "compiled": {"is_compiled": True}, "packed": {}}
-if "graphs" in inspect.signature(Decoder).parameters:
-    MODES["captured"] = {"graphs": True}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "compiled": {"is_compiled": True},
+    "captured": {"graphs": True},
+    "packed": {},
+}
 TREES = ["dynamic:3,2,4", "dynamic:4,3,8", "dynamic:4,4,16", "dynamic:5,6,32"]
 
 
@@ -57,7 +59,10 @@ class SizesArguments:
     sizes: list[str] = field(
         default_factory=lambda: ["0.1B", "0.4B", "1B"], metadata={"help": f"Sizes: {', '.join(SHAPES)}."}
     )
-    kinds: list[str] = field(default_factory=lambda: ["eagle3", "medusa", "mtp"], metadata={"help": "Kinds of heads."})
+    kinds: list[str] = field(
+        default_factory=lambda: ["eagle3", "medusa", "mtp"],
+        metadata={"help": f"Kinds of heads: {', '.join(sorted(HEAD_TYPES))}."},
+    )
     trees: list[str] = field(default_factory=lambda: list(TREES), metadata={"help": "Trees, cut for each kind."})
     acceptance_lengths: list[int] = field(
         default_factory=lambda: [2, 3, 4, 5], metadata={"help": "Simulated tokens per step, the target's own included."}

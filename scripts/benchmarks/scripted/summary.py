@@ -44,7 +44,7 @@ class Row:
 
 
 def compare(groups: Sequence[dict[str, Any]]) -> list[Row]:
-    """The rows of all groups of contenders that took turns (`sizes.measure_size`)."""
+    """The rows of all groups of contenders that took turns (`sizes.measure_kind`)."""
     return [row for group in groups for row in _compare_group(group["size"], group["contenders"])]
 
 

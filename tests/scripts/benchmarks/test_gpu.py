@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,23 @@ def test_a_part_that_fails_is_reported(tmp_path: Path) -> None:
     part.run()
     assert (part.returncode, part.tail) == (3, "so far")
     assert part.read("md") == ""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the worker in /proc")
+def test_a_part_that_takes_too_long_ends_with_its_own_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "TIMEOUT", 5)
+    program = f"""import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open({str(tmp_path / "number")!r}, "w").write(str(worker.pid))
+time.sleep(60)"""
+    part = Part("sleep", ["-c", program], tmp_path)
+    part.run()
+    assert part.tail == "not done after 5 seconds"
+    status = Path(f"/proc/{(tmp_path / 'number').read_text()}/status")
+    deadline = time.monotonic() + 20
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, "the worker lives on"
+        time.sleep(0.1)
 
 
 def test_the_parts_of_a_real_run(tmp_path: Path) -> None:
