@@ -45,6 +45,7 @@ class CompiledExecutor(Executor):
     """
 
     has_graphs = True
+    keeps_graphs = True
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         keep_compiled_kernels()

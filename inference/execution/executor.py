@@ -21,11 +21,13 @@ class Executor:
 
     Attributes:
         has_graphs: whether each shape of a function's arguments makes a graph, by compiling or by capturing.
+        keeps_graphs: whether graphs outlive the caches that they were made with.
         view_multiple: views of the cache are rounded up to a multiple of this many slots.
         compile_seconds: seconds spent on making graphs so far.
     """
 
     has_graphs: bool = False
+    keeps_graphs: bool = False
     view_multiple: int = VIEW_MULTIPLE
     compile_seconds: float = 0.0
 

@@ -28,7 +28,7 @@ from inference.execution.step import DecodeStep
 from inference.targets.target import Target
 from inference.trees.policy import TreePolicy
 
-MEASUREMENT = 13  # raise it with every change that makes stored costs wrong
+MEASUREMENT = 14  # raise it with every change that makes stored costs wrong
 CONTEXTS = (64, 896)  # both fit in the smallest cache of compiled decoding, so that its graphs are measured
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 7
 # Long steps vary little: after this many seconds, this many measured rounds are enough.
@@ -77,7 +77,7 @@ def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler) -> StepCosts
     if stored is None:
         stored = measure_costs(step, batch_size, sampler, num_rounds=WARM_UP_ROUNDS + MEASURED_ROUNDS)
         store_costs(file, stored)
-    elif step.executor.has_graphs:  # one round makes the graphs, which would otherwise be made within a text
+    elif step.executor.keeps_graphs:  # one round makes the graphs, which would otherwise be made within a text
         measure_costs(step, batch_size, sampler, num_rounds=1)
     return stored
 
@@ -184,7 +184,7 @@ def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
         str(getattr(target.text_config, "_attn_implementation", "")),
         *_describe_drafter(step.drafter),
         [(tree.max_depth, tree.num_scratch, tree.num_nodes) for tree in policy.candidates],
-        step.executor.has_graphs,
+        type(step.executor).__name__,
         batch_size,
         step.is_coupled,
         sampler.do_sample,

@@ -157,6 +157,8 @@ class Target:
         Raises:
             ValueError: no layer can be packed.
         """
+        if self.is_packed:
+            return self
         packed = Target(pack(self.model), findings=replace(self.findings, first_layers={}, is_known_invariant=[]))
         if not packed.is_packed:
             raise ValueError(

@@ -72,6 +72,11 @@ def test_compiled_code_calls_packed_products() -> None:
     torch.testing.assert_close(compiled(states), linear(states))
 
 
+def test_packed_weights_are_not_packed_again() -> None:
+    packed = Target.of(tiny_target("llama")).with_packed_weights()
+    assert packed.with_packed_weights() is packed
+
+
 def test_weights_that_cannot_be_packed() -> None:
     with pytest.raises(ValueError, match="in float32, and in bfloat16 with AVX-512"):
         Decoder(tiny_target("llama", dtype=torch.float16), pack_weights=True)

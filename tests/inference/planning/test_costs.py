@@ -7,19 +7,27 @@ from typing import Any
 
 import pytest
 
-from inference import Decoder
+from inference import Decoder, Target
+from inference.acceptance.sampler import Sampler
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
+from inference.execution.compiled import CompiledExecutor
+from inference.execution.executor import Executor
+from inference.execution.step import DecodeStep
 from inference.planning import costs as costs_module
 from inference.planning.costs import (
     MEASURED_ROUNDS,
     WARM_UP_ROUNDS,
     StepCosts,
+    _describe,
     _describe_drafter,
     cache_file,
+    find_costs,
     load_costs,
     store_costs,
 )
+from inference.trees.auto import gamma_chain
+from tests.inference.execution.recorder import recording_executor
 from tests.lossless.restless import auto_tree
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -101,3 +109,21 @@ def test_costs_tell_merged_drafters_apart() -> None:
     pairs = [MergedDrafter(NgramDrafter(max_ngram=n), NgramDrafter()) for n in (2, 2, 3)]
     one, same, other = (repr(_describe_drafter(pair)) for pair in pairs)
     assert one == same != other
+
+
+def step_of(executor: Executor) -> DecodeStep:
+    return DecodeStep(Target.of(tiny_target("llama")), NgramDrafter(), gamma_chain(2), executor=executor)
+
+
+def test_costs_tell_executors_apart() -> None:
+    kinds = (Executor(), CompiledExecutor([]), recording_executor())
+    assert len({repr(_describe(step_of(executor), 1, Sampler())) for executor in kinds}) == 3
+
+
+def test_only_graphs_that_outlive_a_cache_are_made_before_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    monkeypatch.setattr(costs_module, "load_costs", lambda file: COSTS)
+    monkeypatch.setattr(costs_module, "measure_costs", lambda *args, num_rounds: rounds.append(num_rounds))
+    for executor in (Executor(), recording_executor(), CompiledExecutor([])):
+        assert find_costs(step_of(executor), 1, Sampler()) == COSTS
+    assert rounds == [1]
