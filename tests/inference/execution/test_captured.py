@@ -112,7 +112,8 @@ DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
 
 
 # By default one configuration of each kind.
-MARKS = {name: [pytest.mark.slow] if name[-1:] in "12345" else [] for name in DRAFTERS}
+LONG = ("parallel-0", "block-0", "eagle-0", "eagle3 + ngrams")  # like the variants of a kind, for time
+MARKS = {name: [pytest.mark.slow] if name[-1:] in "12345" or name in LONG else [] for name in DRAFTERS}
 
 
 def long_prompts(batch_size: int) -> dict[str, Tensor]:
