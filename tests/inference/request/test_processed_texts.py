@@ -32,7 +32,7 @@ def make_processors(num_rows: int) -> list[Any]:
     return [
         stock.SequenceBiasLogitsProcessor({(5,): 1.0, (7, 9): 2.0}),
         stock.EncoderRepetitionPenaltyLogitsProcessor(1.2, source),
-        stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=padding),
+        stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=padding if TAKES_ONE_PER_ROW else 1),
         stock.NoRepeatNGramLogitsProcessor(2),
         stock.EncoderNoRepeatNGramLogitsProcessor(2, source),
         stock.NoBadWordsLogitsProcessor(BAD_WORDS, EOS),
@@ -41,6 +41,17 @@ def make_processors(num_rows: int) -> list[Any]:
         stock.ExponentialDecayLengthPenalty((15, 1.05), EOS, longest),
         stock.SuppressTokensAtBeginLogitsProcessor([11, 12], longest),
     ]
+
+
+def _takes_one_per_row() -> bool:
+    try:
+        stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=torch.tensor([1, 2]))
+    except ValueError:  # older releases
+        return False
+    return True
+
+
+TAKES_ONE_PER_ROW = _takes_one_per_row()
 
 
 class Foreign:

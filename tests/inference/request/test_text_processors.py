@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
@@ -83,6 +85,10 @@ def path_of(tree: TokenTree, row: int, node: int) -> list[int]:
     return path if node == 0 else []  # padding has the root's text
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="older classes fail at ids beyond the vocabulary, and read texts shorter than a sequence differently",
+)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_all_nodes_of_random_trees_get_transformers_scores(name: str) -> None:
     generator, processor, num_changed = torch.Generator().manual_seed(1), PROCESSORS[name], 0
