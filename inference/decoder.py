@@ -70,7 +70,7 @@ class Decoder:
             More drafts are accepted, and the text is the same either way.
         batch_invariant: compute every token's scores in the same way, bit by bit, in passes of any number of tokens and
             rows. Then drafted text equals plain text of this mode in bfloat16 and float16, too. A step takes
-            4 to 24% longer (`Target.batch_invariant`).
+            some percent longer (`Target.batch_invariant`).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` holds the true time
             of each phase.
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
@@ -78,9 +78,8 @@ class Decoder:
             eager model's, so a near-tie may fall the other way. Weights and active adapters are read when a graph is
             made: make a new decoder after a change.
         pack_weights: keep a second copy of linear layers' weights, in the order in which oneDNN's kernels read them
-            (float32 and bfloat16 on a CPU). It takes their memory once more. For targets beyond the processor's caches,
-            plain steps in bfloat16 and verification in either dtype then take half the time or less. Weights are read
-            when the decoder is made.
+            (float32 and bfloat16 on a CPU). It takes their memory once more. Targets beyond the processor's caches
+            gain most (docs/benchmarks, Sizes). Weights are read when the decoder is made.
         graphs: capture drafting, verification, acceptance and commits as CUDA graphs. They run the eager kernels, and
             the third step of each size is the first that is captured. It has not run on a GPU yet. A part that cannot
             be captured runs eagerly, with a warning. It excludes `compile`.

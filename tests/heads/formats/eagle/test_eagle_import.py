@@ -12,70 +12,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from heads import DraftHeads
-from heads.formats.format import Imported
 from heads.formats.published import Published, open_published
 from heads.formats.registry import find_format, recognize
 from inference import Target, generate
+from tests.heads.formats.eagle.checkpoints import (
+    CHECKPOINTS,
+    change,
+    heads_of,
+    publish,
+    read,
+    refusal,
+)
 from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused, refusal_or_none
 from tests.heads.test_contract import assert_same_tensors
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-
-NUM_LAYERS = 8
-# Name -> (format, kind, settings) of the checkpoints that are changed here.
-CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "eagle": ("eagle", "eagle", {"fc_bias": True}),
-    "eagle3": ("vllm", "eagle3", {"draft_vocab_size": 40, "feature_layers": [1, 4, 6]}),
-    "full vocabulary": ("eagle", "eagle3", {}),
-    "speculators": ("speculators", "eagle3", {"norm_before_residual": True, "norm_before_fc": True}),
-    "p-eagle": ("vllm", "parallel", {"draft_vocab_size": 40}),
-}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
-
-
-def heads_of(name: str, target: Target) -> DraftHeads:
-    _, kind, settings = CHECKPOINTS[name]
-    return tiny_heads(kind, target, **settings)
-
-
-def publish(name: str, target: Target) -> Published:
-    """A checkpoint as it would be opened, without files."""
-    heads = heads_of(name, target)
-    exported = find_format(*CHECKPOINTS[name][:2]).write(heads.config, heads.state_dict(), target)
-    config = json.loads(json.dumps(exported.config))
-    return Published("somewhere", config, exported.file, dict(exported.tensors))
-
-
-def change(
-    published: Published, tensors: dict[str, Tensor | None] | None = None, config: dict[str, Any] | None = None
-) -> Published:
-    """With other tensors and keys; None leaves one out."""
-    changed: dict[str, Any] = {**published.tensors, **(tensors or {})}
-    keys = {**published.config, **(config or {})}
-    return Published(
-        published.path,
-        {key: value for key, value in keys.items() if value is not None},
-        published.file,
-        {key: value for key, value in changed.items() if value is not None},
-    )
-
-
-def read(published: Published, target: Target) -> tuple[Imported, DraftHeads]:
-    found = recognize(published)
-    assert found is not None
-    imported = found.read(published, target)
-    return imported, DraftHeads.from_imported(imported, target, published.path)
-
-
-def refusal(published: Published, target: Target) -> str:
-    with pytest.raises(ValueError, match="somewhere cannot be imported:\n  - ") as error:
-        read(published, target)
-    return str(error.value)
-
 
 # Damage.
 
@@ -413,103 +364,6 @@ def test_a_copy_of_the_targets_embedding_is_left_out_and_another_is_kept(name: s
     assert torch.equal(other.embed(prompt), table.flip(0)[prompt])
     decoded = [generate(target, one, prompt, max_new_tokens=12, do_sample=False) for one in (expected, other)]
     assert torch.equal(decoded[0].sequences, decoded[1].sequences)
-
-
-class TestBiasOfEagle1:
-    """A missing `bias` means true, and SGLang's fc always has one."""
-
-    def test_absent_means_true(self, target: Target) -> None:
-        with_bias = change(publish("eagle", target), config={"bias": None})
-        assert read(with_bias, target)[1].config.fc_bias
-        message = refusal(change(with_bias, {"fc.bias": None}), target)
-        assert "tensor fc.bias is missing" in message
-        assert 'config.json has no "bias", which means true' in message
-        assert not read(change(with_bias, {"fc.bias": None}, {"bias": False}), target)[1].config.fc_bias
-
-    @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle"])
-    def test_zeros_are_none_where_the_config_says_so(self, architecture: str, target: Target) -> None:
-        keys = {"bias": False, "architectures": [architecture]}
-        zeros = {"fc.bias": torch.zeros(32)}
-        assert not read(change(publish("eagle", target), zeros, keys), target)[1].config.fc_bias
-
-    def test_sglangs_bias_counts_whatever_the_config_says(self, target: Target) -> None:
-        keys = {"bias": False, "architectures": ["LlamaForCausalLMEagle"]}
-        assert read(change(publish("eagle", target), config=keys), target)[1].config.fc_bias
-
-
-class TestRope:
-    """The original trainer always had a base of 10000 and wrote none."""
-
-    def test_the_targets_base_is_not_inherited(self) -> None:
-        rope = {"rope_type": "default", "rope_theta": 5e5}
-        target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS, rope_parameters=rope))
-        heads = tiny_heads("eagle3", target)
-        exported = find_format("eagle", "eagle3").write(heads.config, heads.state_dict(), target)
-        assert exported.config["rope_theta"] == 5e5
-        config = {key: value for key, value in exported.config.items() if not key.startswith("rope_")}
-        imported, heads = read(Published("somewhere", config, "pytorch_model.bin", dict(exported.tensors)), target)
-        assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
-        assert "no rope_theta: read as 10000, as the authors train; the target has 500000" in imported.notes[0]
-        assert {"rope_parameters": rope} in find_format("eagle", "eagle3").variants(imported.settings, target).values()
-
-    @pytest.mark.parametrize("keys", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}], ids=str)
-    def test_a_base_is_read_at_either_place(self, keys: dict[str, Any], target: Target) -> None:
-        none = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
-        _, heads = read(change(publish("eagle", target), config={**none, **keys}), target)
-        assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
-
-    def test_stored_frequencies_are_checked(self, target: Target) -> None:
-        name = "layers.0.self_attn.rotary_emb.inv_freq"
-        right = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-        published = publish("eagle", target)
-        read(change(published, {name: right}), target)
-        assert f"tensor {name} is not RoPE with rope_theta 10000" in refusal(
-            change(published, {name: 2 * right}), target
-        )
-
-
-IDS = "eagle_aux_hidden_state_layer_ids"
-MARK = {"use_mtp_layernorm": False}
-
-
-@pytest.mark.parametrize(
-    ("config", "layers", "note"),
-    [
-        (
-            {IDS: [1, 3, 4]},
-            (1, 3, 4),
-            "[1, 3, 4] are the usual ones less one: SpecForge and SGLang would mean [2, 4, 5]",
-        ),
-        ({IDS: [2, 4, 5]}, (2, 4, 5), None),
-        ({IDS: [1, 2, 6]}, (1, 2, 6), None),
-        ({"eagle_config": {IDS: [1, 3, 4]}}, (2, 4, 5), "read as hidden_states [2, 4, 5]: SpecForge and SGLang count"),
-        ({"eagle_config": {IDS: [1, 2, 6]}}, (1, 2, 6), "[1, 2, 6] stand in eagle_config only"),
-        ({"eagle_config": {IDS: [1, 3, 4], **MARK}}, (2, 4, 5), "hidden_states [2, 4, 5]: ModelOpt counts"),
-        ({"eagle_config": {IDS: [0, 2, 6], **MARK}}, (1, 3, 7), "hidden_states [1, 3, 7]: ModelOpt counts"),
-        # vLLM's ids, whoever wrote the rest.
-        ({IDS: [1, 2, 6], "eagle_config": {IDS: [1, 2, 6], **MARK}}, (1, 2, 6), None),
-    ],
-    ids=str,
-)
-def test_layer_ids_are_read_as_their_project_counts(
-    config: dict[str, Any], layers: tuple[int, ...], note: str | None, target: Target
-) -> None:
-    imported, heads = read(change(publish("full vocabulary", target), config=config), target)
-    assert heads.feature_layers == layers
-    assert [part in imported.notes[0] for part in [note] if part] == [True for _ in imported.notes]
-
-
-def test_the_last_output_that_modelopt_taps_is_refused(target: Target) -> None:
-    config = {"eagle_config": {IDS: [1, 3, 7], **MARK}}
-    assert "tap the state after the last layer" in refusal(
-        change(publish("full vocabulary", target), config=config), target
-    )
-
-
-def test_other_countings_are_variants(target: Target) -> None:
-    imported, _ = read(change(publish("full vocabulary", target), config={IDS: [1, 3, 4]}), target)
-    variants = find_format("eagle", "eagle3").variants(imported.settings, target)
-    assert {"feature_layers": [2, 4, 5]} in variants.values()
 
 
 def test_nothing_is_written_where_something_is_wrong(target: Target, tmp_path: Path) -> None:

@@ -1,0 +1,14 @@
+"""The target of these tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference import Target
+from tests.heads.formats.eagle.checkpoints import NUM_LAYERS
+from tests.tiny_targets import tiny_target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
