@@ -4,8 +4,8 @@ Query i of step k sees the keys j <= i of step 0, and the key of its own slot i 
 
 Legend: B batch, T sequence length, H query heads, G key/value heads, d head size.
 
-Let S_i be the log-sum-exp of all scores of query i. torch's flash kernel computes the attention over step 0 and its
-log-sum-exp L_i. The whole attention is the kernel's output scaled by exp(L_i - S_i), plus exp(s - S_i) v for each key
+Let S_i be the log-sum-exp of all scores of query i. torch's flash kernel (for CPUs, or for CUDA in half precision)
+computes the attention over step 0 and its log-sum-exp L_i. The whole attention is the kernel's output scaled by exp(L_i - S_i), plus exp(s - S_i) v for each key
 of the own slot, with score s and value v. The kernel's backward pass recomputes the weights of step 0 as exp(score -
 L_i); called with S_i and the whole output instead of its own, it returns the gradients of the whole softmax. (torch's
 context parallelism merges blocks of keys in the same way.)"""
@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.backends.cuda import SDPAParams
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -29,11 +30,44 @@ SHORT = 256
 def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """The newest step's queries q [B, H, T, d] over the keys and values of all steps, [B, G, T, d] each, step 0 first:
     [B, H, T, d]."""
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" or _has_flash_kernel(q):
         return cast(Tensor, _MergedAttention.apply(q, *keys, *values))
     if len(keys) == 1:  # repeated: for grouped float32 keys torch would build a [T, T] tensor
         return F.scaled_dot_product_attention(q, _repeat(keys[0], q), _repeat(values[0], q), is_causal=True)
     return attend_in_chunks(q, keys, values)
+
+
+def _has_flash_kernel(q: Tensor) -> bool:
+    """Whether torch's flash kernel for CUDA runs on this GPU and takes these queries; it pads no heads."""
+    if q.device.type != "cuda" or q.shape[-1] % 8:
+        return False
+    return torch.backends.cuda.can_use_flash_attention(SDPAParams(q, q, q, None, 0.0, True, False))
+
+
+def _attend_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Causal attention over step 0 [B, H, T, d], its log-sum-exp [B, H, T], and what else the backward pass reads."""
+    if _has_flash_kernel(q):
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)  # grouped keys as they are
+        return found[0], found[1], tuple(found[2:8])
+    repeated = _repeat(k, q), _repeat(v, q)
+    return (*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *repeated, 0.0, True), ())
+
+
+def _attend_first_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, total: Tensor, rest: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, given the whole output and its log-sum-exp."""
+    if rest:
+        *sizes, state, unused = rest
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        grads: tuple[Tensor, Tensor, Tensor]
+        grads = kernel(grad, q, k, v, output, total, *sizes, 0.0, True, state, unused)
+        return grads
+    dtype = torch.promote_types(q.dtype, torch.float32) if q.shape[2] <= SHORT else q.dtype
+    read = [x.to(dtype) for x in (grad, q, _repeat(k, q), _repeat(v, q), output)]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grad_q, grad_k, grad_v = kernel(*read, total, 0.0, True)
+    return grad_q, _sum_groups(grad_k, k), _sum_groups(grad_v, v)
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -42,18 +76,15 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, *keys_values: Tensor) -> Tensor:
         (first_k, *own_k), (first_v, *own_v) = _halves(keys_values)
-        first: Tensor
-        first, first_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _repeat(first_k, q), _repeat(first_v, q), 0.0, True
-        )
+        first, first_sum, ctx.rest = _attend_first(q, first_k, first_v)
         if not own_k:
             ctx.save_for_backward(q, first, first_sum, *keys_values)
             return first
         own = [_score(q, k) for k in own_k]
         total = torch.stack([first_sum, *own]).logsumexp(0)  # S, [B, H, T]
-        output: Tensor = first * (first_sum - total).exp()[..., None]
+        output: Tensor = first * (first_sum - total).exp().unsqueeze(-1)
         for score, v in zip(own, own_v, strict=True):
-            output += (score - total).exp()[..., None] * _repeat(v, q)
+            output += (score - total).exp().unsqueeze(-1) * _repeat(v, q)
         output = output.to(q.dtype)
         ctx.save_for_backward(q, output, total, *keys_values)
         return output
@@ -64,19 +95,15 @@ class _MergedAttention(torch.autograd.Function):
         q, output, total, *keys_values = ctx.saved_tensors
         grad = grads[0].contiguous()
         (first_k, *own_k), (first_v, *own_v) = _halves(keys_values)
-        dtype = torch.promote_types(q.dtype, torch.float32) if q.shape[2] <= SHORT else q.dtype
-        read = [x.to(dtype) for x in (grad, q, _repeat(first_k, q), _repeat(first_v, q), output)]
-        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *read, total, 0.0, True
-        )
-        grad_keys, grad_values = [_sum_groups(grad_k, first_k)], [_sum_groups(grad_v, first_v)]
+        grad_q, grad_k, grad_v = _attend_first_backward(grad, q, first_k, first_v, output, total, ctx.rest)
+        grad_keys, grad_values = [grad_k], [grad_v]
         mean = (grad * output).sum(-1, dtype=total.dtype)
         for k, v in zip(own_k, own_v, strict=True):
             weight = (_score(q, k) - total).exp()
             slope = weight * ((grad * _repeat(v, q)).sum(-1, dtype=total.dtype) - mean) * q.shape[-1] ** -0.5
-            grad_q = grad_q + slope[..., None] * _repeat(k, q)
-            grad_keys.append(_sum_groups(slope[..., None] * q, k))
-            grad_values.append(_sum_groups(weight[..., None] * grad, v))
+            grad_q = grad_q + slope.unsqueeze(-1) * _repeat(k, q)
+            grad_keys.append(_sum_groups(slope.unsqueeze(-1) * q, k))
+            grad_values.append(_sum_groups(weight.unsqueeze(-1) * grad, v))
         return grad_q.to(q.dtype), *grad_keys, *grad_values
 
 

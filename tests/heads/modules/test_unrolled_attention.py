@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import heads.modules.unrolled_attention as module
 from heads.modules.unrolled_attention import attend_in_chunks, attend_unrolled
 
 Attend = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
-both_ways = pytest.mark.parametrize("attend", [attend_unrolled, attend_in_chunks])
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, dropout: float, is_causal: bool) -> tuple[object, ...]:
+    """The CPU's kernel in the place of CUDA's, with the same arguments and results."""
+    output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, *(repeat(x, q) for x in (k, v)), dropout, is_causal
+    )
+    return output, total, None, None, q.shape[2], k.shape[2], torch.tensor(1), torch.tensor(2), None
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, total: Tensor, *rest: object
+) -> list[Tensor]:
+    cum_q, cum_k, max_q, max_k, dropout, is_causal, state, unused = rest
+    assert (cum_q, cum_k, max_q, max_k, state, unused) == (None, None, q.shape[2], k.shape[2], 1, 2)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads = kernel(grad, q, *(repeat(x, q) for x in (k, v)), output, total, dropout, is_causal)
+    return [x.unflatten(1, (like.shape[1], -1)).sum(2) for x, like in zip(grads, (q, k, v), strict=True)]
+
+
+def repeat(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+@pytest.fixture(params=["cpu", "chunks", "cuda"])
+def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attend:
+    if request.param == "cuda":
+        monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash_forward)
+        monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", flash_backward)
+        monkeypatch.setattr(module, "_has_flash_kernel", lambda q: True)
+    return attend_in_chunks if request.param == "chunks" else attend_unrolled
 
 
 def dense_mask(num_steps: int, length: int) -> Tensor:
@@ -57,7 +90,6 @@ def gradients(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(weighted, inputs))
 
 
-@both_ways
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("query_chunk", [256, 5, 1])
 def test_equals_dense_attention(attend: Attend, groups: int, query_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +103,6 @@ def test_equals_dense_attention(attend: Attend, groups: int, query_chunk: int, m
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-@both_ways
 def test_bfloat16_is_as_near_as_its_rounding(attend: Attend) -> None:
     """Longer than the kernel's own blocks."""
     q, k, v = draw(3, 2, 700, torch.bfloat16)
@@ -83,7 +114,6 @@ def test_bfloat16_is_as_near_as_its_rounding(attend: Attend) -> None:
         assert (one.float() - other).norm() < 0.02 * other.norm()
 
 
-@both_ways
 def test_no_tensor_of_all_pairs_is_kept_for_the_backward_pass(attend: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUERY_CHUNK", 16)
     length = 512
@@ -100,3 +130,17 @@ def test_no_tensor_of_all_pairs_is_kept_for_the_backward_pass(attend: Attend, mo
         attend(q, k, v).sum().backward()
     assert kept
     assert sum(kept.values()) < 4 * length * length / 4  # half of one causal score per head and pair
+
+
+def test_the_kernel_for_cuda_takes_these_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registered shapes, on tensors without storage: grouped keys, an odd length, forward and backward."""
+    monkeypatch.setattr(module, "_has_flash_kernel", lambda q: True)
+    context = MagicMock()  # the autograd engine starts no thread for a device that is not there
+    with FakeTensorMode(), torch.no_grad():
+        make = partial(torch.empty, device="cuda", dtype=torch.bfloat16)
+        inputs = [make(2, 8, 33, 64), *(make(2, 2, 33, 64) for _ in range(6))]
+        output = module._MergedAttention.forward(context, *inputs)
+        context.saved_tensors = context.save_for_backward.call_args.args
+        grads = module._MergedAttention.backward(context, torch.empty_like(output))
+    assert (output.shape, output.dtype, output.device.type) == (inputs[0].shape, torch.bfloat16, "cuda")
+    assert [x.shape for x in grads] == [x.shape for x in inputs]
