@@ -81,6 +81,7 @@ class AutoregressionHeads(DraftHeads):
         detaches_steps: whether gradients stop between the steps of an unroll.
     """
 
+    supports_gradient_checkpointing = True
     config_class = AutoregressionConfig
     detaches_steps: ClassVar[bool] = False
     row_tensors: ClassVar[tuple[str, ...]] = ("hidden", "ancestors")
@@ -91,8 +92,10 @@ class AutoregressionHeads(DraftHeads):
             self.embed_tokens = nn.Embedding(config.target_vocab_size, config.hidden_size)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The input embeddings of `token_ids` [...] in the heads' dtype: [..., D]."""
-        return cast(Tensor, self.embed_tokens(token_ids)) if self.config.own_embedding else super().embed(token_ids)
+        """The input embeddings of `token_ids` [...] in `compute_dtype`: [..., D]."""
+        if not self.config.own_embedding:
+            return super().embed(token_ids)
+        return cast(Tensor, self.embed_tokens(token_ids)).to(self.compute_dtype)
 
     def init_from_target(self, target: Target) -> None:
         """Embeddings of the heads' own start as the target's."""

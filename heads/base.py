@@ -33,6 +33,7 @@ from heads.modules.layers import DraftCache
 from inference.drafters.base import Drafter, DraftLogits, first_rows
 from inference.kernels.packed_weights import pack
 from inference.targets.documents import split_documents
+from inference.targets.model_config import find_compute_dtype
 from inference.targets.target import Target
 
 EXTEND_CHUNK = 512  # slots of a prompt that `extend` reads in one pass
@@ -270,10 +271,15 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             raise RuntimeError("these heads are not bound to a target: call heads.bind(target) first")
         return self._bound[0]
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The heads' dtype, or autocast's where it is on: states do not stay wider than what layers compute with."""
+        return find_compute_dtype(self.device, self.dtype)
+
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The target's (frozen) input embeddings of `token_ids` [...], in the heads' dtype: [..., D]."""
+        """The target's (frozen) input embeddings of `token_ids` [...], in `compute_dtype`: [..., D]."""
         with torch.no_grad():
-            return cast(Tensor, self.target.embed_tokens(token_ids)).to(self.dtype)
+            return cast(Tensor, self.target.embed_tokens(token_ids)).to(self.compute_dtype)
 
     def score_as_target(self, hidden: Tensor) -> Tensor:
         """The target's own (frozen) LM head: states [..., D] of its final norm's scale -> logits [..., V] in its

@@ -171,6 +171,7 @@ class BlockState:
 class BlockHeads(DraftHeads):
     """All depths from one pass: `extend` computes them, `expand` reads one and adds the bias of each parent's token."""
 
+    supports_gradient_checkpointing = True
     config_class = BlockConfig
     row_tensors = ("chances",)
     default_loss = "cross_entropy"
@@ -218,12 +219,13 @@ class BlockHeads(DraftHeads):
 
     def fuse(self, features: Tensor) -> Tensor:
         """[B, S, F] -> [B, S, D]."""
-        return cast(Tensor, self.hidden_norm(self.fc(features.to(self.dtype))))
+        return cast(Tensor, self.hidden_norm(self.fc(features.to(self.compute_dtype))))
 
     def embed_blocks(self, anchors: Tensor) -> Tensor:
         """Anchor tokens [B, A] -> their blocks' inputs [B, A * N, D]."""
-        masks = self.mask_embedding.expand(*anchors.shape, self.config.block_size - 1, -1)
-        return torch.cat([self.embed(anchors)[:, :, None], masks], dim=2).flatten(1, 2)
+        embedded = self.embed(anchors)[:, :, None]
+        masks = self.mask_embedding.to(embedded.dtype).expand(*anchors.shape, self.config.block_size - 1, -1)
+        return torch.cat([embedded, masks], dim=2).flatten(1, 2)
 
     def mask_of_block(self) -> Tensor:
         """[N, N] bool, which rows of its block each row sees."""

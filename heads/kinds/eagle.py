@@ -107,7 +107,7 @@ class EagleHeads(AutoregressionHeads):
         return cast(EagleLayer, self.layers[0])
 
     def fuse(self, features: Tensor) -> Tensor:
-        return features.to(self.dtype)
+        return features.to(self.compute_dtype)
 
     def prepare(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         z = self.fc(torch.cat([embedded, state], dim=-1))

@@ -170,7 +170,7 @@ class Eagle3Heads(AutoregressionHeads):
         return self.midlayer
 
     def fuse(self, features: Tensor) -> Tensor:
-        features = features.to(self.dtype)
+        features = features.to(self.compute_dtype)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:

@@ -265,7 +265,7 @@ class HydraHeads(DraftHeads):
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         """At slot t, head i reads x_{t+1} to x_{t+1+i} of the data."""
-        hidden = features.to(self.dtype)
+        hidden = features.to(self.compute_dtype)
         if self.prefix is not None:
             hidden = self.prefix(hidden)
         embedded, length = self.embed_normed(input_ids), input_ids.shape[1]
@@ -295,7 +295,7 @@ class HydraHeads(DraftHeads):
         assert features is not None
         hidden = state.hidden
         for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
-            states = features[:, start : start + EXTEND_CHUNK].to(self.dtype)
+            states = features[:, start : start + EXTEND_CHUNK].to(self.compute_dtype)
             here = (counts - start).clamp(0, states.shape[1])
             last = (here - 1).clamp(min=0)[:, None]
             if self.prefix is not None and state.cache is not None:

@@ -183,7 +183,7 @@ class KangarooHeads(DraftHeads):
         """One step, for every depth. Slot t predicts the token at t + 2 from the adapter's output at t + 1, so it reads
         the features up to t + 1."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        hidden = features.to(self.dtype)
+        hidden = features.to(self.compute_dtype)
         q, keys, values = self.adapter.project(hidden, positions)
         hidden = self.adapter.finish(hidden, self.adapter.self_attn.attend_unrolled(q, [keys], [values]))
         return [DraftStep(2, nn.functional.pad(hidden[:, 1:], (0, 0, 0, 1)), self.score)]
@@ -211,7 +211,7 @@ class KangarooHeads(DraftHeads):
         assert features is not None
         assert state.rows is not None, "share_cache comes before extend"
         positions = state.cache.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
-        _, keys, values = self.adapter.project(features.to(self.dtype), positions)
+        _, keys, values = self.adapter.project(features.to(self.compute_dtype), positions)
         state.cache.store(keys, values, counts, max_slots)
         state.rows.forget_levels(max_slots)
         root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
@@ -234,7 +234,7 @@ class KangarooHeads(DraftHeads):
         own = rows.open_level(token_ids.shape[1])
         ancestors = ancestors | (own[:, None] == rows.rows)
         features = self.target.run_first_layers(rows, token_ids, ancestors, num_layers=self.config.exit_layer)
-        hidden = features.to(self.dtype)
+        hidden = features.to(self.compute_dtype)
         positions = (cache.lengths[:, None] + rows.depth).expand_as(token_ids)
         q, keys, values = self.adapter.project(hidden, positions)
         attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, ancestors))

@@ -112,7 +112,7 @@ class MedusaHeads(DraftHeads):
         return self.score_as_target if head.lm_head is None else head.lm_head
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        hidden = features.to(self.dtype)
+        hidden = features.to(self.compute_dtype)
         return [DraftStep(2 + i, head.blocks(hidden), self.scorer_of(head)) for i, head in enumerate(self.each_head)]
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MedusaState:
@@ -126,7 +126,7 @@ class MedusaHeads(DraftHeads):
     ) -> DraftLogits:
         assert features is not None
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
-        hidden_BD = features.gather(1, last)[:, 0].to(self.dtype)
+        hidden_BD = features.gather(1, last)[:, 0].to(self.compute_dtype)
         state.logits = torch.stack([self.scorer_of(head)(head.blocks(hidden_BD)) for head in self.each_head], dim=1)
         return DraftLogits(state.logits[:, :1])
 

@@ -136,6 +136,7 @@ class MTPState:
 class MTPHeads(DraftHeads):
     """One MTP block that drafts any number of tokens, or one for each of K."""
 
+    supports_gradient_checkpointing = True
     config_class = MTPConfig
     row_tensors = ("states", "trail", "ancestors")
     default_loss = "distillation"
@@ -227,7 +228,7 @@ class MTPHeads(DraftHeads):
     def first_state(self, features: Tensor) -> Tensor:
         """The state that depth 0 reads. `hnorm` ignores the length of its input, so dividing by the gain of the
         target's final norm undoes that norm."""
-        state = features.to(self.dtype)
+        state = features.to(self.compute_dtype)
         return state / cast(Tensor, self.state_gain) if self.config.reads_before_final_norm else state
 
     def score(self, block: MTPBlock, state: Tensor) -> Tensor:

@@ -192,8 +192,10 @@ class ParallelHeads(Eagle3Heads):
     def with_masks(self, embedded: Tensor, g: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
         """Embeddings and g of slots [B, W, D], each followed by M mask rows: [B, W + M, D]."""
         batch = g.shape[0]
-        masks = (x.expand(batch, num_masks, -1) for x in self.mask_inputs())
-        with_embedding, with_hidden = (torch.cat(pair, dim=1) for pair in zip((embedded, g), masks, strict=True))
+        with_embedding, with_hidden = (
+            torch.cat([rows, mask.to(rows.dtype).expand(batch, num_masks, -1)], dim=1)
+            for rows, mask in zip((embedded, g), self.mask_inputs(), strict=True)
+        )
         return with_embedding, with_hidden
 
     # Training.

@@ -6,11 +6,12 @@ H query heads, G key/value heads, d head size, D hidden size, K unroll steps, A 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -57,11 +58,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
+class _NormInFloat32(torch.autograd.Function):
+    """RMSNorm of a narrow input under a float32 weight; the backward pass reads the narrow input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad, normed = grads[0].float(), x.float() * scale
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * weight.float()
+        grad_x = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * scale
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32, in the input's dtype.
 
-    torch's own is used where input and weight have one dtype. Under autocast they differ, and torch's would leave its
-    fused path with a warning.
+    torch's own is used where input and weight have one dtype. Under autocast they differ, and torch's would keep a
+    float32 copy of the input for the backward pass.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -72,8 +94,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
+        return cast(Tensor, _NormInFloat32.apply(x, self.weight, self.eps))
 
 
 class DraftCache:
@@ -296,7 +317,15 @@ class GatedMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer from its attention on. Kinds define the norms before it and the attention's input."""
+    """A decoder layer from its attention on. Kinds define the norms before it and the attention's input.
+
+    Attributes:
+        gradient_checkpointing: compute the MLP, whose states are most of what a layer keeps, again in the backward
+            pass. transformers sets it.
+    """
+
+    gradient_checkpointing: bool = False
+    _gradient_checkpointing_func: Callable[..., Tensor]
 
     def add_blocks(self, config: PreTrainedConfig, attention: DraftAttention, hidden_size: int) -> None:
         """Called after the input norms are built: stored optimizer states depend on the order of parameters."""
@@ -307,6 +336,11 @@ class DraftLayer(nn.Module):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer's output from its residual and its attention's output, all [B, Q, D]."""
         hidden = residual + attended
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self._add_mlp, hidden, preserve_rng_state=False)
+        return self._add_mlp(hidden)
+
+    def _add_mlp(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 

@@ -5,10 +5,11 @@ Query i of step k sees the keys j <= i of step 0, and the key of its own slot i 
 Legend: B batch, T sequence length, H query heads, G key/value heads, d head size.
 
 Let S_i be the log-sum-exp of all scores of query i. torch's flash kernel (for CPUs, or for CUDA in half precision)
-computes the attention over step 0 and its log-sum-exp L_i. The whole attention is the kernel's output scaled by exp(L_i - S_i), plus exp(s - S_i) v for each key
-of the own slot, with score s and value v. The kernel's backward pass recomputes the weights of step 0 as exp(score -
-L_i); called with S_i and the whole output instead of its own, it returns the gradients of the whole softmax. (torch's
-context parallelism merges blocks of keys in the same way.)"""
+computes the attention over step 0 and its log-sum-exp L_i. The whole attention is the kernel's output scaled by
+exp(L_i - S_i), plus exp(s - S_i) v for each key of the own slot, with score s and value v. The kernel's backward pass
+recomputes the weights of step 0 as exp(score - L_i); called with S_i and the whole output instead of its own, it
+returns the gradients of the whole softmax. (torch's context parallelism merges blocks of keys in the same way.)
+"""
 
 from __future__ import annotations
 
@@ -137,7 +138,7 @@ def attend_in_chunks(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
         own = [x[:, :, start:end] for x in (*keys[1:], *values[1:])]
         args: tuple[Any, ...] = (q[:, :, start:end], keys[0][:, :, :end], values[0][:, :, :end], start, *own)
         if torch.is_grad_enabled() and q.shape[2] > QUERY_CHUNK:
-            chunks.append(checkpoint(_attend_chunk, *args, use_reentrant=False))
+            chunks.append(checkpoint(_attend_chunk, *args, use_reentrant=False, preserve_rng_state=False))
         else:
             chunks.append(_attend_chunk(*args))
     return torch.cat(chunks, dim=2)

@@ -95,11 +95,16 @@ def check_adapters(model: Any) -> None:
             )
 
 
+def find_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which products with weights of `dtype` compute: autocast's, where it is on."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return dtype
+    return torch.get_autocast_dtype(device.type)
+
+
 def refuse_autocast(device: torch.device, dtype: torch.dtype) -> None:
     """Refuses (ValueError) a model of `dtype` where autocast would compute in another dtype."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
-        return
-    if (used := torch.get_autocast_dtype(device.type)) == dtype:
+    if (used := find_compute_dtype(device, dtype)) == dtype:
         return
     raise ValueError(
         f"torch.autocast to {used} is on for {device.type}, and the target is in {dtype}: its rounding would make the "

@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.kinds.eagle3 import Eagle3Config, Eagle3Heads, default_feature_layers
-from heads.modules.unrolled_attention import attend_in_chunks
 from scripts.shared.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 
@@ -35,6 +33,13 @@ REPLY_SHARE = 0.75  # share of a conversation's tokens that have a loss
 DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published heads
 NUM_STEPS = 7  # steps of the training-time test in the authors' code
 BYTES_TRAINED = 16  # of a trained float32 parameter: weight, gradient, AdamW's two moments
+# The flash kernel's causal products of two matrices [T, T]: two forward, five backward.
+FLASH_OPERATIONS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, *rest, **more: 2 * _causal_product(q),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, *rest, **more: (
+        5 * _causal_product(grad)
+    ),
+}
 LOSS_BYTES = 3 * 4 * 2**25  # three float32 tensors of training.losses.teacher.CHUNK_ELEMENTS
 
 
@@ -52,6 +57,11 @@ class CostArguments:
         for name, value in vars(self).items():
             if name != "target" and value < 1:
                 raise ValueError(f"got --{name} {value}: give at least 1")
+
+
+def _causal_product(shape: torch.Size) -> int:
+    batch, heads, length, size = shape
+    return batch * heads * length * length * size  # 2 operations for each of the half that is seen
 
 
 @dataclass(frozen=True)
@@ -128,13 +138,12 @@ def _run_unroll(config: Any, length: int) -> tuple[int, float, float]:
                 kept.setdefault(storage, tensor)
             return tensor
 
-        heads.embed = lambda ids: torch.zeros(*ids.shape, config.hidden_size)  # type: ignore[method-assign]
+        heads.embed = lambda ids: torch.zeros(*ids.shape, config.hidden_size, dtype=torch.bfloat16)  # type: ignore[method-assign]
         features = torch.zeros(1, length, 3 * config.hidden_size, dtype=torch.bfloat16)
         with (
-            FlopCounterMode(display=False) as counter,
+            FlopCounterMode(display=False, custom_mapping=FLASH_OPERATIONS) as counter,
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
             torch.autocast("cpu", torch.bfloat16),
-            patch("heads.modules.layers.attend_unrolled", attend_in_chunks),  # the GPU's way, on fake CPU tensors
         ):
             steps = heads.unroll(features, torch.zeros(1, length, dtype=torch.long))
             size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -211,6 +211,33 @@ class TestTraining:
             assert parameter.grad.isfinite().all(), name
             assert parameter.grad.abs().max() > 0, f"the gradient of {name} is zero"
 
+    @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+    @one_of_each_kind
+    def test_recomputed_states_give_the_same_gradients(self, head_type: str, overrides: dict[str, Any]) -> None:
+        """In less memory, for kinds with decoder layers; the others refuse it by name."""
+        target = Target(tiny_target("llama"))
+        heads = tiny_heads(head_type, target, **overrides).train()
+        if not heads.supports_gradient_checkpointing:
+            with pytest.raises(ValueError, match=f"{type(heads).__name__} does not support"):
+                heads.gradient_checkpointing_enable()
+            return
+        found = []
+        for _ in range(2):
+            kept: dict[int, int] = {}
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda x, kept=kept: (
+                    kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) and x
+                ),
+                lambda x: x,
+            ):
+                take_gradients(heads, target, "cross_entropy")
+            found.append(({name: p.grad for name, p in heads.named_parameters()}, sum(kept.values())))
+            heads.zero_grad()
+            heads.gradient_checkpointing_enable()
+        (whole, memory), (again, less) = found
+        assert_same_tensors(whole, again)
+        assert less < memory
+
 
 class Prefix:
     """Rows of accepted tokens of different lengths with the target's features. The scores after a drafted path must

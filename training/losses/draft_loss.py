@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from heads import DraftHeads, DraftStep
+from inference.targets.model_config import find_compute_dtype
 from training.losses.depth_weights import D_PACE, fixed_weights, weigh_by_d_pace
 from training.losses.early_gradients import EarlyGradients, find_leaves
 from training.losses.teacher import Teacher, rows_per_chunk
@@ -76,7 +78,8 @@ def draft_loss(
     mixture = parse_loss(loss_type)
     is_d_pace = depth_weights == D_PACE
     weights = fixed_weights(len(steps), step_decay=step_decay, depth_weights=depth_weights)
-    takes_early = torch.is_grad_enabled() and not (keeps_graph or is_d_pace or _computes_in_float16(steps[0].hidden))
+    is_half = find_compute_dtype(steps[0].hidden.device, steps[0].hidden.dtype) == torch.float16
+    takes_early = torch.is_grad_enabled() and not (keeps_graph or is_d_pace or is_half)
     early = EarlyGradients() if takes_early else None
     scores = [
         _score(step, teacher, loss_mask, mixture, wants_chances=is_d_pace, weight=weight, early=early)
@@ -98,12 +101,6 @@ def draft_loss(
     if early is not None and (loss := early.loss()) is not None:
         output.loss = output.loss + loss
     return output
-
-
-def _computes_in_float16(hidden: Tensor) -> bool:
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return dtype == torch.float16
 
 
 def check_loss(loss_type: str, heads: DraftHeads) -> None:
@@ -160,7 +157,8 @@ def _score(
         if early is not None:
             loss, chance, hits1, hits5 = _early_chunk_loss(*args[:-1], weight / count.clamp(min=1), early)
         elif len(rows) > chunk and torch.is_grad_enabled():
-            loss, chance, hits1, hits5 = checkpoint(_chunk_loss, *args, use_reentrant=False)
+            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            loss, chance, hits1, hits5 = again(_chunk_loss, *args)
         else:
             loss, chance, hits1, hits5 = _chunk_loss(*args)
         losses.append(loss)

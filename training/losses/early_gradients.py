@@ -1,12 +1,13 @@
 """Computes gradients of a loss while its logits exist, so that the backward pass neither keeps nor recomputes logits.
 
 The loss is a sum of chunks, each a function of its own rows and of shared parameters. Their gradients are added up
-chunk by chunk; the backward pass only multiplies them by the incoming gradient.
+chunk by chunk. The backward pass multiplies them by the incoming gradient in place, and gives them away: a parameter
+without a gradient takes the tensor itself. A large LM head so has one gradient in memory, not two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -37,20 +38,24 @@ class EarlyGradients:
         """Returns the sum in the graph of the inputs; None if nothing was added."""
         if self._total is None:
             return None
-        return cast(Tensor, _KnownGradients.apply(self._total, len(self._inputs), *self._inputs, *self._gradients))
+        return cast(Tensor, _KnownGradients.apply(self._total, self._gradients, *self._inputs))
 
 
 class _KnownGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *inputs_gradients: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs_gradients[count:])
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients  # not saved for backward, which would hold them while parameters take them
         return value.clone()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: Sequence[Tensor] = ctx.saved_tensors
-        return None, None, *(gradient * grads[0] for gradient in gradients), *(None for _ in gradients)
+        given: list[Tensor | None] = []
+        if not ctx.gradients:
+            raise RuntimeError("the gradients of this loss were taken by an earlier backward pass: compute it again")
+        while ctx.gradients:  # one at a time, so that the list does not hold what it gives
+            given.append(ctx.gradients.pop(0).mul_(grads[0]))
+        return None, None, *given
 
 
 def find_leaves(output: Tensor) -> list[Tensor]:

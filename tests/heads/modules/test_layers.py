@@ -155,3 +155,31 @@ class TestDraftCache:
             ValueError, match=r"more than num_scratch=3 frontier nodes: start\(\) the drafter with more"
         ):
             cache.append_scratch(rows, rows, torch.ones(1, 2, 4, dtype=torch.bool))
+
+
+class TestNarrowNorm:
+    """An RMSNorm under autocast: a bfloat16 input, a float32 weight."""
+
+    def test_its_gradients_are_those_of_autograd(self) -> None:
+        torch.manual_seed(0)
+        norm = RMSNorm(16, 1e-6)
+        torch.nn.init.normal_(norm.weight)
+        x = torch.randn(2, 3, 16).bfloat16().requires_grad_()
+        slope = torch.randn(2, 3, 16)
+        found = torch.autograd.grad((norm(x).float() * slope).sum(), [x, norm.weight])
+        wide = x.detach().float().requires_grad_()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * norm.weight
+        expected = torch.autograd.grad((normed * slope.bfloat16().float()).sum(), [wide, norm.weight])
+        assert norm(x).dtype == torch.bfloat16
+        torch.testing.assert_close(norm(x), normed.bfloat16())
+        torch.testing.assert_close(found[0], expected[0].bfloat16())
+        torch.testing.assert_close(found[1], expected[1])
+
+    def test_keeps_no_float32_copy_of_its_input(self) -> None:
+        norm, x = RMSNorm(64, 1e-6), torch.randn(8, 64).bfloat16().requires_grad_()
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            norm(x)
+        assert [tensor.shape for tensor in kept if tensor.dtype == torch.float32] == [(64,), (8, 1)]

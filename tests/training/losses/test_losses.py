@@ -133,7 +133,7 @@ class TestChunks:
 
     @pytest.mark.parametrize("keeps_graph", [True, False])
     def test_keep_no_logits_for_the_backward_pass(self, keeps_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Gradients taken early are those of the weights too; nothing else is larger than states."""
+        """Nothing that is kept is larger than states; gradients taken early are not part of the graph."""
         case = Case()
         teacher = case.teacher("distillation")
         monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 2 * VOCAB)
@@ -149,10 +149,8 @@ class TestChunks:
                 case.steps, teacher, case.loss_mask, loss_type="distillation", step_decay=1.0, keeps_graph=keeps_graph
             )
         alive = [tensor for reference in kept if (tensor := reference()) is not None]
-        weights = [tensor for tensor in alive if tensor.shape == (VOCAB, HIDDEN)]
-        assert len(weights) == (0 if keeps_graph else len(case.steps))
         assert output.loss.requires_grad
-        assert max(tensor.numel() for tensor in alive if tensor.shape != (VOCAB, HIDDEN)) <= BATCH * LENGTH * HIDDEN
+        assert max((tensor.numel() for tensor in alive), default=0) <= BATCH * LENGTH * HIDDEN
 
 
 class TestNothingToLearn:
