@@ -27,6 +27,7 @@ from heads.base import EXTEND_CHUNK, DraftHeads
 from heads.config import DecoderConfig
 from heads.modules.anchors import draw_slots
 from heads.modules.block_layer import BlockLayer, MarkovBias
+from heads.modules.block_view import BlockView
 from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftCache, RMSNorm
 from heads.modules.vocabulary import mean_embedding, principal_embeddings
@@ -267,11 +268,11 @@ class BlockHeads(DraftHeads):
         hidden = self.embed_blocks(_gather_clamped(input_ids, real + 1))
         rows = torch.arange(size, device=input_ids.device)
         block_positions = (real[..., None] + 1 + rows).flatten(1)
-        mask = self.mask_of_block()
+        view = BlockView(real, self.mask_of_block(), length)
         for layer in self.each_layer:
             projected = layer.project(hidden, block_positions)
             keys_values = layer.self_attn.project_context(context, positions)
-            hidden = layer.finish(hidden, layer.self_attn.attend_blocks(projected, keys_values, real, mask))
+            hidden = layer.finish(hidden, layer.self_attn.output(view.attend(*projected, keys_values)))
         hidden = self.norm(hidden).unflatten(1, (-1, size))[:, :, size - self.max_depth :]
         steps = []
         for k in range(self.max_depth):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from heads.base import EXTEND_CHUNK
 from heads.kinds.eagle3 import Eagle3Config, Eagle3Heads
 from heads.modules.anchors import draw_slots
+from heads.modules.block_view import BlockView
 from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DecoderLayer, DraftAttention, DraftCache
 from heads.modules.vocabulary import mean_embedding
@@ -215,15 +216,15 @@ class ParallelHeads(Eagle3Heads):
         mask_positions = torch.cat([band.positions for band in bands], dim=1)
         rows = self.with_masks(self.embed(ahead), self.fuse(features), mask_positions.shape[1])
 
+        views = [BlockView(band.slots.clamp(min=0), self._mask_of_rows(band.num_rows), length) for band in bands]
+
         def attend(_: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             (slot_q, *masks_q), (slot_k, *masks_k), (slot_v, *masks_v) = (
                 x.split([length, *(band.slots.shape[1] * band.num_rows for band in bands)], dim=2) for x in (q, k, v)
             )
             attended = [attention.attend_unrolled(slot_q, [slot_k], [slot_v])]
-            for band, *block in zip(bands, masks_q, masks_k, masks_v, strict=True):
-                seen = torch.ones(band.num_rows, band.num_rows, dtype=torch.bool, device=q.device).tril()
-                own = (block[0], block[1], block[2])
-                attended.append(attention.attend_blocks(own, (slot_k, slot_v), band.slots.clamp(min=0), seen))
+            for view, *own in zip(views, masks_q, masks_k, masks_v, strict=True):
+                attended.append(attention.output(view.attend(own[0], own[1], own[2], (slot_k, slot_v))))
             return torch.cat(attended, dim=1)
 
         hidden = self.run_layers(*rows, torch.cat([positions, mask_positions], dim=1), attend)
@@ -238,6 +239,9 @@ class ParallelHeads(Eagle3Heads):
             slots, states = (torch.cat(tensors, dim=1) for tensors in zip(*deep, strict=True))
             steps.append(DraftStep(2 + depth, states, self.score, slots=slots))
         return steps
+
+    def _mask_of_rows(self, num_rows: int) -> Tensor:
+        return torch.ones(num_rows, num_rows, dtype=torch.bool, device=self.device).tril()
 
     def choose_bands(self, drawn: Tensor) -> list[Band]:
         """Cuts slots [B, A], in the order drawn, into bands, the deepest first (geometric dropping)."""

@@ -1,7 +1,7 @@
 """Parts of heads with an attention layer: RoPE, RMSNorm, the draft cache, attention and decoder layers.
 
 Legend: B batch, T sequence length, Q queries, W new rows of one call, S slots of the draft cache, R scratch rows,
-H query heads, G key/value heads, d head size, D hidden size, K unroll steps, A blocks of N rows.
+H query heads, G key/value heads, d head size, D hidden size, K unroll steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from heads.modules.unrolled_attention import QUERY_CHUNK, attend_unrolled
+from heads.modules.unrolled_attention import attend_unrolled
 from inference.cache.tree_cache import pick_rows
 from inference.drafters.base import first_rows
 from inference.kernels.attention import attend_masked
@@ -269,35 +269,6 @@ class DraftAttention(nn.Module):
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """q [B, H, Q, d] over keys and values [B, G, S, d] where mask [B, 1, Q, S] is True -> [B, Q, D]."""
         return self.output(attend_masked(q, keys, values, mask))
-
-    def attend_blocks(
-        self, block: tuple[Tensor, Tensor, Tensor], context: tuple[Tensor, Tensor], slots: Tensor, mask: Tensor
-    ) -> Tensor:
-        """Blocks of N drafted rows, each over the context up to its own slot and over itself: [B, A * N, D].
-
-        This runs a few blocks at a time, since all queries of one call read the keys of all its blocks.
-
-        Args:
-            block: q [B, H, A * N, d], k and v [B, G, A * N, d] of A blocks.
-            context: keys and values [B, G, T, d].
-            slots: [B, A].
-            mask: [N, N] bool, which rows of its block a row sees.
-        """
-        size, (batch, num_anchors), length = mask.shape[0], slots.shape, context[0].shape[2]
-        columns = torch.arange(length, device=slots.device)
-        step = max(1, QUERY_CHUNK // size)
-        attended = []
-        for start in range(0, num_anchors, step):
-            few = slots[:, start : start + step]
-            count = few.shape[1]
-            q, k, v = (x[:, :, start * size : (start + count) * size] for x in block)
-            sees_context = (columns <= few[..., None]).repeat_interleave(size, dim=1)
-            own = torch.eye(count, dtype=torch.bool, device=mask.device).repeat_interleave(size, 0)
-            own = own.repeat_interleave(size, 1) & mask.repeat(count, count)
-            seen = torch.cat([sees_context, own.expand(batch, -1, -1)], dim=-1)
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(context, (k, v), strict=True))
-            attended.append(self.attend(q, keys, values, seen[:, None]))
-        return torch.cat(attended, dim=1)
 
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """`heads.modules.unrolled_attention.attend_unrolled` and the output projection: [B, T, D]."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heads import DraftHeads, create_heads
 from heads.kinds.block import BlockHeads, default_loss_decay, spaced_feature_layers
-from heads.modules import layers as layers_module
+from heads.modules import block_view as view_module
 from inference import Target, chain, generate
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
@@ -134,7 +134,7 @@ def draft_slowly(heads: BlockHeads, features: Tensor, token_ids: list[int], slot
 def test_unroll_equals_the_slow_reference(
     target: Target, overrides: dict[str, Any], query_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers_module, "QUERY_CHUNK", query_chunk)
+    monkeypatch.setattr(view_module, "QUERY_CHUNK", query_chunk)
     heads = block(target, **overrides)
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)
     steps = heads.unroll(features, input_ids)

@@ -1,0 +1,90 @@
+"""The attention of drafted blocks in training: each over the context up to its own slot and over itself.
+
+Legend: B batch, T context length, A blocks of N rows, H query heads, G key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from heads.modules.unrolled_attention import QUERY_CHUNK
+from inference.kernels.attention import attend_masked
+
+
+class BlockView:
+    """What the rows of A blocks see; made once for all layers.
+
+    Args:
+        slots: [B, A] int64, each block's last position of the context.
+        mask: [N, N] bool, which rows of its block a row sees.
+        length: T.
+    """
+
+    def __init__(self, slots: Tensor, mask: Tensor, length: int) -> None:
+        self.slots = slots
+        self.mask = mask
+        self.length = length
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+        """q [B, H, A * N, d], k and v [B, G, A * N, d] of the blocks, keys and values [B, G, T, d] of the context ->
+        [B, H, A * N, d].
+
+        CPUs, where flex attention has no backward pass, run a few blocks at a time: all queries of one call read the
+        keys of all its blocks.
+        """
+        if q.device.type == "cuda":
+            return self._attend_in_one_call(q, k, v, context)
+        size = self.mask.shape[0]
+        step = max(1, QUERY_CHUNK // size)
+        attended = []
+        for start in range(0, self.slots.shape[1], step):
+            few = self.slots[:, start : start + step]
+            own = slice(start * size, (start + few.shape[1]) * size)
+            keys, values = (torch.cat([x, y[:, :, own]], dim=2) for x, y in zip(context, (k, v), strict=True))
+            attended.append(attend_masked(q[:, :, own], keys, values, self._mask_of(few)))
+        return torch.cat(attended, dim=2)
+
+    def _mask_of(self, slots: Tensor) -> Tensor:
+        """[B, 1, a * N, T + a * N] bool of a few blocks."""
+        size, count = self.mask.shape[0], slots.shape[1]
+        columns = torch.arange(self.length, device=slots.device)
+        sees_context = (columns <= slots[..., None]).repeat_interleave(size, dim=1)
+        own = torch.eye(count, dtype=torch.bool, device=slots.device).repeat_interleave(size, 0)
+        own = own.repeat_interleave(size, 1) & self.mask.repeat(count, count)
+        return torch.cat([sees_context, own.expand(len(slots), -1, -1)], dim=-1)[:, None]
+
+    def _attend_in_one_call(self, q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(context, (k, v), strict=True))
+        attend, _ = _compiled()
+        is_grouped = q.shape[1] != k.shape[1]
+        return cast(Tensor, attend(q, keys, values, block_mask=self._block_mask, enable_gqa=is_grouped))
+
+    @cached_property
+    def _block_mask(self) -> BlockMask:
+        """The rule of `_mask_of` for all blocks, from which flex attention skips what nothing sees."""
+        slots, mask, length, size = self.slots, self.mask, self.length, self.mask.shape[0]
+        batch, rows = slots.shape[0], slots.shape[1] * size
+
+        def sees(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            other = (column - length).clamp(min=0)  # a row of a block, unless the column belongs to the context
+            is_own = (row // size == other // size) & mask[row % size, other % size]
+            return torch.where(column < length, column <= slots[b, row // size], is_own)
+
+        _, make = _compiled()
+        return make(sees, batch, None, rows, length + rows, device=str(slots.device))
+
+
+@cache
+def _compiled() -> tuple[Callable[..., Tensor], Callable[..., BlockMask]]:
+    """Without compiling, both would fill whole matrices of rows and columns."""
+    compiled: tuple[Callable[..., Tensor], Callable[..., BlockMask]] = (
+        torch.compile(flex_attention, dynamic=True),
+        torch.compile(create_block_mask, dynamic=True),
+    )
+    return compiled
