@@ -257,7 +257,7 @@ class BlockHeads(DraftHeads):
 
     def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
         slots = draw_slots(loss_mask, self.config.num_anchors, is_random=self.training)
-        return self._unroll_at(features, input_ids, slots)
+        return self._unroll_at(features, input_ids, slots.sort(dim=1).values)  # in order, attention costs less
 
     def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
         """Blocks after the given slots [B, A] of every sequence (-1: padding; None: all slots)."""

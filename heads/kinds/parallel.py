@@ -251,7 +251,7 @@ class ParallelHeads(Eagle3Heads):
         bands, start = [], 0
         for num_rows in range(self.max_depth - 1, 0, -1):
             if (end := kept[num_rows - 1]) > start:
-                bands.append(Band(drawn[:, start:end], num_rows))
+                bands.append(Band(drawn[:, start:end].sort(dim=1).values, num_rows))  # in order, attention costs less
                 start = end
         return bands
 

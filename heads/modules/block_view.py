@@ -36,7 +36,8 @@ class BlockView:
         [B, H, A * N, d].
 
         CPUs, where flex attention has no backward pass, run a few blocks at a time: all queries of one call read the
-        keys of all its blocks.
+        keys of all its blocks, and the context up to its last slot. So blocks in the order of their slots take half
+        the time.
         """
         if q.device.type == "cuda":
             return self._attend_in_one_call(q, k, v, context)
@@ -46,14 +47,16 @@ class BlockView:
         for start in range(0, self.slots.shape[1], step):
             few = self.slots[:, start : start + step]
             own = slice(start * size, (start + few.shape[1]) * size)
-            keys, values = (torch.cat([x, y[:, :, own]], dim=2) for x, y in zip(context, (k, v), strict=True))
-            attended.append(attend_masked(q[:, :, own], keys, values, self._mask_of(few)))
+            seen = int(few.max()) + 1
+            pairs = zip(context, (k, v), strict=True)
+            keys, values = (torch.cat([x[:, :, :seen], y[:, :, own]], dim=2) for x, y in pairs)
+            attended.append(attend_masked(q[:, :, own], keys, values, self._mask_of(few, seen)))
         return torch.cat(attended, dim=2)
 
-    def _mask_of(self, slots: Tensor) -> Tensor:
-        """[B, 1, a * N, T + a * N] bool of a few blocks."""
+    def _mask_of(self, slots: Tensor, seen: int) -> Tensor:
+        """[B, 1, a * N, seen + a * N] bool of a few blocks over the first positions of the context."""
         size, count = self.mask.shape[0], slots.shape[1]
-        columns = torch.arange(self.length, device=slots.device)
+        columns = torch.arange(seen, device=slots.device)
         sees_context = (columns <= slots[..., None]).repeat_interleave(size, dim=1)
         own = torch.eye(count, dtype=torch.bool, device=slots.device).repeat_interleave(size, 0)
         own = own.repeat_interleave(size, 1) & self.mask.repeat(count, count)

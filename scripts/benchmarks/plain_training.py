@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import heads.modules.block_view
 import heads.modules.layers
 from heads import DraftHeads, DraftStep
 from inference.targets.target import Target
@@ -86,7 +87,7 @@ def dense_attention(*, use_sdpa: bool) -> Iterator[None]:
     """Inside this context, draft layers attend with `attend_densely`, a block drafter to all blocks at once."""
     with (
         patch.object(heads.modules.layers, "attend_unrolled", partial(attend_densely, use_sdpa=use_sdpa)),
-        patch.object(heads.modules.layers, "QUERY_CHUNK", 1 << 30),
+        patch.object(heads.modules.block_view, "QUERY_CHUNK", 1 << 30),
     ):
         yield
 
