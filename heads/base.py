@@ -289,6 +289,9 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def get_input_embeddings(self) -> Any:
         """None, which FSDP reads: the embeddings are the target's."""
 
+    def enable_input_require_grads(self) -> None:
+        """Does nothing. transformers calls it for activation checkpointing of models whose first weights are frozen."""
+
     def get_output_embeddings(self) -> Any:
         """None, also for kinds with an LM head: FSDP keeps all weights of the heads in one unit."""
 

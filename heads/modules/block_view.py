@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, cached_property
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class BlockView:
         keys, values = (torch.cat(pair, dim=2) for pair in zip(context, (k, v), strict=True))
         attend, _ = _compiled()
         is_grouped = q.shape[1] != k.shape[1]
-        return cast(Tensor, attend(q, keys, values, block_mask=self._block_mask, enable_gqa=is_grouped))
+        return attend(q, keys, values, block_mask=self._block_mask, enable_gqa=is_grouped)
 
     @cached_property
     def _block_mask(self) -> BlockMask:

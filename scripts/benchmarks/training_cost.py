@@ -2,15 +2,16 @@
 
     python scripts/benchmarks/training_cost.py --target meta-llama/Llama-3.1-8B --conversations 532000 --num_gpus 8
 
-Nothing is trained, and only the target's config is loaded. Parameters, operations and memory come from the library's
-modules on fake tensors, which have shapes but no storage. Operations are counted in the forward and backward pass of
-the unroll, recomputation included. The constants below are assumptions.
+Nothing is trained, and only the target's config is loaded (a folder with a config.json will do). Parameters, operations
+and memory come from the library's modules on fake tensors, which have shapes but no storage. Operations are counted in
+the forward and backward pass of the unroll, recomputation included. The constants below are assumptions.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,9 +30,10 @@ from training.options.program_parser import ProgramParser
 
 PEAK = 989e12  # dense bfloat16 operations per second of an H100 SXM (data sheet)
 UTILISATION = 0.30  # share of PEAK in training; 35% was reported for EAGLE-3 with a 0.6B target on an A100
-LENGTH = 2048  # tokens of a row
 REPLY_SHARE = 0.75  # share of a conversation's tokens that have a loss
 DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published heads
+TOKENIZED = 5e5  # tokens that one core tokenizes in a second
+READ = 2e9  # bytes per second at which a machine reads the target's weights
 NUM_STEPS = 7  # steps of the training-time test in the authors' code
 BYTES_TRAINED = 16  # of a trained float32 parameter: weight, gradient, AdamW's two moments
 # The flash kernel's causal products of two matrices [T, T]: two forward, five backward.
@@ -51,11 +54,16 @@ class CostArguments:
     epochs: int = field(default=2, metadata={"help": "Passes over the data set."})
     num_gpus: int = field(default=1, metadata={"help": "H100 GPUs."})
     num_shards: int = field(default=1, metadata={"help": "GPUs that the frozen target is split over."})
+    length: int = field(default=2048, metadata={"help": "Tokens of a row."})
     batch_tokens: int = field(default=8192, metadata={"help": "Tokens of a micro-batch on each GPU."})
+    cores: int = field(default=64, metadata={"help": "CPU cores of the machine, which tokenize the data set once."})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Compute the MLPs of the heads again in the backward pass."}
+    )
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "target" and value < 1:
+            if name != "target" and value is not False and value < 1:
                 raise ValueError(f"got --{name} {value}: give at least 1")
 
 
@@ -66,7 +74,8 @@ def _causal_product(shape: torch.Size) -> int:
 
 @dataclass(frozen=True)
 class TargetCost:
-    """forward: operations per token of a pass without the LM head; lm_head: those of the LM head."""
+    """forward: operations per token of a pass without the LM head, of the experts that a token meets; lm_head: those of
+    the LM head."""
 
     parameters: int
     forward: float
@@ -89,16 +98,23 @@ def find_target_cost(config: Any, length: int) -> TargetCost:
     """Of passes over sequences of `length` tokens; attention is causal and counts half."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
-    in_layers = sum(weight.numel() for weight in model.model.layers.parameters() if weight.ndim > 1)
+    weights = {name: weight for name, weight in model.model.layers.named_parameters() if weight.ndim > 1}
+    share = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
+    in_layers = sum(w.numel() * (share if ".experts." in name else 1) for name, w in weights.items())
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * find_head_dim(config) * length / 2
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return TargetCost(parameters, 2 * in_layers + attention, 2 * config.hidden_size * config.vocab_size)
 
 
-def find_draft_cost(config: Any, length: int) -> DraftCost:
-    """Of EAGLE-3 heads for a target with this config, and rows of `length` tokens."""
+def find_draft_cost(config: Any, length: int, *, recomputes: bool = False) -> DraftCost:
+    """Of EAGLE-3 heads for a target with this config, and rows of `length` tokens.
+
+    Args:
+        recomputes: with gradient checkpointing.
+    """
     short = length // 2
-    (parameters, operations, whole), (_, _, part) = (_run_unroll(config, tokens) for tokens in (length, short))
+    runs = [_run_unroll(config, tokens, recomputes=recomputes) for tokens in (length, short)]
+    (parameters, operations, whole), (_, _, part) = runs
     per_token = (whole - part) / (length - short)
     lm_head = 6 * config.hidden_size * min(DRAFT_VOCABULARY, config.vocab_size) * NUM_STEPS
     return DraftCost(parameters, operations / length, lm_head, per_token, whole - per_token * length)
@@ -125,11 +141,15 @@ def _make_heads(config: Any) -> Eagle3Heads:
     )
 
 
-def _run_unroll(config: Any, length: int) -> tuple[int, float, float]:
+def _run_unroll(config: Any, length: int, *, recomputes: bool) -> tuple[int, float, float]:
     """Parameters; operations of one sequence's unroll, forward and backward; bytes kept in between, in bfloat16."""
     kept: dict[int, torch.Tensor] = {}
     with FakeTensorMode():
         heads = _make_heads(config)
+        if recomputes:
+            heads.train()._set_gradient_checkpointing(
+                gradient_checkpointing_func=partial(checkpoint, use_reentrant=False)
+            )
         weights = {parameter.untyped_storage()._cdata for parameter in heads.parameters()}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,7 +178,8 @@ def count_operations(target: TargetCost, draft: DraftCost) -> float:
 
 
 def estimate(args: CostArguments, config: Any) -> dict[str, str]:
-    target, draft = find_target_cost(config, LENGTH), find_draft_cost(config, LENGTH)
+    target = find_target_cost(config, args.length)
+    draft = find_draft_cost(config, args.length, recomputes=args.gradient_checkpointing)
     operations = count_operations(target, draft)
     speed = args.num_gpus * UTILISATION * PEAK / operations
     tokens = args.conversations * args.conversation_tokens
@@ -173,6 +194,8 @@ def estimate(args: CostArguments, config: Any) -> dict[str, str]:
     memory = weights + gathered + BYTES_TRAINED * draft.parameters + kept + features + LOSS_BYTES
     stored = tokens * (4 * 2 * config.hidden_size + 4)  # 3 tapped layers, last state (bfloat16); int32 id
     return {
+        "to the first step: tokenizing, seconds": f"{tokens / args.cores / TOKENIZED:,.0f}",
+        "to the first step: reading the target, seconds": f"{whole / READ:,.0f}",
         "tokens of an epoch": f"{tokens / 1e6:,.0f} M",
         "H100 GPUs": str(args.num_gpus),
         "parameters of the heads": f"{draft.parameters / 1e6:,.0f} M",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from scripts.benchmarks.training_cost import find_target_cost
+from scripts.benchmarks.training_cost import find_draft_cost, find_target_cost
 
 SMALL = LlamaConfig(
     num_hidden_layers=5,
@@ -30,3 +30,20 @@ def test_operations_of_a_target_are_those_that_torch_counts() -> None:
     upper_half = 4 * SMALL.num_hidden_layers * SMALL.num_attention_heads * SMALL.head_dim * 16
     assert counter.get_total_flops() == 32 * (cost.forward + upper_half + cost.lm_head)
     assert cost.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_token_meets_a_few_of_the_experts() -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 128}
+    few, many = (
+        Qwen3MoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_experts=n, num_experts_per_tok=2)
+        for n in (2, 8)
+    )
+    more = find_target_cost(many, 32).forward - find_target_cost(few, 32).forward
+    assert more == 2 * 2 * 6 * 64, "only the router grows"
+
+
+def test_recomputed_states_need_less_memory() -> None:
+    whole, less = (find_draft_cost(SMALL, 64, recomputes=recomputes) for recomputes in (False, True))
+    assert less.parameters == whole.parameters
+    assert less.kept_per_token < 0.7 * whole.kept_per_token
+    assert less.unroll > whole.unroll

@@ -236,3 +236,17 @@ def test_a_checkpoint_that_is_written_again_is_the_old_one_until_the_new_one_is_
     assert {file.name: file.read_bytes() for file in (tmp_path / "checkpoint-1").iterdir()} == before
     make_trainer(target, heads, tmp_path, rows, **options).train()
     assert (tmp_path / "checkpoint-1" / "model.safetensors").read_bytes() != before["model.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_recomputed_states_train_the_same_heads(target: Target, tmp_path: Path) -> None:
+    """transformers' option reaches the layers of the heads."""
+    trained = []
+    for is_on in (False, True):
+        heads = make_heads(target, "eagle3", ttt_steps=3)
+        trainer = make_trainer(target, heads, tmp_path, make_rows(UNEVEN), gradient_checkpointing=is_on)
+        trainer.train()
+        assert heads.midlayer.gradient_checkpointing == is_on
+        trained.append(heads.state_dict())
+    for name, weight in trained[0].items():
+        assert torch.equal(weight, trained[1][name]), name
