@@ -26,7 +26,6 @@ import torch
 
 from scripts.benchmarks.scripted.counting import make_config
 from scripts.benchmarks.sizes import MODES
-from scripts.benchmarks.training_cost import LENGTH, count_operations, find_draft_cost, find_target_cost
 from scripts.measuring.environment import ROOT, describe_machine, describe_program
 from scripts.shared.model_loading import check_device
 from scripts.shared.one_line_errors import one_line_errors
@@ -36,6 +35,7 @@ from training.options.program_parser import ProgramParser
 # A part of a card's name -> its dense bfloat16 operations per second, in 1e12 (data sheets). The first that fits.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "RTX 4090": 165}
 TIMEOUT = 600  # seconds of one part
+KINDS = ("eagle3", "mtp", "block")  # whose training steps are timed
 CHAT = "--target examples/chat-13m --prompts examples/prompts.jsonl --heads examples/heads/eagle3"
 
 
@@ -111,31 +111,22 @@ def make_parts(args: GpuArguments, folder: Path) -> Iterator[Part]:
     words += ["--trees", "dynamic:4,4,16" if args.tiny else "dynamic:5,8,32", "--output", f"{folder}/sizes"]
     yield Part("sizes", words, folder)
 
-    shape = folder / "shape"
-    make_config("tiny" if args.tiny else "8B").save_pretrained(shape)
-    words = ["scripts/benchmarks/training_speed.py", "--target", str(shape), "--kinds", "eagle3", *on_device]
-    words += ["--lengths", "64" if args.tiny else str(LENGTH), "--plain_up_to", "1", "--repeats", "3"]
-    yield Part("training", [*words, "--output", f"{folder}/training"], folder)
+    for size in ["tiny"] if args.tiny else ["1B", "8B"]:
+        make_config(size).save_pretrained(folder / size)
+        words = ["scripts/benchmarks/training_speed.py", "--target", str(folder / size), "--kinds", *KINDS, *on_device]
+        words += ["--lengths", "64" if args.tiny else "2048", "--plain_up_to", "1", "--repeats", "3"]
+        yield Part(f"training-{size}", [*words, "--output", f"{folder}/training-{size}"], folder)
 
 
-def find_utilisation(training: dict[str, Any], args: GpuArguments, card: str) -> dict[str, float] | None:
-    """The MFU of training steps at the 8B shape; None without the card's peak. Operations that are computed again in
+def find_utilisation(training: dict[str, Any] | None, args: GpuArguments, card: str) -> dict[str, float]:
+    """The MFU of training steps by kind of heads; empty without the card's peak. Operations that are computed again in
     the backward pass count."""
     known = (peak for name, peak in PEAK_TFLOPS.items() if name.lower() in card.lower())
     peak = args.peak_tflops or next(known, None)
     if peak is None or not training:
-        return None
-    (cell,) = training["cells"]
-    config = make_config("tiny" if args.tiny else "8B")
-    length = cell["length"]
-    operations = count_operations(find_target_cost(config, length), find_draft_cost(config, length))
-    speed = cell["batch"] * length / cell["ours"]["total"]
-    return {
-        "tokens_per_second": speed,
-        "operations_per_token": operations,
-        "peak_tflops": peak,
-        "mfu": speed * operations / (peak * 1e12),
-    }
+        return {}
+    steps = {cell["kind"]: cell["ours"] for cell in training["cells"]}
+    return {kind: step["operations"] / (step["total"] * peak * 1e12) for kind, step in steps.items()}
 
 
 def report(parts: list[Part], args: GpuArguments) -> tuple[str, dict[str, Any]]:
@@ -143,7 +134,8 @@ def report(parts: list[Part], args: GpuArguments) -> tuple[str, dict[str, Any]]:
     machine = describe_machine(torch.device(args.device))
     name = machine["gpu"] or machine["cpu"]
     results = {part.title: json.loads(part.read("json") or "null") for part in parts[1:]}
-    utilisation = find_utilisation(results["training"], args, name)
+    training = {title: found for title, found in results.items() if title.startswith("training")}
+    utilisation = {title: find_utilisation(found, args, name) for title, found in training.items()}
     about = (
         "a rehearsal: toys, or no GPU" if args.tiny or not machine["gpu"] else "random weights in the 1B and 8B shapes"
     )
@@ -158,9 +150,8 @@ def report(parts: list[Part], args: GpuArguments) -> tuple[str, dict[str, Any]]:
     for part in parts:
         result = "passed" if part.returncode == 0 else f"FAILED ({part.returncode})"
         lines.append(f"| {part.title} | {result} | {part.seconds:.0f} |")
-    if utilisation is not None:
-        speed, mfu = utilisation["tokens_per_second"], utilisation["mfu"]
-        lines += ["", f"Training steps of EAGLE-3: {speed:,.0f} tokens/s, MFU {mfu:.1%}"]
+    for title, by_kind in utilisation.items():
+        lines += ["", f"{title}, MFU: " + ", ".join(f"{kind} {mfu:.1%}" for kind, mfu in by_kind.items())]
     for part in parts:
         shown = part.read("md") if part.returncode == 0 else ""
         lines += ["", f"## {part.title}", "", shown or f"```text\n{part.tail}\n```"]

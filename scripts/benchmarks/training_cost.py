@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.kinds.eagle3 import Eagle3Config, Eagle3Heads, default_feature_layers
+from scripts.measuring.operations import count_operations
 from scripts.shared.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 
@@ -36,13 +36,6 @@ TOKENIZED = 5e5  # tokens that one core tokenizes in a second
 READ = 2e9  # bytes per second at which a machine reads the target's weights
 NUM_STEPS = 7  # steps of the training-time test in the authors' code
 BYTES_TRAINED = 16  # of a trained float32 parameter: weight, gradient, AdamW's two moments
-# The flash kernel's causal products of two matrices [T, T]: two forward, five backward.
-FLASH_OPERATIONS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, *rest, **more: 2 * _causal_product(q),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, *rest, **more: (
-        5 * _causal_product(grad)
-    ),
-}
 LOSS_BYTES = 3 * 4 * 2**25  # three float32 tensors of training.losses.teacher.CHUNK_ELEMENTS
 
 
@@ -65,11 +58,6 @@ class CostArguments:
         for name, value in vars(self).items():
             if name != "target" and value is not False and value < 1:
                 raise ValueError(f"got --{name} {value}: give at least 1")
-
-
-def _causal_product(shape: torch.Size) -> int:
-    batch, heads, length, size = shape
-    return batch * heads * length * length * size  # 2 operations for each of the half that is seen
 
 
 @dataclass(frozen=True)
@@ -161,7 +149,7 @@ def _run_unroll(config: Any, length: int, *, recomputes: bool) -> tuple[int, flo
         heads.embed = lambda ids: torch.zeros(*ids.shape, config.hidden_size, dtype=torch.bfloat16)  # type: ignore[method-assign]
         features = torch.zeros(1, length, 3 * config.hidden_size, dtype=torch.bfloat16)
         with (
-            FlopCounterMode(display=False, custom_mapping=FLASH_OPERATIONS) as counter,
+            count_operations() as counter,
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
             torch.autocast("cpu", torch.bfloat16),
         ):
@@ -172,15 +160,10 @@ def _run_unroll(config: Any, length: int, *, recomputes: bool) -> tuple[int, flo
     return parameters, float(counter.get_total_flops()), float(size)
 
 
-def count_operations(target: TargetCost, draft: DraftCost) -> float:
-    """Operations per token of training."""
-    return target.forward + draft.unroll + REPLY_SHARE * (target.lm_head + draft.lm_head)
-
-
 def estimate(args: CostArguments, config: Any) -> dict[str, str]:
     target = find_target_cost(config, args.length)
     draft = find_draft_cost(config, args.length, recomputes=args.gradient_checkpointing)
-    operations = count_operations(target, draft)
+    operations = target.forward + draft.unroll + REPLY_SHARE * (target.lm_head + draft.lm_head)  # per token
     speed = args.num_gpus * UTILISATION * PEAK / operations
     tokens = args.conversations * args.conversation_tokens
     weights = whole = 2 * target.parameters

@@ -31,6 +31,7 @@ from inference import Target
 from scripts.benchmarks.plain_training import plain_loss, run_target
 from scripts.benchmarks.scripted.counting import reduce_vocabulary
 from scripts.measuring.environment import describe_machine, describe_program
+from scripts.measuring.operations import count_operations
 from scripts.measuring.render import Grid
 from scripts.shared.clock import read_clock
 from scripts.shared.one_line_errors import one_line_errors
@@ -98,12 +99,13 @@ class StepTimes:
 @dataclass(frozen=True)
 class Timing:
     """Medians over the repeats, in seconds. spread: the distance of the quartiles of whole steps over the median.
-    memory: the most bytes that a step allocates; weights and optimizer states do not count."""
+    memory: the most bytes that a step allocates; weights and optimizer states do not count. operations: of a step."""
 
     parts: list[float]
     total: float
     spread: float
     memory: int
+    operations: int
 
 
 class Bench:
@@ -201,7 +203,10 @@ def measure_cell(cell: Cell, implementations: Sequence[str], repeats: int) -> di
         parts = torch.tensor(steps, dtype=torch.float64)
         low, total, high = parts.sum(1).quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
         peak = measure_peak(bench, name, rows)
-        timings[name] = Timing(parts.median(0).values.tolist(), total, (high - low) / total, peak)
+        with count_operations() as counter:
+            bench.step(name, rows, clock)
+        operations = counter.get_total_flops()
+        timings[name] = Timing(parts.median(0).values.tolist(), total, (high - low) / total, peak, operations)
     return timings
 
 

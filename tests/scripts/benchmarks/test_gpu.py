@@ -18,14 +18,14 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     args = GpuArguments("cpu", tiny=True, peak_tflops=1.0, output=str(tmp_path / "page"))
     assert gpu.run(args, tmp_path) == 0, (tmp_path / "page.md").read_text()
     page, content = (tmp_path / "page.md").read_text(), json.loads((tmp_path / "page.json").read_text())
-    for title in ("tests", "chat-13m", "sizes", "training"):
+    for title in ("tests", "chat-13m", "sizes", "training-tiny"):
         assert f"| {title} | passed |" in page
         assert f"## {title}\n" in page
     assert "a rehearsal" in page
     assert "MFU" in page
     assert content["sizes"]["environment"]["simulated"]
-    assert content["training"]["cells"][0]["ours"]["total"] > 0
-    assert content["mfu"]["mfu"] > 0
+    assert content["training-tiny"]["cells"][0]["ours"]["total"] > 0
+    assert content["mfu"]["training-tiny"].keys() == {"eagle3", "mtp", "block"}
 
 
 def test_a_part_that_fails_is_reported(tmp_path: Path) -> None:
@@ -54,18 +54,19 @@ time.sleep(60)"""
 
 
 def test_the_parts_of_a_real_run(tmp_path: Path) -> None:
-    tests, chat, sizes, training = make_parts(GpuArguments("cuda"), tmp_path)
+    tests, chat, sizes, *training = make_parts(GpuArguments("cuda"), tmp_path)
     assert tests.words[1:5] == ["pytest", "tests", "-m", "gpu"]
     assert {"1B", "8B", "compiled"} <= set(sizes.words)
-    assert all("cuda" in part.words for part in (chat, sizes, training))
-    config = json.loads((tmp_path / "shape" / "config.json").read_text())
-    assert config["hidden_size"] == 4096
+    assert all("cuda" in part.words for part in (chat, sizes, *training))
+    sizes_of = {part.title: json.loads((Path(part.words[2]) / "config.json").read_text()) for part in training}
+    assert {title: config["hidden_size"] for title, config in sizes_of.items()} == {
+        "training-1B": 2048,
+        "training-8B": 4096,
+    }
 
 
 def test_the_utilisation_is_operations_over_time_and_peak() -> None:
-    training = {"cells": [{"batch": 2, "length": 64, "ours": {"total": 0.5}}]}
-    found = find_utilisation(training, GpuArguments(tiny=True), "NVIDIA H100 80GB HBM3")
-    assert found is not None
-    assert found["tokens_per_second"] == 256
-    assert found["mfu"] == pytest.approx(256 * found["operations_per_token"] / 989e12)
-    assert find_utilisation(training, GpuArguments(tiny=True), "a card of tomorrow") is None
+    cells = [{"kind": kind, "ours": {"total": 0.5, "operations": 989 * 10**9}} for kind in ("eagle3", "mtp")]
+    found = find_utilisation({"cells": cells}, GpuArguments(tiny=True), "NVIDIA H100 80GB HBM3")
+    assert found == {"eagle3": pytest.approx(0.002), "mtp": pytest.approx(0.002)}
+    assert find_utilisation({"cells": cells}, GpuArguments(tiny=True), "a card of tomorrow") == {}
