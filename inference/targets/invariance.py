@@ -18,6 +18,8 @@ from torch import Tensor
 from inference.targets.model_config import find_attention
 from inference.targets.probe_tree import draw_ids
 
+LEAST_ROWS = 4  # in float32, products of up to 3 rows have another kernel
+SMALL_PRODUCT = 4096  # multiplications; in bfloat16, products of at most as many have another kernel (torch 2.13, CPU)
 _NUM_NODES = 24
 _PATH = [0, 9, 22]  # far apart, and not in the first slots
 
@@ -40,6 +42,17 @@ def check_supported(causal_lm: Any, *, has_attention_interface: bool) -> None:
             f"batch_invariant=True replaces the attention implementation 'sdpa', and {name} has {implementation!r}: "
             "load the model with attn_implementation='sdpa', or leave batch_invariant out"
         )
+
+
+def count_least_rows(causal_lm: Any) -> int:
+    """Rows with which no linear layer has another kernel than with more of them.
+
+    >>> from torch import nn
+    >>> count_least_rows(nn.Linear(256, 256)), count_least_rows(nn.Linear(32, 16))
+    (4, 9)
+    """
+    smallest: int = min(weight.numel() for weight in causal_lm.parameters() if weight.dim() == 2)
+    return max(LEAST_ROWS, SMALL_PRODUCT // smallest + 1)
 
 
 @torch.no_grad()

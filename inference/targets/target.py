@@ -27,7 +27,7 @@ from inference.kernels.attention import can_use_kernel, fits_kernel
 from inference.kernels.packed_weights import is_packed, pack
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.invariance import check_invariance, check_supported
+from inference.targets.invariance import check_invariance, check_supported, count_least_rows
 from inference.targets.known_models import describe_model, find_known
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
@@ -42,9 +42,6 @@ from inference.targets.model_config import (
 )
 from inference.targets.parts import find_final_norm, find_final_norm_gain, read_weight, run_frozen, take_first_layers
 from inference.targets.probe import Findings, examine_encoder_decoder, examine_model
-
-# Libraries compute products of fewer rows in other ways (MKL in float32: up to three).
-LEAST_ROWS = 4
 
 
 class Nodes(Protocol):
@@ -189,7 +186,7 @@ class Target:
         """This target in batch-invariant mode: a token's scores do not depend, in a single bit, on the number of tokens
         in the pass, on its place in a tree, or on the other rows of the batch.
 
-        Attention adds in float64 (`attend_exactly`), and passes have at least LEAST_ROWS tokens.
+        Attention adds in float64 (`attend_exactly`), and passes have at least 4 tokens, more in tiny models.
 
         Raises:
             ValueError: the model's attention cannot be replaced, or a pass shows that its scores still depend on the
@@ -200,7 +197,7 @@ class Target:
         check_supported(self._causal_lm, has_attention_interface=self.backbone.has_attention_interface)
         mode = copy.copy(self)
         mode.masks = TreeMasks(self.masks.windows, torch.float64)
-        mode.least_rows = LEAST_ROWS
+        mode.least_rows = count_least_rows(self._causal_lm)
         if not self.findings.is_known_invariant:
             check_invariance(mode)
             self.findings.is_known_invariant.append(True)

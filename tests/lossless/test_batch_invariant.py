@@ -71,6 +71,20 @@ def test_other_families_and_dtypes(family: str, dtype: torch.dtype) -> None:
     assert decode_both(family, dtype, TREES[2], batch_invariant=True, do_sample=False)
 
 
+def test_small_products_have_one_kernel() -> None:
+    """In bfloat16, products of a few rows with the smallest layers (32 x 16) have another kernel than larger ones. Sums
+    of numbers that cancel each other show it."""
+    target = Target.of(tiny_target("llama", dtype=torch.bfloat16)).batch_invariant()
+    layer = target.model.model.layers[0].self_attn.k_proj
+    layer.weight.data.fill_(1.0)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, layer.in_features, generator=generator).bfloat16()
+    rows[:, torch.randperm(layer.in_features, generator=generator)[:2]] = torch.tensor([2.0**24, -(2.0**24)]).bfloat16()
+    expected = layer(rows)
+    for count in range(target.least_rows, 64):
+        assert torch.equal(layer(rows[:count]), expected[:count])
+
+
 def test_scores_differ_without_the_mode() -> None:
     """Or the tests above would show nothing."""
     assert not decode_both("llama", torch.float32, TREES[1], batch_invariant=False, do_sample=False)

@@ -249,6 +249,24 @@ def test_processors_that_read_the_text() -> None:
     assert not executor._eager
 
 
+def test_batch_invariant_steps() -> None:
+    """In trees and beside other rows, the scores of plain decoding in this mode, bit by bit."""
+    target = Target(tiny_target("llama", dtype=torch.bfloat16, num_hidden_layers=2))
+    settings = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    prompts, plain = [random_prompt(50 + row, seed=row) for row in range(3)], Decoder(target, batch_invariant=True)
+    expected = [plain.generate(prompt, **settings) for prompt in prompts]
+    drafter = ScriptedDrafter([output.sequences[0] for output in expected], VOCAB_SIZE)
+    decoder = Decoder(target, drafter, tree=DynamicTree(3, 3, 8), batch_invariant=True)
+    executor = capture(decoder)
+    found = decoder.generate(**pad_prompts(prompts), **settings)
+    assert sum(found.stats.accepted_histogram[1:]) > 0
+    for row, alone in enumerate(expected):
+        assert found.sequences[row, -16:].tolist() == alone.sequences[0, -16:].tolist()
+        assert all(torch.equal(mine[row], theirs[0]) for mine, theirs in zip(found.logits, alone.logits, strict=True))
+    assert executor.num_replays > 5
+    assert executor._eager == {"_extend", "expand_level"}, "only the script reads on the host"
+
+
 def test_another_batch_size_takes_other_graphs() -> None:
     target = Target(tiny_target("llama"))
     decoder = Decoder(target, tiny_heads("eagle3", target), tree=chain(2))
