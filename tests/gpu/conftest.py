@@ -7,20 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-HAS_CUDA = torch.cuda.is_available()
+CUDA_MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch finds no CUDA device: `make gpu` where there is one"
+    ),
+]
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not HAS_CUDA, reason="torch finds no CUDA device: `make gpu` where there is one"),
-            ],
-        ),
-    ]
-)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=CUDA_MARKS)])
 def device(request: Any) -> torch.device:
     return torch.device(request.param)
