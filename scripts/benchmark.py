@@ -39,7 +39,7 @@ from training.options.program_parser import ProgramParser
 
 GROUPS = {
     "target and drafters": "target heads drafter_model ngrams assistant tree acceptance",
-    "prompts and sampling": "prompts num_prompts max_new_tokens temperature batch_size seed",
+    "prompts and sampling": "prompts num_prompts max_new_tokens temperature repetition_penalty batch_size seed",
     "execution": "dtype compile pack_weights device threads repeats",
     "output": "json markdown plot",
 }
@@ -75,6 +75,9 @@ class BenchmarkArguments:
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
     temperature: list[float] = field(
         default_factory=lambda: [0.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
+    )
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "As in transformers: above 1, tokens of the text get lower scores; 1 = none."}
     )
     batch_size: list[int] = field(
         default_factory=lambda: [1],
@@ -128,6 +131,8 @@ class BenchmarkArguments:
         check_matrix(self, counts=counts, lists=("target", "prompts", "temperature", "acceptance", "batch_size"))
         if min(self.batch_size) < 1:
             raise ValueError(f"got --batch_size {' '.join(map(str, self.batch_size))}: give sizes of at least 1")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"got --repetition_penalty {self.repetition_penalty}: give a positive number; 1 = none")
         for rule in self.acceptance:
             resolve_rule(rule)
         if self.acceptance != ["exact"] and not any(self.temperature):
@@ -143,6 +148,7 @@ class BenchmarkArguments:
             seed=self.seed,
             repeats=self.repeats,
             batch_size=batch_size,
+            repetition_penalty=self.repetition_penalty,
         )
 
 

@@ -30,13 +30,14 @@ TRANSFORMERS, PLAIN = "transformers generate", "plain decoding"
 @dataclass(frozen=True)
 class Settings:
     """The settings of all contenders. max_new_tokens: per prompt. temperature: 0 = greedy. seed: of prompt 0; prompt i
-    uses seed + i. batch_size: prompts decoded together."""
+    uses seed + i. batch_size: prompts decoded together. repetition_penalty: as in transformers; 1 = none."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
     repeats: int = 3
     batch_size: int = 1
+    repetition_penalty: float = 1.0
 
     @property
     def is_sampled(self) -> bool:
@@ -45,6 +46,8 @@ class Settings:
     def generate_kwargs(self, max_new_tokens: int | None = None) -> dict[str, Any]:
         """Keyword arguments of transformers' `generate`."""
         kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens or self.max_new_tokens, "do_sample": self.is_sampled}
+        if self.repetition_penalty != 1:
+            kwargs["repetition_penalty"] = self.repetition_penalty
         # The target's whole distribution, whatever its generation config says: the same for all contenders.
         return {**kwargs, "temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.is_sampled else kwargs
 

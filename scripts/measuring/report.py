@@ -195,7 +195,8 @@ def _compare_texts(
             texts = [runs[place].texts[number] for runs in contender.runs]
             found = next((text for text in texts if text != expected), None)
             if found is not None:
-                difference = find_difference(prompt, expected, found, target, has_gap=not settings.is_sampled)
+                has_gap = not settings.is_sampled and settings.repetition_penalty == 1  # the logits decide
+                difference = find_difference(prompt, expected, found, target, has_gap=has_gap)
                 row.differences.append(difference)
     row.num_identical = row.num_compared - len(row.differences)
 

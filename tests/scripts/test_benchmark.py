@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from heads import create_heads
 from inference import GenerationStats, Target
 from inference.drafters.ngram import NgramDrafter
-from scripts.measuring.contenders import make_contenders
+from scripts.measuring.contenders import OurDecoding, TransformersDecoding, make_contenders
 from scripts.measuring.environment import describe_environment
 from scripts.measuring.matrix import name_heads
 from scripts.measuring.measure import (
@@ -78,6 +78,14 @@ def test_contenders_take_turns_in_rotating_order() -> None:
     assert [name for name, _ in calls[2:]] == ["a", "b", "b", "a", "a", "b"] + ["b", "a", "a", "b", "b", "a"]
     assert [len(runs) for runs in contenders[0].runs] == [3, 3]
     assert contenders[2].runs == []
+
+
+def test_a_repetition_penalty_changes_the_texts(target: Target, chat_tokenizer: Any) -> None:
+    story = encode_messages(chat_tokenizer, [{"role": "user", "content": "Write a short story about a dog."}])
+    batch = Batch.of(Prompt("", 0, story))
+    for decode in (OurDecoding(target, None), TransformersDecoding(target)):
+        text, other = (decode(batch, Settings(24, repetition_penalty=penalty)).texts[0] for penalty in (1.0, 3.0))
+        assert share_of_repeated_ngrams([text], n=1) > share_of_repeated_ngrams([other], n=1)
 
 
 def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) -> None:

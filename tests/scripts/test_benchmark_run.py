@@ -43,6 +43,7 @@ def test_a_run_over_batch_sizes(
     """Every row of every batch has the text that its prompt gets by itself; contenders without batches say so."""
     # Sampled text has no contender at batch size 1, so the reference is decoded.
     sizes, trees = ([2], ["chain:1"]) if temperature else ([1, 2], ["chain:1", "dynamic:2,2,4"])
+    penalty = 1.3 if temperature else 1.0
     names = ("json",) if temperature else ("json", "plot", "markdown")
     files = {name: str(tmp_path / "out" / f"report.{name}") for name in names}
     _, printed = decode_all(
@@ -50,6 +51,7 @@ def test_a_run_over_batch_sizes(
         prompts=[str(prompts)],
         heads=[str(heads_path)],
         temperature=[temperature],
+        repetition_penalty=penalty,
         batch_size=sizes,
         max_new_tokens=4,
         tree=trees,
@@ -63,6 +65,7 @@ def test_a_run_over_batch_sizes(
         assert (environment["dtype"], environment["num_prompts"], environment["temperature"]) == (
             "float32", 3, temperature,
         )  # fmt: skip
+        assert environment["repetition_penalty"] == penalty
         assert (environment["bandwidth_gb_s"], environment["matmul_gflop_s"]) == (10.0, 100.0)
         assert environment["cpu"]
         rows = {row["name"] + row["tree"]: row for row in report["rows"]}
@@ -177,6 +180,7 @@ def test_heads_for_another_target_than_the_only_one_are_an_error(
         (["--acceptance", "exakt", "--temperature", "1"], "acceptance is 'exakt'; allowed are exact, rejection"),
         (["--target", "a", "a"], "got --target a a: give one or more, each once"),
         (["--batch_size", "0", "2"], "got --batch_size 0 2: give sizes of at least 1"),
+        (["--repetition_penalty", "0"], "got --repetition_penalty 0.0: give a positive number; 1 = none"),
         (["--batch_size", "2", "2"], "got --batch_size 2 2: give one or more, each once"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl does not exist"),
     ],
