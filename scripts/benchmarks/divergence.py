@@ -1,19 +1,23 @@
 """Counts where decoding in low precision diverges from plain decoding, and how many divergences are near-ties.
 
     python scripts/benchmarks/divergence.py --heads examples/heads/eagle3 --dtype bfloat16 float32
-    python scripts/benchmarks/divergence.py --heads examples/heads/eagle3 --batch_invariant true --temperature 0.7
+    python scripts/benchmarks/divergence.py --heads examples/heads/eagle3 --batch_invariant true --batch_size 4
 
-There are two references: transformers' `generate` (of greedy text) and this library's plain decoding. After a
-divergence, decoding starts again after the reference's token, so every position is compared once. At each divergence,
-one pass in higher precision over the common text gives the logits of both tokens. If these are at most NEAR_TIE_STEPS
-steps of the dtype apart, the divergence is a near-tie.
+There are two references, both of single rows: this library's plain decoding, and transformers' `generate` (of greedy
+text at batch size 1, not in batch-invariant mode). After a divergence, decoding starts again after the reference's
+token, so every position is compared once. At each divergence, one pass in higher precision over the common text gives
+the logits of both tokens. If these are at most NEAR_TIE_STEPS steps of the dtype apart, the divergence is a near-tie.
+
+In batch-invariant mode, every decoding takes turns with itself in ordinary mode, and the table has the ratio of the
+times of their steps (on a CPU: CPU time) over the first batches.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +31,24 @@ from rich.progress import track
 
 from inference import Drafter, Target
 from inference.drafters.ngram import NgramDrafter
+from inference.execution.compiled import count_graphs
 from inference.noise import gumbel_noise, row_seeds
 from scripts.measuring.contenders import OurDecoding, TransformersDecoding
 from scripts.measuring.environment import describe_environment
 from scripts.measuring.matrix import load_all_heads
-from scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Prompt, Run, Settings, load_prompts
+from scripts.measuring.measure import (
+    PLAIN,
+    TRANSFORMERS,
+    Batch,
+    Prompt,
+    Run,
+    Settings,
+    load_prompts,
+    make_batches,
+)
 from scripts.measuring.render import Grid
 from scripts.measuring.texts import find_step
+from scripts.shared.clock import read_clock
 from scripts.shared.model_loading import fit_tree, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
@@ -43,10 +58,12 @@ DTYPES = ("bfloat16", "float16", "float32")
 # In bfloat16, two passes over the same text move the lead of one token over another by up to 3 steps where both choose
 # the same token (chat-13m, 10,000 positions); a fault in the code moves the lead by up to 300.
 NEAR_TIE_STEPS = 4.0
+NUM_TIMED = 12  # batches: several hundred steps of each decoding
 
 REFERENCES = (TRANSFORMERS, PLAIN)
 
-Decode = Callable[[list[int], int], list[int]]  # a prefix and how many tokens at most -> the new tokens
+Decoding = Callable[..., Run]  # a batch and settings -> its texts
+Decode = Callable[[list[list[int]], int], list[list[int]]]  # prefixes and how many tokens at most -> the new tokens
 
 
 @dataclass
@@ -57,13 +74,16 @@ class DivergenceArguments:
     )
     heads: list[str] = field(default_factory=list, metadata={"help": "Draft heads: folders or hub ids."})
     tree: list[str] = field(
-        default_factory=lambda: ["chain:4", "dynamic"],
+        default_factory=lambda: ["chain:4", "dynamic:4,4,16", "dynamic:5,8,60"],
         metadata={"help": "Trees for the heads, as in `draftsmith bench`; n-grams draft the first one."},
     )
     dtype: list[str] = field(
         default_factory=lambda: ["bfloat16"], metadata={"help": f"Dtypes to compare: {', '.join(DTYPES)}."}
     )
-    num_tokens: int = field(default=10_000, metadata={"help": "Number of positions to compare."})
+    num_prompts: int | None = field(default=None, metadata={"help": "Use only the first N prompts; none = all."})
+    batch_size: int = field(
+        default=1, metadata={"help": "Prompts decoded together; references decode each prompt by itself."}
+    )
     max_new_tokens: int = field(default=64, metadata={"help": "Longest text in tokens."})
     temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 = greedy."})
     batch_invariant: bool = field(
@@ -76,20 +96,35 @@ class DivergenceArguments:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.dtype if name not in DTYPES]:
             raise ValueError(f"got --dtype {' '.join(unknown)}; allowed are {', '.join(DTYPES)}")
-        if min(self.num_tokens, self.max_new_tokens) < 1:
-            raise ValueError("give --num_tokens and --max_new_tokens of at least 1")
+        if min(self.num_prompts or 1, self.batch_size, self.max_new_tokens) < 1:
+            raise ValueError("give --num_prompts, --batch_size and --max_new_tokens of at least 1")
 
 
 @dataclass
 class Tally:
-    """gaps: at each divergence, the distance of the two logits in higher precision, in steps of the dtype."""
+    """Attributes:
+    gaps: at each divergence, the distance of the two logits in higher precision, in steps of the dtype.
+    seconds: of all steps in batch-invariant and in ordinary mode; num_steps: their numbers.
+    """
 
+    num_texts: int = 0
+    num_equal: int = 0
     num_tokens: int = 0
     gaps: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    num_steps: list[int] = field(default_factory=lambda: [0, 0])
 
     @property
     def num_near_ties(self) -> int:
         return sum(gap <= NEAR_TIE_STEPS for gap in self.gaps)
+
+    @property
+    def cost(self) -> float | None:
+        """A step's time in batch-invariant mode over that in ordinary mode; None if nothing was timed."""
+        if not all(self.num_steps):
+            return None
+        own, ordinary = (seconds / count for seconds, count in zip(self.seconds, self.num_steps, strict=True))
+        return own / ordinary
 
 
 Tallies = dict[str, dict[str, Tally]]  # by reference and decoding
@@ -119,86 +154,136 @@ def make_judge(model: Any, temperature: float = 0.0) -> Judge:
     return judge
 
 
-def compare(tally: Tally, decode: Decode, prompt: list[int], text: list[int], judge: Judge) -> None:
-    """Adds one reference text to the tally.
+def compare(
+    tally: Tally, decode: Decode, prompts: Sequence[list[int]], texts: Sequence[list[int]], judge: Judge
+) -> None:
+    """Adds the reference texts of a batch to the tally.
 
     Raises:
-        RuntimeError: the decoding stops where the text continues.
+        RuntimeError: a decoding stops where the text continues.
     """
-    start = 0
-    while start < len(text):
-        found = decode([*prompt, *text[:start]], len(text) - start)
-        pairs = zip(text[start:], found, strict=False)
-        same = next((place for place, (token, other) in enumerate(pairs) if token != other), None)
-        if same is None:
-            if len(found) != len(text) - start:
-                raise RuntimeError(f"decoding ended after {len(found)} of {len(text) - start} tokens without an EOS")
-            break
-        tally.gaps.append(judge([*prompt, *text[: start + same]], (text[start + same], found[same])))
-        start += same + 1
-    tally.num_tokens += len(text)
+    starts: list[int | None] = [0] * len(texts)  # None: the row is compared, and keeps its place in the batch
+    num_gaps = [0] * len(texts)
+    while any(start is not None for start in starts):
+        prefixes = [[*prompt, *text[: start or 0]] for prompt, text, start in zip(prompts, texts, starts, strict=True)]
+        count = max(len(text) - start for text, start in zip(texts, starts, strict=True) if start is not None)
+        for row, found in enumerate(decode(prefixes, count)):
+            text, start = texts[row], starts[row]
+            if start is None:
+                continue
+            pairs = zip(text[start:], found, strict=False)
+            same = next((place for place, (token, other) in enumerate(pairs) if token != other), None)
+            if same is None:
+                if len(found) < len(text) - start:
+                    raise RuntimeError(
+                        f"decoding ended after {len(found)} of {len(text) - start} tokens without an EOS"
+                    )
+                starts[row] = None
+                continue
+            tally.gaps.append(judge([*prompts[row], *text[: start + same]], (text[start + same], found[same])))
+            num_gaps[row] += 1
+            starts[row] = start + same + 1 if start + same + 1 < len(text) else None
+    tally.num_texts += len(texts)
+    tally.num_equal += num_gaps.count(0)
+    tally.num_tokens += sum(map(len, texts))
 
 
-def make_decodings(target: Target, heads: dict[str, Drafter], args: DivergenceArguments) -> dict[str, Decode]:
+def make_decodings(
+    target: Target, heads: Mapping[str, Drafter], args: DivergenceArguments, *, batch_invariant: bool
+) -> dict[str, Decoding]:
     """All decodings by name, the references included."""
-    mode = {"is_compiled": args.compile, "batch_invariant": args.batch_invariant}
-    decodings: dict[str, Callable[..., Run]] = {REFERENCES[1]: OurDecoding(target, None, **mode)}
-    if args.temperature == 0:  # transformers' noise is its own
+    mode = {"is_compiled": args.compile, "batch_invariant": batch_invariant}
+    decodings: dict[str, Decoding] = {PLAIN: OurDecoding(target, None, **mode)}
+    if args.temperature == 0 and args.batch_size == 1 and not args.batch_invariant:  # transformers' noise is its own
         # A copy of the target nearly always agrees with it, so that nearly every token comes from a wide pass.
         assistant = copy.deepcopy(target.model)
         decodings |= {
-            REFERENCES[0]: TransformersDecoding(target),
+            TRANSFORMERS: TransformersDecoding(target),
             "transformers prompt look-up": TransformersDecoding(target, prompt_lookup_num_tokens=10),
             "transformers, assisted by a copy of the target": TransformersDecoding(target, assistant_model=assistant),
         }
     if not args.compile:
-        ngrams = OurDecoding(target, NgramDrafter(), tree=args.tree[0], batch_invariant=args.batch_invariant)
+        ngrams = OurDecoding(target, NgramDrafter(), tree=args.tree[0], batch_invariant=batch_invariant)
         decodings[f"n-grams, {args.tree[0]}"] = ngrams
     for name, drafter in heads.items():
         for tree in args.tree:
             own = fit_tree(tree, drafter.max_depth)
             decodings[f"{name}, {Path(own).stem}"] = OurDecoding(target, drafter, tree=own, **mode)
+    return decodings
 
-    def make(run: Callable[..., Run]) -> Decode:
-        def decode(prefix: list[int], count: int) -> list[int]:
-            prompt = Prompt("", 0, torch.tensor([prefix], device=target.device))
-            return run(Batch.of(prompt), Settings(count, args.temperature)).texts[0]
 
-        return decode
+def as_decode(decoding: Decoding, target: Target, temperature: float) -> Decode:
+    """The decoding as a function of lists; all rows have the same seed."""
 
-    return {name: make(run) for name, run in decodings.items()}
+    def decode(prefixes: list[list[int]], count: int) -> list[list[int]]:
+        rows = (Prompt("", 0, torch.tensor([prefix], device=target.device)) for prefix in prefixes)
+        return decoding(Batch.of(*rows), Settings(count, temperature)).texts
+
+    return decode
+
+
+def time_steps(tally: Tally, modes: Sequence[Decoding], batch: Batch, settings: Settings) -> None:
+    """Adds the steps of one batch, decoded in each mode. A text's steps take its time less that of its first token.
+    Runs that compile are repeated."""
+    device = batch.input_ids.device
+
+    def now() -> float:
+        return time.process_time() if device.type == "cpu" else read_clock(device)
+
+    for place, decoding in enumerate(modes):
+        graphs = -1
+        while graphs != count_graphs():
+            graphs, start = count_graphs(), now()
+            decoding(batch, settings, max_new_tokens=1)
+            first = now()
+            run = decoding(batch, settings)
+            seconds = now() - first - (first - start)
+        assert run.stats is not None
+        tally.seconds[place] += seconds
+        tally.num_steps[place] += run.stats.num_verify_passes
 
 
 def measure(args: DivergenceArguments, dtype: str) -> tuple[dict[str, Any], Tallies]:
-    """Compares every decoding with both references in one dtype. Returns the environment and the counts."""
+    """Compares every decoding with the references in one dtype. Returns the environment and the counts."""
     target, tokenizer = load_target(args.target, dtype=dtype, device=args.device)
-    heads = load_all_heads(args.heads, target, is_only_target=True)[0]
-    decodings, judge = make_decodings(target, dict(heads), args), make_judge(target.model, args.temperature)
+    heads: Mapping[str, Drafter] = load_all_heads(args.heads, target, is_only_target=True)[0]
+    decodings = make_decodings(target, heads, args, batch_invariant=args.batch_invariant)
+    ordinary = make_decodings(target, heads, args, batch_invariant=False) if args.batch_invariant else {}
+    decodes = {name: as_decode(decoding, target, args.temperature) for name, decoding in decodings.items()}
+    judge, settings = make_judge(target.model, args.temperature), Settings(args.max_new_tokens, args.temperature)
     references = [reference for reference in REFERENCES if reference in decodings]
-    tallies = {reference: {name: Tally() for name in decodings if name != reference} for reference in references}
-    for prompt in track(list(read_prompts(args, tokenizer, target)), description=dtype, transient=True):
-        ids: list[int] = prompt.input_ids[0].tolist()
+    has_itself = args.batch_invariant or args.batch_size > 1  # the reference in the batch, and its cost
+    tallies = {
+        reference: {name: Tally() for name in decodings if name != reference or has_itself} for reference in references
+    }
+    batches = make_batches(read_prompts(args, tokenizer, target), args.batch_size)
+    for number, batch in enumerate(track(batches, description=dtype, transient=True)):
+        prompts: list[list[int]] = [prompt.input_ids[0].tolist() for prompt in batch.prompts]
         for reference, own in tallies.items():
-            text = decodings[reference](ids, args.max_new_tokens)
+            texts = [decodes[reference]([prompt], args.max_new_tokens)[0] for prompt in prompts]
             for name, tally in own.items():
-                compare(tally, decodings[name], ids, text, judge)
-        if all(tally.num_tokens >= args.num_tokens for own in tallies.values() for tally in own.values()):
-            break
+                compare(tally, decodes[name], prompts, texts, judge)
+        for name, decoding in ordinary.items() if number < NUM_TIMED else ():
+            time_steps(tallies[PLAIN][name], (decodings[name], decoding), batch, settings)
     modes = {
         "batch-invariant": args.batch_invariant,
         "compiled": args.compile,
         f"T={args.temperature:g}": args.temperature,
+        f"batch {args.batch_size}": args.batch_size > 1,
     }
     environment = describe_environment(target, None, target=args.target, max_new_tokens=args.max_new_tokens)
     environment["dtype"] = ", ".join([dtype, *(name for name, is_on in modes.items() if is_on)])
     return environment, tallies
 
 
-def read_prompts(args: DivergenceArguments, tokenizer: Any, target: Target) -> Iterator[Prompt]:
-    """The prompts of all files, at most one for each token to compare."""
+def read_prompts(args: DivergenceArguments, tokenizer: Any, target: Target) -> list[Prompt]:
+    """The first prompts of all files together."""
+    prompts: list[Prompt] = []
     for path in args.prompts:
-        limits = {"num_prompts": args.num_tokens, "max_new_tokens": args.max_new_tokens}
-        yield from load_prompts(Path(path), tokenizer, target, **limits)[0]
+        num_left = None if args.num_prompts is None else args.num_prompts - len(prompts)
+        limits = {"num_prompts": num_left, "max_new_tokens": args.max_new_tokens}
+        prompts += load_prompts(Path(path), tokenizer, target, **limits)[0] if num_left != 0 else []
+    return prompts
 
 
 def make_grids(environment: dict[str, Any], tallies: Tallies) -> Iterator[Grid]:
@@ -208,8 +293,12 @@ def make_grids(environment: dict[str, Any], tallies: Tallies) -> Iterator[Grid]:
             count, scale = len(tally.gaps), 1e4 / tally.num_tokens
             rate = f"{count * scale:.1f} ± {count**0.5 * scale:.1f}" if count else f"0 (< {3 * scale:.0f})"
             largest = f"{max(tally.gaps):.1f}" if count else "–"
-            cells.append([name, f"{tally.num_tokens:,}", rate, f"{tally.num_near_ties}/{count}", largest])
-        columns = ["decoding", "positions", "divergences per 10,000", "near-ties", "largest gap, steps"]
+            equal = f"{tally.num_equal} of {tally.num_texts}"
+            cells.append([name, equal, f"{tally.num_tokens:,}", rate, f"{tally.num_near_ties}/{count}", largest])
+            if any(tally.cost is not None for tally in own.values()):
+                cells[-1].append("–" if tally.cost is None else f"{tally.cost:.2f}")
+        columns = ["decoding", "equal texts", "positions", "divergences per 10,000", "near-ties", "largest gap, steps"]
+        columns += ["step time / ordinary"] if len(cells[0]) > len(columns) else []
         yield Grid(f"{environment['target']}, {environment['dtype']}, against {reference}", columns, cells)
 
 
