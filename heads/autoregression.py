@@ -65,6 +65,7 @@ class AutoregressionState:
         ancestors: [B, 1 + R, R] bool, which scratch rows each row of `hidden` sees.
         base: [1], where the last frontier begins in `hidden`.
         depth: [1], how many levels there are so far.
+        draft_token_ids: as the heads', made once.
     """
 
     cache: DraftCache
@@ -72,6 +73,7 @@ class AutoregressionState:
     ancestors: Tensor
     base: Tensor
     depth: Tensor
+    draft_token_ids: Tensor | None
 
 
 class AutoregressionHeads(DraftHeads):
@@ -104,6 +106,11 @@ class AutoregressionHeads(DraftHeads):
                 self.embed_tokens.weight.copy_(
                     target.embed_tokens(torch.arange(target.vocab_size, device=target.device))
                 )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """transformers' own walks through all parameters at every call."""
+        return self.layer.self_attn.k_proj.weight.dtype
 
     @property
     @abstractmethod
@@ -171,7 +178,7 @@ class AutoregressionHeads(DraftHeads):
         rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
         hidden = torch.zeros(batch_size, rows, self.config.hidden_size, device=self.device, dtype=self.dtype)
         ancestors = torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device)
-        return AutoregressionState(cache, hidden, ancestors, zero, zero.clone())
+        return AutoregressionState(cache, hidden, ancestors, zero, zero.clone(), self.draft_token_ids)
 
     def draft_caches(self, state: AutoregressionState) -> list[DraftCache]:
         return [state.cache]
@@ -200,7 +207,7 @@ class AutoregressionHeads(DraftHeads):
             last_hidden = torch.where((here > 0)[:, None, None], hidden.gather(1, last), last_hidden)
         state.hidden.narrow(1, 0, 1).copy_(last_hidden)
         state.base, state.depth = torch.zeros_like(state.base), torch.zeros_like(state.depth)
-        return DraftLogits(self.score(last_hidden), self.draft_token_ids)
+        return DraftLogits(self.score(last_hidden), state.draft_token_ids)
 
     def expand(self, state: AutoregressionState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         width, cache, attention = token_ids.shape[1], state.cache, self.layer.self_attn
@@ -218,4 +225,4 @@ class AutoregressionHeads(DraftHeads):
         state.hidden.index_copy_(1, 1 + own, hidden)
         state.ancestors.index_copy_(1, 1 + own, ancestors)
         state.base, state.depth = 1 + own[:1], state.depth + 1
-        return DraftLogits(self.score(hidden), self.draft_token_ids)
+        return DraftLogits(self.score(hidden), state.draft_token_ids)

@@ -39,23 +39,26 @@ class RotaryEmbedding:
             rope = self.config.rope_parameters
             if rope["rope_type"] == "default":
                 exponents = torch.arange(0, self.config.head_dim, 2, device=device).float() / self.config.head_dim
-                self.frequencies[device] = (rope["rope_theta"] ** -exponents, 1.0)
+                frequencies, scale = rope["rope_theta"] ** -exponents, 1.0
             else:
-                self.frequencies[device] = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
+                frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
+            self.frequencies[device] = torch.cat([-frequencies, frequencies]), scale
         return self.frequencies[device]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [B, Q] int64 -> cos, sin [B, 1, Q, d] float32."""
+        """positions [B, Q] int64 -> cos, sin [B, 1, Q, d] float32; the first half of the sines is negative."""
         frequencies, scale = self._frequencies(positions.device)
-        angles = positions[:, None, :, None].float() * frequencies
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos() * scale, angles.sin() * scale
+        angles = positions[:, None, :, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies RoPE (half-split layout, as Llama's) to x [B, H, Q, d] in float32, back in x's dtype."""
-    first, second = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+    """Applies RoPE (half-split layout, as Llama's) to x [B, H, Q, d] in float32, back in x's dtype.
+
+    cos, sin: from `RotaryEmbedding`.
+    """
+    return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
 
 
 class _NormInFloat32(torch.autograd.Function):

@@ -198,7 +198,8 @@ class TreeCache(Cache):
         """Called by the model's layers: writes [B, H, N, width] rows into the open slots, returns the layer's view."""
         start = self._view_start(self._windows[layer_idx])
         keys, values = self.write(layer_idx, self.slots, key_states, value_states)
-        return keys[:, :, start : self.view], values[:, :, start : self.view]
+        size = self.view - start
+        return keys.narrow(2, start, size), values.narrow(2, start, size)
 
     def write(self, layer_idx: int, slots: Tensor, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Writes [B, H, N, width] rows into `slots` [B, N] of one layer; returns all its keys and values."""

@@ -31,6 +31,7 @@ class DraftSampling:
     Attributes:
         warp: the target's prefix-free logits processors, applied to draft logits [R, C] (arXiv 2211.17192, section 2.2:
             every sampling setting is an adjusted distribution, applied to p and q alike); None = greedy decoding.
+        greedy_temperature: of the scores when the target is greedy.
         noise: [B, depth + 1, V] float32 Gumbel noise: entry d is for the token drawn at the nodes of depth d;
             None = greedy, or uncoupled drafting.
         seeds: [B] int64, of this step only: drafts are drawn at random (`draw`), for acceptance rules that compare p
@@ -42,6 +43,7 @@ class DraftSampling:
     noise: Tensor | None = None
     seeds: Tensor | None = None
     vocab_size: int = 0
+    greedy_temperature: float = GREEDY_TEMPERATURE
 
     def at_depth(self, depth: int) -> DraftSampling:
         """The same for nodes of one depth only: `noise` is [B, 1, V]."""
@@ -61,14 +63,14 @@ class DraftSampling:
     def score(self, draft: DraftLogits) -> Tensor:
         """Log-scores [B, W or 1, C] float32 of the children of nodes of one depth, normalised over the columns.
 
-        They are log q, at `GREEDY_TEMPERATURE` when the target is greedy; coupled drafting adds the target's own Gumbel
+        They are log q, at `greedy_temperature` when the target is greedy; coupled drafting adds the target's own Gumbel
         noise (arXiv 2408.07978).
         """
         logits = draft.logits.float()
         if self.warp is not None:
             logits = warp_candidates(self.warp, logits)
         elif self.noise is None:
-            logits = logits / GREEDY_TEMPERATURE
+            logits = logits / self.greedy_temperature
         if self.noise is not None:
             noise_BV = self.noise[:, 0]
             if draft.token_ids is None:

@@ -37,9 +37,7 @@ class AuthorsTree(DynamicTree):
         *,
         run: Run = run_eagerly,
     ) -> TokenTree:
-        if sampling.warp is None:  # greedy: our own trees use another temperature
-            sampling = replace(sampling, warp=lambda logits: logits)
-        return super().grow(drafter, state, root_ids, draft, sampling, run=run)
+        return super().grow(drafter, state, root_ids, draft, replace(sampling, greedy_temperature=1.0), run=run)
 
 
 @dataclass(frozen=True)

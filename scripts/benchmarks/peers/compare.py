@@ -1,21 +1,22 @@
-"""Compares acceptance lengths with those of the EAGLE and Medusa authors' own code, on a CPU.
+"""Compares acceptance lengths and speed with those of the EAGLE and Medusa authors' own code, on one thread of a CPU.
 
     python scripts/benchmarks/peers/compare.py --eagle EAGLE_CHECKOUT --eagle_python EAGLE_ENV/bin/python \\
         --medusa MEDUSA_CHECKOUT --medusa_python MEDUSA_ENV/bin/python --json outputs/peers.json
 
-Both sides decode the same prompts in float32 with the same heads and trees. The authors' files are not edited.
-Environments that work: torch 2.13 with transformers 4.53.3 for EAGLE, and with transformers 4.36.2 and numpy 1 for
-Medusa.
+Both sides decode the same prompts with the same heads and trees, in turns, prompt by prompt. The authors' files are not
+edited. Environments that work: torch 2.13 with transformers 4.53.3 for EAGLE, and with transformers 4.36.2 and numpy 1
+for Medusa.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 from rich.console import Console
 
-from heads import DraftHeads
 from inference import Decoder
 from inference.trees.static import StaticTree
 from scripts.benchmarks.peers.cases import CASES, PEERS, Case
 from scripts.benchmarks.peers.exports import write_heads, write_target
-from scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, read_worker, trim
+from scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, tokens_per_second, trim
+from scripts.benchmarks.peers.worker import Worker
 from scripts.measuring.environment import describe_machine, describe_program
 from scripts.measuring.measure import Prompt, load_prompts
 from scripts.measuring.render import Grid
@@ -39,6 +40,9 @@ from scripts.shared.model_loading import load_heads, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
+
+MODES: dict[str, dict[str, Any]] = {"eager": {}, "packed": {"pack_weights": True}, "compiled": {"compile": True}}
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass
@@ -56,11 +60,20 @@ class CompareArguments:
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
     num_seeds: int = field(default=3, metadata={"help": "Texts for each prompt at temperature 1."})
     cases: list[str] = field(default_factory=lambda: list(CASES), metadata={"help": f"Of {', '.join(CASES)}."})
+    dtypes: list[str] = field(default_factory=lambda: ["float32"], metadata={"help": f"Of {', '.join(DTYPES)}."})
+    modes: list[str] = field(
+        default_factory=lambda: ["eager", "packed"],
+        metadata={
+            "help": f"How this library decodes, of {', '.join(MODES)}. The first mode's texts are compared with theirs."
+        },
+    )
     json: str | None = field(default=None, metadata={"help": "Write the results to this file."})
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.cases if name not in CASES]:
-            raise ValueError(f"got --cases {' '.join(unknown)}; allowed are {', '.join(CASES)}")
+        for option, allowed in (("cases", CASES), ("dtypes", DTYPES), ("modes", MODES)):
+            given = getattr(self, option)
+            if not given or set(given) - set(allowed):
+                raise ValueError(f"got --{option} {' '.join(given)}; allowed are {', '.join(allowed)}")
         for name in PEERS:
             if (getattr(self, name) is None) != (getattr(self, f"{name}_python") is None):
                 raise ValueError(f"give both --{name} and --{name}_python, or neither")
@@ -74,74 +87,90 @@ class CompareArguments:
 
 
 class Comparison:
-    """Runs both sides on the same prompts.
+    """Runs both sides on the same prompts in one dtype.
 
     Args:
         folder: scratch, for exports and jobs.
     """
 
-    def __init__(self, args: CompareArguments, folder: Path) -> None:
-        self.args = args
-        self.folder = folder
-        self.target, tokenizer = load_target(args.target, dtype="float32", device="cpu")
+    def __init__(self, args: CompareArguments, dtype: str, folder: Path) -> None:
+        self.args, self.dtype, self.folder = args, dtype, folder
+        self.target, tokenizer = load_target(args.target, dtype=dtype, device="cpu")
         limits = {"num_prompts": args.num_prompts, "max_new_tokens": args.max_new_tokens}
         self.prompts = load_prompts(Path(args.prompts), tokenizer, self.target, **limits)[0]
         self.eos = tokenizer.eos_token_id
         write_target(self.target, self.eos, folder / "target")
 
     def run(self, case: Case, temperature: float) -> dict[str, Any]:
-        """One row: each side's acceptance length with its standard error, and the texts that differ."""
-        seeds = range(self.args.num_seeds if temperature else 1)
-        heads = load_heads(str(Path(self.args.heads) / case.heads), self.target)
-        header, theirs = self.run_theirs(case, heads, temperature, seeds)
-        same_tree = case.tree or StaticTree(header.pop("tree"))
-        same = self.run_ours(Decoder(self.target, heads, tree=same_tree, is_coupled=False), temperature, seeds)
-        own = self.run_ours(Decoder(self.target, heads, tree=case.own_tree), temperature, seeds)
-        row = {"case": case.title, "temperature": temperature, "num_texts": len(same), **header}
-        for name, texts in (("theirs", theirs), ("same_settings", same), ("own_settings", own)):
-            mean, error = mean_and_error(texts, len(seeds))
-            row[name] = {"mean": mean, "error": error}
-        return row if temperature else {**row, "differences": self.find_differences(theirs, same)}
+        """One row: each side's acceptance length with its standard error, its speed, and the texts that differ."""
+        num_seeds = self.args.num_seeds if temperature else 1
+        with self.start_worker(case, temperature) as worker:
+            tree = case.tree or StaticTree(worker.header.pop("tree"))
+            sides: dict[str, Callable[[Prompt, int], Text]] = {
+                "theirs": lambda prompt, seed: worker.decode(prompt.input_ids[0].tolist(), seed)
+            }
+            for mode in self.args.modes:
+                sides[mode] = self.make_ours(case, temperature, tree=tree, is_coupled=False, **MODES[mode])
+            first = self.args.modes[0]
+            sides["own_settings"] = self.make_ours(case, temperature, tree=case.own_tree, **MODES[first])
+            texts = self.take_turns(sides, num_seeds)
+        row = {"case": case.title, "dtype": self.dtype, "temperature": temperature, "num_texts": len(texts["theirs"])}
+        row |= worker.header
+        speeds = {name: tokens_per_second(own) for name, own in texts.items()}
+        texts["theirs"] = [trim(text, self.eos, self.args.max_new_tokens) for text in texts["theirs"]]
+        for name, own in texts.items():
+            mean, error = mean_and_error(own, num_seeds)
+            row[name] = {"mean": mean, "error": error, "tokens_per_second": speeds[name]}
+        if not temperature:
+            row["differences"] = self.find_differences(texts["theirs"], texts[first])
+        return row
 
-    def run_theirs(
-        self, case: Case, heads: DraftHeads, temperature: float, seeds: Sequence[int]
-    ) -> tuple[dict[str, Any], list[Text]]:
-        """The worker's first line, and a text for each prompt and seed."""
+    def take_turns(self, sides: dict[str, Callable[[Prompt, int], Text]], num_seeds: int) -> dict[str, list[Text]]:
+        """Each side's texts, `num_seeds` of a prompt one after the other. Who decodes a prompt first rotates."""
+        names, texts = list(sides), {name: [] for name in sides}
+        for decode in sides.values():
+            decode(self.prompts[0], 0)  # warm-up
+        for turn, (prompt, seed) in enumerate(itertools.product(self.prompts, range(num_seeds))):
+            for place in range(len(names)):
+                name = names[(turn + place) % len(names)]
+                texts[name].append(sides[name](prompt, prompt.index * num_seeds + seed))
+        return texts
+
+    def start_worker(self, case: Case, temperature: float) -> Worker:
         peer = PEERS[case.peer]
         if not (self.folder / case.heads).is_dir():
+            heads = load_heads(str(Path(self.args.heads) / case.heads), self.target)
             write_heads(heads, self.target, peer.form, self.folder / case.heads)
         job = {
             "target": "target",  # short names: older transformers look for kinds of models in the names of folders
             "heads": case.heads,
-            "prompts": [prompt.input_ids[0].tolist() for prompt in self.prompts for _ in seeds],
             # Their loop ends with more tokens than this. The last bonus token is known as one more step's root.
             "max_new_tokens": self.args.max_new_tokens - 1,
             "temperature": temperature,
-            "seed": 0,
+            "dtype": self.dtype,
             **case.job,
         }
-        (self.folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         python, checkout = (Path(getattr(self.args, name)).absolute() for name in (f"{case.peer}_python", case.peer))
-        environment = {**os.environ, "PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1"}
-        command = [str(python), str(peer.worker), "job.json"]
-        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ValueError(f"{' '.join(command[:2])} failed: {done.stderr.strip()[-500:]}")
-        header, texts = read_worker(done.stdout)
-        return header, [trim(text, self.eos, self.args.max_new_tokens) for text in texts]
+        return Worker(python, peer.worker, checkout, self.folder, job)
 
-    def run_ours(self, decoder: Decoder, temperature: float, seeds: Sequence[int]) -> list[Text]:
+    def make_ours(self, case: Case, temperature: float, **options: Any) -> Callable[[Prompt, int], Text]:
+        """Decodes with a `Decoder` of these options."""
+        decoder = Decoder(self.target, load_heads(str(Path(self.args.heads) / case.heads), self.target), **options)
         settings: dict[str, Any] = {"max_new_tokens": self.args.max_new_tokens, "do_sample": temperature > 0}
         if temperature:
             settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-        texts = []
-        for number, prompt in enumerate(self.prompts):
-            for seed in seeds:
-                output = decoder.generate(prompt.input_ids, seed=number * len(seeds) + seed, **settings)
-                counts = enumerate(output.stats.accepted_histogram, 1)
-                lengths = [length for length, count in counts for _ in range(count)]
-                texts.append(Text(output.sequences[0, prompt.input_ids.shape[1] :].tolist(), lengths))
-        return texts
+
+        def decode(prompt: Prompt, seed: int) -> Text:
+            start = time.process_time()
+            output = decoder.generate(prompt.input_ids, seed=seed, **settings)
+            seconds = time.process_time() - start
+            if output.stats.seconds["compile"]:  # once more, with the graphs that this text needed
+                return decode(prompt, seed)
+            counts = enumerate(output.stats.accepted_histogram, 1)
+            lengths = [length for length, count in counts for _ in range(count)]
+            return Text(output.sequences[0, prompt.input_ids.shape[1] :].tolist(), lengths, seconds)
+
+        return decode
 
     def find_differences(self, theirs: Sequence[Text], ours: Sequence[Text]) -> list[dict[str, Any]]:
         """The greedy texts that differ, each with the target's logits of both tokens at the first difference."""
@@ -172,48 +201,64 @@ def describe_checkout(path: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def make_grid(rows: Sequence[dict[str, Any]]) -> Grid:
-    """The table of all rows, with a note for each greedy text that differs."""
-    columns = ["heads and tree", "T", "authors' code", "same settings", "own settings", "same text"]
-    cells, notes = [], []
+def make_grids(rows: Sequence[dict[str, Any]], modes: Sequence[str]) -> list[Grid]:
+    """The tables of acceptance lengths, with a note for each greedy text that differs, and of speed."""
+    columns = ["heads and tree", "dtype", "T"]
+    lengths, speeds, notes = [], [], []
     for row in rows:
-        means = [f"{row[n]['mean']:.3f} ± {row[n]['error']:.3f}" for n in ("theirs", "same_settings", "own_settings")]
+        first = [row["case"], row["dtype"], f"{row['temperature']:g}"]
+        means = [f"{row[name]['mean']:.3f} ± {row[name]['error']:.3f}" for name in ("theirs", modes[0], "own_settings")]
         differences = row.get("differences")
         same = "–" if differences is None else f"{row['num_texts'] - len(differences)}/{row['num_texts']}"
-        cells.append([row["case"], f"{row['temperature']:g}", *means, same])
+        lengths.append([*first, *means, same])
+        theirs = row["theirs"]["tokens_per_second"]
+        ours = [row[mode]["tokens_per_second"] for mode in modes]
+        speeds.append([*first, f"{theirs:.1f}", *(f"{speed:.1f} ({speed / theirs:.2f}x)" for speed in ours)])
         for one in differences or []:
-            theirs, ours = ("the end" if logit is None else f"{logit:.6f}" for logit in one["logits"])
+            scores = ["the end" if logit is None else f"{logit:.6f}" for logit in one["logits"]]
             notes.append(
-                f"{row['case']}: {one['prompt']} differs at token {one['place']}; the target's logits are {theirs} for "
-                f"the authors' token and {ours} for ours"
+                f"{row['case']}, {row['dtype']}: {one['prompt']} differs at token {one['place']}; the target's logits "
+                f"are {scores[0]} for the authors' token and {scores[1]} for ours"
             )
     legend = (
         "Tokens per verify step of all texts ± the standard error over prompts. Same settings: their tree and scores, "
         "uncoupled. Own settings: this library's tree of as many nodes, coupled at T = 1."
     )
-    return Grid("Acceptance lengths beside the authors' own code", columns, cells, [*notes, legend])
+    length_columns = [*columns, "authors' code", "same settings", "own settings", "same text"]
+    return [
+        Grid("Acceptance lengths beside the authors' own code", length_columns, lengths, [*notes, legend]),
+        Grid(
+            "Speed beside the authors' own code",
+            [*columns, "authors' code", *modes],
+            speeds,
+            ["Tokens per second of CPU time, prompt passes included, with the same settings on both sides."],
+        ),
+    ]
 
 
-def run(args: CompareArguments, console: Console) -> Grid:
-    """Measures all rows, then prints the table. The JSON file is written after each row."""
-    names = ("target", "prompts", "max_new_tokens", "num_seeds")
+def run(args: CompareArguments, console: Console) -> list[Grid]:
+    """Measures all rows, then prints the tables. The JSON file is written after each row."""
+    torch.set_num_threads(1)
+    names = ("target", "prompts", "num_prompts", "max_new_tokens", "num_seeds", "modes")
     checkouts = {name: describe_checkout(path) for name in PEERS if (path := getattr(args, name)) is not None}
     environment = {**describe_machine(torch.device("cpu")), **describe_program(), "checkouts": checkouts}
     rows: list[dict[str, Any]] = []
     content = {"environment": environment | {name: getattr(args, name) for name in names}, "rows": rows}
-    with tempfile.TemporaryDirectory() as folder:
-        comparison = Comparison(args, Path(folder))
-        for case in args.chosen():
-            for temperature in (0.0, 1.0) if case.is_sampled else (0.0,):
-                rows.append(comparison.run(case, temperature))
-                console.print(f"done: {case.title}, T = {temperature:g}", highlight=False)
-                if args.json is not None:
-                    write_text(Path(args.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
-    grid = make_grid(rows)
-    grid.print(console)
+    for dtype in args.dtypes:
+        with tempfile.TemporaryDirectory() as folder:
+            comparison = Comparison(args, dtype, Path(folder))
+            for case in args.chosen():
+                for temperature in (0.0, 1.0) if case.is_sampled else (0.0,):
+                    rows.append(comparison.run(case, temperature))
+                    console.print(f"done: {case.title}, {dtype}, T = {temperature:g}", highlight=False)
+                    if args.json is not None:
+                        write_text(Path(args.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
+    grids = make_grids(rows, args.modes)
+    for grid in grids:
+        grid.print(console)
     if args.json is not None:
         console.print(f"wrote {args.json}", markup=False, highlight=False)
-    return grid
+    return grids
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,14 +2,17 @@
 
     PYTHONPATH=CHECKOUT ENV/bin/python eagle_worker.py JOB.json
 
-The job: target and heads (folders), is_eagle3, tree (total_token, depth, top_k), prompts (token ids), max_new_tokens,
-temperature, seed. The first JSON line on stdout has versions. Then there is one line for each prompt: its tokens after
-the prompt, and how many tokens each verify step appended, its tree's root and the drafts accepted after it.
+The job: target and heads (folders), is_eagle3, tree (total_token, depth, top_k), max_new_tokens, temperature, dtype.
+The first JSON line on stdout has versions. Then each JSON line on stdin is a prompt (token ids) and a seed, and gets
+one line: the tokens after the prompt, how many tokens each verify step appended (its tree's root and the drafts
+accepted after it), and the CPU seconds.
 """
 
+import itertools
 import json
 import random
 import sys
+import time
 
 import torch
 import transformers
@@ -25,21 +28,22 @@ def main():
         use_eagle3=job["is_eagle3"],
         base_model_path=job["target"],
         ea_model_path=job["heads"],
-        torch_dtype=torch.float32,
+        torch_dtype=getattr(torch, job["dtype"]),
         **job["tree"],
     ).eval()
-    print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__}))
-    for number, prompt in enumerate(job["prompts"]):
-        torch.manual_seed(job["seed"] + number)
-        random.seed(job["seed"] + number)  # their acceptance draws from it, their bonus tokens from torch's
-        steps = model.ea_generate(
-            torch.tensor([prompt]), temperature=job["temperature"], max_new_tokens=job["max_new_tokens"]
-        )
-        lengths, text = [], prompt
-        for ids in steps:
-            lengths.append(ids.shape[1] - len(text))
-            text = ids[0].tolist()
-        print(json.dumps({"tokens": text[len(prompt) :], "lengths": lengths}), flush=True)
+    print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        torch.manual_seed(asked["seed"])
+        random.seed(asked["seed"])  # their acceptance draws from it, their bonus tokens from torch's
+        prompt = torch.tensor([asked["prompt"]])
+        start = time.process_time()
+        steps = model.ea_generate(prompt, temperature=job["temperature"], max_new_tokens=job["max_new_tokens"])
+        texts = [prompt, *steps]
+        seconds = time.process_time() - start
+        lengths = [after.shape[1] - before.shape[1] for before, after in itertools.pairwise(texts)]
+        tokens = texts[-1][0, prompt.shape[1] :].tolist()
+        print(json.dumps({"tokens": tokens, "lengths": lengths, "seconds": seconds}), flush=True)
 
 
 main()

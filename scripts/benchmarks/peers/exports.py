@@ -18,7 +18,7 @@ SHARD_SIZE = "16MB"  # their EAGLE reads the embedding through the index of seve
 
 
 def write_target(target: Target, eos_token_id: int, folder: Path) -> None:
-    """Writes a float32 Llama under a config of older transformers.
+    """Writes a Llama under a config of older transformers.
 
     Token ids are the only interface, so its tokenizer has numbers for words. Older tokenizers read this file, too.
 
@@ -33,7 +33,7 @@ def write_target(target: Target, eos_token_id: int, folder: Path) -> None:
     target.model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
     old = {**settings, "architectures": ["LlamaForCausalLM"], "rope_theta": rope["rope_theta"], "rope_scaling": None}
     del old["rope_parameters"], old["dtype"]
-    old["torch_dtype"] = "float32"
+    old["torch_dtype"] = str(target.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(old, indent=1), encoding="utf-8")
     words = {str(token): token for token in range(target.vocab_size)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")))

@@ -1,26 +1,20 @@
-"""Texts of both sides: what a worker prints, where a text ends, acceptance lengths, differences."""
+"""Texts of both sides: where a text ends, acceptance lengths, speed, differences."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Text:
-    """tokens: after the prompt. lengths: tokens of each verify step, its bonus token or its root counted."""
+    """tokens: after the prompt. lengths: tokens of each verify step, its bonus token or its root counted.
+    seconds: CPU time, the prompt's pass included."""
 
     tokens: list[int]
     lengths: list[int]
-
-
-def read_worker(output: str) -> tuple[dict[str, Any], list[Text]]:
-    """The first JSON line, and the texts of the other JSON lines; libraries may print lines of their own."""
-    header, *texts = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return header, [Text(**text) for text in texts]
+    seconds: float = 0.0
 
 
 def trim(text: Text, eos: int, max_new_tokens: int) -> Text:
@@ -30,7 +24,7 @@ def trim(text: Text, eos: int, max_new_tokens: int) -> Text:
     root is known before the step:
 
     >>> trim(Text([5, 6, 2, 9, 9], [2, 1, 2]), eos=2, max_new_tokens=8)  # the first step's bonus token is EOS
-    Text(tokens=[5, 6, 2], lengths=[2])
+    Text(tokens=[5, 6, 2], lengths=[2], seconds=0.0)
     """
     end = min(text.tokens.index(eos) + 1 if eos in text.tokens else max_new_tokens, max_new_tokens)
     lengths, known = [], 1
@@ -39,7 +33,7 @@ def trim(text: Text, eos: int, max_new_tokens: int) -> Text:
             break
         lengths.append(length)
         known += length
-    return Text(text.tokens[:end], lengths)
+    return replace(text, tokens=text.tokens[:end], lengths=lengths)
 
 
 def mean_and_error(texts: Sequence[Text], num_seeds: int) -> tuple[float, float]:
@@ -56,6 +50,11 @@ def mean_and_error(texts: Sequence[Text], num_seeds: int) -> tuple[float, float]
         return mean, 0.0
     left = [sum(own) - mean * len(own) for own in lengths]  # of the ratio estimator, whose sum is 0
     return mean, statistics.stdev(left) * len(left) ** 0.5 / num_steps
+
+
+def tokens_per_second(texts: Sequence[Text]) -> float:
+    """Tokens of the prompt passes and of all verify steps, also those after a text's end, per second of CPU time."""
+    return sum(1 + sum(text.lengths) for text in texts) / sum(text.seconds for text in texts)
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from heads import HEAD_TYPES, create_heads
 from inference import Decoder, Target
+from inference.kernels import packed_weights
 from inference.kernels.packed_weights import PackedLinear, pack
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
@@ -22,6 +28,49 @@ def test_products_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int])
     packed = pack(linear)(states)
     assert (packed.shape, packed.dtype) == ((*shape, 40), dtype)
     torch.testing.assert_close(packed, linear(states))
+
+
+class Attention(nn.Module):
+    """Three layers that may read different states. Their input is `states[readers]`."""
+
+    def __init__(self, *, has_bias: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, size, bias=has_bias) for size in (16, 8, 8))
+
+    def forward(self, states: Sequence[Tensor], readers: Sequence[int] = (0, 0, 0)) -> list[Tensor]:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        return [layer(states[reader]) for layer, reader in zip(layers, readers, strict=True)]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("readers", "count"), [((0, 0, 0), 1), ((0, 1, 0), 2), ((0, 1, 1), 3)])
+def test_layers_with_one_input_are_one_product(
+    has_bias: bool, readers: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module, states = Attention(has_bias=has_bias).requires_grad_(False), [torch.randn(2, 5, 32) for _ in range(2)]
+    packed, calls = pack(module), []
+    multiply = packed_weights._multiply
+    monkeypatch.setattr(packed_weights, "_multiply", lambda *args: calls.append(1) or multiply(*args))
+    torch.testing.assert_close(packed(states, readers), module(states, readers))
+    assert len(calls) == count
+    assert not packed.q_proj.matrix._waiting, "states must not outlive the pass"
+
+
+def test_compiled_layers_with_one_input_are_one_product() -> None:
+    torch.manual_seed(0)
+    module, states = Attention(has_bias=False).requires_grad_(False), [torch.randn(2, 5, 32)]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep_graph(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep_graph, inference_compiler=keep_graph)
+    with torch.no_grad():
+        found = torch.compile(pack(module), fullgraph=True, backend=backend)(states)
+    torch.testing.assert_close(found, module(states))
+    assert sum("packed_linear" in str(node.target) for node in graphs[0].graph.nodes) == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,9 +17,10 @@ from inference.drafters.base import DraftLogits
 from inference.drafters.sampling import DraftSampling
 from scripts.benchmarks.peers import compare
 from scripts.benchmarks.peers.cases import AuthorsTree
-from scripts.benchmarks.peers.compare import make_grid
+from scripts.benchmarks.peers.compare import make_grids
 from scripts.benchmarks.peers.exports import write_target
-from scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, read_worker, trim
+from scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, tokens_per_second, trim
+from scripts.benchmarks.peers.worker import Worker
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.tiny_targets import tiny_target
 
@@ -68,9 +69,29 @@ def test_a_text_without_eos_ends_at_the_limit() -> None:
     assert trim(Text([5, 6, 7, 8, 9], [2, 2, 1]), EOS, 4) == Text([5, 6, 7, 8], [2, 2])
 
 
-def test_lines_of_libraries_are_skipped() -> None:
-    output = 'Loading\n{"torch": "2"}\n[1]\n{"tokens": [5, 6], "lengths": [2]}\n'
-    assert read_worker(output) == ({"torch": "2"}, [Text([5, 6], [2])])
+# Answers with the prompt itself; ends with an error at an empty prompt.
+ECHO = """
+import json, sys
+print("Loading")
+print(json.dumps({"torch": "2", "job": json.load(open(sys.argv[1]))}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    print("[1]")
+    text = {"tokens": asked["prompt"], "lengths": [asked["prompt"][0], asked["seed"]], "seconds": 0.5}
+    print(json.dumps(text), flush=True)
+"""
+
+
+def test_a_worker_answers_prompt_by_prompt(tmp_path: Path) -> None:
+    """Lines of libraries are skipped."""
+    script = tmp_path / "echo.py"
+    script.write_text(ECHO)
+    with Worker(Path(sys.executable), script, tmp_path, tmp_path, {"heads": "eagle"}) as worker:
+        assert worker.header == {"torch": "2", "job": {"heads": "eagle"}}
+        assert worker.decode([5, 6], 7) == Text([5, 6], [5, 7], 0.5)
+        assert worker.decode([8], 9) == Text([8], [8, 9], 0.5)
+        with pytest.raises(ValueError, match=r"echo.py failed: (?s:.*)IndexError"):
+            worker.decode([], 0)
 
 
 def test_each_step_counts_once() -> None:
@@ -79,6 +100,11 @@ def test_each_step_counts_once() -> None:
     texts = [Text([1], [2]), Text([1], [3]), Text([1], []), Text([1], [1, 2])]
     assert mean_and_error(texts, 2) == (2.0, pytest.approx(0.5))
     assert mean_and_error(texts[:2], 2) == (2.5, 0.0)
+
+
+def test_the_tokens_of_all_steps_count() -> None:
+    """The prompt passes gave two tokens, and the steps eight, whatever was cut off."""
+    assert tokens_per_second([Text([1], [2, 3], 1.5), Text([1], [3], 0.5)]) == 5.0
 
 
 def test_first_differences() -> None:
@@ -96,22 +122,25 @@ def test_scores_and_width_are_the_authors() -> None:
 
 
 def row(**changed: Any) -> dict[str, Any]:
-    numbers = {name: {"mean": 2.5, "error": 0.25} for name in ("theirs", "same_settings", "own_settings")}
-    return {"case": "EAGLE-3", "temperature": 0.0, "num_texts": 3, "differences": [], **numbers, **changed}
+    speeds = {"theirs": 40.0, "eager": 50.0, "packed": 60.0, "own_settings": 70.0}
+    numbers = {name: {"mean": 2.5, "error": 0.25, "tokens_per_second": speed} for name, speed in speeds.items()}
+    shown = {"case": "EAGLE-3", "dtype": "float32", "temperature": 0.0, "num_texts": 3, "differences": []}
+    return {**shown, **numbers, **changed}
 
 
-def test_the_table_shows_both_logits_of_a_difference() -> None:
+def test_the_tables_show_both_logits_of_a_difference_and_both_speeds() -> None:
     found = [
         {"prompt": "a", "place": 4, "logits": [1.25, 1.5]},
         {"prompt": "b", "place": 2, "logits": [None, 1.0]},
     ]
     sampled = row(temperature=1.0)
     del sampled["differences"]
-    grid = make_grid([row(), row(differences=found), sampled])
-    assert grid.cells[0] == ["EAGLE-3", "0", *["2.500 ± 0.250"] * 3, "3/3"]
-    assert [line[-1] for line in grid.cells] == ["3/3", "1/3", "–"]
-    assert "a differs at token 4; the target's logits are 1.250000" in grid.notes[0]
-    assert "are the end for the authors' token and 1.000000 for ours" in grid.notes[1]
+    lengths, speeds = make_grids([row(), row(differences=found), sampled], ["eager", "packed"])
+    assert lengths.cells[0] == ["EAGLE-3", "float32", "0", *["2.500 ± 0.250"] * 3, "3/3"]
+    assert [line[-1] for line in lengths.cells] == ["3/3", "1/3", "–"]
+    assert "a differs at token 4; the target's logits are 1.250000" in lengths.notes[0]
+    assert "are the end for the authors' token and 1.000000 for ours" in lengths.notes[1]
+    assert speeds.cells[2] == ["EAGLE-3", "float32", "1", "40.0", "50.0 (1.25x)", "60.0 (1.50x)"]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +150,8 @@ def test_the_table_shows_both_logits_of_a_difference() -> None:
         (["--eagle", "."], "both --eagle and --eagle_python"),
         (["--eagle", ".", "--eagle_python", "python"], "no folder 'eagle'"),
         (["--cases", "eagle4"], "got --cases eagle4; allowed are eagle3-60"),
+        (["--dtypes", "int8"], "got --dtypes int8; allowed are float32"),
+        (["--modes", "fast"], "got --modes fast; allowed are eager"),
     ],
 )
 def test_wrong_options(options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +181,13 @@ def test_a_stand_in_goes_the_whole_way(chat_target: PreTrainedModel, tmp_path: P
         num_prompts=2,
         max_new_tokens=12,
         cases=["eagle-60"],
+        modes=["eager"],
         json=str(tmp_path / "out.json"),
     )
-    grid = compare.run(args, Console(file=io.StringIO()))
-    assert grid.cells[0][2] == "1.000 ± 0.000"
-    assert grid.cells[0][-1] == "2/2"
+    lengths, _ = compare.run(args, Console(file=io.StringIO()))
+    assert lengths.cells[0][3] == "1.000 ± 0.000"
+    assert lengths.cells[0][-1] == "2/2"
     (found,) = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert found["same_settings"]["mean"] > 1.5
+    assert found["eager"]["mean"] > 1.5
+    assert found["eager"]["tokens_per_second"] > 0
     assert found["differences"] == []
