@@ -20,7 +20,7 @@ from inference.cache.tree_cache import TreeCache
 from inference.execution.step import DecodeStep
 from inference.stats import GenerationStats
 
-PREFILL_CHUNK = 512  # tokens of a row per forward pass
+PREFILL_CHUNK = 512  # tokens of a row per eager forward pass
 MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own
 
 
@@ -176,8 +176,9 @@ class PromptReader:
         cache, drafter, device = self.cache, self.step.drafter, self.cache.lengths.device
         rests = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
         longest = max(map(len, rests))
-        for start in range(0, longest, PREFILL_CHUNK):
-            size = min(PREFILL_CHUNK, longest - start)
+        chunk = self.step.compiled_chunk(longest) or PREFILL_CHUNK
+        for start in range(0, longest, chunk):
+            size = min(chunk, longest - start)
             # Per row, the tokens read before and after this chunk. It holds few or no tokens of rows that wait.
             begins, ends = ([max(0, place - longest + len(rest)) for rest in rests] for place in (start, start + size))
             spans = list(zip(rests, begins, ends, strict=True))
@@ -185,9 +186,7 @@ class PromptReader:
             reading = [(count, begin) for count, begin, end in zip(kept, begins, ends, strict=True) if begin < end]
             cache.length_floor = min(count + begin for count, begin in reading)
             token_ids, counts = _pad([rest[begin:end] for rest, begin, end in spans], size, device)
-            output = self.step.target.prefill(
-                cache, token_ids, counts, feature_layers=self.step.feature_layers, chunk_size=size
-            )
+            output = self.step.read_chunk(cache, token_ids, counts)
             self.stats.num_target_forwards += 1
             cache.length_bound = max(count + end for count, end in zip(kept, ends, strict=True))
             # The token after the last one of a prompt is not known yet.

@@ -56,7 +56,8 @@ class CompiledExecutor(Executor):
         self.options: dict[str, Any] = {"guard_filter_fn": _keep_guards} if _CAN_FILTER_GUARDS else {}
         if self.is_freezing:
             self.options |= FROZEN_OPTIONS
-            if not _prefers_onednn(weight.dtype for weight in weights):
+            self.reads_prompts = _prefers_onednn(weight.dtype for weight in weights)
+            if not self.reads_prompts:  # inductor's own kernels are made for one number of rows
                 self.options |= OWN_KERNELS
 
     @contextmanager

@@ -22,12 +22,14 @@ class Executor:
     Attributes:
         has_graphs: whether each shape of a function's arguments makes a graph, by compiling or by capturing.
         keeps_graphs: whether graphs outlive the caches that they were made with.
+        reads_prompts: whether the graph that verifies trees serves any number of nodes at full speed, and so prompts.
         view_multiple: views of the cache are rounded up to a multiple of this many slots.
         compile_seconds: seconds spent on making graphs so far.
     """
 
     has_graphs: bool = False
     keeps_graphs: bool = False
+    reads_prompts: bool = False
     view_multiple: int = VIEW_MULTIPLE
     compile_seconds: float = 0.0
 

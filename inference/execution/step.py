@@ -7,6 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ from inference.trees.token_tree import TokenTree
 # Capacities of caches are rounded up: to powers of two with graphs, since each is a graph of its own.
 CAPACITY_MULTIPLE = 256
 GRAPH_CAPACITY = 1024
+# Tokens of a row per compiled pass over prompts. From 128 on attention would be another graph.
+COMPILED_CHUNK = 120
+# Longer prompts are read eagerly: their masks would take more time than compiling saves.
+COMPILED_PROMPT = 1024
 
 
 class DecodeStep:
@@ -40,7 +45,7 @@ class DecodeStep:
         drafter, policy: None for plain decoding.
         is_coupled: drafts read the target's own noise (see `Decoder`), if the rule allows it.
         rule: which drafted tokens are kept.
-        executor: runs the parts. Prompts, slots that waited, and lazy processors always run eagerly.
+        executor: runs the parts. Slots that waited, lazy processors, and most prompts run eagerly.
     """
 
     def __init__(
@@ -84,6 +89,15 @@ class DecodeStep:
             return num_nodes
         # Drafting may begin on rows that have just emitted more than their text's length.
         return max(num_nodes, self.num_depths + 1 + self.policy.num_scratch)
+
+    def compiled_chunk(self, longest: int) -> int | None:
+        """Tokens of a row per compiled pass over prompts of up to `longest` tokens; None = they are read eagerly."""
+        return COMPILED_CHUNK if self._compiles_prompts and longest <= COMPILED_PROMPT else None
+
+    @property
+    def _compiles_prompts(self) -> bool:
+        """Plain decoding has no graph for it, and where scores must not depend on the drafter, it reads as plain."""
+        return self.executor.reads_prompts and self.policy is not None and self.target.least_rows == 1
 
     @property
     def rows_may_leave(self) -> bool:
@@ -138,6 +152,18 @@ class DecodeStep:
         if self.drafter is not None:
             self.drafter.read_source(state, source.token_ids, source.mask)
 
+    def read_chunk(self, cache: TreeCache, token_ids: Tensor, counts: Tensor) -> TargetOutput:
+        """Reads a chunk of prompts and commits it; tensors as in `Target.prefill`."""
+        length = token_ids.shape[1]
+        view = cache.view_slots(cache.length_bound + length).shape[0]
+        # Torch takes a size of 1 for fixed, and may take two equal sizes for one: both would be graphs of their own.
+        if not self._compiles_prompts or not 1 < length <= COMPILED_CHUNK or length == view:
+            return self.target.prefill(cache, token_ids, counts, feature_layers=self.feature_layers, chunk_size=length)
+        output = self.verify(cache, TokenTree.from_prompts(token_ids, counts))
+        cache.advance(counts, length)
+        rows = torch.arange(len(counts), device=counts.device)
+        return TargetOutput(output.logits[rows, (counts - 1).clamp(min=0)][:, None], output.features)
+
     def draft(
         self, state: Any, cache: TreeCache, sampler: Sampler, slots: NewSlots, policy: TreePolicy
     ) -> tuple[TokenTree, Tensor | None]:
@@ -182,8 +208,10 @@ class DecodeStep:
         cache.open_slots(max(tree.num_nodes, self.target.least_rows))
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             self.executor.mark_open(slots)
-        if self.has_choice and tree.num_nodes > 1:
-            # One graph for trees of all sizes: each would have its own packed copy of the target's weights.
+        if self._compiles_prompts:
+            tree = replace(tree, max_depth=COMPILED_CHUNK - 1)  # a bound that one graph can have for all
+        if (self.has_choice or self._compiles_prompts) and tree.num_nodes > 1:
+            # One graph for trees of all sizes and prompts: each would have its own packed copy of the weights.
             for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
                 self.executor.mark_open(nodes, dim=1)
         output: TargetOutput = self.executor.run_fixed(

@@ -71,6 +71,14 @@ class TokenTree:
         zeros = torch.zeros_like(token_ids)[:, None]
         return cls(token_ids[:, None], zeros - 1, zeros, zeros.float(), max_depth=0)
 
+    @classmethod
+    def from_prompts(cls, token_ids: Tensor, counts: Tensor) -> TokenTree:
+        """Each row's first `counts` [B] of the tokens [B, N] as a chain; the others are padding."""
+        nodes = torch.arange(token_ids.shape[1], device=token_ids.device)
+        is_real = nodes < counts[:, None]
+        parents, depths = torch.where(is_real, nodes - 1, -1), torch.where(is_real, nodes, 0)
+        return cls(token_ids, parents, depths, torch.zeros_like(depths, dtype=torch.float))
+
     @property
     def num_nodes(self) -> int:
         """Nodes per row N, root and padding included."""

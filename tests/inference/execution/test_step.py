@@ -19,14 +19,14 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.execution.compiled import CompiledExecutor, count_graphs
-from inference.execution.step import DecodeStep
+from inference.execution.step import COMPILED_CHUNK, DecodeStep
 from inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy
 from tests.inference.plain_passes import compute_depths
 from tests.lossless.restless import auto_tree, restless
 from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 # torch's compiler warns about parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -344,3 +344,57 @@ def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches() -> N
     for ids, settings in calls:
         one, other = (decoder.generate(ids, max_new_tokens=24, **settings) for decoder in (compiled, eager))
         assert one.sequences.tolist() == other.sequences.tolist()
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize(
+    ("family", "tree"),
+    [
+        ("llama", DynamicTree(3, 2, 6)),
+        ("llama", chain(3)),
+        ("gemma3", chain(2)),
+        ("llama", auto_tree((1, 2), (4,), (2,))),
+    ],
+)
+def test_prompts_share_the_graph_of_trees(monkeypatch: pytest.MonkeyPatch, family: str, tree: Any) -> None:
+    """Of any length, alone and in a batch; only the pieces that would be graphs of their own are read eagerly."""
+    monkeypatch.setattr("inference.execution.compiled._prefers_onednn", lambda dtypes: True)
+    target = Target(tiny_target(family, num_hidden_layers=2))
+    compiled = Decoder(target, NgramDrafter(), tree=tree, compile=True)
+    prefill, pieces = Target.prefill, []
+
+    def record(target: Target, cache: Any, token_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        pieces.append(token_ids.shape[1])
+        return prefill(target, cache, token_ids, *args, **kwargs)
+
+    lengths = (64, 5, 121, 30, 230, 119)
+    settings: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    expected = [Decoder(target).generate(random_prompt(n, seed=n), **settings).sequences for n in lengths]
+    monkeypatch.setattr(Target, "prefill", record)
+    numbers = []
+    for length, text in zip(lengths, expected, strict=True):
+        assert compiled.generate(random_prompt(length, seed=length), **settings).sequences.tolist() == text.tolist()
+        numbers.append(count_graphs())
+    assert pieces == [64, 1]
+    assert len(set(numbers)) == 1
+    rows = pad_prompts([random_prompt(length, seed=length) for length in (30, 119, 5)])
+    texts = compiled.generate(**rows, **settings).sequences[:, -10:].tolist()
+    assert texts == [expected[place][0, -10:].tolist() for place in (3, 5, 1)]
+    assert pieces == [64, 1]
+
+
+def test_plain_and_batch_invariant_decoders_read_prompts_eagerly(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch-invariant text must not depend on the drafter, and plain decoding has no graph for prompts."""
+    monkeypatch.setattr("inference.execution.compiled._prefers_onednn", lambda dtypes: True)
+    executor = CompiledExecutor([target.model])
+    steps = [
+        DecodeStep(*arguments, executor=executor)
+        for arguments in (
+            (target, NgramDrafter(), chain(3)),
+            (target.batch_invariant(), NgramDrafter(), chain(3)),
+            (target, None, None),
+        )
+    ]
+    assert [step.compiled_chunk(30) for step in steps] == [COMPILED_CHUNK, None, None]
