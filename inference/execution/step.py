@@ -34,8 +34,8 @@ CAPACITY_MULTIPLE = 256
 GRAPH_CAPACITY = 1024
 # Tokens of a row per compiled pass over prompts. From 128 on attention would be another graph.
 COMPILED_CHUNK = 120
-# Longer prompts are read eagerly: their masks would take more time than compiling saves.
-COMPILED_PROMPT = 1024
+# Longer prompts are read eagerly: most of their time is products, which are as fast.
+COMPILED_PROMPT = 256
 
 
 class DecodeStep:

@@ -115,6 +115,7 @@ def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         [
             row.label,
             *(f"{row.step_milliseconds[part]:.2f}" for part in STEP_PARTS),
+            format_number(row.prompt_milliseconds, ".1f"),
             format_number(row.overhead_share, ".0%"),
             format_number(row.roofline_share, ".0%"),
             format_number(row.nodes_per_step, ".0f"),
@@ -126,7 +127,7 @@ def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
     ]
     notes = [
         "draft: inside the drafter; grow: the tree and the noise; verify: the target's forward; "
-        "overhead: all but draft and verify"
+        "overhead: all but draft and verify; prompt: reading the prompts, once per text"
     ]
     if any(row.roofline_share is not None for row in rows):
         notes.append(
@@ -138,6 +139,7 @@ def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
     columns = [
         "ms per verify step",
         *STEP_PARTS,
+        "prompt",
         "overhead",
         "of the roofline",
         "nodes",

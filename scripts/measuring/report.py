@@ -154,6 +154,7 @@ def _count_steps(row: Row, contender: Contender) -> None:
     row.host_syncs_per_step = total.num_host_syncs / total.num_verify_passes
     stats = sum((run.stats for run in contender.profiled if run.stats is not None), GenerationStats())
     row.step_milliseconds = split_step(stats, sum(run.draft_forward_seconds for run in contender.profiled))
+    row.prompt_milliseconds = 1000 * stats.seconds["prefill"] / len(contender.profiled)
     outside = row.step_milliseconds["step"] - row.step_milliseconds["draft"] - row.step_milliseconds["verify"]
     row.overhead_share = outside / row.step_milliseconds["step"]
 

@@ -25,6 +25,7 @@ class Row:
         step_milliseconds: of a verify step of the whole batch, prefill excluded: draft (inside the drafter), grow (the
             tree and, when sampling, the noise), verify (the target's forward), accept, commit, other (the rest); `step`
             is their sum.
+        prompt_milliseconds: to read a batch's prompts, the drafter's reading included.
         overhead_share: the share of a step that is neither the target's forward nor the drafter's.
         host_syncs_per_step: how often the host waited to read a tensor (see `GenerationStats.num_host_syncs`).
         round_weight_bytes, round_flops: the work of a draft phase and a verify pass (see `roofline`).
@@ -51,6 +52,7 @@ class Row:
     nodes_per_step: float | None = None
     rows_per_step: float | None = None
     step_milliseconds: dict[str, float] | None = None
+    prompt_milliseconds: float | None = None
     overhead_share: float | None = None
     host_syncs_per_step: float | None = None
     round_weight_bytes: float | None = None

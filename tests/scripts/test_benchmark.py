@@ -222,6 +222,7 @@ def test_rows_by_hand(target: Target) -> None:
     assert row.step_milliseconds == pytest.approx(
         {"step": 350, "draft": 75, "grow": 25, "verify": 150, "accept": 25, "commit": 25, "other": 50}
     )
+    assert row.prompt_milliseconds == pytest.approx(100)
     assert row.overhead_share == pytest.approx(0.25 / 0.7)
     # Two reads for two steps in each of the four runs.
     assert row.host_syncs_per_step == 1.0
