@@ -348,7 +348,7 @@ def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches() -> N
 
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize(
-    ("family", "tree"), [("llama", DynamicTree(3, 2, 6)), ("gemma3", chain(2))], ids=["dynamic", "windows"]
+    ("family", "tree"), [("llama", DynamicTree(3, 2, 6)), ("mistral", chain(2))], ids=["dynamic", "windows"]
 )
 def test_prompts_share_the_graph_of_trees(monkeypatch: pytest.MonkeyPatch, family: str, tree: Any) -> None:
     """Of any length, alone and in a batch; only the pieces that would be graphs of their own are read eagerly."""
