@@ -156,8 +156,10 @@ class DecodeStep:
         """Reads a chunk of prompts and commits it; tensors as in `Target.prefill`."""
         length = token_ids.shape[1]
         view = cache.view_slots(cache.length_bound + length).shape[0]
-        # Torch takes a size of 1 for fixed, and may take two equal sizes for one: both would be graphs of their own.
-        if not self._compiles_prompts or not 1 < length <= COMPILED_CHUNK or length == view:
+        # These would be graphs of their own: torch takes a size of 1 for fixed, and may take two equal sizes for one;
+        # the beginning that a batch shares is read by one row.
+        is_other = not 1 < length <= COMPILED_CHUNK or length == view or cache.batch_size < cache.max_batch_size
+        if not self._compiles_prompts or is_other:
             return self.target.prefill(cache, token_ids, counts, feature_layers=self.feature_layers, chunk_size=length)
         output = self.verify(cache, TokenTree.from_prompts(token_ids, counts))
         cache.advance(counts, length)
