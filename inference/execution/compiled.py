@@ -13,7 +13,9 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -111,17 +113,52 @@ class _CompiledFunction:
             self.compiled = self.function
             result = self.compiled(*args, **kwargs)
         except _COMPILER_ERRORS as error:
-            # Parts that cannot be traced, or a product without a kernel of inductor's (its second factor is no weight).
-            logger.warning(
-                "torch.compile could not compile %s as one graph, and compiles it in pieces, which is slower: %s",
-                self.function.__name__,
-                str(error).partition("\n")[0],
-            )
-            self.compiled = torch.compile(self.function, dynamic=self.dynamic)
-            result = self.compiled(*args, **kwargs)
+            result = self._compile_otherwise(error, args, kwargs)
         if count_graphs() > graphs:
             self.executor.compile_seconds += time.perf_counter() - start
         return result
+
+    def _compile_otherwise(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Tries again, more simply each time; the last way is to run eagerly. A graph that inductor failed to make has
+        not run, so nothing of the step is done twice."""
+        options = self.executor.options
+        if isinstance(error, torch._dynamo.exc.Unsupported):
+            ways: dict[str, Callable[[], Any]] = {
+                "in pieces": lambda: torch.compile(self.function, dynamic=self.dynamic)
+            }
+        else:  # a loop that inductor cannot write, or a product without a kernel of its own
+            again = partial(torch.compile, self.function, dynamic=self.dynamic, fullgraph=True)
+            ways = {
+                "without loops over loops": lambda: _fuse_less(again(options={**options})),
+                "without kernels of its own": lambda: _fuse_less(again()),
+                "not at all": lambda: self.function,
+            }
+        for way, compile_again in ways.items():
+            logger.warning(
+                "torch.compile could not compile %s as one graph, and now compiles it %s, which is slower: %s",
+                self.function.__name__,
+                way,
+                str(error).partition("\n")[0],
+            )
+            self.compiled = compile_again()
+            try:
+                return self.compiled(*args, **kwargs)
+            except _COMPILER_ERRORS as another:
+                error = another
+        raise error
+
+
+def _fuse_less(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled without the loops over loops that torch 2.13 fails to write for some shapes (KeyError)."""
+
+    from torch._inductor.codegen.cpp import CppScheduling  # slow to import
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(CppScheduling, "can_fuse_vertical_outer_loop", lambda *nodes: False, create=True):
+            return function(*args, **kwargs)
+
+    return call
 
 
 _CAN_FILTER_GUARDS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # came with the option itself

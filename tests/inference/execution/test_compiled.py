@@ -1,66 +1,48 @@
-"""CompiledExecutor gives every function to torch.compile in the same way. Nothing is compiled here."""
+"""What a compiled executor does where torch.compile fails."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from inference.execution.compiled import CompiledExecutor
 
-Options = list[dict[str, Any]]
+
+def add(values: Tensor) -> Tensor:
+    values.add_(1)  # a failed try must not have run
+    return values
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Options:
-    """The options of each call of torch.compile, which takes the filter out of the dictionary that it gets."""
-    found: Options = []
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_graph_that_inductor_cannot_make_is_made_another_way(
+    failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And only once: later calls take that way at once."""
+    tries = []
 
-    def compile_nothing(function: Callable[..., Any], *, options: dict[str, Any], **kwargs: Any) -> Callable[..., Any]:
-        found.append({"name": function.__code__.co_name, "filter": options.pop("guard_filter_fn", None)})
-        return function
+    def compile_badly(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        number = len(tries)
+        tries.append(options)
 
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-    return found
+        def run(*args: Any) -> Any:
+            if number < failures:
+                raise torch._dynamo.exc.BackendCompilerFailed(function, KeyError("buf7"), None)
+            return function(*args)
 
+        return run
 
-def double(value: int) -> int:
-    return 2 * value
-
-
-@torch.no_grad()
-def triple(value: int) -> int:
-    return 3 * value
-
-
-def test_every_function_drops_the_guards_on_modules(calls: Options) -> None:
-    executor = CompiledExecutor([])
-    assert (executor.run(double, 2), executor.run_fixed(double, 2)) == (4, 4)
-    assert [call["filter"] is not None for call in calls] == [True, True]
-
-
-def test_a_decorated_function_is_compiled_without_its_decorator(calls: Options) -> None:
-    assert CompiledExecutor([]).run(triple, 2) == 6
-    assert calls[0]["name"].startswith("triple_")
-
-
-def test_kernels_are_kept_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
-    CompiledExecutor([])
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    CompiledExecutor([])
-    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
-
-
-def test_a_cache_folder_that_cannot_be_made_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "draftsmith").touch()
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    CompiledExecutor([])
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    monkeypatch.setattr(torch, "compile", compile_badly)
+    executor = CompiledExecutor([nn.Linear(2, 2)])
+    values = torch.zeros(3)
+    for expected in (1.0, 2.0):
+        assert executor.run_fixed(add, values).tolist() == [expected] * 3
+    ways = ["without loops over loops", "without kernels of its own", "not at all"]
+    assert len(caplog.messages) == failures
+    for message, way in zip(caplog.messages, ways, strict=False):
+        assert f"could not compile add as one graph, and now compiles it {way}" in message
+        assert "buf7" in message
+    assert all(options["fullgraph"] for options in tries)
