@@ -128,7 +128,7 @@ class ConversationStream(IterableDataset[Row]):
             if problem:
                 dropped["malformed line"] += 1
                 continue
-            row = tokenize_row(conversation, self.tokenizer, args.max_length, args.train_on_thinking)
+            row = tokenize_row(conversation["conversation"], self.tokenizer, args.max_length, args.train_on_thinking)
             if problem := row.pop("problem"):
                 dropped[problem] += 1
                 continue

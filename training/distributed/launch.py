@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -82,6 +84,28 @@ def check_launch(args: TrainingArguments) -> None:
             "processes: start with accelerate launch and a file of configs/accelerate, and leave use_cpu out (without "
             "GPUs the run is on CPUs anyway)"
         )
+
+
+@contextmanager
+def one_process_first(args: TrainingArguments) -> Iterator[None]:
+    """Runs a block on the first process of each machine, and then on the others, which find its results in a cache.
+
+    The others wait as long as the block takes. In a group of their own, because a barrier of the run's group ends the
+    run after `ddp_timeout` seconds.
+    """
+    if args.world_size == 1:
+        yield
+        return
+    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=365))
+    is_first = args.local_process_index == 0
+    try:
+        if not is_first:
+            torch.distributed.barrier(group)
+        yield
+    finally:
+        if is_first:
+            torch.distributed.barrier(group)
+        torch.distributed.destroy_process_group(group)
 
 
 def shard_with_fsdp(accelerator: Accelerator) -> bool:

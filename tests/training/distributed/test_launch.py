@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from transformers.integrations import deepspeed as integration
 
 from tests.conftest import REPOSITORY
 from tests.tiny_targets import tiny_target
-from training.distributed.launch import check_launch, count_launched, find_strategy
+from training.distributed.launch import check_launch, count_launched, find_strategy, one_process_first
 from training.features.sharded_target import shard_target
 from training.features.target_loading import loading_whole
 from training.options.training_options import HeadsTrainingArguments
@@ -94,3 +98,21 @@ def test_a_wrong_option_ends_it_in_one_line_and_a_foreign_package_is_not_importe
         "train_heads.py: unknown key 'learning_rat' on the command line; did you mean 'learning_rate'" in result.stderr
     )
     assert "Traceback" not in result.stderr
+
+
+def write_when_it_is_its_turn(rank: int, folder: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", f"file://{folder}/store", timeout=timedelta(seconds=1), rank=rank, world_size=2
+    )
+    args: Any = SimpleNamespace(world_size=2, local_process_index=rank)
+    with one_process_first(args):
+        if rank == 0:
+            time.sleep(2)
+            (folder / "done").touch()
+        assert (folder / "done").exists()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_processes_wait_for_the_first_one_beyond_the_timeout(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(write_when_it_is_its_turn, args=(tmp_path,), nprocs=2, start_method="fork")
