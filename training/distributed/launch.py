@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
+import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import TrainingArguments
-
-from training.features.sharded_target import import_deepspeed
 
 
 def _is_requested(name: str) -> bool:
@@ -35,6 +32,25 @@ _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 def count_launched() -> int:
     """The number of processes that the launcher started, on all machines together."""
     return int(next((os.environ[key] for key in _SIZES if key in os.environ), 1))
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Imports DeepSpeed and tells it the device, which it would guess.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # in DeepSpeed's own code
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ValueError(f"DeepSpeed cannot be imported ({error}): pip install 'draftsmith[deepspeed]'") from error
+    if device_type == "cpu":
+        # Otherwise it compiles its own collectives, which takes a minute and a compiler; gloo has them as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 def settle_devices(args: TrainingArguments) -> None:
@@ -84,28 +100,6 @@ def check_launch(args: TrainingArguments) -> None:
             "processes: start with accelerate launch and a file of configs/accelerate, and leave use_cpu out (without "
             "GPUs the run is on CPUs anyway)"
         )
-
-
-@contextmanager
-def one_process_first(args: TrainingArguments) -> Iterator[None]:
-    """Runs a block on the first process of each machine, and then on the others, which find its results in a cache.
-
-    The others wait as long as the block takes. In a group of their own, because a barrier of the run's group ends the
-    run after `ddp_timeout` seconds.
-    """
-    if args.world_size == 1:
-        yield
-        return
-    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=365))
-    is_first = args.local_process_index == 0
-    try:
-        if not is_first:
-            torch.distributed.barrier(group)
-        yield
-    finally:
-        if is_first:
-            torch.distributed.barrier(group)
-        torch.distributed.destroy_process_group(group)
 
 
 def shard_with_fsdp(accelerator: Accelerator) -> bool:

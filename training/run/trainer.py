@@ -22,7 +22,8 @@ from training.data.collation import find_documents
 from training.data.streaming import ConversationStream
 from training.distributed.launch import autocast, autocast_in_deepspeed, shard_with_fsdp
 from training.distributed.whole_heads import gather_state, is_split
-from training.features.sharded_target import is_sharded
+from training.features.sharded_target import is_sharded, is_tensor_parallel
+from training.features.shared_passes import SharedPasses
 from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatures, TargetStates
 from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
@@ -62,7 +63,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         super().__init__(**kwargs)
         self.run_description = run_description or {}
         self.target = target
-        self._is_target_split = is_sharded(target.model)
+        self._is_tensor_parallel = is_tensor_parallel(target.model)
+        self._is_target_split = is_sharded(target.model) and not self._is_tensor_parallel
         self.features = features
         options: Any = self.args
         self.loss_type: str = options.loss_type or self.heads.default_loss
@@ -165,7 +167,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def draft_batch(self, model: Any, inputs: dict[str, Tensor]) -> LossOutput:
         """The heads' loss on one batch; `model` is the heads as Trainer wrapped them."""
         heads: DraftHeads = self.accelerator.unwrap_model(model)
-        source = self.features or OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
+        online = OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
+        source = self.features or (SharedPasses(online) if self._is_tensor_parallel else online)
         return self.draft_from(source(inputs), inputs, heads, model)
 
     def draft_from(
