@@ -50,6 +50,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """
 
     logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # prefixes of metrics in training logs
+    has_unused_parameters: ClassVar[bool] = False  # in some steps; DDP then searches for them in every step
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         # Tells Trainer that `compute_loss` has already divided by the count of `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
         self.accelerator.gradient_accumulation_steps = 1  # in older releases accelerate divides once more
+        self._num_new_tokens: Tensor | int = 0  # of this process, not yet in the state
         self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # by "is training"
         self.start = time.perf_counter()  # of training; a resumed run counts the seconds before
         self.watch = FiniteWatch()
@@ -83,6 +85,10 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.add_callback(ExactEpochs())
 
     def create_accelerator_and_postprocess(self) -> None:
+        if self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = self.has_unused_parameters
+        if self.args.ddp_broadcast_buffers is None:
+            self.args.ddp_broadcast_buffers = False  # they never change
         super().create_accelerator_and_postprocess()
         self.is_fsdp_enabled = shard_with_fsdp(self.accelerator)
         if self.is_deepspeed_enabled:
@@ -163,6 +169,17 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             share = inputs["loss_mask"].sum() / num_items_in_batch.clamp(min=1)
             loss = loss * share * self.accelerator.num_processes  # DDP averages gradients
         return (loss, {}) if return_outputs else loss
+
+    def _track_num_input_tokens(self, inputs: dict[str, Tensor]) -> None:
+        """Counts on the device: Trainer's own count is a collective and a host read for every batch."""
+        if self.args.include_num_input_tokens_seen != "no":
+            is_all = self.args.include_num_input_tokens_seen == "all"
+            self._num_new_tokens += inputs["input_ids"].numel() if is_all else inputs["attention_mask"].sum()
+
+    def _read_num_input_tokens(self) -> None:
+        count = torch.as_tensor(self._num_new_tokens, device=self.args.device)
+        self.state.num_input_tokens_seen += int(cast(Tensor, self.accelerator.reduce(count, "sum")))
+        self._num_new_tokens = 0
 
     def draft_batch(self, model: Any, inputs: dict[str, Tensor]) -> LossOutput:
         """The heads' loss on one batch; `model` is the heads as Trainer wrapped them."""
@@ -251,6 +268,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         # train_loss is Trainer's mean over the run, which is wrong after a resume.
         logs = {name: value for name, value in logs.items() if name != "train_loss"}
+        self._read_num_input_tokens()
         if "loss" in logs:
             metrics = self._take_metrics(is_training=True)
             logs = {**logs, **{k: v for k, v in metrics.items() if k.startswith(self.logged_metrics)}}
@@ -273,6 +291,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 callbacks.setdefault(type(callback).__name__, {})
         if isinstance(self.features, HybridFeatures):
             self.features.flush()  # a resumed run reads the states that were computed so far
+        self._read_num_input_tokens()
         with explain_full_disk(self, folder.name), write_whole(self, folder) as written:
             self._checkpoint_parent = written.parent
             try:
