@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetGenerationError
 
 from training.data.layouts import AUTO, RecordFormat, parse_record
-from training.data.records import SUFFIXES, drop_nulls, read_records
+from training.data.records import SUFFIXES, WHOLE, Share, drop_nulls, read_records
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 _PARSED = datasets.Features({"conversation": datasets.Value("string"), "problem": datasets.Value("string")})
 # Part of the cache key of parsed files: raise it when the code below gives another result.
 _CACHE_VERSION = 5
+_ROWS_AT_A_TIME = 256
 
 
 class BadLineError(ValueError):
@@ -144,19 +146,32 @@ def read_place(
         yield datasets.Dataset.from_generator(_generate_rows, features=_PARSED, gen_kwargs={**arguments, "key": key})
 
 
-def iterate_place(place: Place, files: Sequence[Path] | None = None) -> Iterator[tuple[str, Any]]:
+def iterate_place(
+    place: Place, files: Sequence[Path] | None = None, share: Share = WHOLE
+) -> Iterator[tuple[object, Any]]:
     """Yields (file and line, record or an error) for each record, without a cache.
 
     Args:
         files: those of the place, in the order of reading.
+        share: of the place, for one of several readers.
     """
     if place.repository:
-        yield from _read(place.load_repository(streaming=True), place.label)
-    for file in place.files if files is None else files:
-        yield from _read(file, place.label)
+        rows = place.load_repository(streaming=True)
+        if share.count > 1:
+            rows = split_dataset_by_node(rows, rank=share.index, world_size=share.count)
+        yield from _read(_iterate_rows(rows), place.label)
+    for number, file in enumerate(place.files if files is None else files):
+        # The first reader has the first part, and so all of a short file: another one for every file.
+        yield from _read(file, place.label, Share((share.index + number) % share.count, share.count))
 
 
-def parse_row(where: str, record: Any, record_format: RecordFormat) -> dict[str, str]:
+def _iterate_rows(rows: Any) -> Iterator[dict[str, Any]]:
+    """The rows of an iterable dataset. Plain iteration would split them among DataLoader workers once more."""
+    for batch in rows.iter(_ROWS_AT_A_TIME):
+        yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+
+
+def parse_row(where: object, record: Any, record_format: RecordFormat) -> dict[str, str]:
     """Returns a record as `conversation` (JSON) and `problem` (`where` and why, or empty)."""
     try:
         if isinstance(record, Exception):
@@ -168,16 +183,16 @@ def parse_row(where: str, record: Any, record_format: RecordFormat) -> dict[str,
     return {"conversation": conversation, "problem": ""}
 
 
-def _read(source: Any, label: str) -> Iterator[tuple[str, Any]]:
-    """Yields (where, record or an error) for each line of a file, or each row of a table."""
+def _read(source: Any, label: str, share: Share = WHOLE) -> Iterator[tuple[object, Any]]:
+    """Yields (where, record or an error) for each line of a file or of a part of it, or each row of a table."""
     if not isinstance(source, Path):
         for number, row in enumerate(source, start=1):
             yield f"{label}, row {number}", {key: drop_nulls(value) for key, value in row.items()}
         return
-    number = 0
-    for number, record in read_records(source):
-        yield f"{source}, line {number}", record
-    if number == 0:  # `datasets` has no tables without rows
+    line = None
+    for line, record in read_records(source, share):
+        yield line, record
+    if line is None and share.count == 1:  # `datasets` has no tables without rows
         yield f"{source}, line 1", ValueError("the file is empty")
 
 

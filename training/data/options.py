@@ -86,7 +86,9 @@ class DataArguments:
         default=True,
         help="Learn also the thoughts at the beginning of replies (reasoning_content, <think>...</think>).",
     )
-    num_proc: int = option(default=1, help="Processes that tokenize the conversations.")
+    num_proc: int | None = option(
+        default=None, help="Processes that read and tokenize the conversations; none = one for each core."
+    )
     eval_prompts: str | None = option(
         default=None,
         help="Conversations, or JSON lines of {'turns': [...]}, whose first turns are decoded for the acceptance "

@@ -3,7 +3,7 @@
 A stream never ends: after the last conversation the next epoch begins, in another order. So the position of a run is a
 number of batches; Trainer skips that many in a resumed run, which then sees the batches of the uninterrupted one.
 
-Of N readers (processes x DataLoader workers), reader i gets the conversations i, i + N, i + 2N, ... of an epoch.
+Of N readers (processes x DataLoader workers), each reads its own part of every file (`training.data.records.Share`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from training.data.chat_tokens import ROW, check_tokenizer, tokenize_row
 from training.data.conversations import BadLineError, Place, iterate_place, parse_row
 from training.data.options import DataArguments
 from training.data.packing import WINDOW, pack_window
-from training.data.records import SUFFIXES
+from training.data.records import SUFFIXES, Share
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class ConversationStream(IterableDataset[Row]):
             if problem:
                 dropped["malformed line"] += 1
                 continue
-            row = tokenize_row(conversation, self.tokenizer, args.max_length, args.train_on_thinking)
+            row = tokenize_row(conversation["conversation"], self.tokenizer, args.max_length, args.train_on_thinking)
             if problem := row.pop("problem"):
                 dropped[problem] += 1
                 continue
@@ -199,9 +199,7 @@ class ConversationStream(IterableDataset[Row]):
     ) -> Iterator[dict[str, str]]:
         files = list(place.files)
         random.Random(f"{self.seed} {epoch} files").shuffle(files)  # the same order for every reader
-        for number, (where, record) in enumerate(iterate_place(place, files)):
-            if number % num_readers != reader:
-                continue
+        for where, record in iterate_place(place, files, Share(reader, num_readers)):
             row = parse_row(where, record, self.record_format)
             held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
             # Training reports malformed lines; the held-out part skips them.

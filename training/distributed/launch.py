@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,8 +12,6 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import TrainingArguments
-
-from training.features.sharded_target import import_deepspeed
 
 
 def _is_requested(name: str) -> bool:
@@ -33,6 +32,25 @@ _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 def count_launched() -> int:
     """The number of processes that the launcher started, on all machines together."""
     return int(next((os.environ[key] for key in _SIZES if key in os.environ), 1))
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Imports DeepSpeed and tells it the device, which it would guess.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # in DeepSpeed's own code
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ValueError(f"DeepSpeed cannot be imported ({error}): pip install 'draftsmith[deepspeed]'") from error
+    if device_type == "cpu":
+        # Otherwise it compiles its own collectives, which takes a minute and a compiler; gloo has them as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 def settle_devices(args: TrainingArguments) -> None:

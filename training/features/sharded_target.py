@@ -1,51 +1,84 @@
 """Splits a frozen target that is too large for one device over the processes that train the heads.
 
-Each process keeps an equal part of every decoder layer's weights, gathers a layer when it runs and frees it afterwards.
-Embedding, final norm and LM head stay whole, because heads and losses use them outside the target's forward. Weights
-that load in their stored dtype stay in the page cache, which the processes of a machine share, until their layer is
-split: so the host does not need room for one copy per process.
+- `fsdp2`: each process keeps an equal part of every decoder layer's weights, gathers a layer when it runs and frees it
+  afterwards. The processes of a machine load the target one after the other, so that the host needs room for one copy.
+- `tp`: each process reads and keeps its part of every matrix and computes with it, by transformers' own plan.
+
+Embedding and LM head stay whole, because heads and losses use them outside the target's forward.
 
 Every forward of a split target is a collective: all processes must run the same passes.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
-Sharding = Literal["none", "fsdp2"]
+Sharding = Literal["none", "fsdp2", "tp"]
 
 
-def shard_target(model: Any, sharding: Sharding, device: torch.device) -> None:
-    """Moves a frozen, whole model to `device`; with `fsdp2`, its layers are split over all processes.
+def check_processes(sharding: Sharding) -> None:
+    """Raises ValueError for a target that one process would share with itself."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        raise ValueError(
+            f"got shard_target {sharding} in a run of one process, which would hold the whole target anyway: "
+            "start several with accelerate launch, or leave it out"
+        )
+
+
+def split_layers(model: Any, mesh: DeviceMesh) -> None:
+    """Splits the layers of a frozen, whole model over all processes, and moves it to their devices.
 
     Raises:
-        ValueError: one process, quantised weights, or no list of layers in the model.
+        ValueError: quantised weights, or no list of layers in the model.
     """
-    if sharding != "none":
-        layers = _find_layers(model)
-        world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if world_size == 1:
-            raise ValueError(
-                f"got shard_target {sharding} in a run of one process, which would hold the whole target anyway: "
-                "start several with accelerate launch, or leave it out"
-            )
-        if not all(weight.is_floating_point() for weight in layers.parameters()):
-            raise ValueError(
-                f"got shard_target {sharding} for {type(model).__name__} with quantised weights, which cannot be "
-                "split: load it in bfloat16, or leave shard_target out"
-            )
-        _split(layers, world_size, device)
-    model.to(device)
+    layers = _find_layers(model)
+    if not all(weight.is_floating_point() for weight in layers.parameters()):
+        raise ValueError(
+            f"got shard_target fsdp2 for {type(model).__name__} with quantised weights, which cannot be "
+            "split: load it in bfloat16, or leave shard_target out"
+        )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    for layer, following in pairwise(layers):
+        layer.register_forward_pre_hook(partial(_gather_ahead, following))
+    model.to(mesh.device_type)
+
+
+def plan_tensor_parallel(config: Any) -> Any:
+    """Returns the `distributed_config` with which `from_pretrained` splits a model over all processes.
+
+    Raises:
+        ValueError: a transformers that cannot leave modules whole.
+    """
+    try:
+        import_module("transformers.distributed.tensor_parallel")
+        make_config: Any = import_module("transformers.distributed").DistributedConfig
+    except ImportError as error:
+        raise ValueError(
+            f"got shard_target tp, which transformers {transformers.__version__} cannot do with a whole LM head: "
+            "install a newer one (5.23 was tested), or give fsdp2"
+        ) from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    whole = (model.get_input_embeddings(), model.get_output_embeddings())
+    plan = {name: "replicate" for name, module in model.named_modules() if module in whole}
+    return make_config(tp_plan=plan)
+
+
+def is_tensor_parallel(model: Any) -> bool:
+    """Whether the processes compute every pass of a model together, on the same batch."""
+    return getattr(model, "tp_size", None) is not None
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -74,34 +107,7 @@ def _find_layers(model: Any) -> nn.ModuleList:
     )
 
 
-def _split(layers: nn.ModuleList, world_size: int, device: torch.device) -> None:
-    mesh = init_device_mesh(device.type, (world_size,))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    for layer, following in pairwise(layers):
-        layer.register_forward_pre_hook(partial(_gather_ahead, following))
-
-
 def _gather_ahead(following: nn.Module, layer: nn.Module, args: Any) -> None:
     """A pre-hook of `layer` that starts to gather the weights of the next one."""
     assert isinstance(following, FSDPModule)
     following.unshard(async_op=True)
-
-
-def import_deepspeed(device_type: str) -> Any:
-    """Imports DeepSpeed and tells it the device, which it would guess.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    if device_type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # in DeepSpeed's own code
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ValueError(f"DeepSpeed cannot be imported ({error}): pip install 'draftsmith[deepspeed]'") from error
-    if device_type == "cpu":
-        # Otherwise it compiles its own collectives, which takes a minute and a compiler; gloo has them as well.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed

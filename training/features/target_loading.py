@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
 from transformers.utils import logging as transformers_logging
 
 from heads.adapter import find_adapter_of, load_adapter
 from inference import Target
-from training.features.sharded_target import shard_target
+from training.distributed.waiting import one_process_at_a_time
+from training.features.sharded_target import check_processes, plan_tensor_parallel, split_layers
 from training.features.target_options import ModelArguments, PlacementArguments
 
 
@@ -38,30 +40,42 @@ def loading_whole() -> Iterator[None]:
 def load_model(
     model_args: ModelArguments, placement: PlacementArguments, device: torch.device, *, num_processes: int
 ) -> Any:
-    """Loads the frozen causal LM, on `device` or spread as `placement` says.
+    """Loads the frozen causal LM straight onto `device`, or spread as `placement` says.
 
     Raises:
-        ValueError: a device map with several processes.
+        ValueError: a device map with several processes; a target that cannot be split as `placement` says.
     """
-    device_map = placement.parse_device_map()
+    device_map, sharding = placement.parse_device_map(), placement.shard_target
     if device_map is not None and num_processes > 1:
         raise ValueError(
             f"got target_device_map {placement.target_device_map} with {num_processes} processes, each of which would "
             "spread a whole target over the same devices: start one process, split the target over the processes "
             "(--shard_target fsdp2), or train from stored features"
         )
+    if sharding != "none":
+        check_processes(sharding)
+    if sharding == "fsdp2":
+        mesh = init_device_mesh(device.type, (num_processes,))
+        with one_process_at_a_time():
+            model = _load(model_args)
+            split_layers(model, mesh)
+            return model
+    if sharding == "tp":
+        config = AutoConfig.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
+        return _load(model_args, distributed_config=plan_tensor_parallel(config))
+    return _load(model_args, device_map={"": device} if device_map is None and device.type != "cpu" else device_map)
+
+
+def _load(model_args: ModelArguments, **options: Any) -> Any:
     with loading_whole():
         model: Any = AutoModelForCausalLM.from_pretrained(
             model_args.target,
             dtype=model_args.target_dtype,
             attn_implementation=model_args.attn_implementation,
             trust_remote_code=model_args.trust_remote_code,
-            **({} if device_map is None else {"device_map": device_map}),
+            **options,
         )
-    model.requires_grad_(False).eval()
-    if device_map is None:
-        shard_target(model, placement.shard_target, device)
-    return model
+    return model.requires_grad_(False).eval()
 
 
 def load_adapted_model(

@@ -141,12 +141,13 @@ def _score(
     label_BS = step.read_ahead(teacher.labels, step.shift, fill=-1)
     has_loss_BS = is_predicted_BS & mixture.has_loss(label_BS, argmax_BS)
     is_scored_BS = has_loss_BS | (is_predicted_BS & (argmax_BS >= 0))
+    scored_M = is_scored_BS.nonzero(as_tuple=True)  # once: on an accelerator it is a host read
     rows = _ScoredRows(
-        hidden=step.hidden[is_scored_BS],
-        teacher=step.read_ahead(teacher.rows, step.shift - 1)[is_scored_BS],
-        label=label_BS[is_scored_BS],
-        argmax=argmax_BS[is_scored_BS],
-        confidence=None if step.confidence is None else step.confidence[is_scored_BS],
+        hidden=step.hidden[scored_M],
+        teacher=step.read_ahead(teacher.rows, step.shift - 1)[scored_M],
+        label=label_BS[scored_M],
+        argmax=argmax_BS[scored_M],
+        confidence=None if step.confidence is None else step.confidence[scored_M],
     )
     count = has_loss_BS.sum()
     losses, chances = [], []

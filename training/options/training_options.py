@@ -38,6 +38,10 @@ class HeadsTrainingArguments(TrainingArguments):
     # Halves the memory of activations; weights, optimizer state and losses stay in float32.
     bf16: bool = option(default=True, help="Compute in bfloat16 through autocast.")
     logging_steps: float = option(default=20, help="Steps between two log lines (below 1: share of all).")
+    # Otherwise the accelerator waits while batches are read and padded; a CPU trains at the same time as workers.
+    dataloader_num_workers: int | None = option(  # type: ignore[assignment, unused-ignore]
+        default=None, help="Processes that read batches ahead; none = 2 with an accelerator, 0 on a CPU."
+    )
     # A checkpoint holds the heads and two moments of each weight: two are enough to resume and to compare.
     save_total_limit: int | None = option(default=2, help="Newest checkpoints to keep; 0 = all.")
     # transformers reports to every installed backend; here nothing leaves the machine unasked.
@@ -87,6 +91,8 @@ class HeadsTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         self._check_own_options()
         settle_devices(self)
+        if self.dataloader_num_workers is None:
+            self.dataloader_num_workers = 2 if torch.accelerator.is_available() and not self.use_cpu else 0
         super().__post_init__()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns

@@ -27,6 +27,7 @@ class JointTrainer(HeadsTrainer):
     """
 
     logged_metrics = (*HeadsTrainer.logged_metrics, "heads_loss", "target_loss", "adapter_learning_rate")
+    has_unused_parameters = True  # the adapters, while only the heads learn
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

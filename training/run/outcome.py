@@ -25,6 +25,7 @@ from training.features.sharded_target import count_held
 from training.reporting.examples import Example, decode_examples
 from training.reporting.model_card import render_card
 from training.reporting.report import count_rows, render_report
+from training.reporting.trackers import send_examples
 from training.run.checkpoints import read_run_file, write_file
 from training.run.evaluation import AcceptanceMeter
 from training.run.resume import is_finished
@@ -194,6 +195,8 @@ def _render_report(
         examples, stats = decode_examples(
             meter.target, meter.heads, prompts, tokenizer, max_new_tokens=meter.max_new_tokens
         )
+        if trainer.args.process_index == 0:
+            send_examples(examples, trainer.args.report_to)
     rows: Any = trainer.train_dataset
     if isinstance(rows, OnPolicyRows):
         rows = rows.rows

@@ -20,6 +20,7 @@ from training.data.options import seed_of_data
 from training.data.packing import pack_rows
 from training.data.streaming import ConversationStream
 from training.data.training_sets import cut_to_limit, load_datasets
+from training.distributed.waiting import one_process_first
 from training.features.preparation import PreparedFeatures, prepare_features
 from training.features.self_check import check_first_row
 from training.features.target_identity import identify_target
@@ -122,7 +123,7 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
 def _load_rows(options: RunOptions, models: _Models) -> _Rows:
     """Tokenized conversations; heads with a reduced draft vocabulary choose it from them."""
     args = options.training
-    with args.main_process_first(desc="tokenizing conversations"):
+    with one_process_first():
         train_set, eval_set = load_datasets(
             options.data,
             models.tokenizer,
@@ -156,7 +157,7 @@ def _arrange_rows(options: RunOptions, rows: _Rows) -> None:
     args, data = options.training, options.data
     if data.packing:
         pack = partial(pack_rows, max_length=data.max_length, seed=seed_of_data(args))
-        with args.main_process_first(desc="packing conversations"):
+        with one_process_first():
             if not isinstance(rows.train_set, ConversationStream):  # a stream packs its rows itself
                 rows.train_set = pack(rows.train_set)
             rows.eval_set = None if rows.eval_set is None else pack(rows.eval_set)

@@ -22,7 +22,8 @@ from training.data.collation import find_documents
 from training.data.streaming import ConversationStream
 from training.distributed.launch import autocast, autocast_in_deepspeed, shard_with_fsdp
 from training.distributed.whole_heads import gather_state, is_split
-from training.features.sharded_target import is_sharded
+from training.features.sharded_target import is_sharded, is_tensor_parallel
+from training.features.shared_passes import SharedPasses
 from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatures, TargetStates
 from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
@@ -49,6 +50,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """
 
     logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # prefixes of metrics in training logs
+    has_unused_parameters: ClassVar[bool] = False  # in some steps; DDP then searches for them in every step
 
     def __init__(
         self,
@@ -62,7 +64,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         super().__init__(**kwargs)
         self.run_description = run_description or {}
         self.target = target
-        self._is_target_split = is_sharded(target.model)
+        self._is_tensor_parallel = is_tensor_parallel(target.model)
+        self._is_target_split = is_sharded(target.model) and not self._is_tensor_parallel
         self.features = features
         options: Any = self.args
         self.loss_type: str = options.loss_type or self.heads.default_loss
@@ -74,6 +77,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         # Tells Trainer that `compute_loss` has already divided by the count of `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
         self.accelerator.gradient_accumulation_steps = 1  # in older releases accelerate divides once more
+        self._num_new_tokens: Tensor | int = 0  # of this process, not yet in the state
         self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # by "is training"
         self.start = time.perf_counter()  # of training; a resumed run counts the seconds before
         self.watch = FiniteWatch()
@@ -81,6 +85,10 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.add_callback(ExactEpochs())
 
     def create_accelerator_and_postprocess(self) -> None:
+        if self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = self.has_unused_parameters
+        if self.args.ddp_broadcast_buffers is None:
+            self.args.ddp_broadcast_buffers = False  # they never change
         super().create_accelerator_and_postprocess()
         self.is_fsdp_enabled = shard_with_fsdp(self.accelerator)
         if self.is_deepspeed_enabled:
@@ -162,10 +170,22 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             loss = loss * share * self.accelerator.num_processes  # DDP averages gradients
         return (loss, {}) if return_outputs else loss
 
+    def _track_num_input_tokens(self, inputs: dict[str, Tensor]) -> None:
+        """Counts on the device: Trainer's own count is a collective and a host read for every batch."""
+        if self.args.include_num_input_tokens_seen != "no":
+            is_all = self.args.include_num_input_tokens_seen == "all"
+            self._num_new_tokens += inputs["input_ids"].numel() if is_all else inputs["attention_mask"].sum()
+
+    def _read_num_input_tokens(self) -> None:
+        count = torch.as_tensor(self._num_new_tokens, device=self.args.device)
+        self.state.num_input_tokens_seen += int(cast(Tensor, self.accelerator.reduce(count, "sum")))
+        self._num_new_tokens = 0
+
     def draft_batch(self, model: Any, inputs: dict[str, Tensor]) -> LossOutput:
         """The heads' loss on one batch; `model` is the heads as Trainer wrapped them."""
         heads: DraftHeads = self.accelerator.unwrap_model(model)
-        source = self.features or OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
+        online = OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
+        source = self.features or (SharedPasses(online) if self._is_tensor_parallel else online)
         return self.draft_from(source(inputs), inputs, heads, model)
 
     def draft_from(
@@ -248,6 +268,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         # train_loss is Trainer's mean over the run, which is wrong after a resume.
         logs = {name: value for name, value in logs.items() if name != "train_loss"}
+        self._read_num_input_tokens()
         if "loss" in logs:
             metrics = self._take_metrics(is_training=True)
             logs = {**logs, **{k: v for k, v in metrics.items() if k.startswith(self.logged_metrics)}}
@@ -270,6 +291,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 callbacks.setdefault(type(callback).__name__, {})
         if isinstance(self.features, HybridFeatures):
             self.features.flush()  # a resumed run reads the states that were computed so far
+        self._read_num_input_tokens()
         with explain_full_disk(self, folder.name), write_whole(self, folder) as written:
             self._checkpoint_parent = written.parent
             try:

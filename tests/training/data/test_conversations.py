@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from tests.conftest import CHAT_TARGET
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
 from training.data.chat_tokens import tokenize_conversations
-from training.data.conversations import BadLineError, load_conversations
+from training.data.conversations import BadLineError, Place, iterate_place, load_conversations
+from training.data.records import Share, read_records
 
 
 def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
@@ -191,3 +192,26 @@ def test_half_a_surrogate_pair_is_a_bad_line(tmp_path: Path) -> None:
     with pytest.raises(BadLineError, match=r"line 1: .*surrogates not allowed"):
         load_conversations([file])
     assert to_messages(load_conversations([file], skip_bad_lines=True))[0][1]["content"] == "\U0001f642"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet"])
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_readers_share_a_file(name: str, count: int, tmp_path: Path) -> None:
+    """Each record is read once, with the number of its line; one line is longer than some parts."""
+    rows = [{"text": "x" * length} for length in (3, 40, 1, 0, 7, 7, 30, 2, 11)]
+    if name.endswith("parquet"):
+        file = Path(write_parquet(tmp_path / name, rows))
+    else:
+        file = Path(write(tmp_path / name, [json.dumps(rows)] if name.endswith("json") else rows))
+    parts = [list(read_records(file, Share(index, count))) for index in range(count)]
+    found = sorted((int(str(place).rpartition(" ")[2]), record) for part in parts for place, record in part)
+    assert found == list(enumerate(rows, start=1))
+    assert count != 3 or all(parts)
+
+
+def test_readers_share_short_files(tmp_path: Path) -> None:
+    for number in range(8):
+        write(tmp_path / f"{number}.jsonl", [{"text": number}])
+    parts = [list(iterate_place(Place.find(str(tmp_path)), share=Share(index, 4))) for index in range(4)]
+    assert [len(part) for part in parts] == [2, 2, 2, 2]
+    assert sorted(record["text"] for part in parts for _, record in part) == list(range(8))

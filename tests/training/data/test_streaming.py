@@ -64,6 +64,19 @@ def test_readers_share_an_epoch_without_overlap(files: list[str], word_tokenizer
     assert len(said) == len(set(said)) == 24
 
 
+def test_readers_share_a_repository(tmp_path: Path, word_tokenizer: Any) -> None:
+    """One file, which `datasets` would give to the first worker of each process."""
+    (tmp_path / "README.md").write_text("---\n{}\n---\n")
+    write(tmp_path / "train.jsonl", [{"prompt": "word50", "response": word} for word in WORDS[:NUM_ROWS]])
+    said = []
+    for rank in range(2):
+        stream = make_stream([str(tmp_path)], word_tokenizer, validation_fraction=0, rank=rank, num_processes=2)
+        loader = DataLoader(stream, batch_size=1, num_workers=2, collate_fn=list)
+        for batch in islice(loader, 14):
+            said += replies(batch, word_tokenizer)
+    assert len(said) == len(set(said)) == 28
+
+
 def test_packed_streams_have_the_same_conversations(files: list[str], word_tokenizer: Any) -> None:
     options = {"validation_fraction": 0, "max_length": 20}
     single = [row["input_ids"] for row in islice(make_stream(files, word_tokenizer, **options), NUM_ROWS)]

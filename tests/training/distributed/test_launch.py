@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers.integrations import deepspeed as integration
 
 from tests.conftest import REPOSITORY
-from tests.tiny_targets import tiny_target
 from training.distributed.launch import check_launch, count_launched, find_strategy
-from training.features.sharded_target import shard_target
-from training.features.target_loading import loading_whole
+from training.distributed.waiting import one_process_at_a_time, one_process_first
+from training.features.target_loading import load_model, loading_whole
+from training.features.target_options import ModelArguments, PlacementArguments
 from training.options.training_options import HeadsTrainingArguments
 
 
@@ -70,10 +73,11 @@ def test_zero_3_and_fsdp_split_nothing_while_models_are_loaded(monkeypatch: pyte
     assert integration.is_deepspeed_zero3_enabled()
 
 
-def test_a_target_is_not_split_in_one_process() -> None:
-    target = tiny_target("llama")
-    with pytest.raises(ValueError, match="got shard_target fsdp2 in a run of one process"):
-        shard_target(target, "fsdp2", torch.device("cpu"))
+@pytest.mark.parametrize("sharding", ["fsdp2", "tp"])
+def test_a_target_is_not_split_in_one_process(sharding: Any) -> None:
+    placement = PlacementArguments(shard_target=sharding)
+    with pytest.raises(ValueError, match=f"got shard_target {sharding} in a run of one process"):
+        load_model(ModelArguments("any", head_type="medusa"), placement, torch.device("cpu"), num_processes=1)
 
 
 @pytest.mark.slow
@@ -94,3 +98,25 @@ def test_a_wrong_option_ends_it_in_one_line_and_a_foreign_package_is_not_importe
         "train_heads.py: unknown key 'learning_rat' on the command line; did you mean 'learning_rate'" in result.stderr
     )
     assert "Traceback" not in result.stderr
+
+
+def run_in_turns(rank: int, folder: Path) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.distributed.init_process_group(
+        "gloo", f"file://{folder}/store", timeout=timedelta(seconds=1), rank=rank, world_size=2
+    )
+    with one_process_first():
+        if rank == 0:
+            time.sleep(2)
+            (folder / "done").touch()
+        assert (folder / "done").exists()
+    with one_process_at_a_time():
+        (folder / "busy").touch(exist_ok=False)
+        time.sleep(0.2)
+        (folder / "busy").unlink()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+def test_processes_wait_for_one_another_beyond_the_timeout(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(run_in_turns, args=(tmp_path,), nprocs=2, start_method="fork")

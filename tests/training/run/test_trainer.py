@@ -250,3 +250,16 @@ def test_recomputed_states_train_the_same_heads(target: Target, tmp_path: Path) 
         trained.append(heads.state_dict())
     for name, weight in trained[0].items():
         assert torch.equal(weight, trained[1][name]), name
+
+
+def test_tokens_are_counted_without_a_collective_for_every_batch(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = make_rows(UNEVEN)
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(rows), "max_steps": 2}
+    trainer = make_trainer(target, make_heads(target, "medusa"), tmp_path, rows, **options)
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: pytest.fail("gathered"))
+    trainer.train()
+    num_tokens = sum(len(row["input_ids"]) for row in rows)
+    found = [entry["num_input_tokens_seen"] for entry in trainer.state.log_history if "loss" in entry]
+    assert found == [num_tokens, 2 * num_tokens]
