@@ -138,7 +138,7 @@ class _CompiledFunction:
                 "torch.compile could not compile %s as one graph, and now compiles it %s, which is slower: %s",
                 self.function.__name__,
                 way,
-                str(error).partition("\n")[0],
+                " ".join(str(error).partition("\n\n")[0].split()),
             )
             self.compiled = compile_again()
             try:
