@@ -14,9 +14,11 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +51,8 @@ from training.features.target_loading import FirstLayers, check_placement, load_
 from training.features.target_options import ModelArguments, PlacementArguments
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -141,14 +145,62 @@ class Extraction:
             progress(sum(len(self.rows[index]["input_ids"]) for index in self.plan.shards[number]))
             del names[number]
         found = self.compute({number: self.plan.shards[number] for number in names})
-        for number, group in itertools.groupby(found, key=lambda entry: entry[0]):
-            rows: dict[int, StoredRow] = {}
-            for _, index, row in group:
-                rows[index] = row
-                computed += len(row.input_ids)
-                progress(len(row.input_ids))
-            write_shard(self.folder, names[number], [rows.pop(index) for index in self.plan.shards[number]])
+        with ThreadPoolExecutor(1) as writer:  # one shard is written while the next one is computed
+            written: Future[None] | None = None
+            for number, group in itertools.groupby(found, key=lambda entry: entry[0]):
+                rows: dict[int, StoredRow] = {}
+                for _, index, row in group:
+                    rows[index] = row
+                    computed += len(row.input_ids)
+                    progress(len(row.input_ids))
+                if written is not None:
+                    written.result()
+                ordered = [rows.pop(index) for index in self.plan.shards[number]]
+                written = writer.submit(write_shard, self.folder, names[number], ordered)
+                del ordered
+            if written is not None:
+                written.result()
         return computed
+
+
+class HostCopies:
+    """Copies tensors to the host. On CUDA they travel beside the computation that follows, into pinned memory.
+
+    Attributes:
+        tensors: the copies; valid after `wait`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        device = next(iter(tensors.values())).device
+        if device.type != "cuda":
+            self.tensors = {name: value.cpu() for name, value in tensors.items()}
+            return
+        stream = _copy_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self.tensors = {name: value.to("cpu", non_blocking=True) for name, value in tensors.items()}
+            self._event = stream.record_event()
+        for value in tensors.values():
+            value.record_stream(stream)
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+@lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def one_behind(items: Iterable[Item]) -> Iterator[Item]:
+    """Yields every item when the next one has been made."""
+    before: list[Item] = []
+    for item in items:
+        yield from before
+        before = [item]
+    yield from before
 
 
 class LocalStates:
@@ -165,17 +217,24 @@ class LocalStates:
         self.online = OnlineFeatures(target, layers)
 
     def __call__(self, shards: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, StoredRow]]:
+        for (shard, part, batch), copies in one_behind(self._compute(shards)):
+            copies.wait()
+            for place, index in enumerate(part):
+                count = int(batch["attention_mask"][place].sum())
+                values = {name: value[place, :count].clone() for name, value in copies.tensors.items()}
+                yield shard, index, StoredRow(batch["input_ids"][place, :count], values)
+
+    def _compute(
+        self, shards: Mapping[int, Sequence[int]]
+    ) -> Iterator[tuple[tuple[int, list[int], dict[str, Tensor]], HostCopies]]:
+        """Yields (shard, row numbers, batch) and the states, which may still be on their way to the host."""
         for shard, numbers in shards.items():
             rows = {index: self.rows[index] for index in numbers}
             indices = sorted(rows, key=lambda index: len(rows[index]["input_ids"]))
             for start in range(0, len(indices), self.batch_size):
                 part = indices[start : start + self.batch_size]
                 batch = self.collate([rows[index] for index in part])
-                tensors = self._encode(batch)
-                for place, index in enumerate(part):
-                    count = len(rows[index]["input_ids"])
-                    values = {name: value[place, :count].cpu().clone() for name, value in tensors.items()}
-                    yield shard, index, StoredRow(batch["input_ids"][place, :count], values)
+                yield (shard, part, batch), HostCopies(self._encode(batch))
 
     @torch.no_grad()
     def _encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

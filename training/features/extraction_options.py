@@ -20,7 +20,7 @@ class ExtractionArguments:
 
     output_dir: str = option(help="Folder for the features.")
     batch_size: int = option(default=8, help="Rows per pass of the target.")
-    shard_mb: float = option(default=512, help="Size of a shard in megabytes; memory holds two.")
+    shard_mb: float = option(default=512, help="Size of a shard in megabytes; memory holds three.")
     endpoint: str | None = option(
         default=None,
         help="Base URL of a vLLM server that computes the states, such as http://localhost:8000/v1; without a server, "

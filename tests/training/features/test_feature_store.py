@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Condition
 
 import pytest
 import torch
 
 from inference import Target
 from tests.training.feature_cases import ROWS, limited_file_size, make_extraction, store_rows
-from training.features.store import DiskFullError, FeatureStore
+from training.features import extraction
+from training.features.store import DiskFullError, FeatureStore, StoredRow, write_shard
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:
@@ -27,14 +30,14 @@ def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:
 
 
 def test_size_is_as_estimated(tmp_path: Path, target: Target) -> None:
-    extraction = make_extraction(target, tmp_path, [2], shard_bytes=10**4)
-    assert extraction.size_left() == extraction.size()
-    extraction.run()
+    extracting = make_extraction(target, tmp_path, [2], shard_bytes=10**4)
+    assert extracting.size_left() == extracting.size()
+    extracting.run()
     files = list(tmp_path.glob("*.safetensors"))
     written = sum(file.stat().st_size for file in files)
-    assert 0 <= written - extraction.size() < 2000 * len(files)
-    assert extraction.size_left() == 0
-    settings = extraction.settings
+    assert 0 <= written - extracting.size() < 2000 * len(files)
+    assert extracting.size_left() == 0
+    settings = extracting.settings
     assert settings.bytes_per_token == 4 + 2 * 32 * 4
 
 
@@ -57,16 +60,45 @@ def test_no_store(tmp_path: Path) -> None:
         FeatureStore(tmp_path)
 
 
+def test_a_shard_is_written_while_the_next_one_is_computed(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time, in order; the end waits for the last one."""
+    tokens = [0]
+    computed = Condition()
+
+    def progress(count: int) -> None:
+        with computed:
+            tokens[0] += count
+            computed.notify()
+
+    lengths = [len(row["input_ids"]) for row in ROWS]
+    names: list[str] = []
+
+    def write_late(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
+        names.append(name)
+        needed = sum(lengths[: len(names) + 1])  # of this shard and the next one
+        with computed:
+            assert computed.wait_for(lambda: tokens[0] >= needed, timeout=30)
+            assert tokens[0] == needed
+        write_shard(folder, name, rows)
+
+    monkeypatch.setattr(extraction, "write_shard", write_late)
+    make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1).run(progress=progress)
+    assert names == [f"shard-{number:05d}" for number in range(len(ROWS))]
+    assert len(FeatureStore(tmp_path)) == len(ROWS)
+
+
 def test_a_full_disk_leaves_the_finished_shards(target: Target, tmp_path: Path) -> None:
     """The shards' sizes rise with their rows; the first ones fit, the last does not."""
-    extraction = make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1)
-    sizes = [16 + len(row["input_ids"]) * extraction.settings.bytes_per_token for row in ROWS]
+    full = make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1)
+    sizes = [16 + len(row["input_ids"]) * full.settings.bytes_per_token for row in ROWS]
     assert sizes == sorted(sizes)
     with (
         limited_file_size(sizes[-1]),
         pytest.raises(DiskFullError, match=r"shard-00004 .*: free some space and run the same"),
     ):
-        extraction.run()
+        full.run()
     assert not list(tmp_path.glob(".*"))
     done = len(FeatureStore(tmp_path))
     assert done == len(ROWS) - 1
