@@ -1,9 +1,12 @@
 """Measures training steps beside a plain implementation: tokens per second, parts of a step, peak memory.
 
     python scripts/benchmarks/training_speed.py --lengths 512 2048 --output outputs/training
+    python scripts/benchmarks/training_speed.py --kinds eagle3 --lengths 512 2048 --offline 1 8 --output outputs/offline
 
 The plain implementation (`plain_training.py`) uses dense tensors, with the same heads, batch and loss (asserted). Steps
 of all implementations take turns in one process. A target folder with only a config.json gets random weights.
+
+With --offline: the time that epochs on stored features wait for batches and states, beside the time of the draft.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 # First on the path: another distribution also ships a package named `inference`.
@@ -37,13 +41,23 @@ from scripts.shared.clock import read_clock
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
 from training.data.collation import ConversationCollator, find_documents
-from training.features.sources import OnlineFeatures
+from training.features.sources import (
+    FeatureSource,
+    HybridFeatures,
+    OnlineFeatures,
+    StoredFeatures,
+    TextsCollator,
+    look_ahead,
+)
+from training.features.store import FeatureStore, StoreSettings, name_tensors, write_settings
+from training.features.target_identity import identify_target
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
 from training.options.program_parser import ProgramParser
 
 MIB = 1 << 20
 OURS, PLAIN, PLAIN_SDPA = IMPLEMENTATIONS = ("ours", "plain", "plain, sdpa")
+NUM_BATCHES = 4  # of an epoch on stored features
 PARTS = ("data", "target", "draft", "optimizer")
 STEP_DECAY, CLIP = 0.8, 0.5
 OVERRIDES: dict[str, dict[str, Any]] = {"eagle3": {"ttt_steps": 7}}  # the authors' number of steps
@@ -65,10 +79,14 @@ class TrainingSpeedArguments:
     repeats: int = field(default=5, metadata={"help": "Timed steps of each implementation."})
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     threads: int = field(default=1, metadata={"help": "CPU threads."})
+    offline: list[int] = field(
+        default_factory=list,
+        metadata={"help": "Measure epochs on stored features instead, with rows of so many documents each: 1 8."},
+    )
     output: str = field(default="outputs/training", metadata={"help": "Write OUTPUT.md and OUTPUT.json."})
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "plain_up_to", "batch", "repeats", "threads"):
+        for name in ("lengths", "plain_up_to", "batch", "repeats", "threads", "offline"):
             values = getattr(self, name)
             if min([values] if isinstance(values, int) else values, default=1) < 1:
                 raise ValueError(f"got --{name} {values}: give at least 1")
@@ -146,11 +164,30 @@ class Bench:
                 loss = plain_loss(self.heads, plain_states, batch, step_decay=STEP_DECAY, use_sdpa=use_sdpa)
         loss.backward()  # type: ignore[no-untyped-call]
         marks.append(clock())
+        self._optimize()
+        marks.append(clock())
+        return StepTimes([end - start for start, end in pairwise(marks)], float(loss.detach()))
+
+    def run_epoch(self, batches: Iterable[dict[str, Any]], source: FeatureSource) -> float:
+        """Our steps on the states of a source; returns their speed over that of the draft alone: the share of the time
+        that is not spent on waiting for batches and states."""
+        clock, left = partial(read_clock, self.device), iter(batches)
+        start, waited = clock(), 0.0
+        while True:
+            asked = clock()
+            if (batch := next(left, None)) is None:
+                return 1 - waited / (clock() - start)
+            states = source(batch)
+            waited += clock() - asked
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cell.dtype == "bfloat16"):
+                loss = self._our_loss(states, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimize()
+
+    def _optimize(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        marks.append(clock())
-        return StepTimes([end - start for start, end in pairwise(marks)], float(loss.detach()))
 
     def _our_loss(self, states: Any, batch: dict[str, Tensor]) -> Tensor:
         ids, loss_mask, loss_type = batch["input_ids"], batch["loss_mask"], "distillation"
@@ -210,6 +247,49 @@ def measure_cell(cell: Cell, implementations: Sequence[str], repeats: int) -> di
     return timings
 
 
+def measure_offline(cell: Cell, num_documents: int, repeats: int) -> list[float]:
+    """Speed of epochs on stored features over that of the draft alone: read ahead, and read when needed. Medians of
+    epochs that take turns."""
+    bench, size = Bench(cell), cell.length // num_documents
+    shape = (NUM_BATCHES, cell.batch, size * num_documents)
+    tokens = torch.randint(bench.target.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    fixed = {"loss_mask": ([0] * (size // 4) + [1] * (size - size // 4)) * num_documents}
+    if num_documents > 1:
+        fixed["document_lengths"] = [size] * num_documents
+    batches = [[{"input_ids": row, **fixed} for row in rows] for rows in tokens.tolist()]
+    collate, layers = TextsCollator(bench.collator), bench.heads.feature_layers
+    speeds: list[list[float]] = []
+    with TemporaryDirectory() as folder:
+        names, identity = name_tensors(layers, bench.target.num_layers), identify_target(bench.target, cell.target)
+        write_settings(Path(folder), StoreSettings(identity, names))
+        writing = HybridFeatures(OnlineFeatures(bench.target, layers), FeatureStore(Path(folder)))
+        for batch in map(collate, batches):
+            writing(batch)
+        writing.flush()
+        stored = StoredFeatures(bench.target, layers, FeatureStore(Path(folder)))
+        bench.run_epoch(map(collate, batches[:1]), stored)
+        for _ in range(repeats):
+            ahead = bench.run_epoch(look_ahead(map(collate, batches), stored), stored)
+            speeds.append([ahead, bench.run_epoch(map(collate, batches), stored)])
+    medians: list[float] = torch.tensor(speeds).median(0).values.tolist()
+    return medians
+
+
+def run_offline(args: TrainingSpeedArguments, device: str, heading: str, console: Console) -> None:
+    """Measures epochs on stored features, and writes the table."""
+    cells = []
+    for kind, length, documents in product(args.kinds, args.lengths, args.offline):
+        cell = Cell(args.target, kind, length, args.batch, args.dtype, device)
+        speeds = measure_offline(cell, documents, args.repeats)
+        cells.append([f"{kind}, {length:,}, {documents}", *(f"{speed:.4f}" for speed in speeds)])
+    columns = ["heads, tokens of a row, documents of a row", "read ahead", "read when needed"]
+    notes = [f"Medians of epochs of {NUM_BATCHES} steps: their speed over that of the draft alone."]
+    grid = Grid(f"Stored features: {Path(args.target).name}, {args.dtype}, batch {args.batch}", columns, cells, notes)
+    write_text(Path(f"{args.output}.md"), heading + grid.to_markdown())
+    grid.print(console)
+    console.print(f"wrote {args.output}.md", markup=False, highlight=False)
+
+
 def measure_peak(bench: Bench, implementation: str, rows: list[dict[str, list[int]]]) -> int:
     """The most bytes that torch's allocator hands out during a step, beyond those in use before it."""
     if bench.device.type == "cuda":
@@ -231,6 +311,10 @@ def run(args: TrainingSpeedArguments, console: Console) -> None:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     environment = {**describe_machine(torch.device(device)), **describe_program()}
     machine = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "command" and value)
+    heading = f"```bash\n{environment['command']}\n```\n\n{machine}\n\n"
+    if args.offline:
+        run_offline(args, device, heading, console)
+        return
     measured: list[tuple[Cell, dict[str, Timing]]] = []
     with Console(stderr=True).status("") as status:
         for kind, length in product(args.kinds, args.lengths):
@@ -242,7 +326,7 @@ def run(args: TrainingSpeedArguments, console: Console) -> None:
             content = {"environment": environment, "cells": cells}
             write_text(Path(f"{args.output}.json"), json.dumps(content, indent=1, allow_nan=False) + "\n")
             table = make_grid(measured).to_markdown()
-            write_text(Path(f"{args.output}.md"), f"```bash\n{environment['command']}\n```\n\n{machine}\n\n{table}")
+            write_text(Path(f"{args.output}.md"), heading + table)
     make_grid(measured).print(console)
     console.print(f"wrote {args.output}.md and {args.output}.json", markup=False, highlight=False)
 

@@ -7,18 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import TrainerCallback
 
 from heads import DraftHeads
 from inference.targets.target import Target
 from training.features.sharded_target import is_sharded
-from training.features.sources import FeatureSource, FlushFeatures, HybridFeatures, OnlineFeatures, StoredFeatures
+from training.features.sources import (
+    FeatureSource,
+    FlushFeatures,
+    ForgetFeatures,
+    HybridFeatures,
+    OnlineFeatures,
+    StoredFeatures,
+    TextsCollator,
+)
 from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors, write_settings
 from training.features.store_checks import check_can_fill, check_complete, check_same_target
 from training.features.target_options import FeatureArguments
 
-Collate = Callable[[Any], dict[str, Tensor]]
+Collate = Callable[[Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,8 @@ def prepare_features(
     if is_hybrid:
         check_can_fill(store, wanted)
         hybrid = HybridFeatures(online, store, rank=rank)
-        callbacks: list[TrainerCallback] = [FlushFeatures(hybrid)]
-        return PreparedFeatures(hybrid, hybrid.peek, hybrid.collator(collate), callbacks)
+        callbacks: list[TrainerCallback] = [FlushFeatures(hybrid), ForgetFeatures(hybrid.stored)]
+        return PreparedFeatures(hybrid, hybrid.peek, TextsCollator(collate), callbacks)
     check_complete(store, heads, rows)
     stored = StoredFeatures(target, heads.feature_layers, store)
-    return PreparedFeatures(stored, stored, stored.collator(collate), [])
+    return PreparedFeatures(stored, stored, TextsCollator(collate), [ForgetFeatures(stored)])

@@ -6,15 +6,15 @@ Legend: T checked tokens, F feature width, D hidden size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from inference.targets.target import Target
 from training.data.streaming import ConversationStream
-from training.features.preparation import PreparedFeatures
 from training.features.sources import FeatureSource
 
 logger = logging.getLogger(__name__)
@@ -26,11 +26,12 @@ LOG_PROB_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-2, torch.float16: 0
 STATE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def check_first_row(target: Target, features: PreparedFeatures, rows: Any, feature_layers: Sequence[int]) -> float:
+def check_first_row(
+    target: Target, source: FeatureSource, collate: Callable[[Any], Any], rows: Any, feature_layers: Sequence[int]
+) -> float:
     """Runs `check_features` on the first of a run's rows, collated as the trainer will do it."""
     row = rows.first_rows(1)[0] if isinstance(rows, ConversationStream) else rows[0]
-    batch = {name: value.to(target.device) for name, value in features.collate([row]).items()}
-    return check_features(target, features.peek, feature_layers, batch)
+    return check_features(target, source, feature_layers, send_to_device(collate([row]), target.device))
 
 
 @torch.no_grad()

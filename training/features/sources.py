@@ -6,10 +6,15 @@ Legend: B batch, T sequence length, F feature width (number of tapped layers x D
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from accelerate import PartialState
 from torch import Tensor
@@ -33,6 +38,10 @@ logger = logging.getLogger(__name__)
 SHARD_BYTES = 256 * 10**6  # a hybrid run writes a shard when the states in memory have this size
 
 
+class MissingStatesError(ValueError):
+    """A batch's states are not stored, or the server does not give them."""
+
+
 @dataclass(frozen=True)
 class TargetStates:
     """The target's states of a batch, on its device; values at padding are unspecified.
@@ -47,7 +56,7 @@ class TargetStates:
 
 
 # Gives the target's states of a batch of `training.data.collation`, on the device of the batch.
-FeatureSource = Callable[[Mapping[str, Tensor]], TargetStates]
+FeatureSource = Callable[[Mapping[str, Any]], TargetStates]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,74 +86,155 @@ class OnlineFeatures:
         return TargetStates(encoded.features, encoded.last_hidden)
 
 
-def iterate_documents(batch: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int]]:
-    """Yields (row, start, end) of every text of a batch: the row's own, or those packed into it."""
-    real = batch["attention_mask"].cpu()
-    marks = batch["document_ids"].cpu() if "document_ids" in batch else real - 1
-    for row, marks_T in enumerate(marks):
-        numbers, counts = torch.unique_consecutive(marks_T, return_counts=True)
-        start = 0
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            if number >= 0:
-                yield row, start, start + count
-            start += count
-
-
 @dataclass(frozen=True, eq=False)
-class StoredCollator:
-    """Adds the stored states of a batch's texts to the batch, in the data-loading processes.
+class Texts:
+    """The texts of a batch, on the host: rows, or the documents packed into them.
 
-    Each is a tensor [B, T, ...] under `stored.NAME`, viewed as integers: DeepSpeed would round floating-point inputs to
-    its own dtype. A batch with a text that is not stored gets none.
+    Attributes:
+        input_ids: [B, T]. An array, because Trainer and accelerate move tensors to the device.
+        places: (row, start, end) of every text.
     """
 
+    input_ids: numpy.typing.NDArray[numpy.int64]
+    places: list[tuple[int, int, int]]
+
+    @classmethod
+    def find(cls, batch: Mapping[str, Tensor]) -> Texts:
+        real = batch["attention_mask"]
+        marks = batch["document_ids"] if "document_ids" in batch else real - 1
+        places = []
+        for row, marks_T in enumerate(marks):
+            numbers, counts = torch.unique_consecutive(marks_T, return_counts=True)
+            start = 0
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                if number >= 0:
+                    places.append((row, start, start + count))
+                start += count
+        # A copy: a worker that hands the batch over moves its memory.
+        return cls(batch["input_ids"].numpy().copy(), places)
+
+    def ids(self, place: tuple[int, int, int]) -> Tensor:
+        """The tokens of a text, [T]."""
+        row, start, end = place
+        return torch.from_numpy(self.input_ids[row, start:end])
+
+
+@dataclass(frozen=True)
+class TextsCollator:
+    """Adds the `Texts` of a batch, whose states are read elsewhere."""
+
     collate: Callable[[Any], dict[str, Tensor]]
-    store: FeatureStore
-    names: Sequence[str]
 
-    def __call__(self, rows: Any) -> dict[str, Tensor]:
+    def __call__(self, rows: Any) -> dict[str, Any]:
         batch = self.collate(rows)
-        stored: dict[str, Tensor] = {}
-        for row, start, end in iterate_documents(batch):
-            found = self.store.read(batch["input_ids"][row, start:end], self.names)
-            if found is None:
-                self.store.refresh()  # workers that outlive an epoch would not see the new shards otherwise
-                return batch
-            for name, value in found.items():
-                bits = value.view(torch.int16 if value.itemsize == 2 else torch.int32)
-                if name not in stored:
-                    stored[name] = bits.new_zeros(*batch["input_ids"].shape, *bits.shape[1:])
-                stored[name][row, start:end] = bits
-        return batch | {f"stored.{name}": value for name, value in stored.items()}
+        return {**batch, "texts": Texts.find(batch)}
 
 
-class StoredFeatures:
-    """Reads the states of every batch from a store; the target does not run."""
+class ReadFeatures(ABC):
+    """Reads the states of every batch; the target does not run.
 
-    def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore) -> None:
+    A thread reads the next batch that is expected while the current one trains, so two batches of states are in memory.
+    Batches of evaluations are not expected, and are read when they are needed.
+
+    Attributes:
+        names: of the tensors that `find` gives.
+    """
+
+    def __init__(self, target: Target, feature_layers: Sequence[int]) -> None:
         self.target = target
-        self.store = store
         self.layer_names = [tensor_name(layer, target.num_layers) for layer in feature_layers]
         self.names = name_tensors(feature_layers, target.num_layers)
+        self.has_enough = False  # batches are expected: training may take one
+        self._expected: deque[Texts] = deque()  # the first one is being read
+        self._reading: Future[TargetStates | None] | None = None
 
-    def collator(self, collate: Callable[[Any], dict[str, Tensor]]) -> StoredCollator:
-        """Returns the trainer's collator, which reads ahead the states that this source returns."""
-        return StoredCollator(collate, self.store, self.names)
+    @abstractmethod
+    def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor] | None:
+        """The named tensors of a text, each [T, ...] on the host; None = they are missing. Called from a thread."""
 
-    def has(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether the collator found every text of the batch."""
-        return f"stored.{self.names[0]}" in batch
+    def expect(self, texts: Texts) -> None:
+        """Tells the next batch that will be needed."""
+        self._expected.append(texts)
+        self.has_enough = len(self._expected) > 1
+        self._read_ahead()
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
-        if not self.has(batch):
-            raise ValueError(
+    def forget(self) -> None:
+        """Drops what is expected: training has ended."""
+        if self._reading is not None:
+            wait([self._reading])
+        self._expected.clear()
+        self._reading = None
+
+    def read(self, batch: Mapping[str, Any]) -> TargetStates | None:
+        """The states of a batch; None when a text is missing."""
+        texts = batch["texts"]
+        if self._expected and texts is self._expected[0]:
+            assert self._reading is not None
+            states = self._reading.result()
+            self._expected.popleft()
+            self._reading = None
+            self._read_ahead()
+        else:
+            states = self._gather(texts)
+        if states is None:
+            return None
+        device = self.target.device
+        move = partial(Tensor.to, device=device, non_blocking=True)
+        return TargetStates(move(states.features), move(states.last_hidden))
+
+    def _read_ahead(self) -> None:
+        if self._reading is None and self._expected:
+            thread = ThreadPoolExecutor(1)  # ends with its work: none is alive when processes are forked
+            self._reading = thread.submit(self._gather, self._expected[0])
+            thread.shutdown(wait=False)
+
+    def _gather(self, texts: Texts) -> TargetStates | None:
+        """The states of a batch on the host, pinned where the target is on a GPU; zero at padding."""
+        pins = self.target.device.type == "cuda"
+        shape, width = texts.input_ids.shape, self.target.hidden_size
+        zeros = partial(torch.zeros, dtype=self.target.dtype, pin_memory=pins)
+        features = zeros(*shape, width * len(self.layer_names))
+        last_hidden = zeros(*shape, self.target.state_size or width)
+        for place in texts.places:
+            found = self.find(texts, place)
+            if found is None:
+                return None
+            row, start, end = place
+            last_hidden[row, start:end] = found["last"]
+            for index, name in enumerate(self.layer_names):
+                features[row, start:end, index * width : (index + 1) * width] = found[name]
+        return TargetStates(features, last_hidden)
+
+
+def look_ahead(batches: Iterator[Any], source: ReadFeatures) -> Iterator[Any]:
+    """Yields the batches; the source is told of each at least one batch before."""
+    waiting: deque[Any] = deque()
+    for batch in batches:
+        source.expect(batch["texts"])
+        waiting.append(batch)
+        if source.has_enough:
+            yield waiting.popleft()
+    yield from waiting
+
+
+class StoredFeatures(ReadFeatures):
+    """Reads the states of every batch from a store, where they are found by the hashes of their tokens."""
+
+    def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore) -> None:
+        super().__init__(target, feature_layers)
+        self.store = store
+
+    def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor] | None:
+        return self.store.read(texts.ids(place), self.names)
+
+    def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
+        states = self.read(batch)
+        if states is None:
+            raise MissingStatesError(
                 f"{self.store.folder} lacks a text of this batch: extract the features of this data "
                 "(scripts/extract_features.py with the same options), or train with --feature_mode hybrid"
             )
-        states = {name: batch[f"stored.{name}"].view(self.target.dtype) for name in self.names}
-        last_hidden = states["last"]
-        features = [states[name] for name in self.layer_names] or [last_hidden[..., :0]]
-        return TargetStates(torch.cat(features, -1), last_hidden)
+        return states
 
 
 class HybridFeatures:
@@ -176,26 +266,25 @@ class HybridFeatures:
         self._written: set[int] = set()  # keys of flushed rows: the store reads new shards only at an epoch's end
         self._size = 0
 
-    def collator(self, collate: Callable[[Any], dict[str, Tensor]]) -> StoredCollator:
-        return self.stored.collator(collate)
-
-    def peek(self, batch: Mapping[str, Tensor]) -> TargetStates:
+    def peek(self, batch: Mapping[str, Any]) -> TargetStates:
         """Returns the states of a batch without storing them."""
-        return self.stored(batch) if self.stored.has(batch) else self.online(batch)
+        return self.stored.read(batch) or self.online(batch)
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
-        states = self.peek(batch)
-        if self.writes and not self.stored.has(batch):
-            self._keep(batch, states)
+    def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
+        states = self.stored.read(batch)
+        if states is None:
+            states = self.online(batch)
+            if self.writes:
+                self._keep(batch["texts"], states)
         return states
 
-    def _keep(self, batch: Mapping[str, Tensor], states: TargetStates) -> None:
+    def _keep(self, texts: Texts, states: TargetStates) -> None:
         width = self.online.target.hidden_size
         tensors = {"last": states.last_hidden}
         for index, name in enumerate(self.stored.layer_names):
             tensors[name] = states.features[..., index * width : (index + 1) * width]
-        for row, start, end in iterate_documents(batch):
-            ids = batch["input_ids"][row, start:end].cpu()
+        for place in texts.places:
+            ids, (row, start, end) = texts.ids(place), place
             key = hash_tokens(ids)
             if key in self._rows or key in self._written or self.store.has(ids):
                 continue
@@ -221,6 +310,16 @@ class HybridFeatures:
             self.writes = False
         self._rows.clear()
         self._size = 0
+
+
+class ForgetFeatures(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Drops the states of the batches that a run expected after its last step."""
+
+    def __init__(self, features: ReadFeatures) -> None:
+        self.features = features
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.features.forget()
 
 
 class FlushFeatures(TrainerCallback):  # type: ignore[misc, unused-ignore]

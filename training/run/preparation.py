@@ -92,7 +92,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
     features = _prepare_features(options, models, rows)
     _arrange_rows(options, rows)  # after everything that reads single conversations
     trainer = _make_trainer(options, models, rows, features, meter, description)
-    check_first_row(models.target, features, rows.train_set, models.heads.feature_layers)
+    check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
     if isinstance(rows.train_set, OnPolicyRows) and checkpoint is not None:
         rows.train_set.load(checkpoint)
     output_dir = Path(args.output_dir)

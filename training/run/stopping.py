@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from training.features.sources import TargetStates
+from training.features.sources import MissingStatesError, TargetStates
 from training.losses.draft_loss import LossOutput
 from training.run.resume import find_newest
 
@@ -89,6 +89,20 @@ def _last_checkpoint(trainer: Any) -> str:
         f"The last complete checkpoint is {newest}; --resume_from_checkpoint true continues from it (with other "
         "options: --resume_with_changes true)."
     )
+
+
+@contextmanager
+def explain_lost_states(trainer: Any) -> Iterator[None]:
+    """Ends a run whose batch has no states: a text that is not stored, a server that is gone or gives other states.
+
+    Raises:
+        TrainingStoppedError: with the step, and the last complete checkpoint.
+    """
+    try:
+        yield
+    except MissingStatesError as error:
+        step = trainer.state.global_step + 1
+        raise TrainingStoppedError(f"stopped at step {step}: {error}. {_last_checkpoint(trainer)}") from error
 
 
 @contextmanager

@@ -24,13 +24,20 @@ from training.distributed.launch import autocast, autocast_in_deepspeed, shard_w
 from training.distributed.whole_heads import gather_state, is_split
 from training.features.sharded_target import is_sharded, is_tensor_parallel
 from training.features.shared_passes import SharedPasses
-from training.features.sources import FeatureSource, HybridFeatures, OnlineFeatures, TargetStates
+from training.features.sources import (
+    FeatureSource,
+    HybridFeatures,
+    OnlineFeatures,
+    ReadFeatures,
+    TargetStates,
+    look_ahead,
+)
 from training.losses.depth_weights import fixed_weights
 from training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from training.losses.teacher import compute_teacher
 from training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
 from training.run.optimizer import MuonWithAdamW
-from training.run.stopping import FiniteWatch, explain_full_disk
+from training.run.stopping import FiniteWatch, explain_full_disk, explain_lost_states
 from training.synthesis.on_policy import OnPolicyRows
 
 # Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
@@ -81,6 +88,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # by "is training"
         self.start = time.perf_counter()  # of training; a resumed run counts the seconds before
         self.watch = FiniteWatch()
+        self._ahead: tuple[Iterator[Any], Iterator[Any]] | None = None  # of the epoch: its batches, and the same ahead
         self._checkpoint_parent: Path | None = None  # set while a checkpoint is written aside
         self.add_callback(ExactEpochs())
 
@@ -148,6 +156,10 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
         """The batches of one optimizer step, and the number of tokens they predict in all processes together."""
+        if isinstance(source := getattr(self.features, "stored", self.features), ReadFeatures):
+            if self._ahead is None or self._ahead[0] is not epoch_iterator:
+                self._ahead = (epoch_iterator, look_ahead(epoch_iterator, source))
+            epoch_iterator = self._ahead[1]
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         count = torch.zeros((), dtype=torch.long, device=device)
         for batch in batches:
@@ -186,7 +198,9 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         heads: DraftHeads = self.accelerator.unwrap_model(model)
         online = OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
         source = self.features or (SharedPasses(online) if self._is_tensor_parallel else online)
-        return self.draft_from(source(inputs), inputs, heads, model)
+        with explain_lost_states(self):
+            states = source(inputs)
+        return self.draft_from(states, inputs, heads, model)
 
     def draft_from(
         self, states: TargetStates, inputs: dict[str, Tensor], heads: DraftHeads, forward: Callable[..., Any]

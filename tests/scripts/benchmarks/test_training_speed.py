@@ -69,6 +69,23 @@ def test_a_small_run(target_path: str, tmp_path: Path) -> None:
     assert (tmp_path / "out.md").read_text().count("| medusa, 32 |") == 1
 
 
+def test_epochs_on_stored_features(target_path: str, tmp_path: Path) -> None:
+    args = TrainingSpeedArguments(
+        target=target_path,
+        lengths=[16],
+        kinds=["medusa"],
+        dtype="float32",
+        repeats=1,
+        device="cpu",
+        offline=[1, 2],
+        output=str(tmp_path / "out"),
+    )
+    training_speed.run(args, Console(file=io.StringIO()))
+    rows = [line.split("|")[2:4] for line in (tmp_path / "out.md").read_text().splitlines() if "| medusa, 16" in line]
+    assert len(rows) == 2
+    assert all(0 < float(speed) < 1 for row in rows for speed in row)
+
+
 def test_the_peak_holds_the_plain_attention(target_path: str) -> None:
     """The plain step's scores [H, T, K * T] have 4 * 200 * 1,400 numbers of 4 bytes."""
     bench = Bench(Cell(target_path, "eagle3", 200, 1, "float32", "cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,15 @@ from tests.training.feature_cases import (
 )
 from tests.training.run.test_trainer import make_heads
 from tests.training.runner import assert_same
-from training.features.sources import HybridFeatures, OnlineFeatures, StoredFeatures, TargetStates, iterate_documents
+from training.features.sources import (
+    HybridFeatures,
+    OnlineFeatures,
+    StoredFeatures,
+    TargetStates,
+    Texts,
+    TextsCollator,
+    look_ahead,
+)
 from training.features.store import FeatureStore, StoreSettings, name_tensors, write_settings
 from training.features.target_identity import identify_target
 from training.losses.draft_loss import draft_loss
@@ -72,7 +81,7 @@ def test_offline_equals_online_for_every_kind(target: Target, everything: Featur
         OnlineFeatures(target, heads.feature_layers),
         StoredFeatures(target, heads.feature_layers, everything),
     )
-    batch = stored.collator(COLLATE)(ROWS)
+    batch = TextsCollator(COLLATE)(ROWS)
     for loss_type in {heads.default_loss, "distillation"}:
         computed = loss_and_gradients(heads, online(batch), batch, loss_type)
         read = loss_and_gradients(heads, stored(batch), batch, loss_type)
@@ -86,9 +95,11 @@ def test_packed_documents_are_found_one_by_one(target: Target, everything: Featu
     ids = torch.tensor([[*first, *second, 0, 0]])
     marks = torch.tensor([[0] * len(first) + [1] * len(second) + [-1, -1]])
     batch = {"input_ids": ids, "attention_mask": (marks >= 0).long(), "document_ids": marks}
-    assert list(iterate_documents(batch)) == [(0, 0, len(first)), (0, len(first), len(first) + len(second))]
+    texts = Texts.find(batch)
+    assert texts.places == [(0, 0, len(first)), (0, len(first), len(first) + len(second))]
+    assert texts.ids(texts.places[1]).tolist() == second
     stored = StoredFeatures(target, (2,), everything)
-    found = stored(stored.collator(lambda rows: batch)([]))
+    found = stored({**batch, "texts": texts})
     for text, start in ((first, 0), (second, len(first))):
         row = everything.read(torch.tensor(text), ["hidden.2", "last"])
         assert row is not None
@@ -100,7 +111,31 @@ def test_a_text_that_is_not_stored(target: Target, everything: FeatureStore) -> 
     stored = StoredFeatures(target, (2,), everything)
     rows = [ROWS[0], {**ROWS[1], "input_ids": ROWS[1]["input_ids"][:-1], "loss_mask": ROWS[1]["loss_mask"][:-1]}]
     with pytest.raises(ValueError, match=r"lacks a text of this batch: extract .* or train with --feature_mode hybrid"):
-        stored(stored.collator(COLLATE)(rows))
+        stored(TextsCollator(COLLATE)(rows))
+
+
+def test_a_thread_reads_the_next_batch_while_one_trains(target: Target, everything: FeatureStore) -> None:
+    """Each text once, one batch ahead and no more; a batch that is not expected is read between them."""
+    read: list[int] = []
+
+    class Noted(StoredFeatures):
+        def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor] | None:
+            read.append(texts.input_ids[0, 0])
+            assert threading.current_thread() is not threading.main_thread() or texts is other["texts"]
+            return super().find(texts, place)
+
+    stored, collate = Noted(target, (2,), everything), TextsCollator(COLLATE)
+    batches = [collate([row]) for row in ROWS[:4]]
+    other = collate([ROWS[4]])
+    plain = StoredFeatures(target, (2,), everything)
+    for number, batch in enumerate(look_ahead(iter(batches), stored)):
+        assert batch is batches[number]
+        assert torch.equal(stored(batch).features, plain(batch).features)
+        if number == 1:
+            assert torch.equal(stored(other).features, plain(other).features)
+        if stored._reading is not None:
+            stored._reading.result()
+        assert len(read) == min(number + 2, 4) + (number > 0)
 
 
 class TestHybrid:
@@ -116,7 +151,7 @@ class TestHybrid:
     ) -> None:
         computed = count_computed(monkeypatch)
         features = self.make(target, tmp_path, shard_bytes=10**4)
-        collate = features.collator(COLLATE)
+        collate = TextsCollator(COLLATE)
         wanted = [OnlineFeatures(target, (2,))(COLLATE([row])) for row in ROWS]
         computed.clear()
         for epoch in range(2):
@@ -136,14 +171,14 @@ class TestHybrid:
         computed = count_computed(monkeypatch)
         killed = self.make(target, tmp_path, shard_bytes=10**4)
         for row in ROWS[:4]:
-            killed(killed.collator(COLLATE)([row]))
+            killed(TextsCollator(COLLATE)([row]))
         kept = len(FeatureStore(tmp_path))
         assert 0 < kept < 4
         (tmp_path / ".cache-0-00009.1.tmp").write_bytes(b"torn")  # without its name: it was not finished
         computed.clear()
         again = self.make(target, tmp_path, shard_bytes=10**4)
         for row in ROWS:
-            again(again.collator(COLLATE)([row]))
+            again(TextsCollator(COLLATE)([row]))
         again.flush()
         assert len(computed) == len(ROWS) - kept
         assert len(FeatureStore(tmp_path)) == len(ROWS)
@@ -152,7 +187,7 @@ class TestHybrid:
         self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         features = self.make(target, tmp_path, shard_bytes=1)
-        collate = features.collator(COLLATE)
+        collate = TextsCollator(COLLATE)
         features(collate(ROWS[:1]))
         with limited_file_size(1000):
             for row in ROWS[1:3]:
