@@ -91,15 +91,15 @@ class HiddenStates:
         if isinstance(limit, int) and limit <= wanted.max_length:
             raise ValueError(self._too_long(wanted.max_length, f"{limit - 1}"))
 
-    def read(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Returns the states [T, L, D] of a prompt's ids [T], and the server's answer to the request.
+    def ask(self, input_ids: Tensor, **options: Any) -> tuple[Path, dict[str, Any]]:
+        """Asks for the states of a prompt's ids [T]; returns the file that `take` reads, and the server's answer.
 
         Args:
             options: more fields of the request.
 
         Raises:
             ConnectionError: see `EndpointClient.ask`.
-            ValueError: the server gives no states, other states or no file; says how to start it.
+            ValueError: the server gives no states, or others; says how to start it.
         """
         ids = input_ids.tolist()
         answer = self.client.ask("/completions", {"prompt": ids, "max_tokens": 1, "temperature": 0, **options})
@@ -115,8 +115,15 @@ class HiddenStates:
                 f"folder with the name {self.wanted.subfolder}. {self._cure()}"
             )
         shared = self.wanted.folder
-        path = Path(named) if shared is None else Path(shared, place.parent.name, place.name)
-        return self._check(_take_file(path), ids), answer
+        return Path(named) if shared is None else Path(shared, place.parent.name, place.name), answer
+
+    def take(self, path: Path, input_ids: Tensor) -> Tensor:
+        """Returns the states [T, L, D] of a prompt's ids [T] from the server's file, and deletes the file.
+
+        Raises:
+            ValueError: no file, or other states; says what to do.
+        """
+        return self._check(_take_file(path), input_ids.tolist())
 
     def _check(self, tensors: Mapping[str, Tensor], ids: list[int]) -> Tensor:
         states, found_ids = tensors.get("hidden_states"), tensors.get("token_ids")

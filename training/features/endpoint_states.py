@@ -1,5 +1,6 @@
-"""The states of an extraction whose target runs in a vLLM server. Here are only the target's first layers, its final
-norm and its LM head, for the last state and for the checks.
+"""The states of a target that runs in a vLLM server, for an extraction or for a training run.
+
+Only the target's first layers, its final norm and its LM head are here, for the last state and for the checks.
 
 Legend: T tokens of a row, L states of each token, D hidden size, K best tokens, V target vocabulary.
 """
@@ -7,35 +8,43 @@ Legend: T tokens of a row, L states of each token, D hidden size, K best tokens,
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from heads.adapter import find_adapter_of
 from training.endpoint.client import EndpointClient
 from training.endpoint.hidden_states import HiddenStates, WantedStates
-from training.features.extraction_options import ExtractionArguments
 from training.features.self_check import LOG_PROB_TOLERANCE, NUM_BEST, NUM_TOKENS, STATE_TOLERANCE
+from training.features.sources import MissingStatesError, ReadFeatures, TargetStates, Texts
 from training.features.store import FeatureStore, StoredRow, name_tensors, tensor_name
-from training.features.store_checks import iterate_ids
 from training.features.target_loading import FirstLayers
+from training.features.target_options import EndpointArguments, ModelArguments, PlacementArguments
 
 logger = logging.getLogger(__name__)
 
 NUM_LAYERS = 3  # layers to load: EAGLE-3 taps the input of the third one, which can then be checked
 
 
+SLOW = 60.0  # seconds: a run that has waited so long for the server, and for half of its time, warns
+
+
 class EndpointStates:
     """Reads the states of rows from a server, several rows at a time.
 
     Args:
-        rows: with a column `input_ids`.
-        layers: the hidden states to store, besides the last.
+        url: of the server.
+        layers: the hidden states to give, besides the last.
         target_name: as --target gives it.
+        max_length: tokens of the longest text.
 
     Raises:
         ConnectionError: no server.
@@ -43,9 +52,16 @@ class EndpointStates:
     """
 
     def __init__(
-        self, target: FirstLayers, rows: Any, args: ExtractionArguments, *, layers: Sequence[int], target_name: str
+        self,
+        target: FirstLayers,
+        args: EndpointArguments,
+        *,
+        url: str,
+        layers: Sequence[int],
+        target_name: str,
+        max_length: int,
     ) -> None:
-        self.target, self.rows, self.num_in_flight = target, rows, args.concurrency
+        self.target, self.num_in_flight = target, args.concurrency
         self.names = name_tensors(layers, target.num_layers)
         self.layers = sorted({*layers, target.num_layers})
         wanted = WantedStates(
@@ -54,24 +70,27 @@ class EndpointStates:
             layers=self.layers,
             hidden_size=target.hidden_size,
             dtype=target.dtype,
-            max_length=max(map(len, iterate_ids(rows))),
+            max_length=max_length,
             length_limit=target.max_length,
             folder=args.shared_folder,
         )
-        assert args.endpoint is not None
         try:
-            client = EndpointClient(args.endpoint, wanted.served_name)
+            client = EndpointClient(url, wanted.served_name)
         except ConnectionError as error:
             raise ConnectionError(f"{error}. If no server runs, start one with: {wanted.serve_command()}") from error
         self.server = HiddenStates(client, wanted)
 
-    def __call__(self, shards: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, StoredRow]]:
-        """Yields (shard, row number, row) in order; requests run ahead, also into later shards."""
+    def read_rows(self, rows: Any, shards: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, StoredRow]]:
+        """Yields (shard, row number, row) in order; requests run ahead, also into later shards.
+
+        Args:
+            rows: with a column `input_ids`.
+        """
         waiting: deque[tuple[int, int, Future[StoredRow]]] = deque()
         pool = ThreadPoolExecutor(self.num_in_flight)
         try:
             for shard, index in ((shard, index) for shard, indices in shards.items() for index in indices):
-                waiting.append((shard, index, pool.submit(self.read, torch.tensor(self.rows[index]["input_ids"]))))
+                waiting.append((shard, index, pool.submit(self.read, torch.tensor(rows[index]["input_ids"]))))
                 if len(waiting) == self.num_in_flight:
                     yield _take_first(waiting)
             while waiting:
@@ -81,7 +100,11 @@ class EndpointStates:
 
     def read(self, input_ids: Tensor) -> StoredRow:
         """Asks for the states of one row's ids [T]."""
-        return self._make_row(input_ids, self.server.read(input_ids)[0])
+        return self.take(self.server.ask(input_ids)[0], input_ids)
+
+    def take(self, path: Path, input_ids: Tensor) -> StoredRow:
+        """Reads the server's answer for one row's ids [T], and deletes it."""
+        return self._make_row(input_ids, self.server.take(path, input_ids))
 
     def _make_row(self, input_ids: Tensor, states: Tensor) -> StoredRow:
         """Args: states: [T, L, D]."""
@@ -89,8 +112,8 @@ class EndpointStates:
         tensors["last"] = self.target.apply_final_norm(states[:, -1])
         return StoredRow(input_ids, {name: tensors[name] for name in self.names})
 
-    def check_target(self) -> float:
-        """Compares the server with the target here, by the first tokens of the first row.
+    def check_target(self, input_ids: Tensor) -> float:
+        """Compares the server with the target here, by the first tokens of a text's ids [T].
 
         Returns:
             the largest difference of log-probabilities.
@@ -98,9 +121,9 @@ class EndpointStates:
         Raises:
             ValueError: another model or other states; gives the difference.
         """
-        ids = torch.tensor(self.rows[0]["input_ids"][:NUM_TOKENS])
-        states, answer = self.server.read(ids, prompt_logprobs=NUM_BEST)
-        row = self._make_row(ids, states)
+        ids = input_ids[:NUM_TOKENS]
+        path, answer = self.server.ask(ids, prompt_logprobs=NUM_BEST)
+        row = self.take(path, ids)
         self._compare(row, self._run_first_layers(ids), "those of the same layers here")
         difference = self._compare_log_probs(row.tensors["last"], answer)
         logger.info(
@@ -108,11 +131,10 @@ class EndpointStates:
         )
         return difference
 
-    def check_stored(self, folder: Path) -> None:
-        """Raises ValueError when the store has other states of the first row than the server gives now."""
-        ids = torch.tensor(self.rows[0]["input_ids"])
-        if (stored := FeatureStore(folder).read(ids, self.names)) is not None:
-            self._compare(self.read(ids), stored, f"those in {folder}")
+    def check_stored(self, folder: Path, input_ids: Tensor) -> None:
+        """Raises ValueError when the store has other states of a text's ids [T] than the server gives now."""
+        if (stored := FeatureStore(folder).read(input_ids, self.names)) is not None:
+            self._compare(self.read(input_ids), stored, f"those in {folder}")
 
     @torch.no_grad()
     def _run_first_layers(self, input_ids: Tensor) -> dict[str, Tensor]:
@@ -153,6 +175,90 @@ class EndpointStates:
                 "other weights, or gives another state as the last one. Serve this target, without adapters"
             )
         return difference
+
+
+class ServedFeatures(ReadFeatures):
+    """Gives training the states that a server computes while the heads train.
+
+    A queue of texts runs ahead of training: the server computes states, and its files wait in the shared folder until
+    the batch before theirs trains. It holds `concurrency` texts, and at least the next batch.
+    """
+
+    def __init__(self, states: EndpointStates, feature_layers: Sequence[int]) -> None:
+        super().__init__(states.target, feature_layers)
+        self.states = states
+        self._pool = ThreadPoolExecutor(states.num_in_flight)
+        self._files: dict[Texts, dict[tuple[int, int, int], Future[Path]]] = {}
+        self._start, self._waited, self._has_warned = time.monotonic(), 0.0, False
+
+    def expect(self, texts: Texts) -> None:
+        self._ask(texts)
+        super().expect(texts)
+        self.has_enough &= sum(map(len, self._files.values())) >= self.states.num_in_flight
+
+    def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor]:
+        return self.states.take(self._files[texts].pop(place).result(), texts.ids(place)).tensors
+
+    def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
+        texts, start = batch["texts"], time.monotonic()
+        if texts not in self._files:
+            self._ask(texts)
+        try:
+            states = self.read(batch)
+        except (ConnectionError, ValueError) as error:
+            self.forget()
+            raise MissingStatesError(str(error)) from error
+        del self._files[texts]
+        self._note_wait(start, time.monotonic())
+        assert states is not None
+        return states
+
+    def forget(self) -> None:
+        """Also deletes the files that wait."""
+        super().forget()
+        for texts, files in self._files.items():
+            for place, future in files.items():
+                if not future.cancel():
+                    future.add_done_callback(partial(self._discard, texts.ids(place)))
+        self._files.clear()
+
+    def _discard(self, input_ids: Tensor, file: Future[Path]) -> None:
+        with suppress(Exception):  # no file, or one that nobody needs
+            self.states.server.take(file.result(), input_ids)
+
+    def _ask(self, texts: Texts) -> None:
+        self._files[texts] = {
+            place: self._pool.submit(lambda ids: self.states.server.ask(ids)[0], texts.ids(place))
+            for place in texts.places
+        }
+
+    def _note_wait(self, start: float, end: float) -> None:
+        self._waited += end - start
+        passed = end - self._start
+        if not self._has_warned and self._waited >= max(SLOW, passed / 2):
+            self._has_warned = True
+            logger.warning(
+                "training has waited %.0f of its first %.0f seconds for states from %s, which is slower than the "
+                "heads: give the server more devices, or raise --concurrency (now %d)",
+                self._waited,
+                passed,
+                self.states.server.client.url,
+                self.states.num_in_flight,
+            )
+
+
+def refuse_without_target(model_args: ModelArguments, placement: PlacementArguments) -> None:
+    """Raises ValueError for options that a server's target cannot follow."""
+    if placement.target_device_map is not None:
+        raise ValueError(
+            f"got target_device_map {placement.target_device_map} with a server for the states, which places the "
+            "target; give --target_device_map none"
+        )
+    if model_args.init_heads is not None and find_adapter_of(model_args.init_heads) is not None:
+        raise ValueError(
+            f"got a server for the states with init_heads {model_args.init_heads}, which change the target with an "
+            "adapter that the server does not have: give other heads, or no server"
+        )
 
 
 def _prompt_scores(answer: Mapping[str, Any]) -> list[dict[str, Any]]:

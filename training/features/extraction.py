@@ -16,9 +16,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from inference.targets.target import Target
 from training.data.collation import ConversationCollator
 from training.data.options import DataArguments
 from training.data.training_sets import cut_to_limit, load_every_row
-from training.features.endpoint_states import NUM_LAYERS, EndpointStates
-from training.features.extraction_options import ExtractionArguments, find_layers, refuse_without_target
+from training.features.endpoint_states import NUM_LAYERS, EndpointStates, refuse_without_target
+from training.features.extraction_options import ExtractionArguments, find_layers
 from training.features.sources import OnlineFeatures
 from training.features.store import (
     StoredRow,
@@ -94,7 +94,7 @@ class Extraction:
 
     Args:
         settings: of the store; the plan's numbers are added here.
-        compute: gives the states (`LocalStates`, `EndpointStates`).
+        compute: gives the states (`LocalStates`, `EndpointStates.read_rows`).
 
     Raises:
         ValueError: the folder holds other features.
@@ -284,10 +284,18 @@ def prepare_extraction(
     if not isinstance(target, FirstLayers):
         compute = LocalStates(target, rows, layers=layers, batch_size=args.batch_size)
         return Extraction(rows, settings, args, compute=compute)
-    states = EndpointStates(target, rows, args, layers=layers, target_name=model_args.target)
-    states.check_target()
-    extraction = Extraction(rows, settings, args, compute=states)
-    states.check_stored(extraction.folder)
+    states = EndpointStates(
+        target,
+        args,
+        url=cast(str, args.endpoint),
+        layers=layers,
+        target_name=model_args.target,
+        max_length=max(map(len, iterate_ids(rows))),
+    )
+    first = torch.tensor(rows[0]["input_ids"])
+    states.check_target(first)
+    extraction = Extraction(rows, settings, args, compute=partial(states.read_rows, rows))
+    states.check_stored(extraction.folder, first)
     return extraction
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from torch import Tensor
 from transformers import TrainerCallback
 
 from heads import DraftHeads
 from inference.targets.target import Target
+from training.features.endpoint_states import EndpointStates, ServedFeatures
 from training.features.sharded_target import is_sharded
 from training.features.sources import (
     FeatureSource,
@@ -23,6 +25,7 @@ from training.features.sources import (
 )
 from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors, write_settings
 from training.features.store_checks import check_can_fill, check_complete, check_same_target
+from training.features.target_loading import FirstLayers
 from training.features.target_options import FeatureArguments
 
 Collate = Callable[[Any], dict[str, Any]]
@@ -86,3 +89,37 @@ def prepare_features(
     check_complete(store, heads, rows)
     stored = StoredFeatures(target, heads.feature_layers, store)
     return PreparedFeatures(stored, stored, TextsCollator(collate), [ForgetFeatures(stored)])
+
+
+def prepare_served_features(
+    args: FeatureArguments,
+    *,
+    target: FirstLayers,
+    heads: DraftHeads,
+    first_ids: Tensor,
+    max_length: int,
+    collate: Collate,
+    target_name: str,
+) -> PreparedFeatures:
+    """Returns the features that `args.features_endpoint` computes, after a comparison with the target's first layers.
+    These layers are then dropped.
+
+    Args:
+        first_ids: [T], of the first text.
+        max_length: tokens of the longest text.
+
+    Raises:
+        ConnectionError, ValueError: no server, another model, or other states.
+    """
+    states = EndpointStates(
+        target,
+        args,
+        url=cast(str, args.features_endpoint),
+        layers=heads.feature_layers,
+        target_name=target_name,
+        max_length=max_length,
+    )
+    states.check_target(first_ids)
+    target.drop_layers()
+    served = ServedFeatures(states, heads.feature_layers)
+    return PreparedFeatures(served, served, TextsCollator(collate), [ForgetFeatures(served)])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
@@ -101,9 +102,16 @@ class FirstLayers(Target):
         self.num_loaded = self.num_layers
         self.text_config, self.num_layers = text_config, text_config.num_hidden_layers
 
+    def drop_layers(self) -> None:
+        """Frees the memory of the layers, which are not needed any more."""
+        for child in self._causal_lm.get_decoder().children():
+            if isinstance(child, nn.ModuleList) and len(child) == self.num_loaded:
+                del child[:]
+        self.num_loaded = 0
 
-def load_first_layers(model_args: ModelArguments, num_layers: int) -> FirstLayers:
-    """Loads up to `num_layers` layers of the target on the CPU; the others are not read."""
+
+def load_first_layers(model_args: ModelArguments, num_layers: int, device: torch.device | str = "cpu") -> FirstLayers:
+    """Loads up to `num_layers` layers of the target; the others are not read."""
     whole = AutoConfig.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
     config = copy.deepcopy(whole)
     text_config: Any = config.get_text_config()
@@ -116,16 +124,17 @@ def load_first_layers(model_args: ModelArguments, num_layers: int) -> FirstLayer
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would warn of the layers that are left out
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            model_args.target,
-            config=config,
-            dtype=model_args.target_dtype,
-            attn_implementation=model_args.attn_implementation,
-            trust_remote_code=model_args.trust_remote_code,
-        )
+        with loading_whole():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                model_args.target,
+                config=config,
+                dtype=model_args.target_dtype,
+                attn_implementation=model_args.attn_implementation,
+                trust_remote_code=model_args.trust_remote_code,
+            )
     finally:
         transformers_logging.set_verbosity(level)
-    return FirstLayers(model.requires_grad_(False).eval(), whole.get_text_config())
+    return FirstLayers(model.requires_grad_(False).eval().to(device), whole.get_text_config())
 
 
 def check_placement(target: Target, device: torch.device) -> None:

@@ -108,8 +108,32 @@ class PlacementArguments:
         return places
 
 
+@dataclass(kw_only=True)
+class EndpointArguments:
+    """A vLLM server that computes the states."""
+
+    endpoint_model: str | None = option(
+        default=None, help="The server's name for the target; none = --target as written."
+    )
+    concurrency: int = option(
+        default=32,
+        help="Texts that a process asks the server for ahead of their use, and whose states wait on disk or in memory.",
+    )
+    shared_folder: str | None = option(
+        default=None,
+        help="Folder that the server writes to and this program reads, as this machine sees it; none = as the server "
+        "names it.",
+    )
+
+    def check_endpoint(self, switch: str) -> None:
+        """Raises ValueError for options of a server without `switch`, which names the server."""
+        if self.concurrency <= 0:
+            raise ValueError(f"got concurrency {self.concurrency}: it must be above 0")
+        refuse_without(self, switch, ("endpoint_model", "concurrency", "shared_folder"))
+
+
 @dataclass
-class FeatureArguments:
+class FeatureArguments(EndpointArguments):
     """Where the target's states come from."""
 
     features: str | None = option(
@@ -120,6 +144,17 @@ class FeatureArguments:
         default="offline",
         help="offline: every text must be in --features; hybrid: missing texts are computed and stored.",
     )
+    features_endpoint: str | None = option(
+        default=None,
+        help="Base URL of a vLLM server that computes the states while the heads train, such as "
+        "http://localhost:8000/v1. Only the target's embedding, final norm and LM head are loaded here.",
+    )
 
     def __post_init__(self) -> None:
         refuse_without(self, "features", ("feature_mode",))
+        self.check_endpoint("features_endpoint")
+        if self.features is not None and self.features_endpoint is not None:
+            raise ValueError(
+                f"got features {self.features} and features_endpoint {self.features_endpoint}: give one of the two "
+                "(draftsmith features --endpoint stores a server's states)"
+            )

@@ -74,6 +74,16 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
             f"got features {options.features.features} with lora_r {joint.lora_r}: stored features are stale after the "
             "first step of a target that is trained; leave one of the two out"
         )
+    if options.features.features_endpoint is not None:
+        elsewhere = {
+            "lora_r": (joint.is_on, "trains the target"),
+            "on_policy_fraction": (options.on_policy.is_on, "lets the target write replies"),
+            "shard_target": (options.placement.shard_target != "none", "splits the target over the processes"),
+            "eval_prompts": (options.data.eval_prompts, "lets the target decode"),
+        }
+        for name, (is_given, reason) in elsewhere.items():
+            if is_given:
+                yield f"got features_endpoint with {name}, which {reason}, and the target is elsewhere: leave one out"
     if joint.is_on and options.placement.shard_target != "none":
         yield (
             f"got shard_target {options.placement.shard_target} with lora_r {joint.lora_r}: a target that is trained "

@@ -85,6 +85,7 @@ def check_best_metric(args: TrainingArguments, *, num_depths: int, has_prompts: 
     if is_read or getattr(args, "early_stopping_patience", None):
         raise ValueError(
             f"metric_for_best_model is {given}, but there is no prompt to measure it on: give num_eval_prompts above "
-            f"0 with eval_prompts or held-out conversations, or one of {', '.join(allowed)}"
+            "0 with eval_prompts or held-out conversations (features_endpoint excludes both: the target is elsewhere), "
+            f"or one of {', '.join(allowed)}"
         )
     args.metric_for_best_model = None

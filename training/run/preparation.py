@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,17 +15,25 @@ from transformers import AutoTokenizer, EarlyStoppingCallback, set_seed
 
 from heads import DraftHeads, create_heads
 from inference import Target
-from inference.targets.model_config import find_length_limit
+from inference.targets.model_config import LengthLimit, find_length_limit
 from training.data.collation import ConversationCollator, count_tokens
 from training.data.options import seed_of_data
 from training.data.packing import pack_rows
 from training.data.streaming import ConversationStream
 from training.data.training_sets import cut_to_limit, load_datasets
 from training.distributed.waiting import one_process_first
-from training.features.preparation import PreparedFeatures, prepare_features
+from training.features.endpoint_states import NUM_LAYERS, refuse_without_target
+from training.features.preparation import PreparedFeatures, prepare_features, prepare_served_features
 from training.features.self_check import check_first_row
+from training.features.store_checks import iterate_ids
 from training.features.target_identity import identify_target
-from training.features.target_loading import check_placement, load_model, loading_whole
+from training.features.target_loading import (
+    FirstLayers,
+    check_placement,
+    load_first_layers,
+    load_model,
+    loading_whole,
+)
 from training.features.target_options import FeatureArguments
 from training.options.checks import check_options
 from training.options.command_line import resolve_arguments
@@ -36,6 +45,8 @@ from training.run.outcome import PreparedRun, write_text
 from training.run.resume import check_same_run, describe_run, find_checkpoint
 from training.run.trainer import HeadsTrainer
 from training.synthesis.on_policy import OnPolicyRows, WriteReplies
+
+logger = logging.getLogger(__name__)
 
 
 def run_training(*parts: Any) -> dict[str, float]:
@@ -82,7 +93,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
     options = replace(options, data=cut_to_limit(options.data, limit, has_warning=is_main_process))
     rows = _load_rows(options, models)
     settings = resolve_arguments(*options.parts())
-    prompts = eval_prompts(options.data, rows.eval_set, models.tokenizer, limit)
+    prompts = _find_prompts(options, models, rows, limit)
     description = describe_run(settings, rows.train_set, args.world_size)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
@@ -92,7 +103,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
     features = _prepare_features(options, models, rows)
     _arrange_rows(options, rows)  # after everything that reads single conversations
     trainer = _make_trainer(options, models, rows, features, meter, description)
-    check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
+    if options.features.features_endpoint is None:
+        check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
     if isinstance(rows.train_set, OnPolicyRows) and checkpoint is not None:
         rows.train_set.load(checkpoint)
     output_dir = Path(args.output_dir)
@@ -109,8 +121,12 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
     if (place := checkpoint or args.init_heads) is not None:
         with loading_whole():
             stored = DraftHeads.from_pretrained(place, dtype=torch.float32)
-    model = load_model(args, options.placement, device, num_processes=options.training.world_size)
-    target = Target(adapt_target(model, stored, options.joint))
+    if options.features.features_endpoint is not None:
+        refuse_without_target(args, options.placement)
+        target: Target = load_first_layers(args, NUM_LAYERS, device)
+    else:
+        model = load_model(args, options.placement, device, num_processes=options.training.world_size)
+        target = Target(adapt_target(model, stored, options.joint))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
     if stored is not None:
@@ -138,15 +154,45 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
     return _Rows(train_set, eval_set)
 
 
+def _find_prompts(options: RunOptions, models: _Models, rows: _Rows, limit: LengthLimit) -> list[list[int]]:
+    """The prompts of evaluations; none without the whole target, which would decode them."""
+    if options.features.features_endpoint is None:
+        return eval_prompts(options.data, rows.eval_set, models.tokenizer, limit)
+    if rows.eval_set is not None and options.training.process_index == 0:
+        logger.warning(
+            "evaluations measure the loss and the accuracies only: the acceptance length needs the whole target, which "
+            "is on the server. Measure it later where the target is (scripts/benchmark.py --heads %s)",
+            options.training.output_dir,
+        )
+    return []
+
+
 def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> PreparedFeatures:
     tokenizer = models.tokenizer
+    collate = ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0)
+    if isinstance(models.target, FirstLayers):
+        train_set, longest = rows.train_set, options.data.max_length
+        if isinstance(train_set, ConversationStream):
+            first = train_set.first_rows(1)[0]
+        else:
+            first = train_set[0]
+            longest = max(max(map(len, iterate_ids(part))) for part in (train_set, rows.eval_set) if part is not None)
+        return prepare_served_features(
+            options.features,
+            target=models.target,
+            heads=models.heads,
+            first_ids=torch.tensor(first["input_ids"]),
+            max_length=longest,
+            collate=collate,
+            target_name=options.model.target,
+        )
     is_trial = options.run.dry_run and options.features.feature_mode == "hybrid"  # stores nothing
     return prepare_features(
         FeatureArguments() if is_trial else options.features,
         target=models.target,
         heads=models.heads,
         rows={"training": rows.train_set, "held-out": rows.eval_set},
-        collate=ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0),
+        collate=collate,
         identify=partial(identify_target, models.target, options.model.target),
         rank=options.training.process_index,
     )

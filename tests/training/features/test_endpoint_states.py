@@ -254,7 +254,7 @@ def test_a_continued_run_compares_the_server_with_the_store(
         ({"endpoint": "http://127.0.0.1:9/v1"}, ConnectionError, r"Connection error.*start one with: vllm serve"),
         ({"endpoint": "localhost:8000"}, ValueError, "give its base URL"),
         ({"endpoint_model": "other"}, ValueError, r"does not serve 'other', but tiny: name one with --endpoint_model"),
-        ({"target_device_map": "auto"}, ValueError, "got target_device_map auto with endpoint: the server places"),
+        ({"target_device_map": "auto"}, ValueError, "got target_device_map auto with a server for the states"),
         ({"batch_size": 4}, ValueError, "got batch_size 4 with endpoint: the server makes its own batches"),
         ({"endpoint": None, "shared_folder": "x"}, ValueError, "got shared_folder without endpoint"),
         ({"concurrency": 0}, ValueError, "got concurrency 0: it must be above 0"),

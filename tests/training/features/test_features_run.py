@@ -259,7 +259,7 @@ def test_heads_with_an_adapter_learn_from_the_adapted_targets_states(
     with pytest.raises(ValueError, match=r"adapter_hash None \(now \w{16}\)"):
         extract(plain, head_type=None, init_heads=tmp_path / "one")
     extract(plain, head_type="medusa")  # nothing is missing
-    with pytest.raises(ValueError, match=r"with an adapter that the server does not have: leave endpoint out"):
+    with pytest.raises(ValueError, match=r"with an adapter that the server does not have"):
         extract(head_type=None, init_heads=tmp_path / "one", endpoint="http://127.0.0.1:9/v1", batch_size=None)
 
 

@@ -1,0 +1,176 @@
+"""Runs whose states a server computes while the heads train: as online, resumable, with clear errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.tiny_targets import tiny_target
+from tests.training.runner import Runner, assert_same
+from tests.training.states_server import StatesServer, serving_states
+from training.features import endpoint_states
+from training.run import preparation
+from training.run.stopping import TrainingStoppedError
+
+LAYERS = [1, 2, 3]
+OPTIONS: dict[str, Any] = {
+    "head_overrides": [f"feature_layers={LAYERS}", "ttt_steps=2", "draft_vocab_size=40"],
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 2,
+    "num_eval_prompts": 0,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+}
+CLOSE = 1e-4  # online, batches of several texts are rounded otherwise
+
+
+@pytest.fixture(scope="module")
+def running(target_path: Path) -> Iterator[StatesServer]:
+    with serving_states(target_path) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: StatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StatesServer:
+    monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", lambda *args: 0.01)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    running.reset(tmp_path / "shared", [*LAYERS, 4])
+    return running
+
+
+def served(server: StatesServer, **options: Any) -> dict[str, Any]:
+    return {**OPTIONS, "features_endpoint": server.url, "endpoint_model": "tiny", "concurrency": 6, **options}
+
+
+def wait_for_threads() -> None:
+    """Until no request is in flight."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and "ThreadPoolExecutor" in thread.name:
+            thread.join(0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": True, "per_device_train_batch_size": 1}], ids=["rows", "packed"])
+def test_heads_learn_as_online(
+    options: dict[str, Any], train: Runner, server: StatesServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same losses; requests run ahead of training, and no file stays. The acceptance length is not measured."""
+    online = train(**{**OPTIONS, **options})
+    weights = train.weights()
+    metrics = train(**served(server, **options))
+    assert metrics["eval_loss"] == pytest.approx(online["eval_loss"], rel=CLOSE)
+    assert metrics.keys() == online.keys()
+    for name, weight in train.weights().items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-3)
+    assert "the acceptance length needs the whole target" in caplog.text
+    assert 1 < server.max_in_flight <= 6
+    wait_for_threads()
+    assert list(server.folder.iterdir()) == []
+
+
+def test_only_embedding_norm_and_lm_head_stay_here(
+    train: Runner, server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+    make = preparation._make_trainer
+
+    def noted(options: Any, models: Any, *args: Any) -> Any:
+        held.append(sorted(name for name, _ in models.target.model.named_parameters()))
+        return make(options, models, *args)
+
+    monkeypatch.setattr(preparation, "_make_trainer", noted)
+    train(**served(server, max_steps=1))
+    assert held == [["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]]
+
+
+def test_a_server_that_dies_and_comes_back(train: Runner, server: StatesServer, tmp_path: Path) -> None:
+    """The run ends with the checkpoint's name; resumed, it equals the uninterrupted run bit for bit."""
+    options = served(server, save_strategy="steps", save_steps=2)
+    train(**options)
+    weights = train.weights()
+    train.output_dir = train.defaults["output_dir"] = tmp_path / "interrupted"
+    complete, asked = server.extract, []
+
+    def dying(ids: list[int], num_best: int) -> dict[str, Any]:
+        asked.append(ids)
+        if len(asked) > 25:
+            server.faults.extend([(503, {}, "killed")] * 1000)
+        return complete(ids, num_best)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "extract", dying)
+        message = r"stopped at step \d: http.*503 .*killed.* The last complete checkpoint is .*checkpoint-\d; --resume"
+        with pytest.raises(TrainingStoppedError, match=message):
+            train(**options)
+    wait_for_threads()
+    server.faults.clear()
+    train(**options, resume_from_checkpoint=True)
+    assert_same(weights, train.weights())
+
+
+def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -> None:
+    """At the start, and later, when its states have another width."""
+    right, server.model = server.model, tiny_target("llama", vocab_size=60, num_hidden_layers=4)
+    try:
+        with pytest.raises(ValueError, match=r"states hidden\.1 differ .* the server has other weights"):
+            train(**served(server))
+    finally:
+        server.model = right
+    complete, asked = server.extract, []
+
+    def other(ids: list[int], num_best: int) -> dict[str, Any]:
+        asked.append(ids)
+        if len(asked) == 12:
+            server.spoil = lambda tensors: tensors | {"hidden_states": tensors["hidden_states"][..., :8].contiguous()}
+        return complete(ids, num_best)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "extract", other)
+        message = (
+            r"stopped at step \d: .* another model: its states have 8 numbers, .*vllm serve.* no complete checkpoint"
+        )
+        with pytest.raises(TrainingStoppedError, match=message):
+            train(**served(server))
+    wait_for_threads()
+
+
+def test_a_slow_server(
+    train: Runner, server: StatesServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every batch waits for ten seconds and trains for ten: one warning, after a minute of waiting."""
+    ticks = count(0, 10)
+    monkeypatch.setattr(endpoint_states, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    train(**served(server, validation_fraction=0, eval_strategy="no"))
+    warnings = [record.message for record in caplog.records if "has waited" in record.message]
+    assert len(warnings) == 1
+    assert "waited 60 of its first 120 seconds for states from http" in warnings[0]
+    assert "give the server more devices, or raise --concurrency (now 6)" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"features": "x"}, "got features x and features_endpoint http"),
+        ({"features_endpoint": None}, "got endpoint_model, concurrency without features_endpoint"),
+        ({"shard_target": "fsdp2"}, "got features_endpoint with shard_target, which splits the target"),
+        ({"eval_prompts": "x.jsonl"}, "got features_endpoint with eval_prompts, which lets the target decode"),
+        ({"target_device_map": "auto"}, "got target_device_map auto with a server for the states"),
+        (
+            {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4},
+            "features_endpoint excludes both",
+        ),
+        ({"on_policy_fraction": 0.5}, "got features_endpoint with on_policy_fraction"),
+    ],
+)
+def test_options_that_need_the_target(
+    options: dict[str, Any], message: str, train: Runner, server: StatesServer
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(**served(server, **options))
