@@ -211,7 +211,8 @@ class DecodeStep:
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             self.executor.mark_open(slots)
         if self._compiles_prompts:
-            tree = replace(tree, max_depth=COMPILED_CHUNK - 1)  # a bound that one graph can have for all
+            # A bound that one graph can have for all: prompts are chains of a chunk.
+            tree = replace(tree, max_depth=max(COMPILED_CHUNK, self.num_depths) - 1)
         if (self.has_choice or self._compiles_prompts) and tree.num_nodes > 1:
             # One graph for trees of all sizes and prompts: each would have its own packed copy of the weights.
             for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):

@@ -19,6 +19,7 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.execution.compiled import CompiledExecutor, count_graphs
+from inference.execution.executor import Executor
 from inference.execution.step import COMPILED_CHUNK, DecodeStep
 from inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
@@ -393,3 +394,20 @@ def test_plain_and_batch_invariant_decoders_read_prompts_eagerly(
         )
     ]
     assert [step.compiled_chunk(30) for step in steps] == [COMPILED_CHUNK, None, None]
+
+
+@torch.no_grad()
+def test_deep_trees_see_all_their_ancestors(target: Target) -> None:
+    """The depth that a decoder with compiled prompts states for all its trees bounds the search for ancestors."""
+    token_ids = random_prompt(161, seed=2)
+    found = []
+    for reads_prompts in (False, True):
+        executor = Executor()
+        executor.reads_prompts = reads_prompts
+        step = DecodeStep(target, NgramDrafter(), chain(160), executor=executor)
+        cache = step.new_cache(1, 256)
+        target.prefill(cache, random_prompt(10, seed=1), torch.tensor([10]))
+        tree = TokenTree.from_prompts(token_ids, torch.tensor([161]))
+        tree.max_depth = 160
+        found.append(step.verify(cache, tree).logits)
+    torch.testing.assert_close(found[0], found[1])
