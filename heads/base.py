@@ -54,6 +54,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     Attributes:
         default_loss: the kind's usual objective, in the words of the training option `loss_type`.
         default_step_decay: the usual weight of one step's loss relative to the step before.
+        default_depth_weights: the usual training option `depth_weights`, where no `step_decay` is given.
+        default_learning_rate: the usual peak learning rate of AdamW.
         estimates_states: whether the steps' states estimate the state that the target's LM head reads, so that
             `smooth_l1` can compare the two.
         runs_target_layers: whether drafted tokens pass through layers of the target and so have features. Then one step
@@ -67,6 +69,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     supports_gradient_checkpointing = False
     default_loss: str = "distillation"
     default_step_decay: ClassVar[float] = 0.8
+    default_depth_weights: ClassVar[str | None] = None
+    default_learning_rate: ClassVar[float] = 1e-4  # decoder layers on a large target (EAGLE-3's code: 5e-5)
     estimates_states: ClassVar[bool] = False
     runs_target_layers: ClassVar[bool] = False
     can_copy_rows = True

@@ -24,6 +24,7 @@ from heads.formats.eagle.llama_keys import Reading, name_dtype, read_decoder, re
 from heads.formats.format import Exported, Format, Imported
 from heads.formats.published import OWN_KEY, Published
 from heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename, take_copies
+from heads.modules.vocabulary import seldom_token
 from inference.targets.target import Target
 
 _NAMES = {
@@ -60,6 +61,7 @@ class DFlash(Format):
         settings |= {name: value for name in _OWN if (value := published.own_setting(name)) is not None}
         tensors = dict(published)
         mask = _take_mask(reading, tensors)
+        settings["mask_token_id"] = _find_fixed_mask(reading, mask)
         own = {name: target.lm_head_weight() for name in ("lm_head.weight", "verifier_lm_head.weight")}
         reading.problems += take_copies(tensors, own)
         _take_vocabulary(tensors, target, reading.problems)
@@ -314,18 +316,10 @@ def _write_tensors(tensors: Mapping[str, Tensor], target: Target) -> tuple[int, 
     table = _embedding_of(target).to(mask)
     if (same := (table == mask).all(dim=1).nonzero()).numel():
         return int(same[0, 0]), written
-    token = _find_seldom_token(target)
+    token = seldom_token(target)
     table = table.clone()
     table[token] = mask
     return token, {**written, _EMBEDDING: table}
-
-
-def _find_seldom_token(target: Target) -> int:
-    """The padding token, or the last one where that has another use."""
-    config = target.text_config
-    pad, eos = config.pad_token_id, config.eos_token_id
-    used = {config.bos_token_id, *(eos if isinstance(eos, list) else [eos])}
-    return pad if pad is not None and pad not in used and 0 <= pad < target.vocab_size else target.vocab_size - 1
 
 
 def _take_mask(reading: Reading, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -357,6 +351,19 @@ def _take_mask(reading: Reading, tensors: dict[str, Tensor]) -> dict[str, Tensor
                 "the heads were trained for"
             )
     return {"mask_embedding": as_wide_as(mask, tensors.get("fc.weight"))}
+
+
+def _find_fixed_mask(reading: Reading, mask: dict[str, Tensor]) -> int | None:
+    """The mask's token, unless the mask has an embedding of its own."""
+    if not mask:
+        return None
+    token: int = reading.published.setting("mask_token_id")
+    own = mask["mask_embedding"]
+    if token >= reading.target.num_embeddings:
+        return None
+    with torch.no_grad():
+        row = reading.target.embed_tokens(torch.tensor([token], device=reading.target.device))[0]
+    return token if torch.equal(row.to(own), own) else None
 
 
 def _read_mask_file(published: Published, mask_id: int, problems: list[str]) -> Tensor | None:

@@ -30,7 +30,7 @@ from heads.modules.block_layer import BlockLayer, MarkovBias
 from heads.modules.block_view import BlockView
 from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftCache, RMSNorm
-from heads.modules.vocabulary import mean_embedding, principal_embeddings
+from heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
 from inference.drafters.base import DraftLogits
 from inference.targets.target import Target
 
@@ -60,12 +60,21 @@ def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
     return [low] if count == 1 else [low + (2 * i * (high - low) + count - 1) // (2 * count - 2) for i in range(count)]
 
 
+def default_shape(num_layers: int) -> tuple[int, int]:
+    """Draft layers and block size: DFlash's 5 and 16 for the 36 layers of Qwen3-8B, fewer for targets with few layers.
+
+    >>> default_shape(36), default_shape(28), default_shape(16)
+    ((5, 16), (4, 16), (2, 8))
+    """
+    return min(5, max(2, round(num_layers / 7))), 16 if num_layers >= 24 else 8
+
+
 class BlockConfig(DecoderConfig):
     """The settings of block drafters.
 
     Args:
-        block_size: N, tokens of a block, its anchor included (DFlash: 16, 10 or 8; small targets: 6 to 8).
-        num_layers: draft layers (DFlash: 5; 2 are enough for a small target).
+        block_size: N, tokens of a block, its anchor included (from_target: `default_shape`).
+        num_layers: draft layers (likewise).
         num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In eval
             mode the draw is always the same.
         loss_decay: gamma; the step that predicts k tokens after the anchor weighs exp(-(k - 1) / gamma). None = by
@@ -81,6 +90,8 @@ class BlockConfig(DecoderConfig):
             default: trees have fixed shapes, so leaving a node out saves no time, but a dynamic tree fills the place.
             You may change it between texts: `from_pretrained(path, confidence_threshold=0.1)`, or in `heads.config`.
         is_causal: a block's rows see only the rows before them (JetSpec).
+        mask_token_id: the token whose embedding MASK has (from_target: `seldom_token`), as in DFlash: engines look it
+            up in the target. None: MASK has an embedding of its own, which is trained.
         **kwargs: arguments of `DecoderConfig`.
     """
 
@@ -99,6 +110,7 @@ class BlockConfig(DecoderConfig):
         has_confidence: bool = False,
         confidence_threshold: float | None = None,
         is_causal: bool = False,
+        mask_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
         for name, value, least in (
@@ -120,7 +132,10 @@ class BlockConfig(DecoderConfig):
         self.has_confidence = has_confidence
         self.confidence_threshold = confidence_threshold
         self.is_causal = is_causal
+        self.mask_token_id = mask_token_id
         super().__init__(**kwargs)
+        if mask_token_id is not None and self.target_vocab_size and not 0 <= mask_token_id < self.target_vocab_size:
+            raise ValueError(f"mask_token_id is {mask_token_id}; allowed is 0 to {self.target_vocab_size - 1}")
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; block drafters read at least one layer (DFlash: five)")
         self.check_settings()
@@ -146,7 +161,14 @@ class BlockConfig(DecoderConfig):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        return super().from_target(target, **{"feature_layers": spaced_feature_layers(target.num_layers), **overrides})
+        num_layers, block_size = default_shape(target.num_layers)
+        usual = {
+            "feature_layers": spaced_feature_layers(target.num_layers),
+            "num_layers": num_layers,
+            "block_size": block_size,
+            "mask_token_id": seldom_token(target),
+        }
+        return super().from_target(target, **{**usual, **overrides})
 
 
 @dataclass
@@ -176,13 +198,14 @@ class BlockHeads(DraftHeads):
     config_class = BlockConfig
     row_tensors = ("chances",)
     default_loss = "cross_entropy"
+    default_depth_weights = "d_pace"
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
         self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        self.mask_embedding = nn.Parameter(torch.zeros(size))
+        self.mask_embedding = nn.Parameter(torch.zeros(size), requires_grad=config.mask_token_id is None)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.markov = MarkovBias(config.target_vocab_size, config.markov_rank) if config.markov_rank else None
@@ -211,10 +234,15 @@ class BlockHeads(DraftHeads):
         with torch.no_grad():
             if (gain := target.final_norm_gain()) is not None:
                 self.norm.weight.copy_(gain)
-            self.mask_embedding.copy_(mean_embedding(target))
+            self.mask_embedding.copy_(self._initial_mask(target))
             if self.markov is not None:
                 known = principal_embeddings(target, self.config.markov_rank)
                 self.markov.embedding.weight[:, : known.shape[1]] = known
+
+    def _initial_mask(self, target: Target) -> Tensor:
+        if (token := self.config.mask_token_id) is None:
+            return mean_embedding(target)
+        return cast(Tensor, target.embed_tokens(torch.tensor([token], device=target.device))[0])
 
     # Used by training and decoding.
 

@@ -4,9 +4,9 @@ them.
 Legend: D hidden size, V target vocabulary.
 
 Slot t pairs f_t, the target's post-norm last state of position t, with the embedding of x_{t+1}. The layer, which has
-no input norm, reads z = fc([emb(x_{t+1}); f_t]) and returns an estimate of f_{t+1}. From it the target's own LM head
-(frozen, borrowed, never saved; no norm before it) predicts x_{t+2}. In a tree the f of a drafted node is its parent's
-output; `autoregression.py` has the drafting.
+no input norm, reads z = fc([scale * emb(x_{t+1}); f_t]) and returns an estimate of f_{t+1}. From it the target's own LM
+head (frozen, borrowed, never saved; no norm before it) predicts x_{t+2}. In a tree the f of a drafted node is its
+parent's output; `autoregression.py` has the drafting.
 
 EAGLE-2 (arXiv 2406.16858) is these weights with `inference.DynamicTree`. HASS (arXiv 2408.15766) is these weights
 trained with `ttt_steps=3` and `topk_distillation` in the loss: configs/train/hass-chat-13m.yaml.
@@ -14,6 +14,7 @@ trained with `ttt_steps=3` and `topk_distillation` in the loss: configs/train/ha
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 from heads.autoregression import AutoregressionConfig, AutoregressionHeads
 from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftAttention, DraftLayer
+from heads.modules.vocabulary import balance_embeddings
 from inference.targets.target import Target
 
-NOISE_LENGTH = 512  # tokens of a sequence whose noise has the config's width
+NOISE_LENGTH = 512  # tokens of the longest sequence whose noise has the config's width
 # Keys of older checkpoints; the loss is now a training option.
 FORMER_LOSS_WEIGHTS = {"feature_loss_weight": 1.0, "token_loss_weight": 0.1}
 
@@ -35,8 +37,12 @@ class EagleConfig(AutoregressionConfig):
     Args:
         ttt_steps: aligned steps in training: 1 = EAGLE-1, 3 = HASS.
         fc_bias: whether fc has a bias. The authors' code has one. vLLM drops the bias, so the default has none.
-        feature_noise: width of the uniform noise on the target's states in training, for sequences of 512 tokens; 0 =
-            no noise. The width is scaled by 512 / length of the padded batch (the authors' code: of each sequence).
+        feature_noise: width of the uniform noise on the target's states in training; 0 = no noise. From 512 tokens on
+            the width falls as 512 / length of the padded batch (the authors' code: of each sequence, and shorter ones
+            get more noise).
+        embedding_scale: factor of the token embeddings before fc, a power of two. None (from_target): when heads are
+            created, the one that gives embeddings the scale of the states (`balance_embeddings`); from much smaller
+            inputs fc hardly learns to read the token. Exports multiply it into fc. Published heads have 1.
         **kwargs: arguments of `AutoregressionConfig`.
     """
 
@@ -49,10 +55,13 @@ class EagleConfig(AutoregressionConfig):
         ttt_steps: int = 1,
         fc_bias: bool = False,
         feature_noise: float = 0.2,
+        embedding_scale: float | None = 1.0,
         **kwargs: Any,
     ) -> None:
         if feature_noise < 0:
             raise ValueError(f"feature_noise is {feature_noise}; allowed is 0 (none) or more (the authors use 0.2)")
+        if embedding_scale is not None and (embedding_scale <= 0 or math.frexp(embedding_scale)[0] != 0.5):
+            raise ValueError(f"embedding_scale is {embedding_scale}; allowed are powers of two, such as 0.5, 1 or 32")
         for name, usual in FORMER_LOSS_WEIGHTS.items():
             if (value := kwargs.pop(name, usual)) != usual:
                 raise ValueError(
@@ -61,6 +70,7 @@ class EagleConfig(AutoregressionConfig):
                 )
         self.fc_bias = fc_bias
         self.feature_noise = feature_noise
+        self.embedding_scale = embedding_scale
         super().__init__(ttt_steps=ttt_steps, **kwargs)
         if self.target_num_layers and self.feature_layers != [self.target_num_layers]:
             raise ValueError(
@@ -70,7 +80,8 @@ class EagleConfig(AutoregressionConfig):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
+        usual = {"feature_layers": [target.num_layers], "embedding_scale": None}
+        return super().from_target(target, **{**usual, **overrides})
 
 
 class EagleLayer(DraftLayer):
@@ -102,6 +113,11 @@ class EagleHeads(AutoregressionHeads):
         self.layers = nn.ModuleList([EagleLayer(config)])
         self.post_init()
 
+    def init_from_target(self, target: Target) -> None:
+        super().init_from_target(target)
+        if self.config.embedding_scale is None:
+            self.config.embedding_scale = balance_embeddings(target)
+
     @property
     def layer(self) -> EagleLayer:
         return cast(EagleLayer, self.layers[0])
@@ -110,7 +126,7 @@ class EagleHeads(AutoregressionHeads):
         return features.to(self.compute_dtype)
 
     def prepare(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        z = self.fc(torch.cat([embedded, state], dim=-1))
+        z = self.fc(torch.cat([embedded * self.config.embedding_scale, state], dim=-1))
         return z, z
 
     def score(self, hidden: Tensor) -> Tensor:
@@ -119,7 +135,7 @@ class EagleHeads(AutoregressionHeads):
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         """As in `AutoregressionHeads`. In training mode the target's states get noise, so that the layer learns to read
         its own outputs, which have errors (EAGLE, section 3.2)."""
-        width = self.config.feature_noise * NOISE_LENGTH / input_ids.shape[1]
+        width = self.config.feature_noise * min(1.0, NOISE_LENGTH / input_ids.shape[1])
         if self.training and width > 0:
             states = self.fuse(features)
             features = states + width * (torch.rand_like(states) - 0.5)

@@ -5,7 +5,7 @@ Legend: D hidden size, V target vocabulary, Vd draft vocabulary.
 Slot t pairs g_t = fc(features of position t) with the embedding of x_{t+1} and predicts x_{t+2}. In a tree the g of a
 drafted node is its parent's output before the final norm; `autoregression.py` has the drafting.
 
-EAGLE-3.1 (arXiv 2605.09992) is `fc_norm` and `norm_output`, which give g the same scale at every step.
+New heads are EAGLE-3.1 (arXiv 2605.09992): `fc_norm` and `norm_output` give g the same scale at every step.
 """
 
 from __future__ import annotations
@@ -37,13 +37,20 @@ def default_feature_layers(num_layers: int) -> list[int]:
     return [middle - 1, middle, middle + 1]
 
 
+def default_draft_vocabulary(vocab_size: int) -> int | None:
+    """32,000 tokens, as the authors' heads for Llama 3, of a vocabulary above 65,536; else all of them (None)."""
+    return 32_000 if vocab_size > 65_536 else None
+
+
 class Eagle3Config(AutoregressionConfig):
     """The settings of EAGLE-3 heads.
 
     Args:
-        draft_vocab_size: tokens that the draft head scores; None = all of the target's.
+        draft_vocab_size: tokens that the draft head scores; None = all of the target's (from_target:
+            `default_draft_vocabulary`).
         ttt_steps: steps of the training-time test (the authors' code uses 7).
-        fc_norm: an RMSNorm on each tapped feature before fc (EAGLE-3.1).
+        fc_norm: an RMSNorm on each tapped feature before fc (EAGLE-3.1). On in new heads, as `norm_output`: without
+            norms, layers of small states learn less. The authors' code and llama.cpp know neither.
         norm_output: the output AFTER the final norm is the next step's g, in training and in decoding (EAGLE-3.1).
         norm_before_residual: the layer's residual is g after `hidden_norm`, not before it (heads by speculators).
         norm_before_fc: one RMSNorm over all tapped features together, before fc (heads by speculators).
@@ -86,9 +93,14 @@ class Eagle3Config(AutoregressionConfig):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
+        usual: dict[str, Any] = {
+            "draft_vocab_size": default_draft_vocabulary(target.vocab_size),
+            "fc_norm": not overrides.get("norm_before_fc", False),
+            "norm_output": True,
+        }
         if "feature_layers" not in overrides:
-            overrides["feature_layers"] = default_feature_layers(target.num_layers)
-        return super().from_target(target, **overrides)
+            usual["feature_layers"] = default_feature_layers(target.num_layers)
+        return super().from_target(target, **{**usual, **overrides})
 
 
 class Eagle3Layer(DraftLayer):

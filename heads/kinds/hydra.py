@@ -220,6 +220,7 @@ class HydraHeads(DraftHeads):
     config_class = HydraConfig
     row_tensors = ("hidden", "paths")
     default_step_decay = 1.0
+    default_learning_rate = 1e-3  # as for Medusa, whose code the authors' extends
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)

@@ -86,6 +86,7 @@ class MedusaHeads(DraftHeads):
 
     config_class = MedusaConfig
     default_loss = "cross_entropy"
+    default_learning_rate = 1e-3  # of the paper, for MLPs and LM heads that start from the target's (appendix B)
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)

@@ -96,7 +96,7 @@ class ParallelConfig(Eagle3Config):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        return super().from_target(target, **{"mask_before_fc": True, **overrides})
+        return super().from_target(target, **{"mask_before_fc": True, "norm_output": False, **overrides})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ Worked example: V = 6, the chosen target ids are [1, 4, 5]. Then
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,12 +40,32 @@ def map_tensors(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return d2t, t2d
 
 
+def seldom_token(target: Target) -> int:
+    """A token that texts have seldom: the padding token, or the last one where that has another use."""
+    config = target.text_config
+    pad, eos = config.pad_token_id, config.eos_token_id
+    used = {config.bos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    return pad if pad is not None and pad not in used and 0 <= pad < target.vocab_size else target.vocab_size - 1
+
+
 @torch.no_grad()
 def mean_embedding(target: Target, num_tokens: int = 1024) -> Tensor:
     """[D] float32: the mean embedding of the first `num_tokens` tokens, from which mask embeddings start."""
     token_ids = torch.arange(min(target.vocab_size, num_tokens), device=target.device)
     embedded: Tensor = target.embed_tokens(token_ids)
     return embedded.float().mean(0)
+
+
+@torch.no_grad()
+def balance_embeddings(target: Target, num_tokens: int = 4096) -> float:
+    """The power of two nearest to the root mean square of the target's last states over that of its embeddings; 1 where
+    the target has no final norm. (A power of two, so that multiplying it into a weight rounds nothing.)"""
+    if (gain := target.final_norm_gain()) is None:
+        return 1.0
+    token_ids = torch.arange(0, target.vocab_size, max(1, target.vocab_size // num_tokens), device=target.device)
+    embedded: Tensor = target.embed_tokens(token_ids)
+    ratio = gain.float().square().mean().sqrt() / embedded.float().square().mean().sqrt().clamp(min=1e-6)
+    return 2.0 ** round(math.log2(float(ratio.clamp(min=1e-6))))
 
 
 @torch.no_grad()

@@ -134,9 +134,7 @@ def test_eagle3(layers: list[int] | None, target: Target, tmp_path: Path) -> Non
     ids=["dflash", "dspark", "dspark with confidence"],
 )
 def test_block(algorithm: str, settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
-    heads: Any = tiny_heads("block", target, **settings)
-    with torch.no_grad():
-        heads.mask_embedding.copy_(target.embed_tokens.weight[MASK_TOKEN])  # a token's, which SGLang looks up
+    heads: Any = tiny_heads("block", target, **settings, mask_token_id=MASK_TOKEN)
     exported = export(heads, target, tmp_path)
     # By default SGLang builds no confidence head; in this mode, always.
     mode = {"SGLANG_RAGGED_VERIFY_MODE": "compact"} if settings.get("has_confidence") else {}

@@ -14,10 +14,18 @@ from inference import Target
 from tests.tiny_targets import tiny_target
 
 # Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
+AS_PUBLISHED = {"fc_norm": False, "norm_output": False}  # EAGLE-3 as its authors and llama.cpp have it
 _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "block": (
         {"block_size": 4},
-        {"block_size": 3, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True, "num_layers": 1},
+        {
+            "block_size": 3,
+            "num_layers": 1,
+            "mask_token_id": None,
+            "predicts_at_anchor": True,
+            "markov_rank": 6,
+            "has_confidence": True,
+        },
         {"block_size": 4, "is_causal": True, "num_anchors": 6, "markov_rank": 4, "num_key_value_heads": 4},
     ),
     "eagle": (
@@ -26,10 +34,10 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"ttt_steps": 3, "qkv_bias": True, "own_embedding": True},
     ),
     "eagle3": (
-        {"ttt_steps": 5},
-        {"ttt_steps": 4, "draft_vocab_size": 40, "num_key_value_heads": 4},
-        {"ttt_steps": 4, "fc_norm": True, "norm_output": True},
-        {"ttt_steps": 3, "norm_output": True, "draft_vocab_size": 40},
+        {"ttt_steps": 5, **AS_PUBLISHED},
+        {"ttt_steps": 4, **AS_PUBLISHED, "draft_vocab_size": 40, "num_key_value_heads": 4},
+        {"ttt_steps": 4},
+        {"ttt_steps": 3, "fc_norm": False, "draft_vocab_size": 40},
         # As speculators trains them, and with what published heads have beside.
         {
             "ttt_steps": 3,
@@ -62,19 +70,23 @@ VARIANT_IDS = [f"{kind}-{index}" for kind in HEAD_TYPES for index in range(len(_
 
 
 def tiny_heads(head_type: str, target: Target, seed: int = 0, **overrides: Any) -> DraftHeads:
-    """Builds heads for `target` whose every parameter is random, with a fitted vocabulary, in eval mode."""
+    """Builds heads for `target` whose every trained parameter is random, with a fitted vocabulary, in eval mode."""
     heads = create_heads(head_type, target, **overrides)
     generator = torch.Generator().manual_seed(seed)
     if heads.wants_token_counts:
         heads.fit_vocabulary(torch.randint(0, 1000, (target.vocab_size,), generator=generator))
     with torch.no_grad():
-        for parameter in heads.parameters():
+        for parameter in filter(lambda parameter: parameter.requires_grad, heads.parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(0.2 * noise)
     return heads.eval()
+
+
+def plain_eagle3(target: Target, **overrides: Any) -> DraftHeads:
+    return tiny_heads("eagle3", target, **AS_PUBLISHED | overrides)
 
 
 def target_with_gains(family: str) -> tuple[Any, nn.Module]:

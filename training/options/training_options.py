@@ -22,9 +22,10 @@ class HeadsTrainingArguments(TrainingArguments):
     """Optimization, evaluation and checkpoints."""
 
     output_dir: str = option(default="outputs/heads", help="Folder for checkpoints, heads and logs.")
-    # A decoder layer on a large target: EAGLE-3's code uses 5e-5, others 1e-4. Medusa's paper uses 1e-3 for its MLPs
-    # (arXiv 2401.10774, appendix), so the files in configs/train set it for each kind.
-    learning_rate: float = option(default=1e-4, help="Peak learning rate.")
+    # Decoder layers on a large target need a small one, MLPs do not.
+    learning_rate: float | None = option(  # type: ignore[assignment, unused-ignore]
+        default=None, help="Peak learning rate; none = the kind's own (Medusa and Hydra 1e-3, others 1e-4)."
+    )
     # Medusa and EAGLE both decay by cosine; short runs gain the most from ending near 0.
     lr_scheduler_type: str = option(default="cosine", help="Learning rate schedule, as in transformers.")
     # Fresh projections push large gradients through the first steps. A share fits short runs too.
@@ -85,7 +86,9 @@ class HeadsTrainingArguments(TrainingArguments):
         default=None, help="Drafting step k has weight step_decay**k in the loss; none = the kind's own value."
     )
     depth_weights: Literal["d_pace"] | None = option(
-        default=None, help="Instead of step_decay: d_pace weighs each position by its gain in tokens."
+        default=None,
+        help="Instead of step_decay: d_pace weighs each position by its gain in tokens; none = the kind's own (block: "
+        "d_pace, unless step_decay is given).",
     )
 
     def __post_init__(self) -> None:

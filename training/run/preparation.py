@@ -89,6 +89,9 @@ def prepare_run(*parts: Any) -> PreparedRun:
     is_main_process = args.process_index == 0
     checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint, is_main_process=is_main_process)
     models = _load_models(options, checkpoint)
+    if args.learning_rate is None:
+        multiplier = options.joint.heads_lr_multiplier if options.joint.is_on else 1
+        args.learning_rate = models.heads.default_learning_rate / multiplier
     limit = find_length_limit(models.target.text_config)
     options = replace(options, data=cut_to_limit(options.data, limit, has_warning=is_main_process))
     rows = _load_rows(options, models)

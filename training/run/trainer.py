@@ -78,7 +78,10 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.loss_type: str = options.loss_type or self.heads.default_loss
         self.muon_learning_rate: float | None = options.muon_learning_rate
         self.step_decay: float = options.step_decay or self.heads.default_step_decay
-        self.depth_weights: str | None = options.depth_weights
+        is_decay_given = options.step_decay is not None
+        self.depth_weights: str | None = options.depth_weights or (
+            None if is_decay_given else self.heads.default_depth_weights
+        )
         check_loss(self.loss_type, self.heads)
         self.measure_acceptance = measure_acceptance
         # Tells Trainer that `compute_loss` has already divided by the count of `get_batch_samples`.

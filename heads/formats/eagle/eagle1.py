@@ -31,7 +31,7 @@ from heads.formats.published import OWN_KEY, Published
 from inference.targets.target import Target
 
 # Settings of ours that no key of the format has.
-_OWN = ("ttt_steps", "feature_noise")
+_OWN = ("ttt_steps", "feature_noise", "embedding_scale")
 _SGLANG = "LlamaForCausalLMEagle"
 
 
@@ -67,8 +67,12 @@ class Eagle1(Format):
             **read_biases(reading, "layers.0."),
             "fc_bias": self._read_fc_bias(reading),
             "own_embedding": read_embedding(reading),
+            "embedding_scale": 1.0,
             **read_own_settings(reading, _OWN),
         }
+        fc = reading.tensors.get("fc.weight")
+        if fc is not None and fc.dim() == 2:
+            reading.tensors["fc.weight"] = scale_embeddings(fc, 1 / settings["embedding_scale"])
         return reading.finish("eagle", settings)
 
     def _read_fc_bias(self, reading: Reading) -> bool:
@@ -107,7 +111,8 @@ class Eagle1(Format):
             "torch_dtype": name_dtype(tensors),
             OWN_KEY: {key: getattr(config, key) for key in _OWN},
         }
-        return Exported(keys, dict(tensors), self.file, self.commands, self.python)
+        fc = scale_embeddings(tensors["fc.weight"], config.embedding_scale)
+        return Exported(keys, {**tensors, "fc.weight": fc}, self.file, self.commands, self.python)
 
     def refuse(self, config: Any) -> None:
         """Raises ValueError for settings that the readers of this format do not know."""
@@ -124,6 +129,12 @@ class Eagle1(Format):
                 f"their code does not know RoPE of type {config.rope_parameters['rope_type']}; choose vllm",
             ),
         )
+
+
+def scale_embeddings(fc: Tensor, factor: float) -> Tensor:
+    """fc's weight [D, 2D], its columns for embeddings multiplied. Published heads have no factor elsewhere."""
+    size = fc.shape[1] // 2
+    return torch.cat([(fc[:, :size] * factor).to(fc.dtype), fc[:, size:]], dim=1)
 
 
 class VLLMEagle1(Eagle1):
@@ -163,7 +174,7 @@ class SGLangEagle1(Eagle1):
         """SGLang's fc has a bias whatever `bias` says, and its attention would get biases from a true."""
         exported = super().write(config, tensors, target)
         own = {**exported.config[OWN_KEY], "fc_bias": config.fc_bias}
-        weight = tensors["fc.weight"]
+        weight = exported.tensors["fc.weight"]
         bias = tensors.get("fc.bias", torch.zeros(weight.shape[0], dtype=weight.dtype))
         return replace(
             exported,

@@ -74,6 +74,9 @@ class VLLMEagle3(Eagle3):
         refuse_unwritable(self.title, *engine_limits(config, "vLLM"), *vllm_limits(config))
 
 
+UNREAD = "norm_before_residual"  # the one flag that SGLang does not know
+
+
 class SGLangEagle3(Eagle3):
     name = "sglang"
     title = "EAGLE-3 for SGLang"
@@ -87,7 +90,8 @@ class SGLangEagle3(Eagle3):
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         exported = super().write(config, tensors, target)
-        keys = {**exported.config, "architectures": ["LlamaForCausalLMEagle3"]}
+        flags = {flag: getattr(config, flag) for flag in FLAGS if flag != UNREAD}
+        keys = {**exported.config, "architectures": ["LlamaForCausalLMEagle3"], **flags}
         if config.feature_layers != authors_layers(config.target_num_layers):
             ids = [layer - 1 for layer in config.feature_layers]  # SGLang taps the layer after the id
             keys["eagle_config"] = {IDS: ids, "use_aux_hidden_state": True}
@@ -95,10 +99,9 @@ class SGLangEagle3(Eagle3):
         return replace(exported, config=keys)
 
     def refuse(self, config: Any) -> None:
-        flags = [flag for flag in FLAGS if getattr(config, flag)]
         refuse_unwritable(
             self.title,
-            (bool(flags), f"SGLang does not read {', '.join(flags)}; choose vllm or speculators"),
+            (getattr(config, UNREAD), f"SGLang does not read {UNREAD}; choose vllm or speculators"),
             (config.qkv_bias or config.o_bias, "its attention has no biases there; choose vllm"),
             (config.own_embedding, "SGLang takes the target's embeddings; choose vllm"),
             (0 in config.feature_layers, "SGLang cannot tap the embeddings (layer 0)"),

@@ -102,7 +102,7 @@ class GgufEagle3(Format):
                 )
                 del settings["feature_layers"]
         settings |= {flag: keys.get(flag, False, allowed=FLAG) for flag in _FLAGS}
-        settings["hidden_act"] = "silu"
+        settings |= _FIXED
         head_dim = settings.get("head_dim", 64)
         keys.expect("block_count", 1)
         for key in ("embedding_length", "target_hidden_size"):

@@ -29,7 +29,7 @@ from tests.heads.formats.round_trip import (
     refusal_of,
     write,
 )
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import plain_eagle3
 from tests.tiny_targets import tiny_target
 
 KNOWN = GgufEagle3()
@@ -48,7 +48,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["full", "reduced", "residual", "fc", "linear"])
 def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
-    heads = tiny_heads("eagle3", target, **settings)
+    heads = plain_eagle3(target, **settings)
     published = assert_round_trip(KNOWN, heads, tmp_path)
     # Where there is no output.weight, llama.cpp takes the target's; embeddings may be the target's, too.
     assert_damage_is_named(KNOWN, published, target, may_lack=("output.weight", "token_embd.weight"))
@@ -60,7 +60,7 @@ def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, target: Target, tmp_path: Path) -> None:
-    heads: Any = tiny_heads("eagle3", target, draft_vocab_size=40).to(dtype)
+    heads: Any = plain_eagle3(target, draft_vocab_size=40).to(dtype)
     published = open_published(str(write(export_heads(KNOWN, heads), tmp_path)))
     assert published["blk.0.attn_v.weight"].dtype == dtype
     assert published["blk.0.attn_norm.weight"].dtype == torch.float32
@@ -71,7 +71,7 @@ def test_half_precision(dtype: torch.dtype, target: Target, tmp_path: Path) -> N
 
 def test_quantized_files_are_read_as_float32(target: Target, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    heads = tiny_heads("eagle3", target, draft_vocab_size=40)
+    heads = plain_eagle3(target, draft_vocab_size=40)
     published = publish(KNOWN, heads)
     writer = gguf.GGUFWriter(tmp_path / "heads.gguf", "eagle3")
     kinds = gguf.GGMLQuantizationType
@@ -108,7 +108,7 @@ def rotate_neighbours(x: Tensor, position: int) -> Tensor:
 
 def test_rows_are_in_llama_cpps_order(target: Target) -> None:
     """Channel i of a head's first half comes to 2 i, of its second half to 2 i + 1; so attention scores stay."""
-    heads: Any = tiny_heads("eagle3", target)
+    heads: Any = plain_eagle3(target)
     ours, theirs = heads.state_dict(), export_heads(KNOWN, heads).tensors
     size = heads.config.head_dim
     for name, count in (("q", heads.config.num_attention_heads), ("k", heads.config.num_key_value_heads)):
@@ -129,7 +129,7 @@ def test_rows_are_in_llama_cpps_order(target: Target) -> None:
 
 
 def test_the_file_has_what_llama_cpp_reads(target: Target) -> None:
-    heads: Any = tiny_heads("eagle3", target, draft_vocab_size=40)
+    heads: Any = plain_eagle3(target, draft_vocab_size=40)
     exported = export_heads(KNOWN, heads)
     shapes = {name: list(x.shape) for name, x in exported.tensors.items()}
     assert shapes == {
@@ -163,12 +163,12 @@ def test_the_tokenizer_is_the_targets(target: Target, tmp_path: Path) -> None:
     }
     write_gguf(tmp_path / "target.gguf", {"general.architecture": "llama", **tokenizer}, {"x": torch.zeros(1)})
     known = KNOWN.with_target_file(str(tmp_path / "target.gguf"))
-    published = assert_round_trip(known, tiny_heads("eagle3", target), tmp_path / "heads")
+    published = assert_round_trip(known, plain_eagle3(target), tmp_path / "heads")
     assert {name: published.config[name] for name in tokenizer} == tokenizer
 
 
 def test_target_files_without_a_tokenizer(target: Target, tmp_path: Path) -> None:
-    heads = tiny_heads("eagle3", target)
+    heads = plain_eagle3(target)
     write_gguf(tmp_path / "target.gguf", {"general.architecture": "llama"}, {"x": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"target\.gguf has no tokenizer"):
         export_heads(KNOWN.with_target_file(str(tmp_path / "target.gguf")), heads)
@@ -182,7 +182,7 @@ def test_target_files_without_a_tokenizer(target: Target, tmp_path: Path) -> Non
 
 def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
     target = Target(tiny_target("llama-llama3"))
-    heads = tiny_heads("eagle3", target)
+    heads = plain_eagle3(target)
     published = assert_round_trip(KNOWN, heads, tmp_path)
     assert KNOWN.read(published, target).settings["rope_parameters"] == heads.config.rope_parameters
     factors = published["rope_freqs.weight"]
@@ -194,7 +194,7 @@ def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
 
 def test_borrowed_tensors(target: Target) -> None:
     """Converters copy the target's embeddings; a file without an output has the target's."""
-    heads: Any = tiny_heads("eagle3", target)
+    heads: Any = plain_eagle3(target)
     with torch.no_grad():
         heads.lm_head.weight.copy_(target.lm_head_weight())
     published = publish(KNOWN, heads)
@@ -206,7 +206,7 @@ def test_borrowed_tensors(target: Target) -> None:
 
 
 def test_d2t_holds_target_ids(target: Target) -> None:
-    published = publish(KNOWN, tiny_heads("eagle3", target, draft_vocab_size=40))
+    published = publish(KNOWN, plain_eagle3(target, draft_vocab_size=40))
     for ids in (torch.zeros(40, dtype=torch.long), torch.arange(100, 140)):
         message = refusal_of(KNOWN, change(published, d2t=ids), target)
         assert "tensor d2t does not hold 40 different tokens of the target's 128" in message
@@ -244,13 +244,13 @@ def test_d2t_holds_target_ids(target: Target) -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_other_metadata(config: dict[str, Any], message: str, target: Target) -> None:
-    published = publish(KNOWN, tiny_heads("eagle3", target))
+    published = publish(KNOWN, plain_eagle3(target))
     with pytest.raises(ValueError, match=message):
         import_heads(KNOWN, change(published, config=config), target)
 
 
 def test_one_message_names_every_problem(target: Target) -> None:
-    published = publish(KNOWN, tiny_heads("eagle3", target))
+    published = publish(KNOWN, plain_eagle3(target))
     changed = change(published, config={"eagle3.block_count": "x", "eagle3.context_length": [], "eagle3.odd": 1})
     message = refusal_of(KNOWN, change(changed, **{"fc.weight": torch.zeros(2)}), target)
     for part in ("eagle3.block_count is 'x'", "eagle3.context_length is []", "eagle3.odd", "tensor fc.weight is [2]"):
@@ -258,7 +258,7 @@ def test_one_message_names_every_problem(target: Target) -> None:
 
 
 def test_metadata_of_any_type_is_refused_or_read_and_nothing_else(target: Target) -> None:
-    published = publish(KNOWN, tiny_heads("eagle3", target))
+    published = publish(KNOWN, plain_eagle3(target))
     for key in published.config:
         for value in ("text", -1, 0.5, [], ["text"], True, 10**9):
             with contextlib.suppress(ValueError):
@@ -266,7 +266,7 @@ def test_metadata_of_any_type_is_refused_or_read_and_nothing_else(target: Target
 
 
 def test_one_of_the_two_names_of_the_layers_is_enough(target: Target) -> None:
-    heads = tiny_heads("eagle3", target)
+    heads = plain_eagle3(target)
     published = change(publish(KNOWN, heads), config={"eagle3.target_layers": None})
     assert KNOWN.read(published, target).settings["feature_layers"] == [2, 3, 4]
 
@@ -284,12 +284,12 @@ def test_one_of_the_two_names_of_the_layers_is_enough(target: Target) -> None:
 )
 def test_settings_that_llama_cpp_does_not_read(settings: dict[str, Any], message: str, target: Target) -> None:
     with pytest.raises(ValueError, match=message):
-        export_heads(KNOWN, tiny_heads("eagle3", target, **settings))
+        export_heads(KNOWN, plain_eagle3(target, **settings))
 
 
 class TestFiles:
     def test_a_file_itself(self, target: Target, tmp_path: Path) -> None:
-        heads = tiny_heads("eagle3", target)
+        heads = plain_eagle3(target)
         folder = write(export_heads(KNOWN, heads), tmp_path)
         file = folder / "eagle3.gguf"
         assert_same_heads(import_heads(KNOWN, open_published(str(file)), target), heads)
@@ -314,7 +314,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("size", [0, 3, 200, -50])
     def test_a_truncated_file(self, size: int, target: Target, tmp_path: Path) -> None:
-        folder = write(export_heads(KNOWN, tiny_heads("eagle3", target)), tmp_path)
+        folder = write(export_heads(KNOWN, plain_eagle3(target)), tmp_path)
         file = folder / "eagle3.gguf"
         file.write_bytes(file.read_bytes()[:size])
         with pytest.raises(ValueError, match=r"eagle3\.gguf is no GGUF file, or it is damaged or truncated"):

@@ -49,7 +49,7 @@ class TestHubKeywords:
         return found
 
     def test_a_file_of_a_mask(self, target: Target, tmp_path: Path, asked: dict[str, Any]) -> None:
-        heads: Any = tiny_heads("block", target, block_size=4)
+        heads: Any = tiny_heads("block", target, block_size=4, mask_token_id=None)
         exported = export_heads(VLLMBlock(), heads)
         del exported.tensors["embed_tokens.weight"]
         write(exported, tmp_path / "below")

@@ -33,11 +33,16 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
     table = weights.get("embed_tokens.weight", table)
     eps, num_masks = config.rms_norm_eps, config.num_depths - 1
     mask = weights["mask_embedding"] if config.mask_token_id is None else table[config.mask_token_id]
-    g_of_mask = weights["mask_hidden"]
-    if config.mask_before_fc:
-        g_of_mask = weights["fc.weight"] @ g_of_mask
+
+    def fuse(feature: Tensor) -> Tensor:
+        parts = feature.chunk(3)
+        if config.fc_norm:
+            parts = [norm(part, weights[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
+        return weights["fc.weight"] @ torch.cat([*parts])
+
+    g_of_mask = fuse(weights["mask_hidden"]) if config.mask_before_fc else weights["mask_hidden"]
     embedded = [table[token_ids[t + 1]] for t in range(slot + 1)] + [mask] * num_masks
-    hidden = [weights["fc.weight"] @ features[t] for t in range(slot + 1)] + [g_of_mask] * num_masks
+    hidden = [fuse(features[t]) for t in range(slot + 1)] + [g_of_mask] * num_masks
     for layer in range(config.num_layers):
         weight = slow_layer.layer_weights(weights, "midlayer." if layer == 0 else f"layers.{layer - 1}.")
         if layer == 0:
@@ -61,7 +66,7 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"num_depths": 4, "num_layers": 3},
+        {"num_depths": 4, "num_layers": 3, "fc_norm": False},
         {"num_depths": 2, "num_layers": 1},
         {"num_depths": 3, "mask_before_fc": False, "qkv_bias": True, "o_bias": True},
         {"num_depths": 3, "own_embedding": True, "mask_token_id": 7},

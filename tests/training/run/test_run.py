@@ -26,7 +26,7 @@ from tests.training.runner import (
 )
 from training.data.training_sets import load_datasets
 from training.options.command_line import parse_arguments
-from training.run.preparation import run_training
+from training.run.preparation import prepare_run, run_training
 from training.run.trainer import HeadsTrainer
 
 
@@ -69,6 +69,25 @@ class TestARun:
         num_steps = len(heads.unroll(torch.zeros(1, 6, width), prompt))
         by_depth = {f"eval_top{n}_depth{depth}" for n in (1, 5) for depth in range(1, num_steps + 1)}
         assert by_depth == {name for name in metrics if "depth" in name}
+
+    @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # in transformers
+    @pytest.mark.parametrize(
+        ("head_type", "options", "rate", "weights"),
+        [
+            ("medusa", {}, 1e-3, None),
+            ("medusa", {"lora_r": 2}, 2.5e-4, None),  # of the adapters; the heads' is four times as large
+            ("block", {}, 1e-4, "d_pace"),
+            ("block", {"step_decay": 0.9, "learning_rate": 1e-5}, 1e-5, None),
+        ],
+    )
+    def test_each_kind_has_its_rate_and_its_weights_of_depths(
+        self, train: Runner, head_type: str, options: dict[str, Any], rate: float, weights: str | None
+    ) -> None:
+        given = {"head_type": head_type, "head_overrides": None, "learning_rate": None, **options}
+        prepared = prepare_run(*parse_arguments(train.arguments(**given, max_steps=1)))
+        assert prepared.trainer.args.learning_rate == rate
+        assert prepared.settings["learning_rate"] == rate
+        assert prepared.trainer.depth_weights == weights
 
     def test_its_config_is_there_when_it_is_interrupted(self, train: Runner) -> None:
         train.break_off(1)

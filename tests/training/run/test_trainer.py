@@ -60,6 +60,7 @@ def make_trainer(
         "logging_steps": 1,
         "save_strategy": "no",
         "num_train_epochs": 1,
+        "learning_rate": 1e-4,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
         "max_grad_norm": 0.0,

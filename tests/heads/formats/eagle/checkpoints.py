@@ -13,15 +13,19 @@ from heads.formats.format import Imported
 from heads.formats.published import Published
 from heads.formats.registry import find_format, recognize
 from inference import Target
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import AS_PUBLISHED, tiny_heads
 
 NUM_LAYERS = 8
 # Name -> (format, kind, settings) of the checkpoints that are changed here.
 CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eagle": ("eagle", "eagle", {"fc_bias": True}),
-    "eagle3": ("vllm", "eagle3", {"draft_vocab_size": 40, "feature_layers": [1, 4, 6]}),
-    "full vocabulary": ("eagle", "eagle3", {}),
-    "speculators": ("speculators", "eagle3", {"norm_before_residual": True, "norm_before_fc": True}),
+    "eagle3": ("vllm", "eagle3", {"draft_vocab_size": 40, "feature_layers": [1, 4, 6], **AS_PUBLISHED}),
+    "full vocabulary": ("eagle", "eagle3", AS_PUBLISHED),
+    "speculators": (
+        "speculators",
+        "eagle3",
+        {"norm_before_residual": True, "norm_before_fc": True, "norm_output": False},
+    ),
     "p-eagle": ("vllm", "parallel", {"draft_vocab_size": 40}),
 }
 

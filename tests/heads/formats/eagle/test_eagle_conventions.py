@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from heads.formats.published import Published
-from heads.formats.registry import find_format
+from heads.formats.published import OWN_KEY, Published
+from heads.formats.registry import find_format, recognize
 from inference import Target
 from tests.heads.formats.eagle.checkpoints import (
     NUM_LAYERS,
@@ -17,7 +17,7 @@ from tests.heads.formats.eagle.checkpoints import (
     read,
     refusal,
 )
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import plain_eagle3, tiny_heads
 from tests.tiny_targets import tiny_target
 
 
@@ -49,7 +49,7 @@ class TestRope:
     def test_the_targets_base_is_not_inherited(self) -> None:
         rope = {"rope_type": "default", "rope_theta": 5e5}
         target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS, rope_parameters=rope))
-        heads = tiny_heads("eagle3", target)
+        heads = plain_eagle3(target)
         exported = find_format("eagle", "eagle3").write(heads.config, heads.state_dict(), target)
         assert exported.config["rope_theta"] == 5e5
         config = {key: value for key, value in exported.config.items() if not key.startswith("rope_")}
@@ -116,3 +116,14 @@ def test_other_countings_are_variants(target: Target) -> None:
     imported, _ = read(change(publish("full vocabulary", target), config={IDS: [1, 3, 4]}), target)
     variants = find_format("eagle", "eagle3").variants(imported.settings, target)
     assert {"feature_layers": [2, 4, 5]} in variants.values()
+
+
+def test_the_factor_of_embeddings_is_folded_into_fc(target: Target) -> None:
+    """Heads of ours multiply the embeddings, published ones do not: both draft the same."""
+    heads = tiny_heads("eagle", target, embedding_scale=8.0)
+    exported = find_format("eagle", "eagle").write(heads.config, heads.state_dict(), target)
+    published = Published("somewhere", {**exported.config, OWN_KEY: None}, exported.file, dict(exported.tensors))
+    imported = recognize(published).read(published, target)
+    assert imported.settings["embedding_scale"] == 1.0, "not the one of new heads"
+    expected = torch.cat([8 * heads.fc.weight[:, :32], heads.fc.weight[:, 32:]], dim=1)
+    assert torch.equal(imported.tensors["fc.weight"], expected)
