@@ -1,0 +1,176 @@
+"""Trains the embedded target further on conversations, and teaches it to repeat itself less.
+
+    python examples/chat-13m/train.py --dataset YOURS.jsonl.gz --eval_dataset HELD_OUT.jsonl.gz \\
+        --output_dir outputs/chat-13m --num_train_epochs 3
+
+Options are those of transformers' TrainingArguments, and the ones below. `--resume_from_checkpoint true` continues an
+interrupted run. The result is a model in bfloat16 with its tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import datasets
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from inference import Decoder
+from scripts.measuring.measure import load_prompts
+from scripts.measuring.texts import share_of_repeated_ngrams
+from scripts.shared.model_loading import load_target
+from scripts.shared.one_line_errors import one_line_errors
+from training.data.conversations import load_conversations
+from training.options.program_parser import ProgramParser
+from training.run.optimizer import MuonWithAdamW
+
+FOLDER = Path(__file__).resolve().parent
+PERIODS = (8, 64)  # tokens of a passage that is repeated, from and to
+DECAY = 0.6  # lambda of DITTO: a repetition's chance relative to that of the passage before
+
+
+@dataclass
+class TargetArguments:
+    dataset: str = field(metadata={"help": "Conversations to learn, in any layout that training/train_heads.py reads."})
+    eval_dataset: str | None = field(default=None, metadata={"help": "Held-out conversations for the perplexity."})
+    model: str = field(default=str(FOLDER), metadata={"help": "The model to continue: a folder or a hub id."})
+    row_length: int = field(default=512, metadata={"help": "Tokens of a row; rows are cut from one long text."})
+    eval_tokens: int = field(default=32_768, metadata={"help": "Held-out tokens to measure the perplexity on."})
+    muon_learning_rate: float = field(default=0.01, metadata={"help": "Muon's rate, for all matrices but embeddings."})
+    repeated_rows: float = field(
+        default=0.0, metadata={"help": "Share of the rows that repeat one passage, whose repetitions become unlikely."}
+    )
+    prompts: str = field(
+        default="examples/prompts.jsonl", metadata={"help": "Prompts for the share of repeated 4-grams at T = 0."}
+    )
+
+
+def make_rows(path: str, tokenizer: Any, length: int, *, most_tokens: int | None = None) -> datasets.Dataset:
+    """Rows of `length` tokens, cut from all conversations one after another; user and assistant text alike."""
+
+    def cut() -> Iterator[dict[str, list[int]]]:
+        rest: list[int] = []
+        for row in load_conversations([path]):
+            messages = json.loads(row["conversation"])["messages"]
+            rest += tokenizer(
+                tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False
+            ).input_ids
+            while len(rest) >= length:
+                yield {"input_ids": rest[:length]}
+                rest = rest[length:]
+
+    rows = datasets.Dataset.from_generator(
+        cut, features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+    )
+    return rows if most_tokens is None else rows.select(range(min(len(rows), most_tokens // length)))
+
+
+class Collator:
+    """Rows as tensors; a share of them in training becomes one passage of the row, over and over (DITTO)."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        self.share, self.draw = share, random.Random(seed)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        input_ids = torch.tensor([row["input_ids"] for row in rows])
+        periods = torch.zeros(len(rows), dtype=torch.long)
+        for row in range(len(rows)):
+            if self.draw.random() < self.share:
+                period = self.draw.randint(*PERIODS)
+                start = self.draw.randrange(input_ids.shape[1] - period)
+                passage = input_ids[row, start : start + period].clone()
+                input_ids[row] = passage.repeat(-(-input_ids.shape[1] // period))[: input_ids.shape[1]]
+                periods[row] = period
+        return {"input_ids": input_ids, "periods": periods}
+
+
+class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+    """Language modelling, and DITTO (arXiv 2206.02369) on rows that repeat a passage."""
+
+    def __init__(self, *, muon_learning_rate: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.muon_learning_rate = muon_learning_rate
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        trained: Any = self.model
+        named = ((name.replace("embed_tokens", "embedding"), weight) for name, weight in trained.named_parameters())
+        rates: dict[str, Any] = {
+            "muon_learning_rate": self.muon_learning_rate,
+            "learning_rate": self.args.learning_rate,
+        }
+        self.optimizer = MuonWithAdamW(named, **rates, weight_decay=self.args.weight_decay)
+        return self.optimizer
+
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
+        input_ids, periods = inputs["input_ids"], inputs["periods"]
+        outputs = model(input_ids=input_ids, use_cache=False)
+        scores = outputs.logits[:, :-1].float().log_softmax(-1)
+        chances = scores.gather(-1, input_ids[:, 1:, None])[..., 0]
+        loss = torch.where(periods[:, None] == 0, -chances, unlikely(chances.exp(), periods)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def unlikely(chances: Tensor, periods: Tensor) -> Tensor:
+    """-log(1 - |p_t - DECAY p'_t|), p' being the chance one period earlier: [B, T] of chances [B, T]; 0 in the first
+    passage."""
+    places = torch.arange(chances.shape[1], device=chances.device)
+    before = chances.detach().gather(1, (places - periods[:, None]).clamp(min=0))
+    loss = -torch.log1p(-(chances - DECAY * before).abs().clamp(max=1 - 1e-4))
+    return loss * (places >= periods[:, None])
+
+
+def repeated_4grams(folder: str, prompts: str) -> float:
+    """Of a model's greedy texts of up to 128 tokens."""
+    target, tokenizer = load_target(folder)
+    decoder = Decoder(target)
+    found, _ = load_prompts(Path(prompts), tokenizer, target, num_prompts=None, max_new_tokens=128)
+    texts = [
+        decoder.generate(prompt.input_ids, max_new_tokens=128).sequences[0, prompt.input_ids.shape[1] :].tolist()
+        for prompt in found
+    ]
+    return share_of_repeated_ngrams(texts)
+
+
+def main(argv: list[str] | None = None) -> None:
+    console = Console()
+    with one_line_errors("train.py"):
+        args, training = ProgramParser([TargetArguments, TrainingArguments], doc=__doc__).parse_args_into_dataclasses(
+            argv
+        )
+        training.remove_unused_columns = False
+        training.label_names = ["input_ids"]
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        trainer = TargetTrainer(
+            model=model,
+            args=training,
+            train_dataset=make_rows(args.dataset, tokenizer, args.row_length),
+            data_collator=Collator(args.repeated_rows, training.seed),
+            muon_learning_rate=args.muon_learning_rate,
+        )
+        trainer.train(
+            resume_from_checkpoint=training.resume_from_checkpoint == "true" or training.resume_from_checkpoint
+        )
+        if args.eval_dataset is not None:
+            trainer.data_collator = Collator(0, training.seed)
+            held_out = make_rows(args.eval_dataset, tokenizer, args.row_length, most_tokens=args.eval_tokens)
+            console.print(f"perplexity {math.exp(trainer.evaluate(held_out)['eval_loss']):.2f}")
+        model.to(torch.bfloat16).save_pretrained(training.output_dir)
+        tokenizer.save_pretrained(training.output_dir)
+        console.print(f"repeated 4-grams at T = 0: {repeated_4grams(training.output_dir, args.prompts):.0%}")
+
+
+if __name__ == "__main__":
+    main()
