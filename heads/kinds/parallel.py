@@ -37,12 +37,17 @@ from inference.targets.target import Target
 Attend = Callable[[int, DraftAttention, Tensor, Tensor, Tensor], Tensor]
 
 
+def default_shape(num_layers: int) -> tuple[int, int]:
+    """Draft layers and depths: 4 and 8 as in published trainers, 2 and 6 for targets with few layers."""
+    return (4, 8) if num_layers >= 24 else (2, 6)
+
+
 class ParallelConfig(Eagle3Config):
     """The settings of P-EAGLE heads.
 
     Args:
-        num_depths: K, tokens drafted by one pass.
-        num_layers: EAGLE-3's layer plus the plain decoder layers above it.
+        num_depths: K, tokens drafted by one pass (from_target: `default_shape`).
+        num_layers: EAGLE-3's layer plus the plain decoder layers above it (likewise).
         keep_ratio: the share of one depth's slots that the next depth is trained on (0.7 in published trainers).
         min_keep_ratio: the share of all slots that every depth keeps (0.2 in published trainers).
         mask_before_fc: the learned hidden state of mask rows is one of features, which fc projects, as engines read it.
@@ -96,7 +101,9 @@ class ParallelConfig(Eagle3Config):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        return super().from_target(target, **{"mask_before_fc": True, "norm_output": False, **overrides})
+        num_layers, num_depths = default_shape(target.num_layers)
+        usual = {"num_layers": num_layers, "num_depths": num_depths, "mask_before_fc": True, "norm_output": False}
+        return super().from_target(target, **{**usual, **overrides})
 
 
 @dataclass(frozen=True)

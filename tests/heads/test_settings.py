@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from heads import HEAD_TYPES, create_heads
 from heads.kinds.medusa import MedusaConfig
@@ -23,11 +24,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"confidence_threshold": 0.3}, "these heads have no confidence head"),
         ({"has_confidence": True, "confidence_threshold": -1}, "confidence_threshold is -1; allowed is 0 to 1"),
         ({"feature_layers": []}, "feature_layers is empty; block drafters read at least one layer"),
+        ({"mask_token_id": 128}, "mask_token_id is 128; allowed is 0 to 127"),
         ({"blok_size": 4}, "did you mean 'block_size'"),
     ],
     "eagle": [
         ({"ttt_steps": 0}, "ttt_steps is 0; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)"),
         ({"feature_noise": -0.1}, "feature_noise is -0.1; allowed is 0 (none) or more"),
+        ({"embedding_scale": 3.0}, "embedding_scale is 3.0; allowed are powers of two"),
         ({"token_loss_weight": 1.0}, "token_loss_weight is 1.0, and the loss is no longer a key of EAGLE's"),
         ({"feature_loss_weight": 0.0}, "train with the option loss_type (the paper's: smooth_l1+0.1*distillation)"),
         (
@@ -121,3 +124,31 @@ def test_unknown_kind(target: Target) -> None:
 def test_a_target_of_one_layer(kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         create_heads(kind, tiny_target("llama", num_hidden_layers=1))
+
+
+def test_defaults_follow_the_target() -> None:
+    """Large targets get the shapes of published recipes, small ones smaller heads; what is given wins."""
+    small, large = Target(tiny_target("llama")), Target(tiny_target("llama", num_hidden_layers=36, vocab_size=70_000))
+    shapes = {
+        "block": {"num_layers": (2, 5), "block_size": (8, 16)},
+        "parallel": {"num_layers": (2, 4), "num_depths": (6, 8), "draft_vocab_size": (None, 32_000)},
+        "eagle3": {"draft_vocab_size": (None, 32_000), "fc_norm": (True, True), "norm_output": (True, True)},
+    }
+    for kind, settings in shapes.items():
+        for target, place in ((small, 0), (large, 1)):
+            config = HEAD_TYPES[kind].config_class.from_target(target)
+            assert {name: getattr(config, name) for name in settings} == {
+                name: x[place] for name, x in settings.items()
+            }
+    config = HEAD_TYPES["eagle3"].config_class.from_target(large, draft_vocab_size=None, norm_before_fc=True)
+    assert config.draft_vocab_size is None
+    assert not config.fc_norm
+
+
+def test_embeddings_get_the_scale_of_the_states() -> None:
+    model = tiny_target("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(std=0.1)
+        model.model.norm.weight.fill_(3.0)
+    assert create_heads("eagle", Target(model)).config.embedding_scale == 32.0  # 3 / 0.1, to a power of two
+    assert create_heads("eagle", Target(model), embedding_scale=1.0).config.embedding_scale == 1.0
