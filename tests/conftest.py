@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -32,6 +34,11 @@ torch.set_num_threads(1)
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 
 
+def pytest_collection_finish() -> None:
+    """What was imported lives to the end. Without it a full garbage collection, one in every training run, is quick."""
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(HF_HOME, ignore_errors=True)
 
@@ -43,12 +50,15 @@ def _same_random_numbers_in_any_order() -> None:
 
 
 @pytest.fixture
-def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def traced_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`compile=True` makes its graphs, and torch runs them as they are: a break, a read on the host or a stale number
-    shows in seconds. Inductor's code takes minutes for each decoder; the tests marked slow in test_step.py run it."""
-    compile_with = torch.compile
+    shows in seconds. Inductor's code takes minutes for each decoder; the tests marked slow in test_step.py run it.
+    With a parameter, only functions whose names match this pattern are traced, since each graph takes a second."""
+    compile_with, names = torch.compile, re.compile(getattr(request, "param", ""))
 
     def trace(function: Any, *, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+        if not names.match(function.__name__):
+            return function
         kept = {key: value for key, value in (options or {}).items() if key == "guard_filter_fn"}
         return compile_with(function, backend="eager", options=kept, **settings)
 

@@ -158,3 +158,10 @@ class ScriptedDrafter(Drafter):
         steps = 1 + (torch.stack(turns) + torch.arange(self.num_candidates)) % (self.vocab_size - 1)
         decoys = (truth[..., None] + steps) % self.vocab_size
         return _Script(truth, torch.tensor([len(text) for text in self.texts]), torch.stack(ranks), decoys)
+
+
+class HostDrafter(ScriptedDrafter):
+    """Its scripts are Python: only what surrounds it is compiled."""
+
+    extend = torch._dynamo.disable(ScriptedDrafter.extend)
+    expand = torch._dynamo.disable(ScriptedDrafter.expand)

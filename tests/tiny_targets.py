@@ -18,6 +18,8 @@ from packaging.version import Version
 from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from inference import Target
+
 VOCAB_SIZE = 128
 SLIDING_WINDOW = 8
 NUM_LAYERS = 6
@@ -203,6 +205,12 @@ def tiny_target(
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     return model.to(dtype).eval()
+
+
+@cache
+def target_of(family: str, seed: int = 0, **settings: Any) -> Target:
+    """The target of `tiny_target`, examined once in a process. For tests that do not change it."""
+    return Target(tiny_target(family, seed, **settings))
 
 
 def random_prompt(length: int, seed: int = 0, *, batch_size: int = 1, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:

@@ -98,7 +98,7 @@ def make_parts(args: GpuArguments, folder: Path) -> Iterator[Part]:
     modes = [mode for mode in MODES if mode == "eager" or (mode in ("compiled", "captured") and not args.tiny)]
     tests = ["-m", "pytest", "tests", "-m", "gpu"]
     if device.type == "cpu":
-        tests = ["-m", "pytest", "tests/gpu", "-k", "accepted and cpu and medusa"]
+        tests = ["-m", "pytest", "tests/gpu", "-k", "accepted and cpu and eagle3"]
     yield Part("tests", [*tests, "-q", "-p", "no:cacheprovider"], folder)
 
     words = ["scripts/benchmark.py", *CHAT.split(), *on_device, "--repeats", "1", "--tree", "dynamic:4,4,16"]

@@ -21,7 +21,6 @@ from tests.tiny_targets import random_prompt, tiny_target
 
 TRAINED = REPOSITORY / "examples" / "heads"
 TRAINED_KINDS = sorted(path.parent.name for path in TRAINED.glob("*/config.json"))
-REHEARSED = "eagle3"
 TREE, ACCEPTED, NUM_NEW = DynamicTree(4, 3, 8), 3, 17
 
 
@@ -117,8 +116,6 @@ def test_a_step_waits_once(
 @pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
 def test_compiled_steps(kind: str, device: torch.device, request: pytest.FixtureRequest) -> None:
     if device.type == "cpu":
-        if kind != REHEARSED:
-            pytest.skip(f"on a CPU {REHEARSED} rehearses for all kinds: tests/inference/execution has the rest")
         request.getfixturevalue("traced_alone")
     text, length = decode_scripted(kind, device, 1, compile=True)
     assert (text.tolist(), length) == ([list(range(2 + NUM_NEW))], 1 + ACCEPTED)

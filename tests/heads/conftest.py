@@ -8,12 +8,12 @@ import pytest
 
 from inference import Target
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import target_of
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(tiny_target("llama"))
+    return target_of("llama")
 
 
 @pytest.fixture

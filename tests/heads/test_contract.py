@@ -6,6 +6,7 @@ Legend: B batch, L prefix length (the last token is the root), W frontier nodes,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
 from inference import Target, generate
 from inference.targets.encoding import encode
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.tiny_targets import CORE_FAMILIES, random_prompt, tiny_target
+from tests.tiny_targets import CORE_FAMILIES, random_prompt, target_of, tiny_target
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
 
@@ -27,14 +28,13 @@ _FIRST = {kind: index for index, (kind, _) in reversed([*enumerate(VARIANTS)])}
 one_of_each_kind = pytest.mark.parametrize(
     ("head_type", "overrides"), [VARIANTS[index] for index in _FIRST.values()], ids=[*_FIRST]
 )
-# Two families for each configuration of heads, so four or five for most kinds: what crosses is heads with the shapes
-# and norms of a target.
-_PAIRS = [
-    pytest.param(*variant, CORE_FAMILIES[(index + offset) % len(CORE_FAMILIES)], id=f"{name}-{offset}")
-    for index, (variant, name) in enumerate(zip(VARIANTS, VARIANT_IDS, strict=True))
-    for offset in (0, 2)
-]
-kinds_and_families = pytest.mark.parametrize(("head_type", "overrides", "family"), _PAIRS)
+# Each configuration of heads has one family, and each kind as many as it has configurations: what crosses is heads with
+# the shapes and norms of a target.
+kinds_and_families = pytest.mark.parametrize(
+    ("head_type", "overrides", "family"),
+    [(*variant, CORE_FAMILIES[index % len(CORE_FAMILIES)]) for index, variant in enumerate(VARIANTS)],
+    ids=VARIANT_IDS,
+)
 LOSSES = ("cross_entropy", "distillation", "1.8*total_variation+0.1*cross_entropy")
 
 
@@ -60,7 +60,7 @@ class TestIndependenceOfTheTarget:
     def test_saved_and_loaded_heads_are_the_same(
         self, head_type: str, overrides: dict[str, Any], tmp_path: Path
     ) -> None:
-        target = Target(tiny_target("qwen3"))
+        target = target_of("qwen3")
         heads = tiny_heads(head_type, target, **overrides)
         heads.save_pretrained(tmp_path / "heads")
         loaded = DraftHeads.from_pretrained(tmp_path / "heads")
@@ -79,8 +79,8 @@ class TestIndependenceOfTheTarget:
     def test_no_tensor_of_the_target_is_saved_or_trained(
         self, head_type: str, overrides: dict[str, Any], family: str, tmp_path: Path
     ) -> None:
-        model = tiny_target(family)
-        heads = tiny_heads(head_type, Target(model), **overrides)
+        target = target_of(family)
+        model, heads = target.model, tiny_heads(head_type, target, **overrides)
         heads.save_pretrained(tmp_path)
         targets_memory = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
         assert not targets_memory & {tensor.untyped_storage().data_ptr() for tensor in heads.state_dict().values()}
@@ -107,7 +107,7 @@ class TestIndependenceOfTheTarget:
 
     @every_kind
     def test_each_pair_of_heads_has_its_own_weights(self, head_type: str, overrides: dict[str, Any]) -> None:
-        target = Target(tiny_target("llama"))
+        target = target_of("llama")
         one, other = (create_heads(head_type, target, **overrides) for _ in range(2))
         pointers = [tensor.untyped_storage().data_ptr() for tensor in one.state_dict().values()]
         assert len(set(pointers)) == len(pointers), "two modules of the heads share a tensor"
@@ -150,7 +150,7 @@ def state_at(step: DraftStep, row: int, slot: int) -> Tensor | None:
 class TestTraining:
     @kinds_and_families
     def test_unroll_gives_one_step_per_depth(self, head_type: str, overrides: dict[str, Any], family: str) -> None:
-        target = Target(tiny_target(family))
+        target = target_of(family)
         heads = tiny_heads(head_type, target, **overrides)
         input_ids = random_prompt(11, batch_size=2)
         features = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
@@ -172,7 +172,7 @@ class TestTraining:
 
     @every_kind
     def test_padding_changes_no_real_position(self, head_type: str, overrides: dict[str, Any]) -> None:
-        target = Target(tiny_target("llama"))
+        target = target_of("llama")
         heads = tiny_heads(head_type, target, **overrides)
         input_ids = random_prompt(12, batch_size=2)
         features = torch.randn(2, 12, len(heads.feature_layers) * target.hidden_size)
@@ -190,20 +190,18 @@ class TestTraining:
     @every_kind
     def test_heads_learn_after_they_have_decoded(self, head_type: str, overrides: dict[str, Any]) -> None:
         """Decoding runs in inference mode, and what is kept from it must not enter a graph."""
-        target = Target(tiny_target("llama"))
+        target = target_of("llama")
         heads = tiny_heads(head_type, target, **overrides)
         expected = take_gradients(heads, target, "distillation")
         again = tiny_heads(head_type, target, **overrides)
         generate(target, again, random_prompt(9), max_new_tokens=8, do_sample=False)
         assert torch.equal(take_gradients(again, target, "distillation"), expected)
 
-    @pytest.mark.parametrize(("loss_type", "family"), [*zip(LOSSES, CORE_FAMILIES, strict=False)])
-    @every_kind
-    def test_every_parameter_learns(
-        self, head_type: str, overrides: dict[str, Any], family: str, loss_type: str
-    ) -> None:
-        target = Target(tiny_target(family))
+    @kinds_and_families
+    def test_every_parameter_learns(self, head_type: str, overrides: dict[str, Any], family: str) -> None:
+        target = target_of(family)
         heads = tiny_heads(head_type, target, **overrides)
+        loss_type = LOSSES[VARIANTS.index((head_type, overrides)) % len(LOSSES)]
         assert take_gradients(heads, target, loss_type).isfinite()
         for name, parameter in heads.named_parameters():
             if name == "mask_embedding" and getattr(heads.config, "mask_token_id", None) is not None:
@@ -218,7 +216,7 @@ class TestTraining:
     @one_of_each_kind
     def test_recomputed_states_give_the_same_gradients(self, head_type: str, overrides: dict[str, Any]) -> None:
         """In less memory, for kinds with decoder layers; the others refuse it by name."""
-        target = Target(tiny_target("llama"))
+        target = target_of("llama")
         heads = tiny_heads(head_type, target, **overrides).train()
         if not heads.supports_gradient_checkpointing:
             with pytest.raises(ValueError, match=f"{type(heads).__name__} does not support"):
@@ -358,7 +356,7 @@ class TestDrafting:
 
     @every_kind
     def test_a_branching_tree_equals_each_paths_unroll(self, head_type: str, overrides: dict[str, Any]) -> None:
-        heads = tiny_heads(head_type, Target(tiny_target("llama")), **overrides)
+        heads = tiny_heads(head_type, target_of("llama"), **overrides)
         prefix = Prefix(heads, [9, 3, 14])
         state = prefix.start(32, 32)
         found = prefix.extend(state, [0, 0, 0], prefix.counts.tolist())
@@ -368,7 +366,7 @@ class TestDrafting:
 
     @every_kind
     def test_long_prompts_are_read_in_chunks(self, head_type: str, overrides: dict[str, Any]) -> None:
-        target = Target(tiny_target("llama", max_position_embeddings=1024))
+        target = target_of("llama", max_position_embeddings=1024)
         heads = tiny_heads(head_type, target, **overrides)
         prefix = Prefix(heads, [601, 514, 3])
         state = prefix.start(640, 32)
@@ -383,13 +381,21 @@ class TestDrafting:
 STATIC_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
+@cache
+def greedy_text_of(family: str, num_new: int) -> Tensor:
+    """transformers' own, after the same prompt each time."""
+    prompt = random_prompt(12)
+    text: Tensor = target_of(family).model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_new, do_sample=False
+    )
+    return text
+
+
 class TestDecoding:
     @kinds_and_families
     def test_greedy_text_is_the_targets_own(self, head_type: str, overrides: dict[str, Any], family: str) -> None:
-        model = tiny_target(family)
-        prompt = random_prompt(12)
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
-        target = Target(model)
+        target, prompt = target_of(family), random_prompt(12)
+        expected = greedy_text_of(family, 12)
         heads = tiny_heads(head_type, target, **overrides)
         for tree in (STATIC_TREE, "dynamic"):
             output = generate(target, heads, prompt, tree=tree, max_new_tokens=12, do_sample=False)
@@ -397,9 +403,8 @@ class TestDecoding:
 
     @one_of_each_kind
     def test_float32_heads_on_a_bfloat16_target(self, head_type: str, overrides: dict[str, Any]) -> None:
-        model = tiny_target("qwen2", dtype=torch.bfloat16)
-        target = Target(model)
-        heads = tiny_heads(head_type, target, **overrides)
+        target = target_of("qwen2", dtype=torch.bfloat16)
+        model, heads = target.model, tiny_heads(head_type, target, **overrides)
         assert heads.dtype == torch.float32
         prompt = random_prompt(12)
         text = generate(target, heads, prompt, max_new_tokens=20, do_sample=False).sequences

@@ -27,7 +27,7 @@ from inference.targets.target import Target
 from inference.trees.options import resolve_policy
 from inference.trees.static import chain
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 # Operators whose result (a number, or a shape that depends on values) the host must wait for.
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
@@ -132,7 +132,7 @@ def test_a_step_reads_nothing_on_the_host(
     make: Callable[[Target], Drafter], tree: Any, family: str, batch_size: int
 ) -> None:
     """Drafting as the decode loop does it; a second step, so that `extend` takes in what was accepted."""
-    target, do_sample = Target(tiny_target(family)), batch_size == 1
+    target, do_sample = target_of(family), batch_size == 1
     drafter = make(target).for_target(target)
     policy = resolve_policy(tree, drafter.max_depth)
     next_ids, counts = random_prompt(9, batch_size=batch_size), torch.tensor([9, 4, 7][:batch_size])

@@ -51,7 +51,7 @@ def decode_both(family: str, dtype: torch.dtype, tree: str, *, batch_invariant: 
     plain text, which goes through all branches of the tree."""
     target = Target.of(tiny_target(family, dtype=dtype))
     prompts = [random_prompt(length, seed=length) for length in LENGTHS]
-    options = {"max_new_tokens": 40, "batch_invariant": batch_invariant, **options}
+    options = {"max_new_tokens": 28, "batch_invariant": batch_invariant, **options}
     tokens, scores = decode_plainly(target, prompts, **options)
     texts = [torch.cat([prompt[0], new]) for prompt, new in zip(prompts, tokens, strict=True)]
     drafter = ScriptedDrafter(texts, VOCAB_SIZE, num_candidates=8, is_strict=batch_invariant)
@@ -59,8 +59,9 @@ def decode_both(family: str, dtype: torch.dtype, tree: str, *, batch_invariant: 
     return torch.equal(found, tokens) and torch.equal(own_scores, scores)
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("tree", "options"), [(TREES[0], SAMPLED), (TREES[1], {"do_sample": False}), (TREES[2], SAMPLED)], ids=TREES
+)
 def test_scores_are_those_of_plain_decoding(tree: str, options: dict[str, Any]) -> None:
     assert decode_both("llama", torch.bfloat16, tree, batch_invariant=True, **options)
 
@@ -99,9 +100,8 @@ def test_trained_heads_in_bfloat16(options: dict[str, Any]) -> None:
         settings["seed"] = SAMPLED["seed"][: len(prompts)]
     for batch_invariant in (True, False):
         tokens, scores = decode_plainly(target, prompts, batch_invariant=batch_invariant, **settings)
-        for tree in TREES[1:] if batch_invariant else TREES[1:2]:
-            found = decode(target, heads, prompts, tree=tree, batch_invariant=batch_invariant, **settings)
-            assert (torch.equal(found[0], tokens) and torch.equal(found[1], scores)) == batch_invariant
+        found = decode(target, heads, prompts, tree=TREES[1], batch_invariant=batch_invariant, **settings)
+        assert (torch.equal(found[0], tokens) and torch.equal(found[1], scores)) == batch_invariant
 
 
 @pytest.mark.slow  # two graphs for each dtype

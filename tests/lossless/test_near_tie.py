@@ -19,7 +19,7 @@ _SHAPE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "moe_intermediate_size": 16,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 8,

@@ -123,7 +123,7 @@ def test_a_wrong_convention_is_found(
     known = recognize(opened)
     assert known is not None
     imported = known.read(replace(opened, config={**opened.config, **keys}), target)
-    prompts = question_prompts(chat_tokenizer)
+    prompts = question_prompts(chat_tokenizer)[:3]
     finding = compare_conventions(known, imported, target, "somewhere", prompts)
     assert (finding.best.name, finding.best.changes) == (name, changes)
     assert finding.advice is not None

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import DraftStep
-from inference import Target
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt, target_of
 from training.losses.draft_loss import LossOutput, draft_loss
 from training.losses.teacher import Teacher, compute_teacher
 
@@ -37,7 +36,7 @@ class Case:
 
     def __init__(self, draft_size: int | None = None, seed: int = 0, shifts: tuple[int, ...] = (2, 3, 4)) -> None:
         torch.manual_seed(seed)
-        self.target = Target(tiny_target("llama"))
+        self.target = target_of("llama")
         self.input_ids = random_prompt(LENGTH, seed=seed, batch_size=BATCH)
         self.last_hidden = torch.randn(BATCH, LENGTH, HIDDEN)
         self.draft_token_ids = None if draft_size is None else torch.randperm(VOCAB)[:draft_size].sort().values

@@ -87,14 +87,15 @@ def is_named(name: str, message: str) -> bool:
 
 
 def assert_damage_is_named(known: Format, published: Published, target: Target, may_lack: tuple[str, ...] = ()) -> None:
-    """Every tensor, damaged in every way, is refused by its name: at least 20 checkpoints.
+    """Every tensor, damaged in some ways, is refused by its name. Neighbours are damaged in different ways, so that all
+    ways occur: at least 8 checkpoints.
 
     Args:
         may_lack: tensors that can be left out, since something else says the same.
     """
     count = 0
-    for name, tensor in published.items():
-        for how, instead in damages(name, tensor).items():
+    for number, (name, tensor) in enumerate(published.items()):
+        for how, instead in [*damages(name, tensor).items()][number % 3 :: 3]:
             if name in may_lack and how == "missing":
                 continue
             tensors = {other: x for other, x in published.items() if other != name} | instead
@@ -103,7 +104,7 @@ def assert_damage_is_named(known: Format, published: Published, target: Target, 
             assert is_named(name, message) or (name in may_lack and how == "renamed"), f"{name}, {how}: {message}"
             assert how != "renamed" or is_named(f"{name}.old", message), f"{name}, {how}: {message}"
             count += 1
-    assert count >= 20
+    assert count >= 8
 
 
 # Settings that published configs leave out where they have the usual value, so that a lost key cannot be seen.

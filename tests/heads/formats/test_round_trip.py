@@ -18,7 +18,7 @@ from inference import Target, generate
 from tests.conftest import REPOSITORY
 from tests.heads.test_contract import assert_same_tensors, config_of
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt, target_of
 
 # What a format does not take, per variant, and the words of its reason. The other pairs must come back as they were.
 REFUSED: dict[tuple[str, str], str] = {
@@ -49,10 +49,12 @@ REFUSED: dict[tuple[str, str], str] = {
     ("vllm", "block-2"): "these are read: DFlash .* and DSpark",
 }
 WRITERS = [known for known in FORMATS if known.kinds]
+# Neighbours have different dtypes: each format and each kind has both.
 CASES = [
-    pytest.param(known, kind, overrides, REFUSED.get((known.name, name)), id=f"{known.name}-{name}")
-    for known in WRITERS
-    for (kind, overrides), name in zip(VARIANTS, VARIANT_IDS, strict=True)
+    pytest.param(known, kind, overrides, REFUSED.get((known.name, name)), dtype, id=f"{known.name}-{name}")
+    for number, known in enumerate(WRITERS)
+    for index, ((kind, overrides), name) in enumerate(zip(VARIANTS, VARIANT_IDS, strict=True))
+    for dtype in ((torch.float32, torch.bfloat16)[(number + index) % 2],)
     if kind in known.kinds
 ]
 # The authors' EAGLE-3 taps layers that are distinct in targets of seven layers and more.
@@ -65,17 +67,11 @@ def export(known: Format, heads: DraftHeads, target: Target, folder: Path) -> Pa
     return folder
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    found: torch.dtype = request.param
-    return found
-
-
-@pytest.mark.parametrize(("known", "kind", "overrides", "reason"), CASES)
+@pytest.mark.parametrize(("known", "kind", "overrides", "reason", "dtype"), CASES)
 def test_heads_come_back_as_they_were(
     known: Format, kind: str, overrides: dict[str, Any], reason: str | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     heads = tiny_heads(kind, target, **overrides).to(dtype)
     if reason is not None:
         with pytest.raises(ValueError, match=reason):
@@ -117,7 +113,7 @@ LAYERS: dict[tuple[int, ...], dict[str, str]] = {
 @pytest.mark.parametrize("layers", LAYERS, ids=str)
 @pytest.mark.parametrize("name", ["eagle", "vllm", "sglang", "speculators"])
 def test_layers_that_are_not_the_usual_ones(layers: tuple[int, ...], name: str, tmp_path: Path) -> None:
-    target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     heads, known = tiny_heads("eagle3", target, feature_layers=list(layers)), find_format(name, "eagle3")
     if (reason := LAYERS[layers].get(name)) is not None:
         with pytest.raises(ValueError, match=reason):
@@ -128,7 +124,7 @@ def test_layers_that_are_not_the_usual_ones(layers: tuple[int, ...], name: str, 
 
 
 def test_sglang_counts_layers_from_the_one_after(tmp_path: Path) -> None:
-    target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     heads = tiny_heads("eagle3", target, feature_layers=[1, 3, 6])
     config = find_format("sglang", "eagle3").write(heads.config, heads.state_dict(), target).config
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
@@ -150,7 +146,7 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_rope_and_sizes_of_its_own(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
-    target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 40}
     heads = tiny_heads(kind, target, rope_parameters=rope, **sizes)
     for known in (
@@ -161,15 +157,15 @@ def test_rope_and_sizes_of_its_own(kind: str, rope: dict[str, Any], tmp_path: Pa
         assert_same_tensors(dict(heads.state_dict()), dict(again.state_dict()))
 
 
-SHIPPED = [
-    pytest.param(known, kind, id=f"{known.name}-{kind}")
+SHIPPED = {
+    kind: known  # the last of those that take it
     for known in WRITERS
     for kind in known.kinds
     if (REPOSITORY / "examples" / "heads" / kind / "config.json").exists() and (known.name, f"{kind}-0") not in REFUSED
-]
+}
 
 
-@pytest.mark.parametrize(("known", "kind"), SHIPPED)
+@pytest.mark.parametrize(("kind", "known"), [*SHIPPED.items()], ids=SHIPPED)
 def test_shipped_heads_come_back_and_decode_the_same(
     known: Format, kind: str, chat_target: Any, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
 from tests.lossless.restless import auto_tree
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 kangaroo = partial(tiny_heads, "kangaroo")
 
@@ -53,7 +53,7 @@ def score_slowly(heads: KangarooHeads, token_ids: list[int]) -> Tensor:
 class TestExitLayer:
     def test_defaults_are_the_papers(self) -> None:
         assert [default_exit_layer(n) for n in (32, 40, 6, 2)] == [2, 3, 1, 1]
-        assert kangaroo(Target(tiny_target("llama"))).feature_layers == (1,)
+        assert kangaroo(target_of("llama")).feature_layers == (1,)
 
 
 class TestRefusedTargets:
@@ -126,7 +126,7 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_drafts_equal_plain_passes_over_each_path(family: str, attn_implementation: str) -> None:
     """Rows of different lengths, longer than the window of 8; four layers hold every kind of attention."""
-    target = Target(tiny_target(family, attn_implementation=attn_implementation))
+    target = target_of(family, attn_implementation=attn_implementation)
     heads = kangaroo(target, exit_layer=4)
     token_ids, lengths = random_prompt(15, batch_size=2), torch.tensor([14, 10])  # of the prompt, without the root
     cache = target.new_cache(2, 32)

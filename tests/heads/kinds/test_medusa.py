@@ -11,11 +11,11 @@ from heads import create_heads
 from inference import Target
 from inference.targets.encoding import encode
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 
 def test_each_head_is_its_own_residual_blocks_and_projection() -> None:
-    target = Target(tiny_target("llama"))
+    target = target_of("llama")
     heads: Any = tiny_heads("medusa", target, num_heads=3, num_layers=2)
     features = torch.randn(2, 5, 32)
     steps = heads.unroll(features, random_prompt(5, batch_size=2))
@@ -44,7 +44,7 @@ def test_an_untrained_head_repeats_the_lm_head() -> None:
 
 
 def test_without_projections_of_their_own_heads_ask_the_targets_lm_head() -> None:
-    target = Target(tiny_target("llama"))
+    target = target_of("llama")
     heads: Any = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
     assert not any("lm_head" in name for name in heads.state_dict())
     features = torch.randn(2, 5, 32)

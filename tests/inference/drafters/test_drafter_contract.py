@@ -9,7 +9,6 @@ Legend: B batch, S slots of one call, W frontier nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,12 +26,7 @@ from inference.targets.encoding import encode
 from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.memory_tracker import find_tensors
-from tests.tiny_targets import tiny_target
-
-
-@cache
-def target_of(family: str, initializer_range: float = 0.5) -> Target:
-    return Target(tiny_target(family, initializer_range=initializer_range))
+from tests.tiny_targets import target_of, tiny_target
 
 
 def make_native(case: str, path: Path) -> tuple[Target, Drafter]:
@@ -65,9 +59,11 @@ DRAFTERS: dict[str, Maker] = {
     "latent-attention": lambda path: make_native("deepseek", path),
     "two-native-modules": lambda path: make_native("glm, two modules", path),
     "ngrams": lambda _: make_other(lambda _: NgramDrafter(max_ngram=2)),
-    "small-model": lambda _: make_other(lambda _: SmallModelDrafter(target_of("gemma3", 0.2))),
+    "small-model": lambda _: make_other(lambda _: SmallModelDrafter(target_of("gemma3", initializer_range=0.2))),
     "staged": lambda _: make_other(
-        lambda _: StagedDrafter(SmallModelDrafter(target_of("qwen3", 0.2)), NgramDrafter(max_ngram=2), num_guesses=2)
+        lambda _: StagedDrafter(
+            SmallModelDrafter(target_of("qwen3", initializer_range=0.2)), NgramDrafter(max_ngram=2), num_guesses=2
+        )
     ),
     "merged": lambda _: make_other(lambda target: merge_with_ngrams("eagle3", target)),
     "merged-in-the-targets-cache": lambda _: make_other(lambda target: merge_with_ngrams("kangaroo", target)),

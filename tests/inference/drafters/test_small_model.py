@@ -50,8 +50,7 @@ def check(draft: DraftLogits, model: PreTrainedModel, texts: list[list[int]], pa
             torch.testing.assert_close(draft.logits[row, node], wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("has_first", [True, False])
-@pytest.mark.parametrize("family", CORE_FAMILIES)
+@pytest.mark.parametrize(("family", "has_first"), [*zip(CORE_FAMILIES, itertools.cycle([True, False]), strict=False)])
 def test_every_level_is_a_recompute_of_its_paths(family: str, has_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged rows, prompts in several passes, arrears, a row that waits, trees of several levels; windows of 8."""
     monkeypatch.setattr(small_model, "EXTEND_CHUNK", 7)

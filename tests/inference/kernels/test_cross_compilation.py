@@ -36,8 +36,10 @@ def compile_kernel(kernel: Any, capability: int, dtype: Any, width: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=triton_kernel.OPTIONS)
 
 
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
-@pytest.mark.parametrize("kernel", ["_attend_tiles", "_finish"])
+# The second kernel has the product of the first; where blocks have the least memory.
+@pytest.mark.parametrize(
+    ("kernel", "capability"), [*(("_attend_tiles", capability) for capability in SHARED_MEMORY), ("_finish", 80)]
+)
 def test_they_compile(kernel: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The widest heads in bfloat16, so that the matrix units are used, and no product is fused by ptxas alone."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

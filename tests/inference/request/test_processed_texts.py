@@ -12,7 +12,7 @@ from transformers.generation import logits_process as stock
 
 from inference import Decoder, DynamicTree, GenerationStats, StaticTree, Target, chain
 from inference.execution.compiled import count_graphs
-from tests.scripted_drafter import ScriptedDrafter
+from tests.scripted_drafter import HostDrafter, ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 # torch's compiler warns about parts of torch itself.
@@ -63,13 +63,6 @@ class Foreign:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         found: Tensor = self.processor(input_ids, scores)
         return found
-
-
-class HostDrafter(ScriptedDrafter):
-    """Its scripts are Python: only what surrounds it is compiled."""
-
-    extend = torch._dynamo.disable(ScriptedDrafter.extend)
-    expand = torch._dynamo.disable(ScriptedDrafter.expand)
 
 
 def generate(decoder: Decoder, num_rows: int, processors: Sequence[Any], **options: Any) -> Any:

@@ -79,7 +79,7 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
         torch.testing.assert_close(output.logits[row, 0], plain.logits[0, -1], atol=ATOL, rtol=0)
         wanted = torch.cat([plain.hidden_states[layer][0] for layer in (2, 0, 6)], dim=-1)
         assert_states_close(output.features[row, : len(text)], wanted)
-    for step in range(3):
+    for step in range(2):
         tree = random_tree(3, 6, generator, num_padding=2)
         cache.open_slots(tree.num_nodes)
         output = target.verify(cache, tree, feature_layers=(2, 0, 6))

@@ -13,14 +13,9 @@ CANDIDATES = 30  # valid completions; the best one is chosen
 Pair = tuple[str, Any, str, Any]
 
 
-def pairs_of(values: Mapping[str, Any], apart: Collection[frozenset[str]] = ()) -> set[Pair]:
-    """All pairs of values of one combination, without the pairs of factors in `apart`."""
-    names = sorted(values)
-    return {
-        (one, values[one], other, values[other])
-        for one, other in itertools.combinations(names, 2)
-        if frozenset((one, other)) not in apart
-    }
+def pairs_of(values: Mapping[str, Any]) -> set[Pair]:
+    """All pairs of values of one combination."""
+    return {(one, values[one], other, values[other]) for one, other in itertools.combinations(sorted(values), 2)}
 
 
 def cover(
@@ -43,10 +38,10 @@ def cover(
     """
     generator = random.Random(seed)
     names = sorted(factors)
+    meeting = [pair for pair in itertools.combinations(names, 2) if frozenset(pair) not in apart]
     open_pairs: dict[Pair, None] = {  # in order, unlike a set
         (one, value, other, another): None
-        for one, other in itertools.combinations(names, 2)
-        if frozenset((one, other)) not in apart
+        for one, other in meeting
         for value, another in itertools.product(factors[one], factors[other])
     }
     design: list[dict[str, Any]] = []
@@ -58,7 +53,7 @@ def cover(
             candidate = {name: generator.choice(factors[name]) for name in names} | {one: value, other: another}
             if not is_valid(candidate):
                 continue
-            gain = len(pairs_of(candidate, apart) & open_pairs.keys())
+            gain = sum((a, candidate[a], b, candidate[b]) in open_pairs for a, b in meeting)
             if gain > best_gain:
                 best, best_gain = candidate, gain
             num_valid += 1
@@ -68,6 +63,6 @@ def cover(
             del open_pairs[pair]
             continue
         design.append(best)
-        for covered in pairs_of(best, apart):
+        for covered in pairs_of(best):
             open_pairs.pop(covered, None)
     return design

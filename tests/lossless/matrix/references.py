@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference import Decoder, Target
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import attention_implementations, random_prompt, tiny_target
 
 CHAT = "chat-13m"
 PAD = 0
@@ -53,11 +53,7 @@ def do_sample(sampling: str) -> bool:
 
 @cache
 def target_of(family: str, attention: str, seed: int) -> Target:
-    """A family's target with these weights (the chat target has only its own).
-
-    Raises:
-        ValueError: transformers has no such attention for it.
-    """
+    """A family's target with these weights (the chat target has only its own)."""
     if family == CHAT:
         from tests.lossless.test_real_heads import chat_target
 
@@ -65,18 +61,8 @@ def target_of(family: str, attention: str, seed: int) -> Target:
     return Target(tiny_target(family, seed, attn_implementation=attention, initializer_range=0.3))
 
 
-@cache
 def attentions_of(family: str) -> tuple[str, ...]:
-    found = []
-    for attention in ("sdpa", "eager"):
-        try:
-            target_of(family, attention, 0)
-        except ValueError as error:
-            if "does not support an attention implementation" not in str(error):
-                raise
-        else:
-            found.append(attention)
-    return tuple(found)
+    return attention_implementations("llama" if family == CHAT else family)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -51,8 +52,9 @@ def test_the_worked_example_of_a_scripted_tree() -> None:
     assert nothing.token_ids.tolist() == [[7, 3, 7, 4, 9]], "8 would have been right"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*zip(sorted(HEAD_TYPES), itertools.cycle([torch.float32, torch.bfloat16]), strict=False)]
+)
 def test_every_kind_accepts_as_many_tokens_as_one_asks(kind: str, dtype: torch.dtype) -> None:
     """Beyond the last token the target counts on from 0."""
     target = make_counting_target("tiny", dtype, CPU)

@@ -93,7 +93,7 @@ def test_the_mask_is_what_the_assistant_writes(name: str) -> None:
     TOKENIZER.chat_template = template.jinja
     num_learned = num_thoughts = 0
 
-    @settings(max_examples=50, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
     @given(conversations())
     def compare(messages: list[dict[str, Any]]) -> None:
         nonlocal num_learned, num_thoughts

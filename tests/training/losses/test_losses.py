@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import DraftStep
-from inference import Target
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt, target_of
 from tests.training.loss_cases import BATCH, HIDDEN, LENGTH, VOCAB, Case, Reference, every_loss
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import Teacher, compute_teacher
@@ -50,7 +49,7 @@ class TestTheWorkedExample:
 
     def loss_slots(self, shift: int, loss_type: str) -> tuple[list[int], list[int]]:
         """Slots with a loss, and the positions whose target state it depends on."""
-        target = Target(tiny_target("llama"))
+        target = target_of("llama")
         hidden = torch.randn(1, 5, HIDDEN, requires_grad=True)
         head = nn.Linear(HIDDEN, VOCAB)
         loss_mask = torch.tensor([[0, 0, 1, 1, 1]])

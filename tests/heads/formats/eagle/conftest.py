@@ -6,9 +6,9 @@ import pytest
 
 from inference import Target
 from tests.heads.formats.eagle.checkpoints import NUM_LAYERS
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import target_of
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS))
+    return target_of("llama", num_hidden_layers=NUM_LAYERS)
