@@ -40,6 +40,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries count what is left at the exit
     shutil.rmtree(HF_HOME, ignore_errors=True)
 
 
