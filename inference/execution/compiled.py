@@ -119,12 +119,12 @@ class _CompiledFunction:
         return result
 
     def _compile_otherwise(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Tries again, more simply each time; the last way is to run eagerly. A graph that inductor failed to make has
-        not run, so nothing of the step is done twice."""
+        """Tries again, more simply each time; the last way is to run eagerly, of several pieces those that cannot be
+        compiled. What inductor failed to make has not run, so nothing of the step is done twice."""
         options = self.executor.options
         if isinstance(error, torch._dynamo.exc.Unsupported):
             ways: dict[str, Callable[[], Any]] = {
-                "in pieces": lambda: torch.compile(self.function, dynamic=self.dynamic)
+                "in pieces": lambda: _run_failures(torch.compile(self.function, dynamic=self.dynamic))
             }
         else:  # a loop that inductor cannot write, or a product without a kernel of its own
             again = partial(torch.compile, self.function, dynamic=self.dynamic, fullgraph=True)
@@ -146,6 +146,17 @@ class _CompiledFunction:
             except _COMPILER_ERRORS as another:
                 error = another
         raise error
+
+
+def _run_failures(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled in pieces; a piece that cannot be compiled runs eagerly."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(suppress_errors=True):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _fuse_less(function: Callable[..., Any]) -> Callable[..., Any]:

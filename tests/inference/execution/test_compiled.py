@@ -46,3 +46,27 @@ def test_a_graph_that_inductor_cannot_make_is_made_another_way(
         assert f"could not compile add as one graph, and now compiles it {way}" in message
         assert "buf7" in message
     assert all(options["fullgraph"] for options in tries)
+
+
+def add_in_pieces(values: Tensor) -> Tensor:
+    values.add_(1)
+    torch._dynamo.graph_break()
+    return values.mul_(2)
+
+
+def test_a_piece_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces before it have run, and are not run again; neither in this call nor in the next one."""
+    graphs = []
+
+    def fail_at_second(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        if len(graphs) == 2:
+            raise KeyError("buf7")
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, options=None, **kw: real(*args, backend=fail_at_second, **kw))
+    executor, values = CompiledExecutor([nn.Linear(2, 2)]), torch.zeros(3)
+    for expected in (2.0, 6.0):
+        assert executor.run_fixed(add_in_pieces, values).tolist() == [expected] * 3
+    assert len(graphs) == 2
