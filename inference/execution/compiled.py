@@ -13,9 +13,9 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from contextvars import ContextVar
+from functools import cache, partial, wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ FROZEN_OPTIONS = {"cpp.enable_concat_linear": True}  # products of one input, su
 OWN_KERNELS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 
 _NUMBERS = itertools.count()
+_FUSES_LESS = ContextVar("fuses_less", default=False)
 
 logger = logging.getLogger(__name__)
 
@@ -161,15 +162,28 @@ def _run_failures(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fuse_less(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled without the loops over loops that torch 2.13 fails to write for some shapes (KeyError)."""
-
-    from torch._inductor.codegen.cpp import CppScheduling  # slow to import
+    _make_fusing_optional()
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with patch.object(CppScheduling, "can_fuse_vertical_outer_loop", lambda *nodes: False, create=True):
+        token = _FUSES_LESS.set(True)
+        try:
             return function(*args, **kwargs)
+        finally:
+            _FUSES_LESS.reset(token)
 
     return call
+
+
+@cache
+def _make_fusing_optional() -> None:
+    """Lets inductor's scheduler ask `_FUSES_LESS`, once for all: other threads may compile meanwhile."""
+    from torch._inductor.codegen.cpp import CppScheduling  # slow to import
+
+    name = "can_fuse_vertical_outer_loop"
+    fuse = getattr(CppScheduling, name, None)
+    if fuse is not None:
+        setattr(CppScheduling, name, lambda *args: not _FUSES_LESS.get() and fuse(*args))
 
 
 _CAN_FILTER_GUARDS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # came with the option itself
