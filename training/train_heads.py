@@ -55,7 +55,8 @@ def main() -> int:
         if options.run.dry_run:
             words = smoke_run(run).describe()
         else:
-            words = describe_outcome(run.output_dir, options.model.target, run.finish())
+            has_target = options.features.features_endpoint is None
+            words = describe_outcome(run.output_dir, options.model.target, run.finish(), has_target=has_target)
     except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # bad lines of a stream show late
         sys.exit(f"{program}: {error}")
     if is_main_process:

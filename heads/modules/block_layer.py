@@ -16,6 +16,8 @@ class BlockAttention(DraftAttention):
     """A block's queries over keys and values of the fused features and of the block itself. Queries and keys are normed
     per head."""
 
+    read_together = (("k_proj", "v_proj"),)  # of the context, too, without queries
+
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config, config.hidden_size, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)

@@ -13,9 +13,9 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from contextvars import ContextVar
+from functools import cache, partial, wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ FROZEN_OPTIONS = {"cpp.enable_concat_linear": True}  # products of one input, su
 OWN_KERNELS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 
 _NUMBERS = itertools.count()
+_FUSES_LESS = ContextVar("fuses_less", default=False)
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +120,12 @@ class _CompiledFunction:
         return result
 
     def _compile_otherwise(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Tries again, more simply each time; the last way is to run eagerly. A graph that inductor failed to make has
-        not run, so nothing of the step is done twice."""
+        """Tries again, more simply each time; the last way is to run eagerly, of several pieces those that cannot be
+        compiled. What inductor failed to make has not run, so nothing of the step is done twice."""
         options = self.executor.options
         if isinstance(error, torch._dynamo.exc.Unsupported):
             ways: dict[str, Callable[[], Any]] = {
-                "in pieces": lambda: torch.compile(self.function, dynamic=self.dynamic)
+                "in pieces": lambda: _run_failures(torch.compile(self.function, dynamic=self.dynamic))
             }
         else:  # a loop that inductor cannot write, or a product without a kernel of its own
             again = partial(torch.compile, self.function, dynamic=self.dynamic, fullgraph=True)
@@ -148,17 +149,41 @@ class _CompiledFunction:
         raise error
 
 
-def _fuse_less(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled without the loops over loops that torch 2.13 fails to write for some shapes (KeyError)."""
-
-    from torch._inductor.codegen.cpp import CppScheduling  # slow to import
+def _run_failures(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled in pieces; a piece that cannot be compiled runs eagerly."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with patch.object(CppScheduling, "can_fuse_vertical_outer_loop", lambda *nodes: False, create=True):
+        with torch._dynamo.config.patch(suppress_errors=True):
             return function(*args, **kwargs)
 
     return call
+
+
+def _fuse_less(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled without the loops over loops that torch 2.13 fails to write for some shapes (KeyError)."""
+    _make_fusing_optional()
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _FUSES_LESS.set(True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _FUSES_LESS.reset(token)
+
+    return call
+
+
+@cache
+def _make_fusing_optional() -> None:
+    """Lets inductor's scheduler ask `_FUSES_LESS`, once for all: other threads may compile meanwhile."""
+    from torch._inductor.codegen.cpp import CppScheduling  # slow to import
+
+    name = "can_fuse_vertical_outer_loop"
+    fuse = getattr(CppScheduling, name, None)
+    if fuse is not None:
+        setattr(CppScheduling, name, lambda *args: not _FUSES_LESS.get() and fuse(*args))
 
 
 _CAN_FILTER_GUARDS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # came with the option itself

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
+import re
 import weakref
 from collections.abc import Sequence
 from typing import TypeVar
@@ -21,21 +21,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LEAST_ROWS = 4  # fewer are padded: products of one to three rows take as long or longer
-# Names of layers that read the same input, in the order of their calls.
+# Names of layers that read the same input, in the order of their calls. A module's `read_together` says otherwise.
 READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Names of attention whose queries and keys have different inputs. Keys and values are computed once for a text.
+_CROSS_ATTENTION = re.compile(r"(cross\w*|encoder_attn)$")
 M = TypeVar("M", bound=nn.Module)
 
 
-def pack(module: M, known: dict[int, nn.Module] | None = None) -> M:
+def pack(module: M) -> M:
     """A twin of `module` whose linear layers on the CPU have packed weights. Everything else is shared with `module`,
     which stays as it is.
 
     The twin keeps the weights, and the active adapters, of this moment.
-
-    Args:
-        known: twins made so far, by the id of their module.
     """
-    known = {} if known is None else known
+    twin = _make_twin(module, {})
+    for path, part in twin.named_modules():
+        if not _CROSS_ATTENTION.search(path):
+            for names in getattr(part, "read_together", READ_TOGETHER):
+                _join([part._modules.get(name) for name in names])
+    return twin
+
+
+def _make_twin(module: M, known: dict[int, nn.Module]) -> M:
+    """Args: known: twins made so far, by the id of their module."""
     if id(module) not in known:
         kind: type[nn.Module] = PackedLinear if _can_pack(module) else type(module)
         twin = known[id(module)] = kind.__new__(kind)
@@ -44,9 +52,7 @@ def pack(module: M, known: dict[int, nn.Module] | None = None) -> M:
         vars(twin).update({name: copy.copy(part) if isinstance(part, dict) else part for name, part in parts})
         if isinstance(twin, PackedLinear):
             twin.pack()
-        twin._modules = {name: child and pack(child, known) for name, child in module._modules.items()}
-        for names in READ_TOGETHER:
-            _join([twin._modules.get(name) for name in names])
+        twin._modules = {name: child and _make_twin(child, known) for name, child in module._modules.items()}
     return known[id(module)]  # type: ignore[return-value]
 
 
@@ -87,16 +93,15 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """input [..., in_features] -> [..., out_features]. No gradient passes through."""
-        if input.dtype != self.weight.dtype:
-            return F.linear(input, self.weight, self.bias)
-        return self.matrix.product(input, self.place)
+        product = self.matrix.product(input, self.place) if input.dtype == self.weight.dtype else None
+        return F.linear(input, self.weight, self.bias) if product is None else product
 
 
 class PackedMatrix:
     """The packed weights of layers that read the same input, one below the other.
 
     The first layer's call computes the products of all of them, and the others' calls find theirs, if they are given
-    the very same tensor. A layer that is given another input computes anew.
+    the very same tensor. Products live no longer than their input.
 
     Args:
         weights: [out_features, in_features] of each layer. biases: [out_features] of each, or None for all.
@@ -109,21 +114,22 @@ class PackedMatrix:
             known = [bias for bias in biases if bias is not None]
             self.bias = torch.cat(known) if known else None
         self.number = next(_NUMBERS)
-        self._waiting: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}  # input and products, by thread
+        self._name = f"products of matrix {self.number}"
+        self._traced: dict[str, tuple[Tensor | None, Sequence[Tensor]]] = {}  # as `product` keeps them
         _MATRICES[self.number] = self
 
-    def product(self, given: Tensor, place: int) -> Tensor:
-        """given [..., in_features] -> [..., sizes[place]]."""
+    def product(self, given: Tensor, place: int) -> Tensor | None:
+        """given [..., in_features] -> [..., sizes[place]]; None = the first layer was not given this tensor."""
         if len(self.sizes) == 1:
             return self._multiply(given)[0]
-        thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+        is_traced = torch.compiler.is_compiling()
+        known = self._traced if is_traced else vars(given)  # torch.compile traces no attributes of tensors
         if place == 0:
-            self._waiting[thread] = given, self._multiply(given)
-            return self._waiting[thread][1][0]
-        waiting, products = self._waiting.get(thread, (None, ()))
+            known[self._name] = given if is_traced else None, self._multiply(given)
+        source, products = known.get(self._name, (None, None))
         if place == len(self.sizes) - 1:
-            self._waiting.pop(thread, None)
-        return (products if waiting is given else self._multiply(given))[place]
+            known.pop(self._name, None)
+        return None if products is None or (is_traced and source is not given) else products[place]
 
     def _multiply(self, given: Tensor) -> Sequence[Tensor]:
         """The products of all layers."""

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # A conversation is one text, the JSON of `training.data.layouts.parse_record`: tool calls fit no fixed columns.
 _PARSED = datasets.Features({"conversation": datasets.Value("string"), "problem": datasets.Value("string")})
 # Part of the cache key of parsed files: raise it when the code below gives another result.
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 _ROWS_AT_A_TIME = 256
 
 
@@ -161,7 +161,7 @@ def iterate_place(
             rows = split_dataset_by_node(rows, rank=share.index, world_size=share.count)
         yield from _read(_iterate_rows(rows), place.label)
     for number, file in enumerate(place.files if files is None else files):
-        # The first reader has the first part, and so all of a short file: another one for every file.
+        # The first record of a file belongs to another reader in every file: files may hold one record.
         yield from _read(file, place.label, Share((share.index + number) % share.count, share.count))
 
 

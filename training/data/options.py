@@ -87,7 +87,7 @@ class DataArguments:
         help="Learn also the thoughts at the beginning of replies (reasoning_content, <think>...</think>).",
     )
     num_proc: int | None = option(
-        default=None, help="Processes that read and tokenize the conversations; none = one for each core."
+        default=None, help="Processes that tokenize the conversations; none = one for each core."
     )
     eval_prompts: str | None = option(
         default=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,18 @@ import pyarrow
 import pyarrow.parquet
 
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
+NUM_RANGES = 64  # of each reader in a large file
+LEAST_RANGE = 2**16  # bytes of a range, which is many lines; smaller files are read whole
 _ROWS_AT_A_TIME = 256
+_BLOCK = 2**20  # bytes in memory while lines are counted
 
 
 @dataclass(frozen=True)
 class Share:
     """Part `index` of the `count` parts of a file, each for one reader: every record is in one of them.
 
-    A part of JSON lines is a range of bytes, and of a Parquet file a range of rows: a reader skips the rest. Other
-    files are read whole, and each reader keeps one of `count` records.
+    Each reader keeps one of `count` records. It skips the other parts of a large file of JSON lines, which is cut into
+    `NUM_RANGES` ranges of bytes for each reader, and of a Parquet file, of which each reader has a range of rows.
     """
 
     index: int = 0
@@ -32,8 +35,14 @@ class Share:
         return number % self.count == self.index
 
     def cut(self, size: int) -> tuple[int, int]:
-        """Begin and end of the part among `size` bytes or rows."""
+        """Begin and end of the part among `size` rows."""
         return size * self.index // self.count, size * (self.index + 1) // self.count
+
+    def cut_finely(self, size: int) -> list[tuple[int, int]]:
+        """Begins and ends of the part's ranges among `size` bytes. They lie all over the file, whose lines may be
+        sorted by length: readers need about the same number of conversations."""
+        total = self.count * NUM_RANGES
+        return [(size * n // total, size * (n + 1) // total) for n in range(self.index, total, self.count)]
 
 
 WHOLE = Share()
@@ -49,7 +58,8 @@ class Line:
 
     def __str__(self) -> str:
         with self.path.open("rb") as file:
-            earlier = file.read(self.start).count(b"\n") if self.start else 0
+            sizes = (min(_BLOCK, self.start - place) for place in range(0, self.start, _BLOCK))
+            earlier = sum(file.read(size).count(b"\n") for size in sizes)
         return f"{self.path}, line {earlier + self.number}"
 
 
@@ -60,7 +70,8 @@ def read_records(path: Path, share: Share = WHOLE) -> Iterator[tuple[Line, Any]]
     If the file is damaged, the last item is the error.
     """
     line = Line(path, 0)
-    read = _read_parquet if path.suffix == ".parquet" else _read_lines if path.suffix == ".jsonl" else _read_json
+    form = path.name.removesuffix(".gz").rpartition(".")[2]
+    read = {"parquet": _read_parquet, "jsonl": _read_lines, "json": _read_json}[form]
     try:
         for line, record in read(path, share):
             yield line, record
@@ -92,42 +103,45 @@ def _read_parquet(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
 
 
 def _read_lines(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
-    """Reads JSON lines; a line is in the part that its first byte is in."""
-    start, end = share.cut(path.stat().st_size)
-    with path.open("rb") as file:
-        if start:
-            file.seek(start - 1)
-            start += len(file.readline()) - 1
-        place = start
-        for number, line in enumerate(file, start=1):
-            if place >= end:
-                return
-            place += len(line)
-            yield Line(path, number, start), _parse(line.decode("utf-8-sig"))
+    """Reads JSON lines. Of a large file a line is in the range that its first byte is in."""
+    is_packed = path.suffix == ".gz"
+    size = path.stat().st_size
+    with gzip.open(path) if is_packed else path.open("rb") as file:
+        if share.count == 1 or is_packed or size < share.count * NUM_RANGES * LEAST_RANGE:
+            yield from ((Line(path, number), _parse(line)) for number, line in enumerate(file, 1) if share.has(number))
+            return
+        for start, end in share.cut_finely(size):
+            file.seek(max(0, start - 1))
+            if start:
+                start += len(file.readline()) - 1
+            place = start
+            for number, line in enumerate(file, start=1):
+                if place >= end:
+                    break
+                place += len(line)
+                yield Line(path, number, start), _parse(line)
 
 
-def _parse(line: str) -> Any:
+def _parse(line: bytes | str) -> Any:
     try:
-        return json.loads(line.rstrip()) if line.strip() else ValueError("the line is empty")
+        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).rstrip()
+        return json.loads(text) if text else ValueError("the line is empty")
     except json.JSONDecodeError as error:
         return ValueError(f"{error.msg}, column {error.colno}")
+    except UnicodeDecodeError as error:
+        return error
 
 
 def _read_json(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
-    is_packed = path.suffix == ".gz"
-    with gzip.open(path, "rt", encoding="utf-8-sig") if is_packed else path.open(encoding="utf-8-sig") as file:
-        lines: Iterator[str] = iter(file)
-        if path.name.removesuffix(".gz").endswith(".json"):
-            text = file.read()
-            if text.lstrip().startswith("["):
-                try:
-                    items = json.loads(text)
-                except json.JSONDecodeError as error:
-                    yield Line(path, error.lineno), error
-                    return
-                yield from ((Line(path, number), item) for number, item in enumerate(items, 1) if share.has(number))
-                return
-            lines = iter(text.split("\n")[: -1 if text.endswith("\n") else None])
-        for number, line in enumerate(lines, start=1):
-            if share.has(number):
-                yield Line(path, number), _parse(line)
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        text = file.read().decode("utf-8-sig")
+    records: Iterable[Any]
+    if text.lstrip().startswith("["):
+        try:
+            records = json.loads(text)
+        except json.JSONDecodeError as error:
+            yield Line(path, error.lineno), error
+            return
+    else:
+        records = map(_parse, text.split("\n")[: -1 if text.endswith("\n") else None])
+    yield from ((Line(path, number), record) for number, record in enumerate(records, 1) if share.has(number))

@@ -12,6 +12,7 @@ import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -165,6 +166,18 @@ class HiddenStates:
         if limit is None or length < limit:
             cure = f"start it with --max-model-len {length + 1}, or give a smaller --max_length here and in training"
         return f"{self.client.url} takes prompts of {most} tokens at most, and the longest text has {length}: {cure}"
+
+
+def discard_file(path: Path) -> None:
+    """Deletes a file that nobody will read, and its lock, when the server has released the lock."""
+    import fcntl  # which Windows does not have
+
+    lock = Path(f"{path}.lock")
+    with suppress(OSError), lock.open("rb") as file:  # no lock: no file, or a whole one
+        fcntl.flock(file, fcntl.LOCK_SH)
+    for part in (path, lock):
+        with suppress(OSError):
+            part.unlink()
 
 
 def _take_file(path: Path) -> dict[str, Tensor]:

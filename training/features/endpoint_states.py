@@ -12,8 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from heads.adapter import find_adapter_of
 from training.endpoint.client import EndpointClient
-from training.endpoint.hidden_states import HiddenStates, WantedStates
+from training.endpoint.hidden_states import HiddenStates, WantedStates, discard_file
 from training.features.self_check import LOG_PROB_TOLERANCE, NUM_BEST, NUM_TOKENS, STATE_TOLERANCE
 from training.features.sources import MissingStatesError, ReadFeatures, TargetStates, Texts
 from training.features.store import FeatureStore, StoredRow, name_tensors, tensor_name
@@ -206,25 +204,23 @@ class ServedFeatures(ReadFeatures):
         try:
             states = self.read(batch)
         except (ConnectionError, ValueError) as error:
-            self.forget()
             raise MissingStatesError(str(error)) from error
-        del self._files[texts]
+        finally:
+            self._drop(texts)
         self._note_wait(start, time.monotonic())
         assert states is not None
         return states
 
     def forget(self) -> None:
-        """Also deletes the files that wait."""
+        """Also deletes the files that wait, and does not send the requests in the queue."""
+        for texts in list(self._files):
+            self._drop(texts)
         super().forget()
-        for texts, files in self._files.items():
-            for place, future in files.items():
-                if not future.cancel():
-                    future.add_done_callback(partial(self._discard, texts.ids(place)))
-        self._files.clear()
 
-    def _discard(self, input_ids: Tensor, file: Future[Path]) -> None:
-        with suppress(Exception):  # no file, or one that nobody needs
-            self.states.server.take(file.result(), input_ids)
+    def _drop(self, texts: Texts) -> None:
+        for future in list(self._files.pop(texts).values()):  # the thread that reads ahead may still take one
+            if not future.cancel():
+                future.add_done_callback(_discard)
 
     def _ask(self, texts: Texts) -> None:
         self._files[texts] = {
@@ -265,6 +261,11 @@ def _prompt_scores(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Of the tokens after the first: the scores that the tokens before them gave."""
     scores: list[dict[str, Any]] = answer["choices"][0]["prompt_logprobs"][1:]
     return scores
+
+
+def _discard(file: Future[Path]) -> None:
+    if file.exception() is None:
+        discard_file(file.result())
 
 
 def _take_first(waiting: deque[tuple[int, int, Future[StoredRow]]]) -> tuple[int, int, StoredRow]:

@@ -17,7 +17,6 @@ from training.features.sharded_target import is_sharded
 from training.features.sources import (
     FeatureSource,
     FlushFeatures,
-    ForgetFeatures,
     HybridFeatures,
     OnlineFeatures,
     StoredFeatures,
@@ -84,11 +83,10 @@ def prepare_features(
     if is_hybrid:
         check_can_fill(store, wanted)
         hybrid = HybridFeatures(online, store, rank=rank)
-        callbacks: list[TrainerCallback] = [FlushFeatures(hybrid), ForgetFeatures(hybrid.stored)]
-        return PreparedFeatures(hybrid, hybrid.peek, TextsCollator(collate), callbacks)
+        return PreparedFeatures(hybrid, hybrid.peek, TextsCollator(collate), [FlushFeatures(hybrid)])
     check_complete(store, heads, rows)
     stored = StoredFeatures(target, heads.feature_layers, store)
-    return PreparedFeatures(stored, stored, TextsCollator(collate), [ForgetFeatures(stored)])
+    return PreparedFeatures(stored, stored, TextsCollator(collate), [])
 
 
 def prepare_served_features(
@@ -122,4 +120,4 @@ def prepare_served_features(
     states.check_target(first_ids)
     target.drop_layers()
     served = ServedFeatures(states, heads.feature_layers)
-    return PreparedFeatures(served, served, TextsCollator(collate), [ForgetFeatures(served)])
+    return PreparedFeatures(served, served, TextsCollator(collate), [])

@@ -159,7 +159,7 @@ class ReadFeatures(ABC):
         self._read_ahead()
 
     def forget(self) -> None:
-        """Drops what is expected: training has ended."""
+        """Drops what is expected: training has ended, perhaps with an error."""
         if self._reading is not None:
             wait([self._reading])
         self._expected.clear()
@@ -310,16 +310,6 @@ class HybridFeatures:
             self.writes = False
         self._rows.clear()
         self._size = 0
-
-
-class ForgetFeatures(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Drops the states of the batches that a run expected after its last step."""
-
-    def __init__(self, features: ReadFeatures) -> None:
-        self.features = features
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.features.forget()
 
 
 class FlushFeatures(TrainerCallback):  # type: ignore[misc, unused-ignore]

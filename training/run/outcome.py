@@ -220,12 +220,17 @@ def _render_report(
     )
 
 
-def describe_outcome(output_dir: Path, target: str, metrics: Mapping[str, float]) -> str:
-    """The last lines of a run: the files it wrote, the acceptance length, the next command to type."""
+def describe_outcome(output_dir: Path, target: str, metrics: Mapping[str, float], *, has_target: bool = True) -> str:
+    """The last lines of a run: the files it wrote, the acceptance length, the next command to type.
+
+    Args:
+        has_target: the whole target was here, not on a server.
+    """
     names = ("model.safetensors", "adapter", "training_record.json", "report.html", "README.md")
     written = ", ".join(name for name in names if (output_dir / name).exists())
     length = metrics.get("eval_acceptance_length")
-    measured = "not measured (no held-out prompts)" if length is None else f"{length:.2f} tokens per verify step"
+    reason = "no held-out prompts" if has_target else "the target is on the server"
+    measured = f"not measured ({reason})" if length is None else f"{length:.2f} tokens per verify step"
     heads = f"--target {shlex.quote(target)} --heads {shlex.quote(str(output_dir))}"
     return (
         f"wrote {output_dir}: {written}\n"

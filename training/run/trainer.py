@@ -141,6 +141,18 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             )
         return self.optimizer
 
+    @property
+    def _read_features(self) -> ReadFeatures | None:
+        source = getattr(self.features, "stored", self.features)
+        return source if isinstance(source, ReadFeatures) else None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if (source := self._read_features) is not None:
+                source.forget()
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         if not isinstance(self.train_dataset, ConversationStream):
             return super().get_train_dataloader()
@@ -159,7 +171,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
         """The batches of one optimizer step, and the number of tokens they predict in all processes together."""
-        if isinstance(source := getattr(self.features, "stored", self.features), ReadFeatures):
+        if (source := self._read_features) is not None:
             if self._ahead is None or self._ahead[0] is not epoch_iterator:
                 self._ahead = (epoch_iterator, look_ahead(epoch_iterator, source))
             epoch_iterator = self._ahead[1]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.codegen.cpp import CppScheduling
 
+from inference.execution import compiled
 from inference.execution.compiled import CompiledExecutor
 
 
@@ -46,3 +50,57 @@ def test_a_graph_that_inductor_cannot_make_is_made_another_way(
         assert f"could not compile add as one graph, and now compiles it {way}" in message
         assert "buf7" in message
     assert all(options["fullgraph"] for options in tries)
+
+
+def add_in_pieces(values: Tensor) -> Tensor:
+    values.add_(1)
+    torch._dynamo.graph_break()
+    return values.mul_(2)
+
+
+def test_a_piece_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces before it have run, and are not run again; neither in this call nor in the next one."""
+    graphs = []
+
+    def fail_at_second(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        if len(graphs) == 2:
+            raise KeyError("buf7")
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, options=None, **kw: real(*args, backend=fail_at_second, **kw))
+    executor, values = CompiledExecutor([nn.Linear(2, 2)]), torch.zeros(3)
+    for expected in (2.0, 6.0):
+        assert executor.run_fixed(add_in_pieces, values).tolist() == [expected] * 3
+    assert len(graphs) == 2
+
+
+def test_threads_may_compile_without_loops_over_loops() -> None:
+    """Two calls overlap, and others go on as before: neither call leaves anything behind."""
+    first, second = threading.Event(), threading.Event()
+
+    def fuses() -> bool:
+        no, one, names = (lambda *_: False), (lambda *_: 1), (lambda: {"a"})
+        scheduler = SimpleNamespace(_can_fuse_horizontal_impl=no, _get_outer_loop_fusion_depth=one)
+        node = SimpleNamespace(is_template=no, get_operation_names=names, ancestors={"a"})
+        return bool(CppScheduling.can_fuse_vertical_outer_loop(scheduler, node, node))
+
+    def enter_first() -> bool:
+        first.set()
+        second.wait()
+        return fuses()
+
+    def leave_last() -> bool:
+        second.set()
+        thread.join()
+        return fuses()
+
+    found: list[bool] = []
+    assert fuses()
+    thread = threading.Thread(target=lambda: found.append(compiled._fuse_less(enter_first)()))
+    thread.start()
+    first.wait()
+    found.append(compiled._fuse_less(leave_last)())
+    assert found == [False, False]
+    assert fuses()

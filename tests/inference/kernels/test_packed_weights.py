@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,20 @@ def test_products_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int])
     torch.testing.assert_close(packed, linear(states))
 
 
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The sizes of the layers of every product that packed weights compute."""
+    sizes: list[list[int]] = []
+    multiply = packed_weights._multiply
+
+    def noted(rows: Tensor, matrix: packed_weights.PackedMatrix) -> Tensor:
+        sizes.append(matrix.sizes)
+        return multiply(rows, matrix)
+
+    monkeypatch.setattr(packed_weights, "_multiply", noted)
+    return sizes
+
+
 class Attention(nn.Module):
     """Three layers that may read different states. Their input is `states[readers]`."""
 
@@ -43,18 +58,42 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("readers", "count"), [((0, 0, 0), 1), ((0, 1, 0), 2), ((0, 1, 1), 3)])
+@pytest.mark.parametrize("readers", [(0, 0, 0), (0, 1, 0), (0, 1, 1)])
 def test_layers_with_one_input_are_one_product(
-    has_bias: bool, readers: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
+    has_bias: bool, readers: tuple[int, ...], products: list[list[int]]
 ) -> None:
     torch.manual_seed(0)
     module, states = Attention(has_bias=has_bias).requires_grad_(False), [torch.randn(2, 5, 32) for _ in range(2)]
-    packed, calls = pack(module), []
-    multiply = packed_weights._multiply
-    monkeypatch.setattr(packed_weights, "_multiply", lambda *args: calls.append(1) or multiply(*args))
+    packed = pack(module)
     torch.testing.assert_close(packed(states, readers), module(states, readers))
-    assert len(calls) == count
-    assert not packed.q_proj.matrix._waiting, "states must not outlive the pass"
+    assert products == [[16, 8, 8]]
+    packed.q_proj(states[0])
+    kept = weakref.ref(states.pop(0))
+    assert kept() is None, "states must not outlive the pass"
+
+
+def test_cross_attention_computes_what_it_is_asked_for(products: list[list[int]]) -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({name: Attention(has_bias=False) for name in ("self_attn", "encoder_attn", "cross_attn")})
+    packed = pack(module.requires_grad_(False))
+    states = [torch.randn(1, 5, 32) for _ in range(2)]
+    for name in ("encoder_attn", "cross_attn"):
+        torch.testing.assert_close(packed[name](states, (0, 1, 1)), module[name](states, (0, 1, 1)))
+    assert products == [[16], [8], [8]] * 2
+    packed["self_attn"](states)
+    assert products[6:] == [[16, 8, 8]]
+
+
+def test_blocks_project_their_context_without_queries(products: list[list[int]]) -> None:
+    torch.manual_seed(0)
+    attention = create_heads("block", Target.of(tiny_target("llama"))).layers[0].self_attn.requires_grad_(False)
+    packed = pack(attention)
+    context, positions = torch.randn(1, 5, attention.k_proj.in_features), torch.arange(5)[None]
+    found = packed.project_context(context, positions)
+    torch.testing.assert_close(found, attention.project_context(context, positions))
+    packed.project(context, positions)
+    both = [attention.k_proj.out_features, attention.v_proj.out_features]
+    assert products == [both, [attention.q_proj.out_features], both]
 
 
 def test_compiled_layers_with_one_input_are_one_product() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from tests.training.conversation_cases import replies, sharegpt, write
 from tests.training.runner import WORDS, Runner, assert_same
+from training.data import records
 from training.data.conversations import BadLineError
 from training.data.options import DataArguments
 from training.data.streaming import ConversationStream
@@ -150,6 +151,21 @@ def test_reading_is_lazy_and_bad_lines_are_named(
         stream = make_stream([empty], word_tokenizer, validation_fraction=0, skip_bad_lines=True)
         with pytest.raises(ValueError, match=r"no conversation of .* is left for this reader, one of 1 processes;"):
             next(iter(stream))
+
+
+def test_the_number_of_a_line_is_found_only_for_messages(
+    tmp_path: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To find it, a reader of a later part reads the lines before it."""
+    monkeypatch.setattr(records, "LEAST_RANGE", 1)
+    file = write(tmp_path / "a.jsonl", [sharegpt("word1", "word2"), "{"] * 200)
+    options = {"validation_fraction": 0.1, "shuffle_buffer": 100, "rank": 1, "num_processes": 2}
+    with pytest.raises(BadLineError, match=r"a.jsonl, line \d*[02468]: Expecting"):
+        next(iter(make_stream([file], word_tokenizer, **options)))
+    monkeypatch.setattr(records.Line, "__str__", lambda line: pytest.fail("counts lines"))
+    stream = make_stream([file], word_tokenizer, **options, skip_bad_lines=True)
+    assert len(list(islice(stream, 150))) == 150
+    assert stream.held_out_rows(None) is None
 
 
 class TestRuns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -113,6 +114,23 @@ def test_a_server_that_dies_and_comes_back(train: Runner, server: StatesServer, 
     server.faults.clear()
     train(**options, resume_from_checkpoint=True)
     assert_same(weights, train.weights())
+
+
+def test_a_run_that_fails_leaves_no_files_and_sends_no_more(
+    train: Runner, server: StatesServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = server.extract
+
+    def slow(ids: list[int], num_best: int) -> dict[str, Any]:
+        time.sleep(0.05)
+        return complete(ids, num_best)
+
+    monkeypatch.setattr(server, "extract", slow)
+    train.break_off(1, **served(server, concurrency=2, validation_fraction=0, eval_strategy="no"))
+    num_sent = len(server.bodies)
+    wait_for_threads()
+    assert list(server.folder.iterdir()) == []
+    assert len(server.bodies) <= num_sent + 2  # in flight
 
 
 def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -> None:

@@ -45,7 +45,9 @@ class TestLastWords:
         assert result.returncode == 0, result.stderr
 
     def test_without_prompts_nothing_was_measured(self, tmp_path: Path) -> None:
-        assert "acceptance length: not measured" in describe_outcome(tmp_path, "t", {"eval_loss": 1.0})
+        for has_target, reason in ((True, "no held-out prompts"), (False, "the target is on the server")):
+            words = describe_outcome(tmp_path, "t", {"eval_loss": 1.0}, has_target=has_target)
+            assert f"acceptance length: not measured ({reason})" in words
 
 
 class TestBadInput:
