@@ -12,6 +12,7 @@ import datasets
 import pytest
 import torch
 
+from inference.targets.host_tensors import read_on_host
 from tests.training.distributed.test_distributed import OPTIONS, launch
 from tests.training.runner import Runner
 from training.data.collation import ConversationCollator
@@ -75,13 +76,13 @@ def test_the_collator_says_whose_each_token_is() -> None:
         {"input_ids": [4], "loss_mask": [1], "document_lengths": [1]},
     ]
     batch = ConversationCollator(0, multiple_of=2)(rows)
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+    assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items()} == {
         "input_ids": [[5, 6, 7, 8, 9, 0], [4, 0, 0, 0, 0, 0]],
         "attention_mask": [[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]],
         "loss_mask": [[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]],
         "document_ids": [[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]],
     }
-    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+    assert all(read_on_host(tensor).dtype == torch.int64 for tensor in batch.values())
 
 
 class TestRuns:
