@@ -40,7 +40,7 @@ def test_equals_a_loop_over_positions(
     positions: dict[int, int] = {}
     for batch in batches:
         for row, length in enumerate(LENGTHS):
-            ids, loss_mask = batch["input_ids"][row : row + 1, :length], batch["loss_mask"].values[row]
+            ids, loss_mask = batch["input_ids"][row : row + 1, :length], batch["loss_mask"][row]
             with torch.no_grad():
                 encoded = encode(target, ids, torch.ones_like(ids), feature_layers=heads.feature_layers)
                 steps = heads.unroll_where(encoded.features, ids, loss_mask[None, :length])
@@ -76,6 +76,6 @@ def test_ranks_beyond_the_draft_vocabulary_are_never_right(target: Target) -> No
 def test_a_depth_without_positions_is_refused(target: Target) -> None:
     heads = tiny_heads("medusa", target, num_heads=2)
     batch = make_batch(0)
-    batch["loss_mask"].values[:, 3:] = 0  # token 2 is the first that depth 1 predicts, and before those of depth 2
+    batch["loss_mask"][:, 3:] = 0  # token 2 is the first that depth 1 predicts, and before those of depth 2
     with pytest.raises(ValueError, match="give conversations with longer replies"):
         measure_rank_accuracy(heads, [batch], num_ranks=2)
