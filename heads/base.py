@@ -33,6 +33,7 @@ from heads.modules.layers import DraftCache
 from inference.drafters.base import Drafter, DraftLogits, first_rows
 from inference.kernels.packed_weights import pack
 from inference.targets.documents import split_documents
+from inference.targets.host_tensors import OnHost, read_on_host
 from inference.targets.model_config import find_compute_dtype
 from inference.targets.target import Target
 
@@ -147,7 +148,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """
 
     def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
-        """`unroll` for a loss on only the tokens of `loss_mask` [B, T]. Kinds that draw slots draw them among these."""
+        """`unroll` for a loss on only the tokens of `loss_mask` [B, T], a tensor on the host. Kinds that draw slots
+        draw them among these."""
         return self.unroll(features, input_ids)
 
     def forward(
@@ -155,8 +157,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         features: Tensor,
         input_ids: Tensor,
         loss_fn: Callable[[list[DraftStep]], Any] | None = None,
-        loss_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        loss_mask: Tensor | OnHost | None = None,
+        document_ids: Tensor | OnHost | None = None,
         num_groups: int | None = None,
     ) -> Any:
         """Unrolls, and applies `loss_fn` to the steps when it is given.
@@ -170,20 +172,24 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             document_ids: [B, T], for rows that hold several documents. Each document is unrolled by itself (see
                 `split_documents`), so `unroll` sees single documents only.
             num_groups: as in `split_documents`.
+
+        `loss_mask` and `document_ids` are counted on the host, which waits for them if they are on a device.
         """
+        mask = None if loss_mask is None else read_on_host(loss_mask)
         if document_ids is None:
-            steps = self._unroll(features, input_ids, loss_mask)
+            steps = self._unroll(features, input_ids, mask)
         else:
-            groups = split_documents(document_ids, num_groups=num_groups)
+            documents = read_on_host(document_ids)
+            groups = split_documents(documents, num_groups=num_groups)
             unrolled = [
                 self._unroll(
                     group.read(features),
                     group.read(input_ids),
-                    None if loss_mask is None else group.read(loss_mask) * group.mask,
+                    None if mask is None else group.read(mask) * group.mask,
                 )
                 for group in groups
             ]
-            steps = join_documents(groups, unrolled, document_ids)
+            steps = join_documents(groups, unrolled, documents)
         return steps if loss_fn is None else loss_fn(steps)
 
     def _unroll(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor | None) -> list[DraftStep]:

@@ -32,6 +32,7 @@ from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftCache, RMSNorm
 from heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
 from inference.drafters.base import DraftLogits
+from inference.targets.host_tensors import send
 from inference.targets.target import Target
 
 # Rows over which loss weights fall to 1/e, by block size (DFlash).
@@ -280,7 +281,8 @@ class BlockHeads(DraftHeads):
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         length, most = input_ids.shape[1], self.config.num_anchors
-        slots = None if length <= most else draw_slots(torch.ones_like(input_ids), most, is_random=self.training)
+        everywhere = torch.ones(input_ids.shape, dtype=torch.long)
+        slots = None if length <= most else draw_slots(everywhere, most, is_random=self.training)
         return self._unroll_at(features, input_ids, slots)
 
     def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
@@ -288,15 +290,16 @@ class BlockHeads(DraftHeads):
         return self._unroll_at(features, input_ids, slots.sort(dim=1).values)  # in order, attention costs less
 
     def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
-        """Blocks after the given slots [B, A] of every sequence (-1: padding; None: all slots)."""
+        """Blocks after the given slots [B, A] of every sequence, on the host (-1: padding; None: all slots)."""
         (batch, length), size = input_ids.shape, self.config.block_size
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
-        real = positions if slots is None else slots.clamp(min=0)
+        blocks = torch.arange(length).expand(batch, -1) if slots is None else slots.clamp(min=0)
+        real = send(blocks, input_ids.device)
         context = self.fuse(features)
         hidden = self.embed_blocks(_gather_clamped(input_ids, real + 1))
         rows = torch.arange(size, device=input_ids.device)
         block_positions = (real[..., None] + 1 + rows).flatten(1)
-        view = BlockView(real, self.mask_of_block(), length)
+        view = BlockView(blocks, self.mask_of_block(), length)
         for layer in self.each_layer:
             projected = layer.project(hidden, block_positions)
             keys_values = layer.self_attn.project_context(context, positions)

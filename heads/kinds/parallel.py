@@ -32,6 +32,7 @@ from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DecoderLayer, DraftAttention, DraftCache
 from heads.modules.vocabulary import mean_embedding
 from inference.drafters.base import DraftLogits
+from inference.targets.host_tensors import send
 from inference.targets.target import Target
 
 Attend = Callable[[int, DraftAttention, Tensor, Tensor, Tensor], Tensor]
@@ -108,7 +109,7 @@ class ParallelConfig(Eagle3Config):
 
 @dataclass(frozen=True)
 class Band:
-    """Slots [B, A] (-1: padding) that keep exactly the mask rows 1 to `num_rows`."""
+    """Slots [B, A] (-1: padding) that keep exactly the mask rows 1 to `num_rows`; on the host."""
 
     slots: Tensor
     num_rows: int
@@ -209,7 +210,7 @@ class ParallelHeads(Eagle3Heads):
     # Training.
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        return self.unroll_where(features, input_ids, torch.ones_like(input_ids))
+        return self.unroll_where(features, input_ids, torch.ones(input_ids.shape, dtype=torch.long))
 
     def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
         """All rows in one pass. Evaluation drops none of them."""
@@ -218,9 +219,9 @@ class ParallelHeads(Eagle3Heads):
         if self.training:
             bands = self.choose_bands(draw_slots(loss_mask, most, is_random=True))
         else:
-            bands = [Band(positions, self.max_depth - 1)]
+            bands = [Band(torch.arange(length).expand(batch, -1), self.max_depth - 1)]
         ahead = nn.functional.pad(input_ids[:, 1:], (0, 1))
-        mask_positions = torch.cat([band.positions for band in bands], dim=1)
+        mask_positions = send(torch.cat([band.positions for band in bands], dim=1), input_ids.device)
         rows = self.with_masks(self.embed(ahead), self.fuse(features), mask_positions.shape[1])
 
         views = [BlockView(band.slots.clamp(min=0), self._mask_of_rows(band.num_rows), length) for band in bands]

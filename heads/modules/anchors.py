@@ -18,12 +18,12 @@ def draw_slots(loss_mask: Tensor, most: int, *, is_random: bool) -> Tensor:
     first token it drafts, at t + 2, has a loss: drafting never starts within a prompt.
 
     Args:
-        loss_mask: [B, T], 1 where a token is to be predicted.
+        loss_mask: [B, T] on the host, 1 where a token is to be predicted.
         is_random: draw from torch's global generator; otherwise the slots are always the same, with any padding.
     """
     batch, length = loss_mask.shape
     may_be_drawn = loss_mask[:, 2:].bool()
-    # One synchronisation a batch, which saves the work on prompts and padding: often half of it.
+    # No more than the row with most: saves the work on prompts and padding, often half of it.
     count = int(may_be_drawn.sum(1).max()) if may_be_drawn.numel() else 0
     if count == 0:
         return torch.full((batch, 1), -1, dtype=torch.long, device=loss_mask.device)

@@ -14,13 +14,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from heads.modules.unrolled_attention import QUERY_CHUNK
 from inference.kernels.attention import attend_masked
+from inference.targets.host_tensors import send
 
 
 class BlockView:
     """What the rows of A blocks see; made once for all layers.
 
     Args:
-        slots: [B, A] int64, each block's last position of the context.
+        slots: [B, A] int64 on the host, each block's last position of the context.
         mask: [N, N] bool, which rows of its block a row sees.
         length: T.
     """
@@ -46,7 +47,7 @@ class BlockView:
         for start in range(0, self.slots.shape[1], step):
             few = self.slots[:, start : start + step]
             own = slice(start * size, (start + few.shape[1]) * size)
-            seen = int(few.max()) + 1
+            seen = int(few.max()) + 1  # on the host
             pairs = zip(context, (k, v), strict=True)
             keys, values = (torch.cat([x[:, :, :seen], y[:, :, own]], dim=2) for x, y in pairs)
             attended.append(attend_masked(q[:, :, own], keys, values, self._mask_of(few, seen)))
@@ -54,10 +55,10 @@ class BlockView:
 
     def _mask_of(self, slots: Tensor, seen: int) -> Tensor:
         """[B, 1, a * N, seen + a * N] bool of a few blocks over the first positions of the context."""
-        size, count = self.mask.shape[0], slots.shape[1]
-        columns = torch.arange(seen, device=slots.device)
-        sees_context = (columns <= slots[..., None]).repeat_interleave(size, dim=1)
-        own = torch.eye(count, dtype=torch.bool, device=slots.device).repeat_interleave(size, 0)
+        size, count, device = self.mask.shape[0], slots.shape[1], self.mask.device
+        columns = torch.arange(seen, device=device)
+        sees_context = (columns <= send(slots, device)[..., None]).repeat_interleave(size, dim=1)
+        own = torch.eye(count, dtype=torch.bool, device=device).repeat_interleave(size, 0)
         own = own.repeat_interleave(size, 1) & self.mask.repeat(count, count)
         return torch.cat([sees_context, own.expand(len(slots), -1, -1)], dim=-1)[:, None]
 
@@ -70,7 +71,8 @@ class BlockView:
     @cached_property
     def _block_mask(self) -> BlockMask:
         """The rule of `_mask_of` for all blocks, from which flex attention skips what nothing sees."""
-        slots, mask, length, size = self.slots, self.mask, self.length, self.mask.shape[0]
+        mask, length, size = self.mask, self.length, self.mask.shape[0]
+        slots = send(self.slots, mask.device)
         batch, rows = slots.shape[0], slots.shape[1] * size
 
         def sees(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:

@@ -23,10 +23,11 @@ class DraftStep:
         shift: >= 2; slot t holds the feature of t, and token t + 1 is accepted when drafting starts.
         hidden: [B, M, D], the input of `head`; D is the kind's own.
         head: maps [..., D] to logits [..., C] over `draft_token_ids` (the target's vocabulary when that is None).
-        slots: [B, M] int64, the slot of each column of `hidden`, -1 for padding; None = column t is slot t (M = T).
+        slots: [B, M] int64 on the host, the slot of each column of `hidden`, -1 for padding; None = column t is slot t
+            (M = T).
         confidence: [B, M] logits of the chance that the step's token is accepted; None = the kind has no such head.
-        document_ids: [B, T] of a packed batch (see `join_documents`). Its steps have one row of columns, [1, M], in
-            which b * T + t is slot t of row b. None = one document per row.
+        document_ids: [B, T] on the host, of a packed batch (see `join_documents`). Its steps have one row of columns,
+            [1, M], in which b * T + t is slot t of row b. None = one document per row.
     """
 
     shift: int
@@ -35,6 +36,15 @@ class DraftStep:
     slots: Tensor | None = None
     confidence: Tensor | None = None
     document_ids: Tensor | None = None
+
+    def find_predicted(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns whose predicted token has a loss by the mask [B, T] on the host: their indices in the flattened
+        `hidden` [B * M, D], and their slots as b * T + t. Both are on the host."""
+        columns = self.read_ahead(loss_mask, self.shift).flatten().nonzero()[:, 0]
+        if self.slots is None:
+            return columns, columns
+        length, rows = loss_mask.shape[1], torch.arange(len(self.slots))
+        return columns, (self.slots + rows[:, None] * length).flatten()[columns]
 
     def read_ahead(self, values: Tensor, distance: int, fill: int = 0) -> Tensor:
         """[B, M]: for every column, the entry of `values` [B, T] at its slot + `distance`; `fill` for padding, and past
@@ -46,12 +56,13 @@ class DraftStep:
         if self.slots is None:
             ahead = values[:, distance:]
             return nn.functional.pad(ahead, (0, self.hidden.shape[1] - ahead.shape[1]), value=fill)
-        places, is_outside = self.slots + distance, self.slots < 0
+        slots = self.slots.to(values.device)
+        places, is_outside = slots + distance, slots < 0
         if self.document_ids is not None:
-            is_outside = is_outside | (self.slots.clamp(min=0) % length + distance >= length)
-            values, ids = values.reshape(1, -1), self.document_ids.reshape(1, -1)
+            is_outside = is_outside | (slots.clamp(min=0) % length + distance >= length)
+            values, ids = values.reshape(1, -1), self.document_ids.reshape(1, -1).to(values.device)
             length = values.shape[1]
-            own, there = (ids.gather(1, x.clamp(0, length - 1)) for x in (self.slots, places))
+            own, there = (ids.gather(1, x.clamp(0, length - 1)) for x in (slots, places))
             is_outside = is_outside | (own != there)
         read = values.gather(1, places.clamp(0, length - 1))
         return read.masked_fill(is_outside | (places >= length), fill)
@@ -64,7 +75,7 @@ def join_documents(
 
     Args:
         unrolled: each group's steps, over rows of [R, L].
-        document_ids: [B, T], from which the groups were made.
+        document_ids: [B, T] on the host, from which the groups were made.
     """
     joined = []
     for steps in zip(*unrolled, strict=True):

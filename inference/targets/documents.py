@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inference.targets.host_tensors import OnHost, read_on_host, send
+
 # Cost of one more group, in tokens of padding: a pass has a fixed cost, however few tokens it reads.
 TOKENS_PER_GROUP = 128
 MULTIPLE_OF = 8  # row lengths are rounded up to a multiple of this, which matrix kernels prefer
@@ -21,7 +23,7 @@ MULTIPLE_OF = 8  # row lengths are rounded up to a multiple of this, which matri
 
 @dataclass(frozen=True)
 class DocumentGroup:
-    """Documents of similar lengths as right-padded rows.
+    """Documents of similar lengths as right-padded rows. Both tensors are on the host.
 
     Attributes:
         places: [R, L] int64, each token's index among the batch's B * T; padding repeats the last one.
@@ -32,31 +34,32 @@ class DocumentGroup:
     mask: Tensor
 
     def read(self, values: Tensor) -> Tensor:
-        """[B, T, ...] of the batch as [R, L, ...]."""
-        return values.flatten(0, 1)[self.places]
+        """[B, T, ...] of the batch, on any device, as [R, L, ...]."""
+        return values.flatten(0, 1)[send(self.places, values.device)]
 
 
 def gather_documents(groups: Sequence[DocumentGroup], states: Sequence[Tensor], shape: torch.Size) -> Tensor:
     """Puts the groups' states, each [R, L, ...], into [B, T, ...] for a batch of `shape` [B, T]; zero at padding."""
     batch = states[0].new_zeros(shape.numel(), *states[0].shape[2:])
     for group, values in zip(groups, states, strict=True):
-        is_real = group.mask.bool()
-        batch[group.places[is_real]] = values[is_real]
+        rows = group.mask.flatten().nonzero()[:, 0]
+        places, rows = (send(x, batch.device) for x in (group.places.flatten()[rows], rows))
+        batch[places] = values.flatten(0, 1)[rows]
     return batch.view(*shape, *batch.shape[1:])
 
 
-def split_documents(document_ids: Tensor, *, num_groups: int | None = None) -> list[DocumentGroup]:
+def split_documents(document_ids: Tensor | OnHost, *, num_groups: int | None = None) -> list[DocumentGroup]:
     """Cuts a batch into groups of documents, so that groups and padding together cost least.
 
     Args:
-        document_ids: [B, T] int64, equal on neighbouring tokens of one document; -1 on padding.
+        document_ids: [B, T] int64, equal on neighbouring tokens of one document; -1 on padding. The host reads them.
         num_groups: the exact number of groups; an empty group gets one row of padding. Processes that share a sharded
             model need it, because they must all run the model equally often. None = the cheapest number.
 
     Worked example: rows [0, 0, 0, 1, 1] and [0, 0, 2, -1, -1] hold documents of 3, 2, 2 and 1 tokens, at the places
     (0, 1, 2), (3, 4), (5, 6) and (7). All fit into one group, whose rows are rounded up to 8 tokens.
     """
-    ids = document_ids.cpu()
+    ids = read_on_host(document_ids)
     edge = torch.full_like(ids[:, :1], -1)
     is_real = ids >= 0
     starts = (is_real & (ids != torch.cat([edge, ids[:, :-1]], dim=1))).flatten().nonzero()[:, 0]
@@ -68,10 +71,10 @@ def split_documents(document_ids: Tensor, *, num_groups: int | None = None) -> l
         sizes = lengths[first:end, None]
         columns = torch.arange(-(-int(sizes.max()) // MULTIPLE_OF) * MULTIPLE_OF)
         places = starts[first:end, None] + torch.minimum(columns, sizes - 1)
-        groups.append(DocumentGroup(*(x.to(document_ids.device) for x in (places, (columns < sizes).long()))))
+        groups.append(DocumentGroup(places, (columns < sizes).long()))
         first = end
     for _ in range(len(groups), num_groups or 1):
-        nothing = document_ids.new_zeros(1, MULTIPLE_OF)
+        nothing = ids.new_zeros(1, MULTIPLE_OF)
         groups.append(DocumentGroup(nothing, nothing))
     return groups
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from inference.targets.documents import gather_documents, split_documents
+from inference.targets.host_tensors import OnHost
 from inference.targets.target import Target
 
 
@@ -31,11 +33,11 @@ class EncodeOutput:
 def encode(
     target: Target,
     input_ids: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | OnHost,
     *,
     feature_layers: Sequence[int] = (),
     with_autograd: bool = False,
-    document_ids: Tensor | None = None,
+    document_ids: Tensor | OnHost | None = None,
     num_groups: int | None = None,
 ) -> EncodeOutput:
     """Hidden states of whole texts, without logits; they may enter an autograd graph.
@@ -61,9 +63,20 @@ def encode(
             gather_documents(groups, [part.last_hidden for part in parts], input_ids.shape),
         )
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    with torch.set_grad_enabled(with_autograd and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(with_autograd and torch.is_grad_enabled()), _single_texts():
         states = target.backbone.read(input_ids, positions, feature_layers=feature_layers)
     return EncodeOutput(states.last[..., :0] if states.features is None else states.features, states.last)
+
+
+@contextmanager
+def _single_texts() -> Iterator[None]:
+    """transformers otherwise looks for packed texts in the position ids of every pass, and so waits for the device."""
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -40,9 +41,12 @@ class PlainStates:
 
 
 @torch.no_grad()
-def run_target(target: Target, heads: DraftHeads, batch: dict[str, Tensor]) -> PlainStates:
+def run_target(target: Target, heads: DraftHeads, batch: dict[str, Any]) -> PlainStates:
     output = target.model.base_model(
-        batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False, output_hidden_states=True
+        batch["input_ids"],
+        attention_mask=batch["attention_mask"].values.to(target.device),
+        use_cache=False,
+        output_hidden_states=True,
     )
     features = torch.cat([output.hidden_states[layer] for layer in heads.feature_layers], dim=-1)
     logits = target.compute_logits(output.last_hidden_state).float()  # [B, T, V]
@@ -53,21 +57,21 @@ def run_target(target: Target, heads: DraftHeads, batch: dict[str, Tensor]) -> P
 
 
 def plain_loss(
-    heads: DraftHeads, states: PlainStates, batch: dict[str, Tensor], *, step_decay: float, use_sdpa: bool = False
+    heads: DraftHeads, states: PlainStates, batch: dict[str, Any], *, step_decay: float, use_sdpa: bool = False
 ) -> Tensor:
     """The distillation loss of a batch (`training.losses.draft_loss`), with gradients.
 
     Args:
         use_sdpa: attend with torch's own function.
     """
-    input_ids, loss_mask = batch["input_ids"], batch["loss_mask"]
+    input_ids, loss_mask = batch["input_ids"], batch["loss_mask"].values
     with dense_attention(use_sdpa=use_sdpa):
         steps = heads.unroll_where(states.features, input_ids, loss_mask)
     loss = torch.zeros((), device=input_ids.device)
     for k, step in enumerate(steps):
         p = shift_rows(step, states.teacher)
         log_q = step.head(step.hidden).float().log_softmax(-1)  # [B, M, C]
-        has_loss = step.read_ahead(loss_mask, step.shift).bool()
+        has_loss = step.read_ahead(loss_mask, step.shift).bool().to(input_ids.device)
         has_loss &= step.read_ahead(states.is_drafted.long(), step.shift - 1).bool()
         losses = -(p * log_q).sum(-1)
         loss = loss + step_decay**k * (losses * has_loss).sum() / has_loss.sum().clamp(min=1)
@@ -77,8 +81,8 @@ def plain_loss(
 def shift_rows(step: DraftStep, teacher: Tensor) -> Tensor:
     """[B, M, C]: the rows of the teacher [B, T, C] that a step learns from; arbitrary rows past the end."""
     length = teacher.shape[1]
-    slots = torch.arange(length, device=teacher.device).expand(len(teacher), -1) if step.slots is None else step.slots
-    places = (slots + step.shift - 1).clamp(0, length - 1)
+    slots = torch.arange(length).expand(len(teacher), -1) if step.slots is None else step.slots
+    places = (slots + step.shift - 1).clamp(0, length - 1).to(teacher.device)
     return teacher.gather(1, places[..., None].expand(-1, -1, teacher.shape[-1]))
 
 

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from accelerate.utils import send_to_device
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -150,7 +151,7 @@ class Bench:
     def step(self, implementation: str, rows: list[dict[str, list[int]]], clock: Callable[[], float]) -> StepTimes:
         torch.manual_seed(0)  # for noise and drawn anchors
         marks = [clock()]
-        batch = {name: value.to(self.device) for name, value in self.collator(rows).items()}
+        batch = send_to_device(self.collator(rows), self.device)
         marks.append(clock())
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cell.dtype == "bfloat16"):
             if implementation == OURS:
@@ -189,7 +190,7 @@ class Bench:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _our_loss(self, states: Any, batch: dict[str, Tensor]) -> Tensor:
+    def _our_loss(self, states: Any, batch: dict[str, Any]) -> Tensor:
         ids, loss_mask, loss_type = batch["input_ids"], batch["loss_mask"], "distillation"
         teacher = compute_teacher(
             self.target, states.last_hidden, ids, loss_mask, self.heads.draft_token_ids, loss_type=loss_type

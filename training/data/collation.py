@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import datasets
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from inference.targets.host_tensors import OnHost, read_on_host
+
 
 @dataclass(frozen=True)
 class ConversationCollator:
-    """Pads rows on the right: input_ids, attention_mask and loss_mask, each [B, T] int64.
+    """Pads rows on the right: input_ids, attention_mask and loss_mask, each [B, T] int64. The masks are counted, and so
+    stay on the host.
 
     Packed rows (`training.data.packing`) also have document_ids, [B, T] int64: the number of the token's document in
     its row, from 0 (padding: -1). `inference.targets.documents` counts positions within documents.
@@ -29,7 +33,7 @@ class ConversationCollator:
     pad_token_id: int
     multiple_of: int = 8
 
-    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor | OnHost]:
         longest = max(len(row["input_ids"]) for row in rows)
         length = -(-longest // self.multiple_of) * self.multiple_of
 
@@ -37,26 +41,27 @@ class ConversationCollator:
             return torch.stack([F.pad(value, (0, length - len(value)), value=fill) for value in values])
 
         ids = [torch.tensor(row["input_ids"]) for row in rows]
-        batch = {
+        batch: dict[str, Tensor | OnHost] = {
             "input_ids": pad(ids, self.pad_token_id),
-            "attention_mask": pad(map(torch.ones_like, ids), 0),
-            "loss_mask": pad([torch.tensor(row["loss_mask"]) for row in rows], 0),
+            "attention_mask": OnHost(pad(map(torch.ones_like, ids), 0)),
+            "loss_mask": OnHost(pad([torch.tensor(row["loss_mask"]) for row in rows], 0)),
         }
         if "document_lengths" in rows[0]:
             sizes = [torch.tensor(row["document_lengths"]) for row in rows]
-            batch["document_ids"] = pad([torch.arange(len(size)).repeat_interleave(size) for size in sizes], -1)
+            numbers = [torch.arange(len(size)).repeat_interleave(size) for size in sizes]
+            batch["document_ids"] = OnHost(pad(numbers, -1))
         return batch
 
 
-def find_documents(batch: Mapping[str, Tensor], *, num_groups: int | None = None) -> Tensor | None:
+def find_documents(batch: Mapping[str, Any], *, num_groups: int | None = None) -> OnHost | None:
     """Returns the `document_ids` of a batch for `encode` and `DraftHeads.forward`.
 
     Unpacked rows count as documents too: groups of similar lengths waste less on padding. With `num_groups` each group
     has a cost (see `inference/targets/documents.py`), so unpacked rows give None.
     """
     if "document_ids" in batch:
-        return batch["document_ids"]
-    return batch["attention_mask"] - 1 if num_groups is None else None
+        return OnHost(read_on_host(batch["document_ids"]))
+    return OnHost(read_on_host(batch["attention_mask"]) - 1) if num_groups is None else None
 
 
 def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:

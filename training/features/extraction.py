@@ -220,13 +220,13 @@ class LocalStates:
         for (shard, part, batch), copies in one_behind(self._compute(shards)):
             copies.wait()
             for place, index in enumerate(part):
-                count = int(batch["attention_mask"][place].sum())
+                count = len(self.rows[index]["input_ids"])
                 values = {name: value[place, :count].clone() for name, value in copies.tensors.items()}
                 yield shard, index, StoredRow(batch["input_ids"][place, :count], values)
 
     def _compute(
         self, shards: Mapping[int, Sequence[int]]
-    ) -> Iterator[tuple[tuple[int, list[int], dict[str, Tensor]], HostCopies]]:
+    ) -> Iterator[tuple[tuple[int, list[int], dict[str, Any]], HostCopies]]:
         """Yields (shard, row numbers, batch) and the states, which may still be on their way to the host."""
         for shard, numbers in shards.items():
             rows = {index: self.rows[index] for index in numbers}
@@ -237,9 +237,9 @@ class LocalStates:
                 yield (shard, part, batch), HostCopies(self._encode(batch))
 
     @torch.no_grad()
-    def _encode(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Returns the tensors of a batch as they are stored, each [B, T, ...]."""
-        encoded = self.online({name: value.to(self.target.device) for name, value in batch.items()})
+        encoded = self.online({**batch, "input_ids": batch["input_ids"].to(self.target.device)})
         width = self.target.hidden_size
         tensors = {
             tensor_name(layer, self.target.num_layers): encoded.features[..., i * width : (i + 1) * width]

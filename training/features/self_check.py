@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from inference.targets.target import Target
+from training.data.collation import find_documents
 from training.data.streaming import ConversationStream
 from training.features.sources import FeatureSource
 
@@ -39,7 +40,7 @@ def check_features(
     target: Target,
     source: FeatureSource,
     feature_layers: Sequence[int],
-    batch: Mapping[str, Tensor],
+    batch: Mapping[str, Any],
 ) -> float:
     """Compares the states of a batch's first row with a pass of the stock model over its first tokens.
 
@@ -50,9 +51,9 @@ def check_features(
         ValueError: the states are not the target's; gives the difference.
     """
     states = source(batch)
-    count = min(NUM_TOKENS, int(batch["attention_mask"][0].sum()))
-    if "document_ids" in batch:  # only the row's first document
-        count = min(count, int((batch["document_ids"][0] == batch["document_ids"][0, 0]).sum()))
+    documents = find_documents(batch)
+    assert documents is not None
+    count = min(NUM_TOKENS, int((documents.values[0] == documents.values[0, 0]).sum()))  # the row's first document
     output = target.model(
         input_ids=batch["input_ids"][:1, :count],
         attention_mask=torch.ones_like(batch["input_ids"][:1, :count]),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
+from inference.targets.host_tensors import read_on_host, send
 from training.features.sources import OnlineFeatures, TargetStates
 
 
@@ -22,9 +24,10 @@ class SharedPasses:
 
     online: OnlineFeatures
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
-        names = [name for name in ("input_ids", "attention_mask", "document_ids") if name in batch]
-        own = torch.stack([batch[name] for name in names])
+    def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
+        ids: Tensor = batch["input_ids"]
+        masks = [name for name in ("attention_mask", "document_ids") if name in batch]
+        own = torch.stack([ids, *(send(read_on_host(batch[name]), ids.device) for name in masks)])
         own_rank = torch.distributed.get_rank()
         shape = torch.tensor(own.shape, device=own.device)
         shapes = [torch.empty_like(shape) for _ in range(torch.distributed.get_world_size())]
@@ -33,7 +36,7 @@ class SharedPasses:
         for rank, size in enumerate(torch.stack(shapes).tolist()):
             shared = own if rank == own_rank else own.new_empty(size)
             torch.distributed.broadcast(shared, src=rank)
-            found = self.online(dict(zip(names, shared, strict=True)))
+            found = self.online(dict(zip(["input_ids", *masks], shared, strict=True)))
             if rank == own_rank:
                 states[rank] = found
         return states[own_rank]

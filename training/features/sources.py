@@ -73,7 +73,7 @@ class OnlineFeatures:
     num_groups: int | None = None
     with_autograd: bool = False
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> TargetStates:
+    def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
         encoded = encode(
             self.target,
             batch["input_ids"],
@@ -99,11 +99,11 @@ class Texts:
     places: list[tuple[int, int, int]]
 
     @classmethod
-    def find(cls, batch: Mapping[str, Tensor]) -> Texts:
-        real = batch["attention_mask"]
-        marks = batch["document_ids"] if "document_ids" in batch else real - 1
+    def find(cls, batch: Mapping[str, Any]) -> Texts:
+        documents = find_documents(batch)
+        assert documents is not None
         places = []
-        for row, marks_T in enumerate(marks):
+        for row, marks_T in enumerate(documents.values):
             numbers, counts = torch.unique_consecutive(marks_T, return_counts=True)
             start = 0
             for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -123,7 +123,7 @@ class Texts:
 class TextsCollator:
     """Adds the `Texts` of a batch, whose states are read elsewhere."""
 
-    collate: Callable[[Any], dict[str, Tensor]]
+    collate: Callable[[Any], dict[str, Any]]
 
     def __call__(self, rows: Any) -> dict[str, Any]:
         batch = self.collate(rows)

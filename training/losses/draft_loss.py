@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from heads import DraftHeads, DraftStep
+from inference.targets.host_tensors import OnHost, read_on_host, send
 from inference.targets.model_config import find_compute_dtype
 from training.losses.depth_weights import D_PACE, fixed_weights, weigh_by_d_pace
 from training.losses.early_gradients import EarlyGradients, find_leaves
@@ -51,7 +52,7 @@ class LossOutput:
 def draft_loss(
     steps: Sequence[DraftStep],
     teacher: Teacher,
-    loss_mask: Tensor,
+    loss_mask: Tensor | OnHost,
     *,
     loss_type: str,
     step_decay: float = 1.0,
@@ -62,7 +63,7 @@ def draft_loss(
 
     Args:
         teacher: of the same batch, loss mask and loss type.
-        loss_mask: [B, T], 1 where x_t is to be predicted.
+        loss_mask: [B, T] on the host (which otherwise waits for the device), 1 where x_t is to be predicted.
         loss_type: a loss or a mixture (`training.losses.terms.parse_loss`). A position has no loss if its argmax (for
             losses of only the data's tokens: its label) is outside the draft vocabulary. The mean is over the
             positions with a loss.
@@ -81,11 +82,12 @@ def draft_loss(
     is_half = find_compute_dtype(steps[0].hidden.device, steps[0].hidden.dtype) == torch.float16
     takes_early = torch.is_grad_enabled() and not (keeps_graph or is_d_pace or is_half)
     early = EarlyGradients() if takes_early else None
+    mask = read_on_host(loss_mask)
     scores = [
-        _score(step, teacher, loss_mask, mixture, wants_chances=is_d_pace, weight=weight, early=early)
+        _score(step, teacher, mask, mixture, wants_chances=is_d_pace, weight=weight, early=early)
         for step, weight in zip(steps, weights, strict=True)
     ]
-    own = _d_pace(steps, scores, loss_mask) if is_d_pace else [None] * len(steps)
+    own = _d_pace(scores, mask.shape) if is_d_pace else [None] * len(steps)
     output = LossOutput(loss=steps[0].hidden.new_zeros((), dtype=torch.float32))
     for step, score, weight, own_M in zip(steps, scores, weights, own, strict=True):
         # Without a position the graph still runs through the head: DDP waits for the gradient of every parameter.
@@ -97,7 +99,7 @@ def draft_loss(
         output.loss_counts.append(score.count)
         output.top1.append(score.top1)
         output.top5.append(score.top5)
-        output.positions.append(score.is_predicted.sum())
+        output.positions.append(torch.full_like(score.count, len(losses_M)))
     if early is not None and (loss := early.loss()) is not None:
         output.loss = output.loss + loss
     return output
@@ -114,11 +116,10 @@ def check_loss(loss_type: str, heads: DraftHeads) -> None:
 
 @dataclass(frozen=True)
 class _StepScore:
-    """is_predicted, is_scored: [B, S]. losses: [M], with gradients. chances: [M] of the labels, detached; empty unless
-    wanted. count: positions with a loss. top1, top5: hits of the target's argmax."""
+    """places: [M], the slots as b * T + t. losses: [M], with gradients, 0 where there is no loss. chances: [M] of the
+    labels, detached; empty unless wanted. count: positions with a loss. top1, top5: hits of the target's argmax."""
 
-    is_predicted: Tensor
-    is_scored: Tensor
+    places: Tensor
     losses: Tensor
     chances: Tensor
     count: Tensor
@@ -136,20 +137,16 @@ def _score(
     weight: float,
     early: EarlyGradients | None,
 ) -> _StepScore:
-    is_predicted_BS = step.read_ahead(loss_mask, step.shift).bool()
-    argmax_BS = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)
-    label_BS = step.read_ahead(teacher.labels, step.shift, fill=-1)
-    has_loss_BS = is_predicted_BS & mixture.has_loss(label_BS, argmax_BS)
-    is_scored_BS = has_loss_BS | (is_predicted_BS & (argmax_BS >= 0))
-    scored_M = is_scored_BS.nonzero(as_tuple=True)  # once: on an accelerator it is a host read
+    # All predicted positions, whose number the host knows; those with a loss are known on the device only.
+    columns, places = (send(x, step.hidden.device) for x in step.find_predicted(loss_mask))
     rows = _ScoredRows(
-        hidden=step.hidden[scored_M],
-        teacher=step.read_ahead(teacher.rows, step.shift - 1)[scored_M],
-        label=label_BS[scored_M],
-        argmax=argmax_BS[scored_M],
-        confidence=None if step.confidence is None else step.confidence[scored_M],
+        hidden=step.hidden.flatten(0, 1)[columns],
+        teacher=teacher.rows.flatten()[places + step.shift - 1],
+        label=teacher.labels.flatten()[places + step.shift],
+        argmax=teacher.argmax.flatten()[places + step.shift - 1],
+        confidence=None if step.confidence is None else step.confidence.flatten()[columns],
     )
-    count = has_loss_BS.sum()
+    count = mixture.has_loss(rows.label, rows.argmax).sum()
     losses, chances = [], []
     top1 = top5 = torch.zeros_like(rows.label[:0].sum())
     chunk = rows_per_chunk(teacher.num_columns)
@@ -167,8 +164,7 @@ def _score(
         top1, top5 = top1 + hits1, top5 + hits5
     empty = step.hidden.new_zeros(0, dtype=torch.float32)
     return _StepScore(
-        is_predicted=is_predicted_BS,
-        is_scored=is_scored_BS,
+        places=places,
         losses=torch.cat(losses) if losses else empty,
         chances=torch.cat(chances) if chances else empty,
         count=count,
@@ -177,37 +173,24 @@ def _score(
     )
 
 
-def _d_pace(steps: Sequence[DraftStep], scores: Sequence[_StepScore], loss_mask: Tensor) -> list[Tensor]:
-    """Returns the D-PACE weights [M] of every step's scored positions, from the steps that draft from the same slot.
+def _d_pace(scores: Sequence[_StepScore], shape: torch.Size) -> list[Tensor]:
+    """Returns the D-PACE weights [M] of every step's scored positions, from the steps that draft from the same slot of
+    a batch of `shape` [B, T].
 
     Tokens outside the draft vocabulary have chance 0.
     """
-    # The steps of a packed batch number the slots of all rows consecutively.
-    length = loss_mask.shape[1] if steps[0].document_ids is None else loss_mask.numel()
-    chances, is_predicted = [], []
-    for step, score in zip(steps, scores, strict=True):
-        chances_BS = torch.zeros_like(score.is_scored, dtype=torch.float32)
-        chances.append(_by_slot(step, chances_BS.masked_scatter(score.is_scored, score.chances), length))
-        is_predicted.append(_by_slot(step, score.is_predicted, length))
-    weights_KBT = weigh_by_d_pace(torch.stack(chances), torch.stack(is_predicted))
-    found = []
-    for step, score, weights_BT in zip(steps, scores, weights_KBT, strict=True):
-        weights_BS = weights_BT if step.slots is None else weights_BT.gather(1, step.slots.clamp(min=0))
-        found.append(weights_BS[score.is_scored])
-    return found
-
-
-def _by_slot(step: DraftStep, values: Tensor, length: int) -> Tensor:
-    """Moves values [B, S] of a step's columns to their slots [B, T]; 0 where the step drafts from no slot."""
-    if step.slots is None:
-        return values
-    table = values.new_zeros(values.shape[0], length + 1)  # the last column takes the padding
-    return table.scatter(1, step.slots.where(step.slots >= 0, length), values)[:, :length]
+    chances = scores[0].chances.new_zeros(len(scores), shape.numel())
+    is_predicted = torch.zeros_like(chances, dtype=torch.bool)
+    for k, score in enumerate(scores):
+        chances[k, score.places] = score.chances
+        is_predicted[k].index_fill_(0, score.places, 1)
+    weights_KS = weigh_by_d_pace(chances, is_predicted)
+    return [weights_S[score.places] for weights_S, score in zip(weights_KS, scores, strict=True)]
 
 
 @dataclass(frozen=True)
 class _ScoredRows:
-    """The M scored columns of a step.
+    """The M scored columns of a step: those whose token is predicted.
 
     hidden: [M, D]. teacher: [M], rows of its logits. label, argmax: [M], draft indices or -1. confidence: [M] or None.
     """
@@ -306,6 +289,7 @@ def _loss_of_logits(
         better = (logits > logits.gather(1, rows.argmax.clamp(min=0)[:, None])).sum(-1, dtype=torch.int32)
         chances = logits[:0, 0]
         if wants_chances:
-            chances = tokens.log_q.gather(1, rows.label.clamp(min=0)[:, None])[:, 0].exp() * (rows.label >= 0)
+            is_known = (rows.label >= 0) & (mixture.has_loss(rows.label, rows.argmax) | (rows.argmax >= 0))
+            chances = tokens.log_q.gather(1, rows.label.clamp(min=0)[:, None])[:, 0].exp() * is_known
         hits = (logits.argmax(-1) == rows.argmax).sum(), ((better < 5) & (rows.argmax >= 0)).sum()
         return loss, chances.detach(), *hits

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heads import DraftHeads
 from inference.targets.encoding import encode
+from inference.targets.host_tensors import read_on_host, send
 from training.losses.teacher import compute_teacher, rows_per_chunk
 
 
@@ -32,10 +33,8 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
     """
     target, hits, positions = heads.target, None, None
     for batch in batches:
-        input_ids, loss_mask = batch["input_ids"].to(target.device), batch["loss_mask"].to(target.device)
-        encoded = encode(
-            target, input_ids, batch["attention_mask"].to(target.device), feature_layers=heads.feature_layers
-        )
+        input_ids, loss_mask = batch["input_ids"].to(target.device), read_on_host(batch["loss_mask"])
+        encoded = encode(target, input_ids, batch["attention_mask"], feature_layers=heads.feature_layers)
         teacher = compute_teacher(
             target, encoded.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type="cross_entropy"
         )
@@ -45,9 +44,9 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
             positions = torch.zeros(len(steps), 1, dtype=torch.float64)
         chunk = rows_per_chunk(teacher.num_columns)
         for depth, step in enumerate(steps):
-            is_counted = step.read_ahead(loss_mask, step.shift).bool()
-            wanted = step.read_ahead(teacher.argmax, step.shift - 1, fill=-1)[is_counted]
-            hidden = step.hidden[is_counted]
+            columns, places = (send(x, target.device) for x in step.find_predicted(loss_mask))
+            wanted = teacher.argmax.flatten()[places + step.shift - 1]
+            hidden = step.hidden.flatten(0, 1)[columns]
             for start in range(0, len(hidden), chunk):  # the logits of all positions can be gigabytes
                 part = slice(start, start + chunk)
                 best = step.head(hidden[part]).topk(min(num_ranks, teacher.num_columns), dim=-1).indices

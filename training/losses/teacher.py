@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from inference.targets.host_tensors import OnHost, read_on_host, send
 from inference.targets.target import Target
 from training.losses.terms import parse_loss
 
@@ -30,7 +31,7 @@ class Teacher:
     Attributes:
         logits: [P, C] over the draft vocabulary, in the target's dtype; None if no loss needs it.
         hidden: [P, D] the input of the target's LM head, in the target's dtype.
-        rows: [B, T] int64, a position's row of `logits` and `hidden`; undefined elsewhere.
+        rows: [B, T] int64, a position's row of `logits` and `hidden`; 0 elsewhere.
         argmax: [B, T] int64, draft index of the target's most likely token over its WHOLE vocabulary; -1 when that
             token is outside the draft vocabulary, or no next token is predicted.
         labels: [B, T] int64, draft index of x_t; -1 when outside.
@@ -50,7 +51,7 @@ def compute_teacher(
     target: Target,
     last_hidden: Tensor,
     input_ids: Tensor,
-    loss_mask: Tensor,
+    loss_mask: Tensor | OnHost,
     draft_token_ids: Tensor | None,
     *,
     loss_type: str,
@@ -59,22 +60,24 @@ def compute_teacher(
 
     Args:
         last_hidden: [B, T, D] the target's post-norm states.
-        loss_mask: [B, T], 1 where x_t is to be predicted.
+        loss_mask: [B, T] on the host (which otherwise waits for the device), 1 where x_t is to be predicted.
         draft_token_ids: [C] target ids of the draft vocabulary; None = all.
         loss_type: as in `draft_loss`; some losses need no logits.
     """
     num_columns = target.vocab_size if draft_token_ids is None else draft_token_ids.numel()
-    is_used_BT = F.pad(loss_mask[:, 1:], (0, 1)).bool()
-    hidden_PD = last_hidden[is_used_BT]
+    device = last_hidden.device
+    places_P = send(F.pad(read_on_host(loss_mask)[:, 1:], (0, 1)).flatten().nonzero()[:, 0], device)
+    hidden_PD = last_hidden.flatten(0, 1)[places_P]
     needs_logits = parse_loss(loss_type).needs_distribution
     argmax_P, logits_PC = _score(target, hidden_PD, draft_token_ids, needs_logits=needs_logits)
     labels = input_ids
     if draft_token_ids is not None:
-        index = torch.full((target.vocab_size,), -1, dtype=torch.long, device=hidden_PD.device)
-        index[draft_token_ids] = torch.arange(num_columns, device=hidden_PD.device)
+        index = torch.full((target.vocab_size,), -1, dtype=torch.long, device=device)
+        index[draft_token_ids] = torch.arange(num_columns, device=device)
         argmax_P, labels = index[argmax_P], index[input_ids]
-    argmax_BT = torch.full_like(input_ids, -1).masked_scatter(is_used_BT, argmax_P)
-    rows_BT = is_used_BT.flatten().cumsum(0).view_as(input_ids) - 1
+    argmax_BT, rows_BT = torch.full_like(input_ids, -1), torch.zeros_like(input_ids)
+    argmax_BT.view(-1)[places_P] = argmax_P
+    rows_BT.view(-1)[places_P] = torch.arange(len(places_P), device=device)
     return Teacher(logits_PC, hidden_PD, rows_BT, argmax_BT, labels, num_columns)
 
 

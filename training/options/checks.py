@@ -61,6 +61,11 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
             f"one process sees {training.n_gpu} GPUs, and heads do not train under DataParallel: start with "
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
         )
+    if training.torch_compile:
+        yield (
+            "got torch_compile, which compiles the whole draft again for batches of other lengths, and so takes "
+            "minutes for a step of seconds: leave it, torch_compile_backend and torch_compile_mode out"
+        )
     schedule = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
     if schedule in ("reduce_lr_on_plateau", "greedy"):
         yield f"got lr_scheduler_type {schedule}, which follows a metric: give one of the steps, such as cosine"

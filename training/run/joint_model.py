@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from heads import DraftHeads
 from heads.adapter import WEIGHTS_FILE, load_adapter
 from inference.targets.encoding import recomputing_layers
+from inference.targets.host_tensors import read_on_host, send
 from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.features.sources import OnlineFeatures, TargetStates
@@ -143,14 +144,15 @@ def target_loss(
         reference: [B, T, D] states without adapters: the loss is KL(without adapters || with adapters). None = the loss
             is the cross-entropy to the data's next token.
     """
-    is_predicted_BT = F.pad(batch["loss_mask"][:, 1:], (0, 1)).bool()
-    if (documents_BT := find_documents(batch)) is not None:
-        is_predicted_BT &= F.pad(documents_BT[:, 1:], (0, 1), value=-1) == documents_BT
-    hidden_PD = last_hidden[is_predicted_BT]
+    is_predicted_BT = F.pad(read_on_host(batch["loss_mask"])[:, 1:], (0, 1)).bool()
+    if (documents := find_documents(batch)) is not None:
+        is_predicted_BT &= F.pad(documents.values[:, 1:], (0, 1), value=-1) == documents.values
+    places_P = send(is_predicted_BT.flatten().nonzero()[:, 0], last_hidden.device)
+    hidden_PD = last_hidden.flatten(0, 1)[places_P]
     if reference is not None:
-        wanted = reference[is_predicted_BT]
+        wanted = reference.flatten(0, 1)[places_P]
     else:
-        wanted = F.pad(batch["input_ids"][:, 1:], (0, 1))[is_predicted_BT]
+        wanted = batch["input_ids"].flatten()[places_P + 1]
     chunk = rows_per_chunk(target.vocab_size)
     total = 0.0 * hidden_PD.float().sum()  # a graph even without any position
     for start in range(0, len(hidden_PD), chunk):
@@ -159,7 +161,7 @@ def target_loss(
             total = total + cast(Tensor, checkpoint(_chunk_loss, *args, use_reentrant=False))
         else:
             total = total + _chunk_loss(*args)
-    return total, is_predicted_BT.sum()
+    return total, torch.full((), len(places_P), device=total.device)
 
 
 def _chunk_loss(target: Target, hidden: Tensor, wanted: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from inference.targets.host_tensors import send
 from training.features.sources import MissingStatesError, TargetStates
 from training.losses.draft_loss import LossOutput
 from training.run.resume import find_newest
@@ -47,9 +48,9 @@ class FiniteWatch:
     _losses: list[Tensor] = field(default_factory=list)  # [K] sums by depth
 
     def see(self, states: TargetStates, attention_mask: Tensor, output: LossOutput) -> None:
-        """Notes a training batch; attention_mask: [B, T]."""
+        """Notes a training batch; attention_mask: [B, T] on the host."""
         is_finite_BT = states.features.isfinite().all(-1) & states.last_hidden.isfinite().all(-1)
-        self._states_are_finite.append((is_finite_BT | (attention_mask == 0)).all())
+        self._states_are_finite.append((is_finite_BT | send(attention_mask == 0, is_finite_BT.device)).all())
         self._losses.append(torch.stack(output.loss_sums).detach())
 
     def check(self, grad_norm: Any, trainer: Any) -> None:

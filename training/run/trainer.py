@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
 from heads import DraftHeads
+from inference.targets.host_tensors import OnHost, read_on_host
 from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.data.streaming import ConversationStream
@@ -87,7 +88,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         # Tells Trainer that `compute_loss` has already divided by the count of `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
         self.accelerator.gradient_accumulation_steps = 1  # in older releases accelerate divides once more
-        self._num_new_tokens: Tensor | int = 0  # of this process, not yet in the state
+        self._num_new_tokens = 0  # of this process, not yet in the state
         self._sums: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}  # by "is training"
         self.start = time.perf_counter()  # of training; a resumed run counts the seconds before
         self.watch = FiniteWatch()
@@ -176,13 +177,12 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 self._ahead = (epoch_iterator, look_ahead(epoch_iterator, source))
             epoch_iterator = self._ahead[1]
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        count = torch.zeros((), dtype=torch.long, device=device)
-        for batch in batches:
-            count += batch["loss_mask"].sum().to(device)
+        total = sum(int(read_on_host(batch["loss_mask"]).sum()) for batch in batches)
+        count = torch.full((), total, dtype=torch.long, device=device)
         return batches, cast(Tensor, self.accelerator.reduce(count, reduction="sum"))
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The batch's mean loss; in training, weighted by its share of the tokens that the optimizer step predicts.
 
@@ -193,22 +193,23 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._add_metrics(output, is_training=model.training)
         loss = output.loss
         if num_items_in_batch is not None:
-            share = inputs["loss_mask"].sum() / num_items_in_batch.clamp(min=1)
+            share = int(read_on_host(inputs["loss_mask"]).sum()) / num_items_in_batch.clamp(min=1)
             loss = loss * share * self.accelerator.num_processes  # DDP averages gradients
         return (loss, {}) if return_outputs else loss
 
-    def _track_num_input_tokens(self, inputs: dict[str, Tensor]) -> None:
-        """Counts on the device: Trainer's own count is a collective and a host read for every batch."""
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Counts on the host: Trainer's own count is a collective and a host read for every batch."""
         if self.args.include_num_input_tokens_seen != "no":
             is_all = self.args.include_num_input_tokens_seen == "all"
-            self._num_new_tokens += inputs["input_ids"].numel() if is_all else inputs["attention_mask"].sum()
+            mask = read_on_host(inputs["attention_mask"])
+            self._num_new_tokens += mask.numel() if is_all else int(mask.sum())
 
     def _read_num_input_tokens(self) -> None:
-        count = torch.as_tensor(self._num_new_tokens, device=self.args.device)
+        count = torch.tensor(self._num_new_tokens, device=self.args.device)
         self.state.num_input_tokens_seen += int(cast(Tensor, self.accelerator.reduce(count, "sum")))
         self._num_new_tokens = 0
 
-    def draft_batch(self, model: Any, inputs: dict[str, Tensor]) -> LossOutput:
+    def draft_batch(self, model: Any, inputs: dict[str, Any]) -> LossOutput:
         """The heads' loss on one batch; `model` is the heads as Trainer wrapped them."""
         heads: DraftHeads = self.accelerator.unwrap_model(model)
         online = OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
@@ -218,21 +219,22 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return self.draft_from(states, inputs, heads, model)
 
     def draft_from(
-        self, states: TargetStates, inputs: dict[str, Tensor], heads: DraftHeads, forward: Callable[..., Any]
+        self, states: TargetStates, inputs: dict[str, Any], heads: DraftHeads, forward: Callable[..., Any]
     ) -> LossOutput:
         """The heads' loss on the target's states of a batch; `forward` runs the heads."""
+        loss_mask = OnHost(read_on_host(inputs["loss_mask"]))
         teacher = compute_teacher(
             self.target,
             states.last_hidden,
             inputs["input_ids"],
-            inputs["loss_mask"],
+            loss_mask,
             heads.draft_token_ids,
             loss_type=self.loss_type,
         )
         loss_fn = partial(
             draft_loss,
             teacher=teacher,
-            loss_mask=inputs["loss_mask"],
+            loss_mask=loss_mask,
             loss_type=self.loss_type,
             step_decay=self.step_decay,
             depth_weights=self.depth_weights,
@@ -245,13 +247,13 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                     states.features,
                     inputs["input_ids"],
                     loss_fn=lambda steps: vars(loss_fn(steps)),
-                    loss_mask=inputs["loss_mask"],
+                    loss_mask=loss_mask,
                     document_ids=find_documents(inputs, num_groups=self.num_groups),
                     num_groups=self.num_groups,
                 )
             )
         if heads.training:
-            self.watch.see(states, inputs["attention_mask"], output)
+            self.watch.see(states, read_on_host(inputs["attention_mask"]), output)
         return output
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -261,16 +263,16 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return grad_norm
 
     def prediction_step(
-        self, model: Any, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         """Computes the loss and our own metrics; nothing of size [B, T, V] is gathered."""
         inputs = self._prepare_inputs(inputs)
         dataloader = self.accelerator.gradient_state
         if dataloader.end_of_dataloader and dataloader.remainder > 0:
             # accelerate fills the last batches with rows of the first, so that all processes get equally many.
-            rows_B = torch.arange(len(inputs["loss_mask"]), device=inputs["loss_mask"].device)
-            is_own_B = rows_B + self.args.process_index * len(rows_B) < dataloader.remainder
-            inputs["loss_mask"] = inputs["loss_mask"] * is_own_B[:, None]
+            mask = read_on_host(inputs["loss_mask"])
+            is_own_B = torch.arange(len(mask)) + self.args.process_index * len(mask) < dataloader.remainder
+            inputs["loss_mask"] = OnHost(mask * is_own_B[:, None])
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference.targets.host_tensors import read_on_host
 from tests.training.conversation_cases import STRICT_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, to_dataset
 from training.data.chat_tokens import drop_unusable, tokenize_conversation, tokenize_conversations
 from training.data.collation import ConversationCollator, count_tokens
@@ -56,12 +57,12 @@ def test_collator_pads_on_the_right() -> None:
         {"input_ids": [8], "loss_mask": [1]},
     ]
     batch = ConversationCollator(9, multiple_of=4)(rows)
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+    assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items()} == {
         "input_ids": [[5, 6, 7, 9], [8, 9, 9, 9]],
         "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
         "loss_mask": [[0, 1, 1, 0], [1, 0, 0, 0]],
     }
-    assert all(tensor.dtype == torch.long for tensor in batch.values())
+    assert all(read_on_host(tensor).dtype == torch.long for tensor in batch.values())
     assert ConversationCollator(0)(rows)["input_ids"].shape == (2, 8)
     assert ConversationCollator(0, multiple_of=1)(rows)["input_ids"].shape == (2, 3)
 

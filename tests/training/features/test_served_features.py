@@ -76,6 +76,15 @@ def test_heads_learn_as_online(
     assert list(server.folder.iterdir()) == []
 
 
+def test_heads_that_run_layers_of_the_target_learn_as_online(train: Runner, server: StatesServer) -> None:
+    """Kangaroo heads run the target's first layers in decoding, and in training only read what the layers give."""
+    options = {**OPTIONS, "head_type": "kangaroo", "head_overrides": ["exit_layer=1"]}
+    online = train(**options)
+    server.reset(server.folder, [1, 4])
+    metrics = train(**{**served(server), **options})
+    assert metrics["eval_loss"] == pytest.approx(online["eval_loss"], rel=CLOSE)
+
+
 def test_only_embedding_norm_and_lm_head_stay_here(
     train: Runner, server: StatesServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a run sends to TensorBoard and wandb, read back from their files."""
+"""What a run sends to TensorBoard, wandb and MLflow, read back from their files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ SENT |= {"eval/acceptance_length"}
 def finished(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     folder = tmp_path_factory.mktemp("tracked")
     runner = Runner(target_path, write_conversations(folder / "conversations.jsonl"), folder / "heads")
-    trackers = ["tensorboard", *["wandb"] * (find_spec("wandb") is not None)]
+    trackers = ["tensorboard", *(name for name in ("wandb", "mlflow") if find_spec(name))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_DIR", str(folder))
         patch.setenv("WANDB_SILENT", "true")
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "events"))
+        patch.setenv("MLFLOW_TRACKING_URI", (folder / "mlflow").as_uri())
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # newer releases keep it in maintenance only
         runner(report_to=trackers, report=True, eval_strategy="steps", eval_steps=4, max_steps=4)
         if "wandb" in trackers:
             import wandb
@@ -62,6 +64,18 @@ def test_wandb_has_losses_acceptance_and_examples(finished: Runner) -> None:
     assert table["columns"] == ["prompt", "reply", "acceptance length"]
     assert len(table["data"]) == 2
     assert all("<|user|>" in prompt and reply and length >= 1 for prompt, reply, length in table["data"])
+
+
+def test_mlflow_has_losses_and_acceptance(finished: Runner) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs the `mlflow` extra")
+    client = mlflow.MlflowClient((finished.output_dir.parent / "mlflow").as_uri())
+    (run,) = client.search_runs(["0"])
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics.keys() >= {name.replace("/", "_").removeprefix("train_") for name in SENT}
+    (measured,) = client.get_metric_history(run.info.run_id, "eval_acceptance_length")
+    metrics = json.loads((finished.output_dir / "training_record.json").read_text())["metrics"]
+    assert measured.step == 4
+    assert measured.value == pytest.approx(metrics["eval_acceptance_length"])
 
 
 def read_history(file: Path) -> dict[str, list[Any]]:

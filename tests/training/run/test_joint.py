@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 import training.run.joint_model as joint_module
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target, generate
+from inference.targets.host_tensors import read_on_host
 from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import Runner, assert_same
@@ -79,7 +80,7 @@ class TestLosses:
         return JointModel(create_heads(head_type, target), target, JointArguments(lora_r=4, **options))
 
     def draft(self, joint: JointModel, states: TargetStates) -> LossOutput:
-        ids, mask = self.batch["input_ids"], self.batch["loss_mask"]
+        ids, mask = self.batch["input_ids"], self.batch["loss_mask"].values
         teacher = compute_teacher(joint.target, states.last_hidden, ids, mask, None, loss_type="distillation")
         loss = partial(draft_loss, teacher=teacher, loss_mask=mask, loss_type="distillation", step_decay=0.8)
         output: LossOutput = joint.heads(states.features, ids, loss_fn=loss, loss_mask=mask)
@@ -92,8 +93,9 @@ class TestLosses:
 
     def plainly(self, joint: JointModel) -> tuple[Tensor, Tensor]:
         """(whole loss, the target's) by the textbook."""
-        model, ids, mask = joint.target.model, self.batch["input_ids"], self.batch["loss_mask"]
-        options = {"input_ids": ids, "attention_mask": self.batch["attention_mask"], "output_hidden_states": True}
+        model = joint.target.model
+        ids, mask, is_real = (read_on_host(self.batch[name]) for name in ("input_ids", "loss_mask", "attention_mask"))
+        options = {"input_ids": ids, "attention_mask": is_real, "output_hidden_states": True}
         with torch.no_grad(), model.disable_adapter():
             before = model(**options).logits[:, :-1].log_softmax(-1)
         output = model(**options)

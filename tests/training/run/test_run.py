@@ -199,6 +199,11 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             train(eval_prompts=tmp_path / "prompts.jsonl")
 
+    @pytest.mark.parametrize("options", [{"torch_compile": True}, {"torch_compile_mode": "default"}])
+    def test_compiling_is_refused(self, train: Runner, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="got torch_compile, which compiles the whole draft again"):
+            train(**options)
+
     def test_several_gpus_in_one_process(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         model, data, training, *_ = parse_arguments(train.arguments())
         monkeypatch.setattr(type(training), "n_gpu", 2)
