@@ -45,10 +45,10 @@ def test_a_round_of_plain_decoding_and_of_a_drafter_without_weights() -> None:
 
 
 def test_a_drafter_reads_its_weights_once_for_every_level() -> None:
-    """EAGLE-3 runs its layer and its LM head at every level and `fc` once; Medusa runs every head once."""
+    """EAGLE-3 runs its layer and its LM head at every level, `fc` and its norms once; Medusa runs every head once."""
     target = Target(tiny_target("llama", initializer_range=0.3))
     eagle = create_heads("eagle3", target)
-    own, fc = count_weight_bytes(eagle), count_weight_bytes(eagle.fc)
+    own, fc = count_weight_bytes(eagle), count_weight_bytes(eagle.fc) + count_weight_bytes(eagle.fc_norm)
     rounds = [count_round(target, eagle, chain(depth), [random_prompt(5)]) for depth in (1, 3)]
     plain = 4 * (BACKBONE + LM_HEAD)
     assert [work.weight_bytes - plain for work in rounds if work is not None] == [own, 3 * own - 2 * fc]
