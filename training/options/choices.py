@@ -12,7 +12,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads import HEAD_TYPES
 from heads.formats.native_mtp import find_modules
 from inference.targets.model_config import find_length_limit
-from training.distributed.launch import count_launched
+from training.distributed.launch import count_launched, is_requested
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ DRAFT_VOCABULARY, LARGE_VOCABULARY = 32_000, 65_536
 LONGEST_ROW = 4096
 # AdamW's rate times D. It gives 2e-3 for chat-13m, and 1.2e-4 to 6e-5 for widths of 4,096 to 8,192, where SpecForge and
 # speculators have 1e-4 and EAGLE's authors 5e-5.
-RATE_TIMES_WIDTH = 0.5
+RATE_TIMES_WIDTH, HIGHEST_RATE = 0.5, 2e-3
 # speculators' Muon rate amounts to 0.013 at a width of 4,096. Narrow targets learn more from few steps at 0.04.
 MUON, MUON_NARROW, NARROW = 0.02, 0.04, 1024
 # FastMTP fine-tunes a target's own module with AdamW at this rate (arXiv 2509.18362, its sft.sh).
@@ -187,7 +187,9 @@ def _choose(
     if is_fresh and (vocabulary := _choose_vocabulary(kind, overrides, shape)) is not None:
         overrides["draft_vocab_size"] = DRAFT_VOCABULARY
         yield vocabulary
-    yield from _choose_optimizer(shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native)
+    is_split = any(name in given or is_requested(name) for name in ("fsdp", "deepspeed"))
+    has_muon = hasattr(torch.optim, "Muon") and not is_split
+    yield from _choose_optimizer(shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native, has_muon=has_muon)
     if not {"bf16", "fp16"} & given.keys():
         fast = "computes fast in" if machine.has_bf16 else "has no fast"
         yield Choice("bf16", str(machine.has_bf16).lower(), f"{machine.name} {fast} bfloat16; weights stay float32")
@@ -225,15 +227,14 @@ def _choose_vocabulary(kind: str, overrides: Mapping[str, Any], shape: Shape) ->
     return Choice("head_overrides", f"draft_vocab_size={DRAFT_VOCABULARY}", reason)
 
 
-def _choose_optimizer(width: int, *, is_fresh: bool, is_native: bool) -> Iterator[Choice]:
+def _choose_optimizer(width: int, *, is_fresh: bool, is_native: bool, has_muon: bool) -> Iterator[Choice]:
     if is_native:
         yield Choice("learning_rate", f"{NATIVE_RATE:g}", "FastMTP's rate for a target's own module")
         return
-    rate = float(f"{RATE_TIMES_WIDTH / width:.1e}")
-    yield Choice("learning_rate", f"{rate:g}", f"{RATE_TIMES_WIDTH} / width {width:,}, for LM head and norms")
-    if hasattr(torch.optim, "Muon") and not any(
-        os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED")
-    ):
+    rate = min(HIGHEST_RATE, float(f"{RATE_TIMES_WIDTH / width:.1e}"))
+    reason = f"{RATE_TIMES_WIDTH} / width {width:,}, at most {HIGHEST_RATE:g}"
+    yield Choice("learning_rate", f"{rate:g}", f"{reason}, for LM head and norms" if has_muon else reason)
+    if has_muon:
         muon = MUON_NARROW if is_fresh and width < NARROW else MUON
         reason = "Muon for the hidden matrices learns more per token than AdamW"
         yield Choice("muon_learning_rate", f"{muon:g}", reason)
@@ -275,7 +276,7 @@ def _choose_rows(
     fitting = max(1, int(free / (per_token * length)))
     step = min(MOST_TOKENS, TOKENS_PER_WIDTH * config.hidden_size)
     wanted = max(1, math.ceil(step / (length * machine.num_processes)))
-    rows = min(fitting, wanted)
+    rows = math.ceil(wanted / math.ceil(wanted / fitting))
     if "per_device_train_batch_size" in given:
         rows = int(given["per_device_train_batch_size"][0])
     else:
@@ -286,11 +287,9 @@ def _choose_rows(
 
 
 def _choose_epochs(datasets: Sequence[str]) -> Choice:
-    count: Callable[[Path], float] = lambda file: file.stat().st_size * (_GZIP if file.suffix == ".gz" else 1)
     places = [Path(name).expanduser() for name in datasets]
-    files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*")) if file.is_file()]
-    is_small = all(place.exists() for place in places) and sum(map(count, files)) < SMALL_SET
-    amount = f"{'less' if is_small else 'more'} than about {SMALL_SET / 4e6:.0f} million tokens, or a hub id"
-    if is_small:
-        amount = amount.removesuffix(", or a hub id")
-    return Choice("num_train_epochs", str(EPOCHS_SMALL if is_small else EPOCHS), f"the data has {amount}")
+    files = [file for place in places for file in (place, *place.rglob("*")) if file.is_file()]
+    size = sum(file.stat().st_size * (_GZIP if file.suffix == ".gz" else 1) for file in files)
+    if all(place.exists() for place in places) and size < SMALL_SET:
+        return Choice("num_train_epochs", str(EPOCHS_SMALL), f"{size / 1e6:.3g} MB of text is little")
+    return Choice("num_train_epochs", str(EPOCHS), f"the data is a hub id, or has {SMALL_SET / 1e6:.0f} MB or more")

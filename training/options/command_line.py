@@ -178,7 +178,7 @@ def _given_options(words: Sequence[str], keys: Collection[str]) -> dict[str, lis
 
 
 def _settle_heads(settings: dict[str, Any], words: Sequence[str]) -> None:
-    """`--init_heads` and `--head_type` exclude each other, so one on the command line replaces the other in the file."""
+    """`--init_heads` and `--head_type` exclude each other: one on the command line replaces the other in the file."""
     given = {word.partition("=")[0] for word in words}
     if "--init_heads" in given and "--head_type" not in given:
         settings.pop("head_type", None)
