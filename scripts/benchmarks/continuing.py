@@ -46,13 +46,17 @@ class ContinuingArguments:
     config: str = field(
         default="configs/train/eagle3-chat-13m.yaml", metadata={"help": "Training configuration of new heads."}
     )
-    num_steps: int = field(default=60, metadata={"help": "Optimizer steps of the fine-tuning."})
-    step_size: int = field(default=16, metadata={"help": "Conversations of a step."})
+    num_steps: int = field(default=40, metadata={"help": "Optimizer steps of the fine-tuning."})
+    step_size: int = field(default=8, metadata={"help": "Conversations of a step."})
     learning_rate: float = field(default=3e-4, metadata={"help": "AdamW's rate in the fine-tuning."})
-    num_replies: int = field(default=1500, metadata={"help": "Conversations that the fine-tuned target answers."})
+    num_replies: int = field(default=600, metadata={"help": "Conversations that the fine-tuned target answers."})
     share: float = field(default=0.1, metadata={"help": "Share of the replies for the short runs."})
-    max_length: int = field(default=384, metadata={"help": "Longest conversation in tokens; longer ones are cut."})
-    num_prompts: int = field(default=40, metadata={"help": "Held-out prompts to measure acceptance on."})
+    max_length: int = field(default=256, metadata={"help": "Longest conversation in tokens; longer ones are cut."})
+    num_prompts: int = field(default=20, metadata={"help": "Held-out prompts to measure acceptance on."})
+    max_new_tokens: int = field(default=128, metadata={"help": "Tokens of a reply, and decoded for each prompt."})
+    temperature: list[float] = field(
+        default_factory=lambda: [0.0], metadata={"help": "Sampling temperatures to measure at; 0 = greedy."}
+    )
     seed: int = field(default=0, metadata={"help": "Seed of every draw."})
     output: str = field(default="outputs/continuing", metadata={"help": "Folder for target, data, heads and table."})
 
@@ -83,6 +87,8 @@ def fine_tune(args: ContinuingArguments, conversations: Path, folder: Path) -> f
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if step % 10 == 0:
+            print(f"fine-tuning step {step}: loss {float(loss.detach()):.3f}", flush=True)
     model.to(getattr(torch, str(dtype).removeprefix("torch."))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return float(loss.detach())
@@ -91,6 +97,7 @@ def fine_tune(args: ContinuingArguments, conversations: Path, folder: Path) -> f
 def write_replies(args: ContinuingArguments, target: Path, prompts: Path, output: Path) -> None:
     """Lets the fine-tuned target answer the prompts (`draftsmith data`, which continues after an interruption)."""
     words = ["--target", str(target), "--prompts", str(prompts), "--output", str(output), "--keep_truncated", "true"]
+    words += ["--max_new_tokens", str(args.max_new_tokens)]
     words += ["--num_conversations", str(args.num_replies), "--seed", str(args.seed)]
     subprocess.run([sys.executable, str(REPOSITORY / "scripts" / "generate_data.py"), *words], check=True)
 
@@ -137,6 +144,8 @@ def run(args: ContinuingArguments, console: Console) -> dict[str, dict[str, Any]
         target=str(target),
         prompts=str(held_out),
         output=args.output,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
     )
     return ablation.run(arguments, [], console)
 

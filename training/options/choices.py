@@ -192,7 +192,7 @@ def _choose(
     yield from _choose_optimizer(shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native, has_muon=has_muon)
     if not {"bf16", "fp16"} & given.keys():
         fast = "computes fast in" if machine.has_bf16 else "has no fast"
-        yield Choice("bf16", str(machine.has_bf16).lower(), f"{machine.name} {fast} bfloat16; weights stay float32")
+        yield Choice("bf16", str(machine.has_bf16).lower(), f"{machine.name} {fast} bfloat16; the heads' weights stay float32")
     if not shape.is_quantized:
         dtype = "bfloat16" if machine.has_bf16 else "float32"
         yield Choice("target_dtype", dtype, f"what {machine.name} computes fast in")
@@ -223,7 +223,7 @@ def _choose_vocabulary(kind: str, overrides: Mapping[str, Any], shape: Shape) ->
     size = shape.config.vocab_size
     if not takes or "draft_vocab_size" in overrides or size <= LARGE_VOCABULARY:
         return None
-    reason = f"of the target's {size:,} tokens, the most frequent in the data: a smaller LM head to draft with"
+    reason = f"the most frequent in the data, of the target's {size:,}: a smaller LM head drafts faster"
     return Choice("head_overrides", f"draft_vocab_size={DRAFT_VOCABULARY}", reason)
 
 
@@ -250,10 +250,10 @@ def _choose_rows(
     if "max_length" in given:
         length = min(int(given["max_length"][0]), limit)
     else:
-        reason = "the target's limit" if length < LONGEST_ROW else "as in published recipes; longer ones are cut"
-        yield Choice("max_length", str(length), f"tokens of a row: {reason}")
+        reason = "the target's limit" if length < LONGEST_ROW else "as in published recipes"
+        yield Choice("max_length", str(length), f"tokens of a row, {reason}")
     if not {"train_sampling_strategy", "on_policy_fraction"} & given.keys():
-        yield Choice("packing", "true", "rows are filled with several conversations, so that no padding is computed")
+        yield Choice("packing", "true", "several conversations fill a row, so no padding is computed")
     weights = shape.parameters * size
     if "features_endpoint" in given:
         weights = 2 * config.vocab_size * config.hidden_size * size
