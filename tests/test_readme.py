@@ -23,6 +23,7 @@ import heads
 import inference
 from scripts.cli import PROGRAMS
 from tests.conftest import REPOSITORY
+from training.options.choices import Choice
 from training.options.command_line import parse_arguments
 
 README = REPOSITORY / "README.md"
@@ -95,9 +96,14 @@ def check_options(program: str, words: list[str]) -> None:
             assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{program} has no option {option}"
 
 
+def choose_without_the_target(given: dict[str, list[str]], overrides: dict[str, object]) -> list[Choice]:
+    return [] if "init_heads" in given else [Choice("head_type", "eagle3", "the target is not here")]
+
+
 @pytest.mark.parametrize(("document", "words"), COMMANDS, ids=[f"{d}: {' '.join(w)}"[:70] for d, w in COMMANDS])
 def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr("training.options.command_line.choose_options", choose_without_the_target)
     match words:
         case ["make", target]:
             makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
-"""docs/your-model.md from top to bottom: its commands and its Python, with a tiny Qwen3 in the place of Qwen3-8B, a server
-and a hub on this machine."""
+"""docs/your-model.md from top to bottom: its commands and its Python, with a tiny Qwen3 in the place of Qwen3-8B, and
+with a server and a hub on this machine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 def run(words: list[str], names: dict[str, str]) -> None:
     program, *options = [names.get(word, word) for word in words[1:]]
-    if program == "train" and "--config" in options:  # the recipe's dataset is outputs/replies.jsonl.gz, its target a hub id
+    if "--config" in options:  # the recipe's target is a hub id
         options += ["--target", names["Qwen/Qwen3-8B"], "--head_overrides", "draft_vocab_size=4000"]
     small = SMALL[program].split()
     if "--endpoint" in options:

@@ -24,7 +24,7 @@ import torch
 import yaml
 from rich.console import Console
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scripts.benchmarks import ablation
 from scripts.shared.one_line_errors import one_line_errors
@@ -70,7 +70,6 @@ def fine_tune(args: ContinuingArguments, conversations: Path, folder: Path) -> f
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
-    dtype = model.config.dtype
     rows = drop_unusable(
         tokenize_conversations(load_conversations([str(conversations)]), tokenizer, max_length=args.max_length)
     ).shuffle(seed=args.seed)
@@ -87,9 +86,7 @@ def fine_tune(args: ContinuingArguments, conversations: Path, folder: Path) -> f
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 0:
-            print(f"fine-tuning step {step}: loss {float(loss.detach()):.3f}", flush=True)
-    model.to(getattr(torch, str(dtype).removeprefix("torch."))).save_pretrained(folder)
+    model.to(AutoConfig.from_pretrained(args.target).dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return float(loss.detach())
 

@@ -191,8 +191,8 @@ def _choose(
     has_muon = hasattr(torch.optim, "Muon") and not is_split
     yield from _choose_optimizer(shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native, has_muon=has_muon)
     if not {"bf16", "fp16"} & given.keys():
-        fast = "computes fast in" if machine.has_bf16 else "has no fast"
-        yield Choice("bf16", str(machine.has_bf16).lower(), f"{machine.name} {fast} bfloat16; the heads' weights stay float32")
+        reason = "computes fast in bfloat16; the heads' weights stay float32" if machine.has_bf16 else "lacks bfloat16"
+        yield Choice("bf16", str(machine.has_bf16).lower(), f"{machine.name} {reason}")
     if not shape.is_quantized:
         dtype = "bfloat16" if machine.has_bf16 else "float32"
         yield Choice("target_dtype", dtype, f"what {machine.name} computes fast in")

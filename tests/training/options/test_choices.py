@@ -21,7 +21,12 @@ from training.options.command_line import parse_arguments
 H100 = Machine("an H100", 80 * 10**9, 1, has_bf16=True)
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8}
 LLAMA_8B = LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-LLAMA_70B = LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
+LLAMA_70B = LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
 
 
 @pytest.fixture
@@ -127,7 +132,16 @@ def test_what_is_given_wins_from_a_file_and_from_the_command_line(
 ) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"max_length": 64, "learning_rate": 0.5, "packing": False}))
-    words = ["--target", str(target_path), "--dataset", str(conversations), "--use_cpu", "true", "--config", str(config)]
+    words = [
+        "--target",
+        str(target_path),
+        "--dataset",
+        str(conversations),
+        "--use_cpu",
+        "true",
+        "--config",
+        str(config),
+    ]
     model, data, training, *_ = parse_arguments([*words, "--learning_rate", "0.25", "--no_bf16"])
     assert (model.head_type, data.max_length, data.packing) == ("eagle3", 64, False)
     assert (training.learning_rate, training.bf16) == (0.25, False)

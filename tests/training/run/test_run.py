@@ -120,7 +120,6 @@ class TestARun:
         train(max_steps=1, dataset=others)
         assert not torch.equal(train.weights()["d2t"], before["d2t"]), "the data would give another one"
 
-
     def test_continues_on_a_fine_tuned_target(
         self, train: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -130,7 +129,8 @@ class TestARun:
         again = Runner(other, Path(train.defaults["dataset"]), tmp_path / "again")
         again.defaults |= {"init_heads": train.output_dir, "head_type": None, "head_overrides": None}
         again(max_steps=1)
-        assert f"were trained for {train.defaults['target']} (llama), and are trained further for {other}" in caplog.text
+        told = f"were trained for {train.defaults['target']} (llama), and are trained further for {other} (llama)"
+        assert told in caplog.text
         assert DraftHeads.from_pretrained(again.output_dir).config.target_name_or_path == str(other)
 
         caplog.clear()
