@@ -83,7 +83,7 @@ class Machine:
         wants_cpu = _is_on(given, "use_cpu")
         if torch.cuda.is_available() and not wants_cpu:
             device = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
-            return cls(device.name, device.total_memory, num_processes, torch.cuda.is_bf16_supported())
+            return cls(device.name, device.total_memory, num_processes, torch.cuda.is_bf16_supported(False))
         import psutil  # type: ignore[import-untyped, unused-ignore]
 
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -175,7 +175,7 @@ def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, A
 def _choose(
     given: Mapping[str, Sequence[str]], overrides: Mapping[str, Any], shape: Shape, machine: Machine
 ) -> Iterator[Choice]:
-    kind, is_native = KIND, False
+    kind, is_native = KIND, given.get("init_heads") == given["target"]
     if "head_type" in given:
         (kind,) = given["head_type"]
     elif "init_heads" not in given:

@@ -108,6 +108,8 @@ def test_modules_in_the_targets_checkpoint_come_first(
     assert (found["init_heads"], found["learning_rate"]) == (str(target), "5e-05")
     assert not {"head_type", "head_overrides", "muon_learning_rate"} & found.keys()
     assert choose(target, conversations, head_type="medusa")["learning_rate"] == "0.002"
+    assert choose(target, conversations, init_heads=str(target))["learning_rate"] == "5e-05"
+    assert choose(target, conversations, init_heads="elsewhere")["learning_rate"] == "0.002"
 
     scales = {"model.layers.2.self_attn.q_proj.weight_scale_inv": torch.ones(1)}
     target = write_checkpoint(model, tensors | scales, tmp_path / "quantized")
