@@ -273,14 +273,16 @@ def _choose_rows(
     # Autograd keeps about 12 vectors of D and 3 of I for each token and depth: 1.32 MB for an 8B target and 7 depths.
     per_token = size * (num_steps * (12 * config.hidden_size + 3 * intermediate) + 4 * config.hidden_size)
     free = USED_SHARE * machine.memory - weights - BYTES_TRAINED * heads_parameters
-    fitting = max(1, int(free / (per_token * length)))
+    fitting = int(max(0, free) / (per_token * length))
     step = min(MOST_TOKENS, TOKENS_PER_WIDTH * config.hidden_size)
     wanted = max(1, math.ceil(step / (length * machine.num_processes)))
-    rows = math.ceil(wanted / math.ceil(wanted / fitting))
+    rows = math.ceil(wanted / math.ceil(wanted / max(1, fitting)))
     if "per_device_train_batch_size" in given:
         rows = int(given["per_device_train_batch_size"][0])
     else:
         reason = f"{fitting:,} rows fit beside {weights / 1e9:.2g} GB of target (computed), {wanted} make a step"
+        if not fitting:
+            reason = f"no row fits beside {weights / 1e9:.3g} GB of target (computed): use more GPUs or shorter rows"
         yield Choice("per_device_train_batch_size", str(rows), reason)
     total = rows * length * machine.num_processes * (accumulated := max(1, math.ceil(wanted / rows)))
     yield Choice("gradient_accumulation_steps", str(accumulated), f"{total:,} tokens for each optimizer step")

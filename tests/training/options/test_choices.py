@@ -80,8 +80,9 @@ def test_a_target_that_does_not_fit_on_one_device(
     machine: Any, tmp_path: Path, conversations: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = write_shape(tmp_path / "70b", **LLAMA_70B)
-    found = choose(target, conversations)
-    assert found["per_device_train_batch_size"] == "1"
+    with caplog.at_level(logging.INFO):
+        assert choose(target, conversations)["per_device_train_batch_size"] == "1"
+    assert "no row fits beside 141 GB of target (computed)" in caplog.text
     assert "the target's weights take 141 GB, and this process has 80 GB: start one process for each GPU" in caplog.text
     machine(Machine("an H100", 80 * 10**9, 8, has_bf16=True))
     found = choose(target, conversations)
