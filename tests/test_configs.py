@@ -12,13 +12,15 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from heads import HEAD_TYPES
+from heads.config import is_hub_id
 from inference import StaticTree
 from inference.trees.search import best_static_tree
 from tests.conftest import REPOSITORY
 from training.options.command_line import parse_arguments
 
 CONFIGS = REPOSITORY / "configs"
-TRAIN = sorted([*(CONFIGS / "train").glob("*.yaml"), *(CONFIGS / "ablation").glob("*.yaml")])
+TRAIN = sorted([*(CONFIGS / "train").rglob("*.yaml"), *(CONFIGS / "ablation").glob("*.yaml")])
+BASES = {path for path in TRAIN if path.name.startswith("shared-")}  # without a target
 ACCELERATE = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 DEEPSPEED = sorted((CONFIGS / "deepspeed").glob("*.json"))
 TREES = sorted((CONFIGS / "trees").glob("*.yaml"))
@@ -51,19 +53,22 @@ def test_every_file_is_covered_by_a_test_here() -> None:
     assert TREES
 
 
-@pytest.mark.parametrize("path", TRAIN, ids=name)
+@pytest.mark.parametrize("path", [path for path in TRAIN if path not in BASES], ids=name)
 def test_training_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     model, data, training, *_ = parse_arguments(["--config", str(path), "--use_cpu", "true"])
-    assert model.head_type is not None
-    kind = HEAD_TYPES[model.head_type].config_class
-    config = kind(**model.parse_head_overrides())
-    assert config.head_type == model.head_type
+    if model.head_type is None:
+        assert model.init_heads == model.target, "the MTP modules in the target's own checkpoint"
+    else:
+        kind = HEAD_TYPES[model.head_type].config_class
+        config = kind(**model.parse_head_overrides())
+        assert config.head_type == model.head_type
     assert Path(training.output_dir).parts[0] == "outputs", "what runs write is ignored by git under outputs/"
     assert Path(training.output_dir).name == path.stem
     for used in (model.target, *data.dataset, *data.eval_dataset, *filter(None, [data.eval_prompts])):
         is_made_by_the_user = Path(used).parts[0] == "outputs"
-        assert is_made_by_the_user or Path(used).exists(), f"{path.name} names {used}, which is not in the repository"
+        is_of_the_hub = path.parent.name == "targets" and is_hub_id(used)
+        assert is_made_by_the_user or is_of_the_hub or Path(used).exists(), f"{path.name} names {used}, which is absent"
 
 
 @pytest.mark.parametrize("kind", HEAD_TYPES)

@@ -1,5 +1,6 @@
 """Trains draft heads for a frozen target, from a YAML file (--config) and options, which win over the file.
 
+    draftsmith train --target TARGET --dataset FILE.jsonl.gz    # chooses the other options, and prints why
     python training/train_heads.py --config configs/train/eagle3-chat-13m-quick.yaml
     accelerate launch training/train_heads.py --config FILE.yaml --learning_rate 5e-5
 

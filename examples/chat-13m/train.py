@@ -1,7 +1,7 @@
 """Trains the embedded target further on conversations, and teaches it to repeat itself less.
 
     python examples/chat-13m/train.py --dataset YOURS.jsonl.gz --eval_dataset HELD_OUT.jsonl.gz \\
-        --output_dir outputs/chat-13m --num_train_epochs 3
+        --output_dir outputs/chat-13m --num_train_epochs 3 --bf16 true --torch_compile true --use_cpu true
 
 Options are those of transformers' TrainingArguments, and the ones below. `--resume_from_checkpoint true` continues an
 interrupted run. The result is a model in bfloat16 with its tokenizer.
@@ -152,7 +152,9 @@ def main(argv: list[str] | None = None) -> None:
         training.remove_unused_columns = False
         training.label_names = ["input_ids"]
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        # Plain products train short rows faster on a CPU than torch's fused attention.
+        attention = {"attn_implementation": "eager"} if training.use_cpu else {}
+        model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, **attention)
         trainer = TargetTrainer(
             model=model,
             args=training,

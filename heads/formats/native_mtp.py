@@ -32,6 +32,7 @@ DEFAULT_NUM_STEPS = 3
 OUTER_NORM = re.compile(r"blocks\.\d+\.(enorm|hnorm|norm)\.weight")
 # Families that transformers does not have, and whose layers they use.
 _LAYERS_OF = {"mimo": "qwen2"}
+_QUANTIZED = ("_scale", "_scale_inv", ".qweight")  # ends of names beside quantized weights
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -165,6 +166,25 @@ def read_native_modules(path: str, target: Target, **hub: Any) -> NativeModules:
     return NativeModules(settings, _merge_experts(tensors))
 
 
+@dataclass(frozen=True)
+class FoundModules:
+    """What the names of a checkpoint's tensors tell. count: MTP modules, 0 = none."""
+
+    count: int
+    is_quantized: bool = False
+
+
+def find_modules(path: str, num_layers: int) -> FoundModules:
+    """The MTP modules in the checkpoint of a target with `num_layers` layers; no tensor is read."""
+    try:
+        files = find_tensors(path)
+        _, places = _find_modules(path, files, num_layers)
+    except ValueError:
+        return FoundModules(0)
+    is_quantized = any(name.endswith(_QUANTIZED) for name in places)
+    return FoundModules(1 + max(index for index, _ in places.values()), is_quantized)
+
+
 def find_tensors(path: str, **hub: Any) -> dict[str, str]:
     """Each tensor's name and the file that holds it."""
     if (index := find_file(path, "model.safetensors.index.json", **hub)) is not None:
@@ -221,8 +241,7 @@ def _read(
             for name, (index, ours) in places.items():
                 if files[name] == file_name:
                     tensors[f"blocks.{index}.{ours}"] = file.get_tensor(name)
-    marks = ("_scale", "_scale_inv", ".qweight")
-    quantized = sorted(name for name, x in tensors.items() if name.endswith(marks) or x.element_size() == 1)
+    quantized = sorted(name for name, x in tensors.items() if name.endswith(_QUANTIZED) or x.element_size() == 1)
     if quantized:
         raise ValueError(
             f"{path}: the MTP tensors are quantized ({quantized[0]} and {len(quantized) - 1} more): take a checkpoint "

@@ -87,7 +87,8 @@ def find_target_cost(config: Any, length: int) -> TargetCost:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     weights = {name: weight for name, weight in model.model.layers.named_parameters() if weight.ndim > 1}
-    share = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 1)
+    share = getattr(config, "num_experts_per_tok", 1) / experts
     in_layers = sum(w.numel() * (share if ".experts." in name else 1) for name, w in weights.items())
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * find_head_dim(config) * length / 2
     parameters = sum(parameter.numel() for parameter in model.parameters())

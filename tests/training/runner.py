@@ -29,9 +29,15 @@ TEMPLATE = (
 )
 
 
-def save_chat_target(folder: Path) -> Path:
+def save_chat_target(folder: Path, seed: int = 0, num_hidden_layers: int = 4) -> Path:
     """A Llama of 60 tokens with a tokenizer of one token per word and a chat template, saved in the folder."""
-    tiny_target("llama", vocab_size=60, num_hidden_layers=4, initializer_range=0.2).save_pretrained(folder)
+    shape = {"vocab_size": 60, "num_hidden_layers": num_hidden_layers, "initializer_range": 0.2}
+    tiny_target("llama", seed, **shape).save_pretrained(folder)
+    return save_word_tokenizer(folder)
+
+
+def save_word_tokenizer(folder: Path) -> Path:
+    """A tokenizer of 60 tokens, one per word, with a chat template, saved beside a target."""
     words = Tokenizer(WordLevel({word: index for index, word in enumerate([*SPECIAL, *WORDS])}, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<|end|>")

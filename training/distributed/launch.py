@@ -14,14 +14,15 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import TrainingArguments
 
 
-def _is_requested(name: str) -> bool:
+def is_requested(name: str) -> bool:
+    """Whether the launcher was asked for fsdp or deepspeed."""
     return os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"
 
 
 def find_strategy(args: TrainingArguments) -> str:
     """The strategy that the launcher or the options request: deepspeed, fsdp, or ddp for everything else."""
     for name, option in (("fsdp", args.fsdp), ("deepspeed", args.deepspeed)):
-        if option or _is_requested(name):
+        if option or is_requested(name):
             return name
     return "ddp"
 
@@ -112,11 +113,11 @@ def shard_with_fsdp(accelerator: Accelerator) -> bool:
         ValueError: FSDP1, whose flat parameters hide the heads' weights; FSDP that accelerate did not set up.
     """
     state: Any = accelerator.state
-    if state.distributed_type == DistributedType.MULTI_CPU and _is_requested("fsdp"):
+    if state.distributed_type == DistributedType.MULTI_CPU and is_requested("fsdp"):
         state.fsdp_plugin = FullyShardedDataParallelPlugin()
         state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if state.distributed_type != DistributedType.FSDP:
-        if _is_requested("fsdp"):
+        if is_requested("fsdp"):
             raise ValueError(
                 f"FSDP was requested, and accelerate set up {state.distributed_type} with {state.num_processes} "
                 "processes: start several with configs/accelerate/fsdp2.yaml, or leave FSDP out"

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from heads import HEAD_TYPES
+from heads.checkpoint import is_published
 from inference.targets.target import Target
 from training.data.options import DataArguments, option
+from training.features.target_loading import load_published_heads
 from training.features.target_options import EndpointArguments, ModelArguments, PlacementArguments
 
 
@@ -39,6 +41,8 @@ class ExtractionArguments(EndpointArguments):
 
 def find_layers(model_args: ModelArguments, target: Target) -> Sequence[int]:
     """Returns the hidden states that the heads tap; 0 = embeddings."""
+    if model_args.init_heads is not None and is_published(model_args.init_heads):
+        return load_published_heads(model_args, target).feature_layers
     if model_args.init_heads is not None:
         layers: Sequence[int] = PreTrainedConfig.get_config_dict(model_args.init_heads)[0].get("feature_layers", ())
         return layers

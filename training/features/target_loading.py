@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import deepspeed as integration
 from transformers.utils import logging as transformers_logging
 
+from heads import DraftHeads
 from heads.adapter import find_adapter_of, load_adapter
+from heads.kinds.mtp import MTPHeads
 from inference import Target
 from training.distributed.waiting import one_process_at_a_time
 from training.features.sharded_target import check_processes, plan_tensor_parallel, split_layers
@@ -86,6 +88,18 @@ def load_adapted_model(
     model = load_model(model_args, placement, device, num_processes=num_processes)
     adapter = None if model_args.init_heads is None else find_adapter_of(model_args.init_heads)
     return model if adapter is None else load_adapter(model, adapter, merge=False)
+
+
+def load_published_heads(model_args: ModelArguments, target: Target) -> DraftHeads:
+    """The heads of `init_heads` in another project's format, bound to the target and in float32. Where `init_heads` is
+    the target, they are the MTP modules in its own checkpoint."""
+    assert model_args.init_heads is not None
+    with loading_whole():
+        if model_args.init_heads == model_args.target:  # reads the modules only, not the whole target once more
+            heads: DraftHeads = MTPHeads.from_target_checkpoint(model_args.target, target)
+        else:
+            heads = DraftHeads.from_pretrained(model_args.init_heads, target=target)
+    return cast(DraftHeads, cast(nn.Module, heads).float())
 
 
 class FirstLayers(Target):

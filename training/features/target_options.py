@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +29,9 @@ class ModelArguments:
         default=False, help="Run Python code that comes with the target. Read that code first."
     )
     head_type: str | None = option(
-        default=None, help="Kind of heads to create, a key of heads.HEAD_TYPES. Not with --init_heads."
+        default=None,
+        help="Kind of heads to create, a key of heads.HEAD_TYPES. Not with --init_heads. Without either of the two, "
+        "every option that is not given is chosen (--choose).",
     )
     head_overrides: list[str] = option(
         default_factory=list,
@@ -37,7 +40,9 @@ class ModelArguments:
     init_heads: str | None = option(
         default=None,
         help="Instead of --head_type: start from the weights, the configuration and the draft vocabulary of trained "
-        "heads (folder or hub id). --resume_from_checkpoint continues an interrupted run.",
+        "heads (folder or hub id). They may come from another project, or from another target of the same shape, such "
+        "as the one that --target was fine-tuned from. The same name as --target = the MTP modules in its checkpoint. "
+        "--resume_from_checkpoint continues an interrupted run.",
     )
 
     def __post_init__(self) -> None:
@@ -56,17 +61,22 @@ class ModelArguments:
         self.parse_head_overrides()
 
     def parse_head_overrides(self) -> dict[str, Any]:
-        """Returns `head_overrides` as keyword arguments of `heads.create_heads`; a value that is not JSON is text."""
-        overrides: dict[str, Any] = {}
-        for item in self.head_overrides:
-            key, equals, value = item.partition("=")
-            if not (key.isidentifier() and equals):
-                raise ValueError(f"got --head_overrides {item!r}: write key=value, for example num_heads=4")
-            try:
-                overrides[key] = json.loads(value)
-            except json.JSONDecodeError:
-                overrides[key] = value
-        return overrides
+        """Returns `head_overrides` as keyword arguments of `heads.create_heads`."""
+        return parse_overrides(self.head_overrides)
+
+
+def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
+    """Items key=value as a mapping; a value that is not JSON is text."""
+    overrides: dict[str, Any] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not (key.isidentifier() and equals):
+            raise ValueError(f"got --head_overrides {item!r}: write key=value, for example num_heads=4")
+        try:
+            overrides[key] = json.loads(value)
+        except json.JSONDecodeError:
+            overrides[key] = value
+    return overrides
 
 
 @dataclass

@@ -20,6 +20,8 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
+from training.features.target_options import parse_overrides
+from training.options.choices import choose_options, wants_choices
 from training.options.program_parser import ProgramParser
 from training.options.run_options import ARGUMENT_CLASSES, RunOptions
 from training.options.training_options import HeadsTrainingArguments
@@ -94,8 +96,15 @@ def parse_arguments(
 
     settings = _read_config(Path(known.config), keys) if known.config else {}
     settings = {key: value for key, value in settings.items() if key in keys and key not in not_from_file}
+    _settle_heads(settings, rest)
     overrides = [*_key_values(settings.pop("head_overrides", None)), *known.head_overrides]
     words = [*_command_line(settings, optional_keys(classes)), *rest]
+    if classes is ARGUMENT_CLASSES and wants_choices(given := _given_options(words, keys)):
+        for one in choose_options(given, parse_overrides(overrides)):
+            if one.name == "head_overrides":
+                overrides = [one.value, *overrides]
+            else:
+                words.append(f"--{one.name}={one.value}")
     if overrides:
         words += ["--head_overrides", *overrides]
     *found, unexpected = parser.parse_args_into_dataclasses(
@@ -153,6 +162,31 @@ def _read_config(path: Path, keys: Mapping[str, Any], readers: tuple[Path, ...] 
     return {**_read_config(path.parent / str(base), keys, (*readers, path.resolve())), **settings}
 
 
+def _given_options(words: Sequence[str], keys: Collection[str]) -> dict[str, list[str]]:
+    """The words of every option of a command line, without `--init_heads none`: what has no value is not given."""
+    given: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.removeprefix("--").partition("=")
+            is_negated = flag not in keys and flag.removeprefix("no_") in keys
+            values = [value] if equals else ["false"] if is_negated else []
+            given[flag.removeprefix("no_") if is_negated else flag] = values
+        else:
+            values.append(word)
+    return {key: said for key, said in given.items() if key not in ("head_type", "init_heads") or said != ["none"]}
+
+
+def _settle_heads(settings: dict[str, Any], words: Sequence[str]) -> None:
+    """`--init_heads` and `--head_type` exclude each other: one on the command line replaces the other in the file."""
+    given = {word.partition("=")[0] for word in words}
+    if "--init_heads" in given and "--head_type" not in given:
+        settings.pop("head_type", None)
+        settings.pop("head_overrides", None)
+    elif "--head_type" in given and "--init_heads" not in given:
+        settings.pop("init_heads", None)
+
+
 def _key_values(mapping: Any) -> list[str]:
     """{"num_heads": 4} -> ["num_heads=4"]. YAML reads 1e-3 as a string, so strings pass unchanged."""
     if mapping is None:
@@ -179,7 +213,7 @@ def _command_line(settings: Mapping[str, Any], optional: Collection[str]) -> Ite
 
 
 # Decided by the machine, or about how the run was started: another start of the same run may differ.
-_LEFT_OUT = {"dataloader_pin_memory", "ddp_backend", "local_rank", "resume_from_checkpoint", "dry_run"}
+_LEFT_OUT = {"choose", "dataloader_pin_memory", "ddp_backend", "local_rank", "resume_from_checkpoint", "dry_run"}
 
 
 class _StockArguments(TrainingArguments):

@@ -20,6 +20,11 @@ class RunArguments:
     dry_run: bool = option(
         default=False, help="Try a few steps on the longest rows, print time and memory, and write nothing."
     )
+    choose: bool | None = option(
+        default=None,
+        help="Choose every option that is not given, from the target's shape and the device's memory, and print the "
+        "reasons; none = if neither --head_type nor --init_heads is given.",
+    )
     report: bool = option(default=True, help="Write report.html at the end: curves, acceptance by depth, examples.")
 
 

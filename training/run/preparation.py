@@ -14,6 +14,8 @@ import yaml
 from transformers import AutoTokenizer, EarlyStoppingCallback, set_seed
 
 from heads import DraftHeads, create_heads
+from heads.checkpoint import is_published
+from heads.config import name_of_target
 from inference import Target
 from inference.targets.model_config import LengthLimit, find_length_limit
 from training.data.collation import ConversationCollator, count_tokens
@@ -32,6 +34,7 @@ from training.features.target_loading import (
     check_placement,
     load_first_layers,
     load_model,
+    load_published_heads,
     loading_whole,
 )
 from training.features.target_options import FeatureArguments
@@ -121,7 +124,9 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
     """Stored heads keep the draft vocabulary that they were trained for, and bring the target's adapter along."""
     args, device = options.model, options.training.device
     stored: DraftHeads | None = None
-    if (place := checkpoint or args.init_heads) is not None:
+    place = checkpoint or args.init_heads
+    is_foreign = place is not None and is_published(str(place))
+    if place is not None and not is_foreign:
         with loading_whole():
             stored = DraftHeads.from_pretrained(place, dtype=torch.float32)
     if options.features.features_endpoint is not None:
@@ -132,11 +137,29 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
         target = Target(adapt_target(model, stored, options.joint))
     check_placement(target, device)
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+    if is_foreign:
+        stored = load_published_heads(args, target)
     if stored is not None:
-        return _Models(target, tokenizer, stored.bind(target), are_heads_trained=True)
+        stored.bind(target)
+        if checkpoint is None:
+            _name_target(stored, target)
+        return _Models(target, tokenizer, stored, are_heads_trained=True)
     assert args.head_type is not None
     heads = create_heads(args.head_type, target, **args.parse_head_overrides())
     return _Models(target, tokenizer, heads, are_heads_trained=False)
+
+
+def _name_target(heads: DraftHeads, target: Target) -> None:
+    """Records the target that heads train for now. The heads fit it, so it has the shape of the heads' own target."""
+    config, name, family = heads.config, name_of_target(target), target.text_config.model_type
+    if Path(config.target_name_or_path).resolve() != Path(name).resolve():
+        logger.warning(
+            "these heads were trained for %s (%s), and are trained further for %s (%s), a target of the same shape. If "
+            "this is not a fine-tuned version of that target, start new heads instead (--head_type %s)",
+            *(config.target_name_or_path or "a target that is not recorded", config.target_model_type or "unknown"),
+            *(name, family, config.head_type),
+        )
+    config.target_name_or_path, config.target_model_type = name, family
 
 
 def _load_rows(options: RunOptions, models: _Models) -> _Rows:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from inference import Target
+from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, assert_same
-from training.features.target_loading import check_placement, load_model
+from training.features.extraction_options import find_layers
+from training.features.target_loading import check_placement, load_model, load_published_heads
 from training.features.target_options import ModelArguments, PlacementArguments
 
 CPU = torch.device("cpu")
@@ -53,3 +55,13 @@ def test_a_map_and_a_target_split_over_processes() -> None:
 def test_an_embedding_elsewhere() -> None:
     with pytest.raises(ValueError, match=r"keeps the target's token embedding on cpu, and the heads train on cuda:1"):
         check_placement(Target(tiny_target("llama")), torch.device("cuda:1"))
+
+
+def test_modules_in_the_targets_checkpoint_are_heads_to_start_from(tmp_path: Path) -> None:
+    """In float32, whatever the target's dtype; extraction stores the layers that they tap."""
+    model = tiny_mixture("glm4_moe").bfloat16()
+    path = str(write_checkpoint(model, name_as_deepseek(random_modules(model, 1), 2), tmp_path))
+    args, target = ModelArguments(path, init_heads=path), Target(model)
+    heads = load_published_heads(args, target)
+    assert (heads.config.head_type, heads.config.num_steps, heads.dtype) == ("mtp", 3, torch.float32)
+    assert tuple(find_layers(args, target)) == heads.feature_layers == (2,)

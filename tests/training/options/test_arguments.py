@@ -97,7 +97,8 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
             "leave head_overrides out",
         ),
         ([*REQUIRED, "--head_overrides", "num_heads"], "got --head_overrides 'num_heads': write key=value"),
-        (["--target", "t"], "required: --dataset"),
+        (["--target", "t"], "give --dataset: conversations .*draftsmith data --target t --mode self"),
+        (["--target", "t", "--choose", "false", "--dataset", "d"], "give head_type to create heads, or init_heads"),
         (["--config", "absent.yaml"], "got --config absent.yaml: cannot read it .No such file.*configs/train"),
     ],
 )
@@ -136,6 +137,19 @@ def test_resolved_options_read_back_to_the_same_run(tmp_path: Path) -> None:
     one, other = (dataclasses.replace(a[2], hub_token=None).to_dict() for a in (arguments, again))
     assert one == other
     assert resolve_arguments(*again) == settings
+
+
+def test_heads_on_the_command_line_replace_those_in_the_file(tmp_path: Path) -> None:
+    """Trained heads bring their configuration along, so the file's kind and overrides go together."""
+    config = write(tmp_path, {"head_type": "medusa", "head_overrides": {"num_heads": 2}})
+    words = ["--target", "t", "--dataset", "d", "--use_cpu", "true", "--config", config]
+    model = parse_arguments([*words, "--init_heads", "h"])[0]
+    assert (model.head_type, model.init_heads, model.head_overrides) == (None, "h", [])
+    with pytest.raises(ValueError, match="leave head_overrides out"):
+        parse_arguments([*words, "--init_heads", "h", "--head_overrides", "num_heads=3"])
+    config = write(tmp_path, {"init_heads": "h"})
+    model = parse_arguments([*words, "--head_type", "eagle"])[0]
+    assert (model.head_type, model.init_heads) == ("eagle", None)
 
 
 @pytest.mark.parametrize("word", ["none", "null", "None"])

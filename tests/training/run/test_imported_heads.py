@@ -14,7 +14,7 @@ from inference import Target, generate
 from scripts import export_heads, import_heads
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
-from tests.training.runner import Runner
+from tests.training.runner import Runner, assert_same
 
 
 def test_published_heads_are_imported_trained_further_and_exported(train: Runner, tmp_path: Path) -> None:
@@ -37,6 +37,9 @@ def test_published_heads_are_imported_trained_further_and_exported(train: Runner
     trained = DraftHeads.from_pretrained(train.output_dir)
     assert not torch.equal(trained.input_norm.weight, theirs.input_norm.weight)
     assert torch.equal(trained.d2t, theirs.d2t)
+
+    train(head_type=None, head_overrides=None, init_heads=tmp_path, max_steps=4)  # as they were published
+    assert_same(train.weights(), dict(trained.state_dict()))
 
     words = ["--heads", str(train.output_dir), "--target", place, "--format", "vllm", "--output", str(served)]
     assert export_heads.main(words) == 0

@@ -22,6 +22,7 @@ from tests.training.runner import (
     Runner,
     assert_same,
     interrupt_at_step,
+    save_chat_target,
     write_conversations,
 )
 from training.data.training_sets import load_datasets
@@ -137,6 +138,26 @@ class TestARun:
         assert not torch.equal(again.weights()["fc.weight"], before["fc.weight"])
         train(max_steps=1, dataset=others)
         assert not torch.equal(train.weights()["d2t"], before["d2t"]), "the data would give another one"
+
+    def test_continues_on_a_fine_tuned_target(
+        self, train: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It has another name and the same shape: the heads say so, and belong to it from then on."""
+        train(max_steps=1)
+        other = save_chat_target(tmp_path / "other", seed=1)
+        again = Runner(other, Path(train.defaults["dataset"]), tmp_path / "again")
+        again.defaults |= {"init_heads": train.output_dir, "head_type": None, "head_overrides": None}
+        again(max_steps=1)
+        told = f"were trained for {train.defaults['target']} (llama), and are trained further for {other} (llama)"
+        assert told in caplog.text
+        assert DraftHeads.from_pretrained(again.output_dir).config.target_name_or_path == str(other)
+
+        caplog.clear()
+        again(max_steps=1, init_heads=again.output_dir, output_dir=tmp_path / "third")
+        assert "are trained further for" not in caplog.text
+        deeper = save_chat_target(tmp_path / "deeper", num_hidden_layers=5)
+        with pytest.raises(ValueError, match=r"made for a target with number of layers 4, this target .* has 5"):
+            again(target=deeper)
 
 
 class TestHeldOutConversations:
