@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write_adapter
 from heads.binding import WeightCopies, check_fit
-from heads.checkpoint import check_place, check_tensors, is_published, read_head_type, replace_checkpoint
+from heads.checkpoint import check_place, check_tensors, is_published, read_dtype, read_head_type, replace_checkpoint
 from heads.config import DraftHeadsConfig
 from heads.formats.format import Imported
 from heads.formats.published import HUB_KEYS, open_published
@@ -49,8 +49,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
 
-    A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), `start`, `extend`
-    and `expand` (decoding, see `inference.Drafter`) and `draft_caches` (for `copy_rows` and `keep_rows`).
+    A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), and `start`,
+    `extend`, `expand` and `draft_caches` (decoding, see `inference.Drafter`).
 
     Attributes:
         default_loss: the kind's usual objective, in the words of the training option `loss_type`.
@@ -469,7 +469,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         with torch.device("meta"):  # a wrong size in a config may ask for more memory than there is
             imported.check(kind_class(config), path)
         heads: Any = kind_class(config)
-        heads.to(_read_dtype(dtype) or imported.dtype)
+        heads.to(read_dtype(dtype) or imported.dtype)
         for name, buffer in heads.named_buffers():
             if name.rpartition(".")[2] in imported.float32_parts:
                 buffer.data = buffer.float()
@@ -489,15 +489,3 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         heads, info = loaded
         check_tensors(path, heads, info)
         return heads.eval(), info
-
-
-def _read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that `from_pretrained` was asked for, under the names that transformers takes; None = the file's."""
-    if dtype is None or dtype == "auto":
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            f"got dtype {dtype!r}; allowed are auto, float32, bfloat16 and float16, as strings or as torch's dtypes"
-        )
-    return found

@@ -162,9 +162,8 @@ def main(argv: list[str] | None = None) -> None:
             data_collator=Collator(args.repeated_rows, training.seed),
             muon_learning_rate=args.muon_learning_rate,
         )
-        trainer.train(
-            resume_from_checkpoint=training.resume_from_checkpoint == "true" or training.resume_from_checkpoint
-        )
+        resume = training.resume_from_checkpoint
+        trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume), resume))
         if args.eval_dataset is not None:
             trainer.data_collator = Collator(0, training.seed)
             held_out = make_rows(args.eval_dataset, tokenizer, args.row_length, most_tokens=args.eval_tokens)

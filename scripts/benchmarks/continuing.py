@@ -26,6 +26,7 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from inference.targets.host_tensors import read_on_host
 from scripts.benchmarks import ablation
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
@@ -81,7 +82,7 @@ def fine_tune(args: ContinuingArguments, conversations: Path, folder: Path) -> f
         batch = collate([rows[place] for place in places])
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(batch["input_ids"], use_cache=False).logits[:, :-1]
-        is_learned = batch["loss_mask"][:, 1:].bool()
+        is_learned = read_on_host(batch["loss_mask"])[:, 1:].bool()
         loss = cross_entropy(logits[is_learned].float(), batch["input_ids"][:, 1:][is_learned])
         loss.backward()
         optimizer.step()

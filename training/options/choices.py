@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads import HEAD_TYPES
+from heads import HEAD_TYPES, DraftHeads
 from heads.formats.native_mtp import find_modules
+from heads.kinds.eagle3 import default_draft_vocabulary
 from inference.targets.model_config import find_length_limit
 from training.distributed.launch import count_launched, is_requested
 
@@ -30,12 +31,10 @@ logger = logging.getLogger(__name__)
 
 # The most published results, and every engine serves them (docs/choosing-heads.md).
 KIND = "eagle3"
-# Published EAGLE-3 heads score 32,000 tokens; smaller vocabularies save little.
-DRAFT_VOCABULARY, LARGE_VOCABULARY = 32_000, 65_536
 # Rows of the recipes for large targets: SpecForge 4,096, EAGLE's authors 2,048, speculators 8,192.
 LONGEST_ROW = 4096
-# AdamW's rate times D. It gives 2e-3 for chat-13m, and 1.2e-4 to 6e-5 for widths of 4,096 to 8,192, where SpecForge and
-# speculators have 1e-4 and EAGLE's authors 5e-5.
+# AdamW's rate times D, for a kind whose usual rate is 1e-4. It gives 2e-3 for chat-13m, and 1.2e-4 to 6e-5 for widths
+# of 4,096 to 8,192, where SpecForge and speculators have 1e-4 and EAGLE's authors 5e-5.
 RATE_TIMES_WIDTH, HIGHEST_RATE = 0.5, 2e-3
 # speculators' Muon rate amounts to 0.013 at a width of 4,096. Narrow targets learn more from few steps at 0.04.
 MUON, MUON_NARROW, NARROW = 0.02, 0.04, 1024
@@ -185,11 +184,13 @@ def _choose(
     is_fresh = not is_native and "init_heads" not in given
     overrides = dict(overrides)
     if is_fresh and (vocabulary := _choose_vocabulary(kind, overrides, shape)) is not None:
-        overrides["draft_vocab_size"] = DRAFT_VOCABULARY
+        overrides["draft_vocab_size"] = default_draft_vocabulary(shape.config.vocab_size)
         yield vocabulary
     is_split = any(name in given or is_requested(name) for name in ("fsdp", "deepspeed"))
     has_muon = hasattr(torch.optim, "Muon") and not is_split
-    yield from _choose_optimizer(shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native, has_muon=has_muon)
+    yield from _choose_optimizer(
+        kind, shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native, has_muon=has_muon
+    )
     if not {"bf16", "fp16"} & given.keys():
         reason = "computes fast in bfloat16; the heads' weights stay float32" if machine.has_bf16 else "lacks bfloat16"
         yield Choice("bf16", str(machine.has_bf16).lower(), f"{machine.name} {reason}")
@@ -221,18 +222,19 @@ def _choose_vocabulary(kind: str, overrides: Mapping[str, Any], shape: Shape) ->
     config_class: type = HEAD_TYPES[kind].config_class
     takes = any("draft_vocab_size" in inspect.signature(one.__init__).parameters for one in config_class.__mro__[:-1])  # type: ignore[misc]
     size = shape.config.vocab_size
-    if not takes or "draft_vocab_size" in overrides or size <= LARGE_VOCABULARY:
+    if not takes or "draft_vocab_size" in overrides or (fewer := default_draft_vocabulary(size)) is None:
         return None
     reason = f"the most frequent in the data, of the target's {size:,}: a smaller LM head drafts faster"
-    return Choice("head_overrides", f"draft_vocab_size={DRAFT_VOCABULARY}", reason)
+    return Choice("head_overrides", f"draft_vocab_size={fewer}", reason)
 
 
-def _choose_optimizer(width: int, *, is_fresh: bool, is_native: bool, has_muon: bool) -> Iterator[Choice]:
+def _choose_optimizer(kind: str, width: int, *, is_fresh: bool, is_native: bool, has_muon: bool) -> Iterator[Choice]:
     if is_native:
         yield Choice("learning_rate", f"{NATIVE_RATE:g}", "FastMTP's rate for a target's own module")
         return
-    rate = min(HIGHEST_RATE, float(f"{RATE_TIMES_WIDTH / width:.1e}"))
-    reason = f"{RATE_TIMES_WIDTH} / width {width:,}, at most {HIGHEST_RATE:g}"
+    numerator = RATE_TIMES_WIDTH * HEAD_TYPES[kind].default_learning_rate / DraftHeads.default_learning_rate
+    rate = min(HIGHEST_RATE, float(f"{numerator / width:.1e}"))
+    reason = f"{numerator:g} / width {width:,}, at most {HIGHEST_RATE:g}"
     yield Choice("learning_rate", f"{rate:g}", f"{reason}, for LM head and norms" if has_muon else reason)
     if has_muon:
         muon = MUON_NARROW if is_fresh and width < NARROW else MUON
