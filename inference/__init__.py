@@ -11,6 +11,7 @@ from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.generation import generate, stream
 from inference.loop import GenerationOutput
+from inference.pipelined.decoder import PipelinedDecoder
 from inference.stats import GenerationStats
 from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
@@ -30,6 +31,7 @@ __all__ = [
     "GenerationStats",
     "MergedDrafter",
     "NgramDrafter",
+    "PipelinedDecoder",
     "SmallModelDrafter",
     "StagedDrafter",
     "StaticTree",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from inference.targets.layer_groups import find_group_size
 from tests.conftest import REPOSITORY
 from tests.training.runner import save_chat_target, write_conversations
 
@@ -64,3 +65,20 @@ def test_a_short_run_writes_a_model(program: ModuleType, tmp_path: Path, capsys:
     assert "repeated 4-grams at T = 0:" in printed
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
+
+
+def test_tied_layers_stay_tied(program: ModuleType, tmp_path: Path) -> None:
+    """Checkpoints and the result hold every layer, and the groups are equal after the steps."""
+    target = save_chat_target(tmp_path / "target")
+    conversations = write_conversations(tmp_path / "conversations.jsonl")
+    options = {"model": target, "dataset": conversations, "prompts": REPOSITORY / "examples/prompts.jsonl"}
+    options |= {"output_dir": tmp_path / "out", "row_length": 72, "max_steps": 2, "tied_group_size": 2, "save_steps": 1}
+    options |= {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "repeated_4grams", lambda *_: 0.0)
+        program.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
+    before = AutoModelForCausalLM.from_pretrained(target).model.layers
+    for folder in (tmp_path / "out" / "checkpoint-1", tmp_path / "out"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert find_group_size(model.model.layers) == 2
+        assert not torch.equal(model.model.layers[0].mlp.up_proj.weight.float(), before[0].mlp.up_proj.weight.float())

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from inference import Decoder
+from inference.targets.layer_groups import tie_layers
 from scripts.measuring.measure import load_prompts
 from scripts.measuring.texts import share_of_repeated_ngrams
 from scripts.shared.model_loading import load_target
@@ -51,6 +52,13 @@ class TargetArguments:
     muon_learning_rate: float = field(default=0.01, metadata={"help": "Muon's rate, for all matrices but embeddings."})
     repeated_rows: float = field(
         default=0.0, metadata={"help": "Share of the rows that repeat one passage, whose repetitions become unlikely."}
+    )
+    tied_group_size: int | None = field(
+        default=None,
+        metadata={"help": "Tie the layers: every group of so many layers gets the weights of the first (SPEED)."},
+    )
+    early_weight: float = field(
+        default=0.5, metadata={"help": "With tied layers: weight of a loss on what leaves the first group."}
     )
     prompts: str = field(
         default="examples/prompts.jsonl", metadata={"help": "Prompts for the share of repeated 4-grams at T = 0."}
@@ -97,11 +105,14 @@ class Collator:
 
 
 class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-    """Language modelling, and DITTO (arXiv 2206.02369) on rows that repeat a passage."""
+    """Language modelling; DITTO (arXiv 2206.02369) on rows that repeat a passage; with tied layers also a loss on the
+    first group's prediction, which pipelined decoding (SPEED, arXiv 2310.12072) goes on with."""
 
-    def __init__(self, *, muon_learning_rate: float, **kwargs: Any) -> None:
+    def __init__(
+        self, *, muon_learning_rate: float, early_layer: int | None = None, early_weight: float = 0.0, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self.muon_learning_rate = muon_learning_rate
+        self.muon_learning_rate, self.early_layer, self.early_weight = muon_learning_rate, early_layer, early_weight
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         trained: Any = self.model
@@ -115,11 +126,27 @@ class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
         input_ids, periods = inputs["input_ids"], inputs["periods"]
-        outputs = model(input_ids=input_ids, use_cache=False)
-        scores = outputs.logits[:, :-1].float().log_softmax(-1)
-        chances = scores.gather(-1, input_ids[:, 1:, None])[..., 0]
-        loss = torch.where(periods[:, None] == 0, -chances, unlikely(chances.exp(), periods)).mean()
+        has_early = self.early_layer is not None and model.training
+        outputs = model(
+            input_ids=input_ids, use_cache=False, output_hidden_states=[self.early_layer] if has_early else None
+        )
+        loss = score_text(outputs.logits, input_ids, periods)
+        if has_early:
+            trained: Any = self.model
+            early = trained.lm_head(trained.model.norm(outputs.hidden_states[self.early_layer]))
+            loss = loss + self.early_weight * score_text(early, input_ids, periods)
         return (loss, outputs) if return_outputs else loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Writes tied weights once for each layer, since safetensors refuses to share them."""
+        weights = self.model.state_dict().items()
+        super()._save(output_dir, {name: value.clone() if ".layers." in name else value for name, value in weights})
+
+
+def score_text(logits: Tensor, input_ids: Tensor, periods: Tensor) -> Tensor:
+    """The mean loss on the next tokens; rows that repeat a passage have DITTO's."""
+    chances = logits[:, :-1].float().log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+    return torch.where(periods[:, None] == 0, -chances, unlikely(chances.exp(), periods)).mean()
 
 
 def unlikely(chances: Tensor, periods: Tensor) -> Tensor:
@@ -155,12 +182,16 @@ def main(argv: list[str] | None = None) -> None:
         # Plain products train short rows faster on a CPU than torch's fused attention.
         attention = {"attn_implementation": "eager"} if training.use_cpu else {}
         model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, **attention)
+        if args.tied_group_size is not None:
+            tie_layers(model, args.tied_group_size)
         trainer = TargetTrainer(
             model=model,
             args=training,
             train_dataset=make_rows(args.dataset, tokenizer, args.row_length),
             data_collator=Collator(args.repeated_rows, training.seed),
             muon_learning_rate=args.muon_learning_rate,
+            early_layer=args.tied_group_size,
+            early_weight=args.early_weight,
         )
         resume = training.resume_from_checkpoint
         trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume), resume))
@@ -168,7 +199,8 @@ def main(argv: list[str] | None = None) -> None:
             trainer.data_collator = Collator(0, training.seed)
             held_out = make_rows(args.eval_dataset, tokenizer, args.row_length, most_tokens=args.eval_tokens)
             console.print(f"perplexity {math.exp(trainer.evaluate(held_out)['eval_loss']):.2f}")
-        model.to(torch.bfloat16).save_pretrained(training.output_dir)
+        model.to(torch.bfloat16)
+        trainer._save(training.output_dir)
         tokenizer.save_pretrained(training.output_dir)
         console.print(f"repeated 4-grams at T = 0: {repeated_4grams(training.output_dir, args.prompts):.0%}")
 

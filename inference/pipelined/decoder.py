@@ -1,0 +1,206 @@
+"""PipelinedDecoder: decodes with a model whose groups of layers share their weights (SPEED, arXiv 2310.12072).
+
+In such a model the token at position p can be in one group of layers while its successors are in earlier groups, and
+one pass over the shared weights moves them all on. The successor is not known before p has left the last group, so it
+is predicted from what leaves the first group. A prediction that the last group does not confirm is dropped with
+everything after it. So the text is the target's own, and a step reads the weights of one group instead of all.
+
+This is a loop of its own: what is verified here is in flight within the model, and a token tree is not.
+
+Legend: B texts, G groups of K layers, T tokens of a segment, D hidden, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
+
+from inference.acceptance.sampler import Sampler, pick_token
+from inference.noise import row_seeds
+from inference.pipelined.texts_in_flight import TextInFlight
+from inference.request.generate_arguments import make_request
+from inference.request.processors import PREFIX_FREE
+from inference.request.request import Request
+from inference.targets.layer_groups import LayerGroups
+from inference.targets.target import Target
+
+SEGMENTS_PER_GROUP = 4  # of a prompt: the groups are then idle for a fifth of its passes
+LONGEST_SEGMENT = 512
+
+
+@dataclass
+class PipelineStats:
+    """Counts of a call.
+
+    Attributes:
+        num_groups: G. Plain decoding of a token passes over the shared weights G times.
+        num_passes: passes over the shared weights, those of the prompts included. A pass serves all texts.
+        num_prompt_passes: the passes until every text had its first token.
+        num_new_tokens: tokens returned, of all texts together.
+        num_confirmed: predicted tokens that the last group confirmed.
+        num_refuted: predicted tokens that it did not confirm; everything younger was dropped.
+        num_dropped: tokens that had passed a group or more for nothing.
+        occupied: the sum over passes of the groups that held a token.
+        seconds: wall-clock time.
+    """
+
+    num_groups: int
+    num_passes: int = 0
+    num_prompt_passes: int = 0
+    num_new_tokens: int = 0
+    num_confirmed: int = 0
+    num_refuted: int = 0
+    num_dropped: int = 0
+    occupied: int = 0
+    seconds: float = 0.0
+    batch_size: int = 1
+
+    @property
+    def passes_per_token(self) -> float:
+        """Passes for a token behind the first, of a batch of one; plain decoding needs G."""
+        return (self.num_passes - self.num_prompt_passes) / max(1, self.num_new_tokens - self.batch_size)
+
+    @property
+    def depth_in_flight(self) -> float:
+        """The mean number of groups that worked for a text, of G."""
+        return self.occupied / max(1, self.num_passes * self.batch_size)
+
+
+@dataclass
+class PipelinedOutput(ModelOutput):
+    """sequences: [B, L + new] int64 as transformers' generate returns them. stats: the counts of the call."""
+
+    sequences: Tensor
+    stats: PipelineStats = field(default=None)  # type: ignore[assignment]
+
+
+class PipelinedDecoder:
+    """Decodes with a causal LM whose layers repeat (`tie_layers`). The text is the model's own, greedy and sampled.
+
+    Args:
+        target: a model of transformers, or a `Target`.
+
+    Raises:
+        ValueError: the layers do not repeat, or depend on their place.
+    """
+
+    def __init__(self, target: Target | nn.Module) -> None:
+        self.target = Target.of(target)
+        self.groups = LayerGroups(self.target)
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+        **generate_kwargs: Any,
+    ) -> PipelinedOutput:
+        """Arguments as for `Decoder.generate`.
+
+        Raises:
+            ValueError: as `Decoder.generate`; logits processors that read the text, such as a repetition penalty.
+        """
+        request = make_request(self.target, input_ids, attention_mask, generate_kwargs=generate_kwargs)
+        if names := sorted({type(one).__name__ for one in request.processors if type(one) not in PREFIX_FREE}):
+            raise ValueError(
+                f"{', '.join(names)} reads the text, and here several tokens of the text are predicted at once: leave "
+                "the option out, or decode with Decoder"
+            )
+        if request.keeps_scores or request.keeps_logits:
+            raise ValueError("output_scores and output_logits need Decoder: leave them out")
+        seeds = row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
+        sampler = Sampler(request.processors, do_sample=request.do_sample, row_seeds=seeds)
+        started = time.perf_counter()
+        with self.target.without_autograd():
+            stats = self._decode(request, sampler)
+        stats.seconds = time.perf_counter() - started
+        stats.num_new_tokens = request.num_new_tokens
+        return PipelinedOutput(request.sequences(), stats)
+
+    def _decode(self, request: Request, sampler: Sampler) -> PipelineStats:
+        num_groups, device = self.groups.num_groups, self.target.device
+        longest = max(map(len, request.prompts))
+        size = min(LONGEST_SEGMENT, -(-longest // (SEGMENTS_PER_GROUP * num_groups)))
+        texts = [TextInFlight(prompt, num_groups, size) for prompt in request.prompts]
+        stats = PipelineStats(num_groups, batch_size=len(texts))
+        cache = self.groups.new_cache(len(texts) * num_groups, request.max_length + num_groups + size)
+        left = torch.zeros((len(texts), num_groups, 1, self.target.hidden_size), dtype=self.target.dtype, device=device)
+        bound = 0
+        while not request.is_finished:
+            running = [texts[row] for row in sorted(request.unfinished)]
+            counts = [[0 if s is None else len(s.token_ids) for s in text.groups] for text in texts]
+            width = max(map(max, counts))
+            left = self._run(texts, left, width, cache)
+            in_place = torch.tensor(counts, device=device)
+            predicted, own = self._pick(sampler, texts, left, in_place)
+            stats.num_passes += 1
+            stats.num_prompt_passes += any(text.known == len(p) for text, p in zip(texts, request.prompts, strict=True))
+            stats.occupied += sum(one is not None for text in running for one in text.groups)
+            cache.advance(in_place.flatten(), width)
+            reached = max(one.end for text in running for one in text.groups if one is not None)
+            cache.length_bound = bound = max(bound, reached)
+            self._move(request, texts, predicted, own, cache, stats)
+        for text in texts:
+            stats.num_confirmed += text.num_confirmed
+            stats.num_dropped += text.num_dropped
+        return stats
+
+    def _run(self, texts: list[TextInFlight], left: Tensor, width: int, cache: Any) -> Tensor:
+        """Runs all groups on their segments: [B, G, T, D], what leaves each, from what left each in the pass before."""
+        rows = [[0] * width if t.groups[0] is None else [*t.groups[0].token_ids] for t in texts]
+        entering = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.target.device)
+        moved = nn.functional.pad(left[:, :-1], (0, 0, 0, max(0, width - left.shape[2])))[:, :, :width]
+        hidden = torch.cat([self.groups.embed(entering)[:, None], moved], dim=1)
+        return self.groups.run(hidden.flatten(0, 1), cache).view(hidden.shape)
+
+    def _pick(
+        self, sampler: Sampler, texts: list[TextInFlight], left: Tensor, counts: Tensor
+    ) -> tuple[list[int], list[int]]:
+        """Each text's predicted next token behind the first group, and the target's own behind the last one. The noise
+        belongs to the position, so a prediction is drawn with the noise of the token that it predicts."""
+        ends = (counts - 1).clamp(min=0)[:, :, None, None].expand(-1, -1, 1, left.shape[-1])
+        newest = left.gather(2, ends)[:, [0, -1], 0]  # [B, 2, D]
+        logits = self.groups.score(newest)
+        segments = [text.groups[group] for text in texts for group in (0, -1)]
+        positions = torch.tensor([0 if s is None else s.end - 1 for s in segments], device=left.device)
+        scores = sampler.process(logits.flatten(0, 1))
+        noise = None
+        if sampler.row_seeds is not None:
+            both = Sampler(do_sample=True, row_seeds=sampler.row_seeds.repeat_interleave(2))
+            noise = both.draw_noise(positions, 1, scores.shape[-1])
+        picked = pick_token(scores, None if noise is None else noise[:, 0]).view(-1, 2)
+        predicted, own = picked.T.tolist()
+        return predicted, own
+
+    def _move(
+        self,
+        request: Request,
+        texts: list[TextInFlight],
+        predicted: list[int],
+        own: list[int],
+        cache: Any,
+        stats: PipelineStats,
+    ) -> None:
+        """Moves all texts on, emits their tokens, and forgets the keys of dropped ones."""
+        void_from = [cache.capacity] * len(texts)
+        for row in sorted(request.unfinished):
+            text = texts[row]
+            emits = text.may_emit
+            # A prediction is no token where scores are NaN; the target's own is refused by `emit`.
+            if text.move(max(predicted[row], 0), own[row]):
+                stats.num_refuted += 1
+                void_from[row] = text.known - 1
+            if emits:
+                request.emit([row], [[own[row]]])
+            if row not in request.unfinished:
+                text.groups = [None] * len(text.groups)
+        if min(void_from) < cache.capacity:
+            limits = torch.tensor(void_from, device=cache.lengths.device).repeat_interleave(self.groups.num_groups)
+            cache.lengths.copy_(torch.minimum(cache.lengths, limits))
