@@ -39,15 +39,14 @@ def tied_target(family: str = "llama", group_size: int = 2, **settings: Any) -> 
 def test_the_text_is_the_targets_own(family: str, group_size: int, settings: dict[str, Any], do_sample: bool) -> None:
     model = tied_target(family, group_size, **settings)
     decoder = PipelinedDecoder(model)
-    for seed in range(2):
-        prompts = pad_prompts([random_prompt(length, seed + length) for length in LENGTHS])
-        options = {"max_new_tokens": 24, "do_sample": do_sample, "seed": seed, **({"top_p": 0.9} if do_sample else {})}
-        expected = generate(model, None, **prompts, **options).sequences
-        found = decoder.generate(**prompts, **options)
-        assert found.sequences.tolist() == expected.tolist()
-        stats = found.stats
-        assert stats.num_confirmed + stats.num_refuted == stats.num_new_tokens
-        assert stats.num_dropped >= stats.num_refuted - len(LENGTHS)
+    prompts = pad_prompts([random_prompt(length, length) for length in LENGTHS])
+    options = {"max_new_tokens": 24, "do_sample": do_sample, "seed": 1, **({"top_p": 0.9} if do_sample else {})}
+    expected = generate(model, None, **prompts, **options).sequences
+    found = decoder.generate(**prompts, **options)
+    assert found.sequences.tolist() == expected.tolist()
+    stats = found.stats
+    assert stats.num_confirmed + stats.num_refuted == stats.num_new_tokens
+    assert stats.num_dropped >= stats.num_refuted - len(LENGTHS)
 
 
 def test_one_pass_a_token_where_every_prediction_is_right() -> None:
