@@ -10,7 +10,7 @@ from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.generation import generate, stream
-from inference.loop import GenerationOutput
+from inference.loop import GenerationOutput, StepTokens
 from inference.stats import GenerationStats
 from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
@@ -33,6 +33,7 @@ __all__ = [
     "SmallModelDrafter",
     "StagedDrafter",
     "StaticTree",
+    "StepTokens",
     "Target",
     "TokenStream",
     "TreePolicy",

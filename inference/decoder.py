@@ -24,7 +24,7 @@ from inference.execution.compiled import CompiledExecutor
 from inference.execution.drafting import TreeChoice
 from inference.execution.executor import Executor
 from inference.execution.step import DecodeStep
-from inference.loop import DecodeLoop, GenerationOutput, StepCallback, gather_output
+from inference.loop import DecodeLoop, GenerationOutput, StepCallback, StepTokens, gather_output
 from inference.noise import row_seeds
 from inference.planning.costs import StepCosts
 from inference.planning.planner import TreePlanner
@@ -224,7 +224,8 @@ class Decoder:
         reuse_cache: bool = False,
         **options: Any,
     ) -> TokenStream:
-        """`generate` of one row, step by step: `for tokens in decoder.stream(...)`, or `async for`.
+        """`generate` of one row, step by step: `for tokens in decoder.stream(...)`, or `async for`. Each step's list of
+        tokens also tells which of them were drafted (`StepTokens`).
 
         Arguments and errors are those of `generate`, without `streamer` and `on_step`. The decoder is busy until the
         stream is read to its end, closed or dropped.
@@ -248,7 +249,7 @@ class Decoder:
         gather = partial(gather_output, loop.request, loop.scores, loop.stats)
         return TokenStream(self._stream_steps(loop, clock, release), gather, release)
 
-    def _stream_steps(self, loop: DecodeLoop, clock: PhaseClock, release: Callable[[], None]) -> Iterator[list[int]]:
+    def _stream_steps(self, loop: DecodeLoop, clock: PhaseClock, release: Callable[[], None]) -> Iterator[StepTokens]:
         try:
             with self._holding(loop):
                 running = loop.steps()
