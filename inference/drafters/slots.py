@@ -49,9 +49,7 @@ class NewSlots:
         features = None
         if self.features is not None:
             features = torch.cat([part.features for part in parts if part.features is not None])
-        return NewSlots(
-            features, torch.cat([part.next_ids for part in parts]), torch.cat([self.counts, others.counts])
-        )
+        return NewSlots(features, torch.cat([part.next_ids for part in parts]), torch.cat([self.counts, others.counts]))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> NewSlots:
         """The slots with `function` of each tensor."""

@@ -29,10 +29,16 @@ class Metrics:
             registry=self.registry,
         )
         self.ended = Counter(
-            "draftsmith:request_success", "Replies by the reason of their end.", ["finished_reason"], registry=self.registry
+            "draftsmith:request_success",
+            "Replies by the reason of their end.",
+            ["finished_reason"],
+            registry=self.registry,
         )
         self.refused = Counter(
-            "draftsmith:request_refused", "Requests that were refused, by HTTP status.", ["status"], registry=self.registry
+            "draftsmith:request_refused",
+            "Requests that were refused, by HTTP status.",
+            ["status"],
+            registry=self.registry,
         )
         self.first_token_seconds = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.seconds = self._histogram("e2e_request_latency_seconds", "From arrival to the reply's end.")

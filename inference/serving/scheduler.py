@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from inference.decoder import Decoder
 from inference.drafters.base import Drafter
@@ -29,6 +30,7 @@ LaneName = tuple[str, str | None]
 """The name of the drafter ("none" = plain decoding), and the tree as text (None = the default)."""
 
 PLAIN = "none"
+INTERNAL_ERROR = "internal error: see the server's log"
 IDLE_SECONDS = 0.5  # how often an idle engine looks whether it is to stop
 
 
@@ -162,16 +164,15 @@ class Scheduler:
         self._read_prompts()
         for name, lane in list(self._lanes.items()):
             if lane.rows:
-                self._guard(name, lane.advance, lane.rows)
+                self._guard(name, lane.advance)
         self._count_ended()
 
     def _drop_cancelled(self) -> None:
-        for row in self._rows:
+        for row in list(self._rows):
             if row.is_cancelled:
                 row.fail("cancelled")
         if self._reading is not None and self._reading[0].is_over:
-            self._reading[2].close()
-            self._reading = None
+            self._stop_reading()
         with self._changed:
             self._waiting = deque(each for each in self._waiting if not each[0].is_over)
         for lane in self._lanes.values():
@@ -185,22 +186,33 @@ class Scheduler:
             self._reading = self._reading or self._start_next()
             if self._reading is None:
                 return
-            row, name, chunks = self._reading
-            size = self._guard(name, lambda chunks=chunks: next(chunks, 0), [row, *self._lanes[name].rows])
-            if size:
-                left -= size
-            else:
+            _, name, chunks = self._reading
+            size = self._guard(name, partial(next, chunks, None))
+            left -= size or 0
+            if size is None:
                 self._reading = None
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading[2].close()
+            self._reading = None
 
     def _start_next(self) -> tuple[Row, LaneName, Generator[int]] | None:
         """The first waiting row whose lane has room."""
         with self._changed:
             waiting = list(self._waiting)
-        for row, name in waiting:
-            lane = self._find_lane(name)
-            if lane is not None and len(lane.rows) < lane.max_rows:
+        for each in waiting:
+            row, name = each
+            try:
+                lane = self._find_lane(name)
+            except Exception:  # noqa: BLE001  # such as too little memory
+                logger.exception("no lane could be made for %s", name)
+                row.fail(INTERNAL_ERROR)
+                lane = None
+            if row.is_over or (lane is not None and len(lane.rows) < lane.max_rows):
                 with self._changed:
-                    self._waiting.remove((row, name))
+                    self._waiting.remove(each)
+            if lane is not None and len(lane.rows) < lane.max_rows:
                 return row, name, lane.join(row)
         return None
 
@@ -224,16 +236,20 @@ class Scheduler:
         self._lanes[name] = lane
         return lane
 
-    def _guard(self, name: LaneName, function: Callable[[], int | None], rows: Sequence[Row]) -> int:
+    def _guard(self, name: LaneName, function: Callable[[], int | None]) -> int | None:
         """Runs a part of a round. If it fails, the lane's rows end with an error, and the lane is made anew."""
         try:
-            return function() or 0
-        except Exception:  # a server outlives what a request can bring about
-            logger.exception("a step failed; its %d replies end with an error", len(rows))
-            for row in list(rows):
-                row.fail("internal error: see the server's log")
-            del self._lanes[name]
-            return 0
+            return function()
+        except Exception:  # noqa: BLE001  # a server outlives what a request can bring about
+            lane = self._lanes.pop(name, None)
+            rows = [*(lane.rows if lane is not None else [])]
+            if self._reading is not None and self._reading[1] == name:
+                rows.append(self._reading[0])
+                self._stop_reading()
+            logger.exception("a step failed, and %d replies end with an error", len(rows))
+            for row in rows:
+                row.fail(INTERNAL_ERROR)
+            return None
 
     def _count_ended(self) -> None:
         with self._changed:
