@@ -1,7 +1,7 @@
 """JoinedSampler: the samplers of several calls, each with a row of its own in one batch.
 
-A row's token depends only on the row's scores and its own sampler, so that greedy and sampled rows of any settings share
-a pass. Rows whose processors are equal are processed at once.
+A row's token depends only on the row's scores and its own sampler, so that greedy and sampled rows of any settings
+share a pass. Rows whose processors are equal are processed at once.
 
 Legend: B batch, W frontier nodes of one level, R = B W, C candidate columns, V target vocabulary.
 """
@@ -34,11 +34,13 @@ class JoinedSampler(Sampler):
         seeds = [no_seed if one.row_seeds is None or not one.do_sample else one.row_seeds for one in samplers]
         is_sampled = [one.do_sample for one in samplers]
         super().__init__(processors, do_sample=any(is_sampled), row_seeds=torch.cat(seeds))
+        assert self.row_seeds is not None
         self.samplers = tuple(samplers)
         self.all_texts = texts
         if any(one.texts is not None for one in samplers):
             self.texts = texts
         self._sampled = [row for row, is_random in enumerate(is_sampled) if is_random]
+        self._of_sampled_rows = Sampler(do_sample=True, row_seeds=self.row_seeds[self._sampled])
         groups: dict[Any, list[int]] = {}
         for row, one in enumerate(samplers):
             groups.setdefault((one.do_sample, _settings_of(one)), []).append(row)
@@ -59,8 +61,9 @@ class JoinedSampler(Sampler):
         if not self.do_sample or len(self._sampled) == len(self.samplers):
             return super().draw_noise(root_positions, num_depths, vocab_size)
         noise = torch.zeros(len(self.samplers), num_depths, vocab_size, device=root_positions.device)
-        for row in self._sampled:
-            noise[row : row + 1] = self.samplers[row].draw_noise(root_positions[row : row + 1], num_depths, vocab_size)
+        drawn = self._of_sampled_rows.draw_noise(root_positions[self._sampled], num_depths, vocab_size)
+        assert drawn is not None
+        noise[self._sampled] = drawn
         return noise
 
     def warp_draft(self, logits: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class RowMaker:
             options["tools"] = body.tools
         try:
             ids = self.tokenizer.apply_chat_template(body.messages, tokenize=True, return_dict=True, **options)
-        except Exception as error:  # noqa: BLE001  # the template is a program that reads the request
+        except Exception as error:  # the template is a program that reads the request
             reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             raise RequestError(f"the chat template refuses the messages: {reason}", param="messages") from error
         prompt: list[int] = ids["input_ids"]
@@ -79,19 +79,18 @@ class RowMaker:
 
     def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
         """The prompts of a completion, as token ids."""
-        given = body.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]  # type: ignore[assignment]
+        is_one = isinstance(body.prompt, str) or (bool(body.prompt) and isinstance(body.prompt[0], int))
+        given = cast(list[str | list[int]], [body.prompt] if is_one else body.prompt)
         prompts = [list(self.tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in given]
         if not prompts or not all(prompts):
             raise RequestError("the prompt is empty: give at least one token", param="prompt")
         for token in (token for prompt in prompts for token in prompt):
-            if not 0 <= token < self.target.num_embeddings:  # type: ignore[operator]
+            if not 0 <= token < self.target.num_embeddings:
                 raise RequestError(
                     f"the prompt has the token id {token}; the target's are 0 to {self.target.num_embeddings - 1}",
                     param="prompt",
                 )
-        return prompts  # type: ignore[return-value]
+        return prompts
 
     def choose_lane(self, body: CompletionOptions) -> LaneName:
         """The drafter and tree of a request."""
@@ -188,7 +187,7 @@ class RowMaker:
     def _arguments(self, prompt_length: int, num_new: int, body: CompletionOptions) -> dict[str, Any]:
         """Arguments of transformers' generate. What the request leaves out is the model's generation config's, and
         else OpenAI's default."""
-        config = self.target.model.generation_config  # type: ignore[union-attr]
+        config = self.target.model.generation_config
 
         def choose(name: str, default: Any) -> Any:
             given = getattr(body, name)

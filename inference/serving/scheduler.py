@@ -205,7 +205,7 @@ class Scheduler:
             row, name = each
             try:
                 lane = self._find_lane(name)
-            except Exception:  # noqa: BLE001  # such as too little memory
+            except Exception:  # such as too little memory
                 logger.exception("no lane could be made for %s", name)
                 row.fail(INTERNAL_ERROR)
                 lane = None
@@ -240,7 +240,7 @@ class Scheduler:
         """Runs a part of a round. If it fails, the lane's rows end with an error, and the lane is made anew."""
         try:
             return function()
-        except Exception:  # noqa: BLE001  # a server outlives what a request can bring about
+        except Exception:  # a server outlives what a request can bring about
             lane = self._lanes.pop(name, None)
             rows = [*(lane.rows if lane is not None else [])]
             if self._reading is not None and self._reading[1] == name:
