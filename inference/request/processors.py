@@ -1,10 +1,13 @@
-"""Kinds of transformers' logits processors that read no text.
+"""Kinds of transformers' logits processors that read no text, and OpenAI's penalties, which transformers has not.
 
 Those that read it are in `text_processors.py`. Processors of other types may also keep a state (a grammar).
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
 from transformers.generation import logits_process
 
 NO_TOKEN = -1  # instead of an emitted token: all scores were NaN, or -inf
@@ -31,3 +34,25 @@ PREFIX_FREE = _find_types(
 )
 # They do not read which token a column stands for, so they may also process scores over a reduced draft vocabulary.
 COLUMN_FREE = PREFIX_FREE - _find_types("SuppressTokensLogitsProcessor")
+
+
+class OccurrencePenaltiesLogitsProcessor(LogitsProcessor):  # type: ignore[misc, unused-ignore]
+    """OpenAI's penalties on tokens that were emitted already; the prompt does not count.
+
+    Args:
+        presence: subtracted from the scores of tokens that occur; negative values encourage them.
+        frequency: subtracted once for each occurrence.
+        prompt_length: tokens of the prompt.
+    """
+
+    def __init__(self, *, presence: float, frequency: float, prompt_length: int) -> None:
+        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        emitted = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add(1, emitted, torch.ones_like(emitted, dtype=scores.dtype))
+        return self.penalise(scores, counts)
+
+    def penalise(self, scores: Tensor, counts: Tensor) -> Tensor:
+        """Scores [R, V] after tokens that occur so often, [R, V]."""
+        return scores - self.frequency * counts - self.presence * (counts > 0)

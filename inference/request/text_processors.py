@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
+from inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from inference.request.texts import Texts
 
 NEVER = float("-inf")
@@ -117,6 +118,27 @@ class EncoderRepetitionPenalty(TextProcessor):
     def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
         token_ids = self.token_ids[texts.rows]
         return _penalise(scores, token_ids, torch.ones_like(token_ids, dtype=torch.bool), self.penalty)
+
+
+@dataclass(frozen=True)
+class OccurrencePenalties(TextProcessor):
+    """Attributes:
+    begin: [] long, where the emitted tokens begin.
+    """
+
+    processor: OccurrencePenaltiesLogitsProcessor
+    begin: Tensor
+
+    @classmethod
+    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> OccurrencePenalties:
+        return cls(processor, torch.tensor(processor.prompt_length, device=texts.rows.device))
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        vocab_size, is_emitted = scores.shape[1], texts.is_text & (texts.places >= self.begin)
+        emitted = torch.where(is_emitted, texts.tokens.clamp(max=vocab_size), vocab_size)  # a spare column for others
+        counts = scores.new_zeros(scores.shape[0], vocab_size + 1)
+        counts.scatter_add_(1, emitted, torch.ones_like(emitted, dtype=scores.dtype))
+        return self.processor.penalise(scores, counts[:, :vocab_size])
 
 
 def _penalise(scores: Tensor, token_ids: Tensor, counts: Tensor, penalty: float) -> Tensor:
@@ -263,6 +285,7 @@ def _per_row(values: Tensor, texts: Texts) -> Tensor:
 _READERS: dict[type, Callable[[Any, Texts, int], TextProcessor]] = {
     stock.RepetitionPenaltyLogitsProcessor: RepetitionPenalty.read,
     stock.EncoderRepetitionPenaltyLogitsProcessor: EncoderRepetitionPenalty.read,
+    OccurrencePenaltiesLogitsProcessor: OccurrencePenalties.read,
     stock.NoRepeatNGramLogitsProcessor: NoRepeatedNgrams.read,
     stock.EncoderNoRepeatNGramLogitsProcessor: NoEncoderNgrams.read,
     stock.SequenceBiasLogitsProcessor: SequenceBias.read,
