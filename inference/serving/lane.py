@@ -23,7 +23,7 @@ from inference.batch import close_ranks
 from inference.decoder import Decoder
 from inference.drafters.slots import NewSlots
 from inference.execution.drafting import Drafting
-from inference.loop import Emission
+from inference.loop import Emission, StepTokens
 from inference.noise import row_seeds
 from inference.prompts import HeldTexts, ReadPrompts
 from inference.request.texts import Texts
@@ -95,7 +95,7 @@ class Lane:
         first = TokenTree.from_root(torch.tensor([row.prompt[-1]], device=buffer.cache.lengths.device))
         accepted = accept_exact(sampler, first, read.logits, buffer.cache.lengths - 1)
         texts.commit(accepted.next_tokens, accepted.counts)
-        row.take(self._tokens_of(row, 0, accepted, read.logits, None, accepted.next_tokens[0].tolist()))
+        row.take(self._tokens_of(row, 0, accepted, read.logits, StepTokens(accepted.next_tokens[0].tolist())))
         if not row.is_over:
             slots = NewSlots(read.feature, accepted.next_tokens.clamp(min=0), accepted.counts)
             self._add(row, buffer, read, sampler, texts, slots)
@@ -139,32 +139,27 @@ class Lane:
         )
         self._drafting.take(NewSlots(features, accepted.next_tokens.clamp(min=0), accepted.counts))
         sampler.all_texts.commit(accepted.next_tokens, accepted.counts)
-        tokens, counts = Emission(accepted.next_tokens, accepted.counts, None, None, counted).read()
+        log_probs = tree.log_probs.gather(1, accepted.path)
+        tokens, counts = Emission(accepted.next_tokens, accepted.counts, log_probs, None, None, counted).read()
         self.choice.learn(counts)
         for place, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
             row.stats.count_step(len(new) - 1)
             row.stats.num_drafted += tree.num_nodes - 1
             row.num_drafts += tree.num_nodes > 1
-            row.take(self._tokens_of(row, place, accepted, output.logits, tree, new))
+            row.take(self._tokens_of(row, place, accepted, output.logits, new))
         self.drop_rows()
 
-    def _tokens_of(
-        self, row: Row, place: int, accepted: Acceptance, logits: Tensor, tree: TokenTree | None, new: list[int]
-    ) -> list[RowToken]:
+    def _tokens_of(self, row: Row, place: int, accepted: Acceptance, logits: Tensor, new: StepTokens) -> list[RowToken]:
         """A row's emitted tokens, with what the request wants to know of them."""
-        path = accepted.path[place, : len(new)]
-        depths = [*range(1, len(new)), 0]
-        chances: list[float | None] = [None] * len(new)
-        if row.wants_report and tree is not None and not row.request.do_sample:
-            scores = tree.log_probs[place, path]
-            chances = [*(scores[1:] - scores[:-1]).exp().tolist(), None]
+        told = (new, [""] * len(new), new.depths, new.probabilities)
         if row.num_top is None:
-            return [RowToken(*each) for each in zip(new, [""] * len(new), depths, chances, strict=True)]
+            return [RowToken(*each) for each in zip(*told, strict=True)]
+        path = accepted.path[place, : len(new)]
         log_probs = logits[place, path].float().log_softmax(-1)
         own = log_probs.gather(1, torch.tensor(new, device=path.device).clamp(min=0)[:, None])[:, 0].tolist()
         values, ids = (part.tolist() for part in log_probs.topk(row.num_top, dim=-1))
         tops = [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
-        return [RowToken(*each) for each in zip(new, [""] * len(new), depths, chances, own, tops, strict=True)]
+        return [RowToken(*each) for each in zip(*told, own, tops, strict=True)]
 
     def drop_rows(self) -> None:
         """Rows that have ended, or been cancelled, leave."""

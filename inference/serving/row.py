@@ -120,7 +120,6 @@ class Row:
     stops: StopStrings
     on_piece: Callable[[Piece], None]
     num_top: int | None = None
-    wants_report: bool = False
     stats: GenerationStats = field(default_factory=GenerationStats)
     arrived: float = field(default_factory=time.perf_counter)
     num_drafts: int = 0

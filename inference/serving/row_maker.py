@@ -144,7 +144,6 @@ class RowMaker:
                 StopStrings(stops),
                 lambda piece, number=number: on_piece(number, piece),  # type: ignore[misc]
                 num_top=num_top,
-                wants_report=body.draft_report,
             )
             for number in range(body.n)
         ]

@@ -39,7 +39,6 @@ class Arrival:
     lane: LaneName = ("draft", None)
     stops: tuple[str, ...] = ()
     num_top: int | None = None
-    wants_report: bool = True
     pieces: list[Piece] = field(default_factory=list)
     row: Row | None = None
 
@@ -64,7 +63,6 @@ class Arrival:
             StopStrings(self.stops),
             take,
             num_top=self.num_top,
-            wants_report=self.wants_report,
         )
         return self.row
 
