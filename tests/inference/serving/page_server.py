@@ -130,7 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
                 "accepted_per_depth": [count for count in per_depth if count],
                 "seconds": time.perf_counter() - start,
             }
-            self._send({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "drafting": report})
+            is_cut = body["max_tokens"] <= len(split_words(self.server.text))
+            end = {"index": 0, "delta": {}, "finish_reason": "length" if is_cut else "stop"}
+            self._send({"choices": [end], "drafting": report})
             self.wfile.write(b"data: [DONE]\n\n")
         except (BrokenPipeError, ConnectionResetError):
             pass  # the page has stopped the reply

@@ -109,6 +109,7 @@ def test_a_reply_shows_what_was_drafted(page: Any, server: PageServer) -> None:
     assert len(drafted) == len(set(told)) - 1
     shown = figures(page)
     assert shown["tokens"] == "30"
+    assert page.locator(".pane header").get_by_text("cut at max tokens").count() == 1
     assert float(shown["tokens/s"].replace(",", "")) > 0
     assert float(shown["acceptance length"]) > 2
     bars = page.locator(".histogram span").all_inner_texts()
@@ -148,7 +149,7 @@ def test_a_reply_can_be_stopped(page: Any, server: PageServer, how: str) -> None
     else:
         assert TEXT.startswith(texts(page)[0])
         assert 2 < len(depths(page)) < len(split_words(TEXT))
-        assert "tokens (stopped)" in figures(page)
+        assert page.locator(".pane header").get_by_text("stopped").count() == 1
     server.seconds = 0.0
     send(page, "Again")
     assert texts(page)[-1] == TEXT
