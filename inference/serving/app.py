@@ -80,8 +80,8 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
     @app.middleware("http")
     async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         if server.api_key is not None and request.url.path not in OPEN_PATHS:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            if not hmac.compare_digest(given, server.api_key.encode()):
+            given = request.headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, f"Bearer {server.api_key}".encode()):
                 return _refuse(
                     server, RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
                 )

@@ -105,6 +105,11 @@ class Scheduler:
         return self.limits.max_lanes * max(lane.num_bytes for lane in self._lanes.values())
 
     @property
+    def num_rows(self) -> int:
+        """Rows that have been submitted and have not ended."""
+        return len(self._rows)
+
+    @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
 

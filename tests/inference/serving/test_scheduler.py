@@ -21,7 +21,7 @@ from inference.prompts import PREFILL_CHUNK, PromptReader
 from inference.serving.lane import Lane
 from inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
 from tests.heads.tiny_heads import tiny_heads
-from tests.inference.serving.arrivals import SECONDS, Arrival, draw_options, drafters_of, end, serve
+from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 # The target itself as the small model: deep drafts are accepted.
@@ -93,9 +93,7 @@ def guess_costs(step: DecodeStep, batch_size: int, sampler: Any) -> StepCosts:
 
 
 @pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
-def test_other_trees_have_lanes_of_their_own(
-    oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.planning.planner.find_costs", guess_costs)
     arrivals = draw_arrivals(oracle.target, 6)
     for number, arrival in enumerate(arrivals):
