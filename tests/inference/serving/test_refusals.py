@@ -222,12 +222,8 @@ def test_a_full_queue_says_when_to_come_back(served_target: Target, chat_tokeniz
 def test_keys(served_target: Target, chat_tokenizer: PreTrainedTokenizerBase) -> None:
     limits = Limits(max_rows=1, max_length=100)
     with running(served_target, chat_tokenizer, limits=limits, api_key="sesame") as served:
-        for headers in (
-            {},
-            {"authorization": "Bearer open"},
-            {"authorization": "sesame"},
-            {"authorization": "Bearer \u00e9".encode()},
-        ):
+        for given in (None, "Bearer open", "sesame", "Bearer \u00e9"):
+            headers = {} if given is None else {"authorization": given.encode()}
             for path in ("/v1/models", "/metrics"):
                 assert_refused(httpx.get(f"{served.address}{path}", headers=headers), 401)
         right = {"authorization": "Bearer sesame"}

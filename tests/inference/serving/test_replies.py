@@ -125,23 +125,18 @@ def test_several_prompts_and_choices_are_numbered(served: Running) -> None:
 
 
 def test_stop_strings_and_stop_tokens(served: Running) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
     with served.client() as client:
-        whole = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=20, temperature=0, logprobs=0).choices[
-            0
-        ]
+        whole = client.completions.create(**options, logprobs=0).choices[0]
         stop = whole.text[9:13]
         for is_stream in (False, True):
-            reply = client.completions.create(
-                model=MODEL, prompt=PROMPT, max_tokens=20, temperature=0, stop=["\x00never", stop], stream=is_stream
-            )
+            reply = client.completions.create(**options, stop=["\x00never", stop], stream=is_stream)
             choices = [chunk.choices[0] for chunk in reply] if is_stream else reply.choices
             assert "".join(choice.text for choice in choices) == whole.text[: whole.text.index(stop)]
             assert choices[-1].finish_reason == "stop"
-        first = [token for token in whole.logprobs.tokens[:6]]
+        first = whole.logprobs.tokens[:6]
         ids = [number for number in range(4096) if tokenizer_of(served).decode([number]) == first[3]]
-        reply = client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=20, temperature=0, extra_body={"stop_token_ids": ids}
-        )
+        reply = client.completions.create(**options, extra_body={"stop_token_ids": ids})
         assert reply.choices[0].text == "".join(first[: first.index(first[3])])
         assert reply.choices[0].finish_reason == "stop"
 
