@@ -112,6 +112,18 @@ def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
 
 
+def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes are busy for as long as others may pass; then one of them empties."""
+    monkeypatch.setattr("inference.serving.scheduler.PATIENCE_SECONDS", 0.0)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    lanes = [("draft", None), ("none", None), ("draft", "chain:2"), *[("draft", None), ("none", None)] * 4]
+    arrivals = [Arrival(oracle.target, [number + 3], options, lane=lane) for number, lane in enumerate(lanes)]
+    serve(oracle, arrivals, num_first=len(arrivals))
+    starts = [one.row.started for one in arrivals if one.row is not None and one.row.started is not None]
+    assert starts[2] == min(starts[2:])
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
 def test_reports_tell_drafts_from_the_targets_own_tokens(oracle: Scheduler) -> None:
     arrival = Arrival(oracle.target, [5, 6, 7], {"max_new_tokens": 20, "do_sample": False}, num_top=3)
     serve(oracle, [arrival], num_first=1)
