@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -116,6 +117,13 @@ def test_other_models_routes_and_methods(client: httpx.Client, served: Running) 
     assert_refused(client.post("/completions", content=json.dumps(PLAIN)), 415)
     with served.client() as own, pytest.raises(openai.BadRequestError, match="nonsense"):
         own.completions.create(model=MODEL, prompt="x", extra_body={"nonsense": 1})
+
+
+def test_grammars_need_their_library(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar.contrib.hf", None)
+    error = assert_refused(client.post("/chat/completions", json=CHAT | {"response_format": {"type": "json_object"}}))
+    assert error["param"] == "response_format"
+    assert "pip install xgrammar" in error["message"]
 
 
 def test_bodies_are_bounded(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
