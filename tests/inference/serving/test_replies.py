@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +14,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from inference import Target, generate
+from inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from inference.serving import app
+from inference.serving.scheduler import Limits
 from tests.inference.serving.arrivals import SECONDS
-from tests.inference.serving.conftest import MODEL, Running
+from tests.inference.serving.conftest import MODEL, Running, running
 
 MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 PROMPT = "The sea is"
@@ -169,8 +173,6 @@ def test_logprobs_are_the_targets(served: Running, served_target: Target) -> Non
 def test_penalties_and_biases_change_a_text_as_generate_does(
     served: Running, served_target: Target, chat_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    from inference.request.processors import OccurrencePenaltiesLogitsProcessor
-
     ids, settings = [5, 6, 7], {"max_new_tokens": 12}
     penalties = OccurrencePenaltiesLogitsProcessor(presence=1.5, frequency=2.0, prompt_length=3)
     cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -255,3 +257,19 @@ def test_json_schemas(served: Running) -> None:
                 extra_body={"heads": heads},
             )
             assert json.loads(reply.choices[0].message.content).keys() == {"a", "b"}
+
+
+def test_the_page_is_served_if_there_is_one(
+    served_target: Target, chat_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "index.html"
+    page.write_text("<title>chat</title>")
+    for path, status in ((page, 200), (tmp_path / "absent.html", 404)):
+        monkeypatch.setattr(app, "PAGE", path)
+        with running(served_target, chat_tokenizer, limits=Limits(max_rows=1, max_length=64), api_key="x") as one:
+            reply = httpx.get(f"{one.address}/")
+            assert reply.status_code == status
+            assert status == 404 or (reply.text, reply.headers["content-type"]) == (
+                "<title>chat</title>",
+                "text/html; charset=utf-8",
+            )

@@ -82,6 +82,16 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
         assert max(len(row.accepted_per_depth) for row in rows) >= 3, "deep drafts were accepted"
 
 
+def test_texts_of_a_batch_invariant_target_in_bfloat16() -> None:
+    """Where other rows in a pass would change the rounding, and with it texts."""
+    target = Target(tiny_target("llama", dtype=torch.bfloat16)).batch_invariant()
+    scheduler = Scheduler(target, drafters_of(SmallModelDrafter(target)), limits=LIMITS)
+    arrivals = draw_arrivals(target, 8)
+    serve(scheduler, arrivals)
+    end(scheduler)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
 def is_end(arrival: Arrival, token: int) -> bool:
     return token in arrival.options.get("eos_token_id", [])
 
