@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ async def ask_many(served: Running, count: int, seed: int) -> None:
             body |= {"max_tokens": draws.randrange(1, 6), "seed": draws.randrange(99), "stop": ["xyz"]}
             body |= draws.choice([{}, {"temperature": 0}, {"n": 2}, {"logprobs": 1}, {"frequency_penalty": 1.0}])
             if draws.random() < 1 / 8:
-                with pytest.raises(httpx.ReadTimeout):
+                with suppress(httpx.TimeoutException):
                     await client.post(f"{served.url}/completions", json=body | {"max_tokens": 150}, timeout=0.001)
             else:
                 assert (await client.post(f"{served.url}/completions", json=body)).status_code in (200, 429)
@@ -50,3 +51,4 @@ def test_memory_is_flat(served: Running) -> None:
     assert resident_bytes() - before < 30e6
     assert served.metric("cache_rows_used") == served.metric("num_requests_running") == 0
     assert served.metric("request_success_total", finished_reason="error") is None
+    assert served.metric("request_success_total", finished_reason="abort") > 100
