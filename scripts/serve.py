@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +50,13 @@ class ServeArguments:
         default=False, metadata={"help": "N-grams draft for the --drafter_model; only with --tree chain or gamma."}
     )
     ngrams: bool = field(default=False, metadata={"help": "Also draft with n-grams of the text."})
-    tree: str | None = field(default=None, metadata={"help": f"Token tree: {TREE_HELP}."})
+    tree: str | None = field(
+        default=None,
+        metadata={
+            "help": "Token tree; none = auto, which measures once for a machine and drafts less the more replies run. "
+            f"All: {TREE_HELP}."
+        },
+    )
     dtype: str = field(
         default="auto", metadata={"help": "Dtype of the weights; auto = as saved.", "choices": list(DTYPES)}
     )
@@ -109,7 +116,11 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     target = target.with_packed_weights() if args.pack_weights else target
     target = target.batch_invariant() if args.batch_invariant else target
     limits = Limits(args.max_batch_size, args.max_length, args.max_queue, args.max_lanes)
-    return Scheduler(target, name_drafters(drafters), tree=args.tree, limits=limits), tokenizer
+    chains_only = any(drafter.drafts_chains_only for drafter in drafters.values())
+    tree = args.tree or ("gamma" if chains_only else "auto")
+    if drafters and args.tree is None:
+        print(f"tree {tree}: measuring its costs, if this machine has not done so yet", flush=True)
+    return Scheduler(target, name_drafters(drafters), tree=tree, limits=limits), tokenizer
 
 
 def run(args: ServeArguments) -> None:
@@ -126,7 +137,8 @@ def run(args: ServeArguments) -> None:
         flush=True,
     )
     server.announce = lambda address: print(f"serving at {address}/v1 (Ctrl-C ends)", flush=True)
-    server.run()
+    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all is over
+        server.run()
 
 
 def main() -> None:

@@ -134,11 +134,7 @@ class OccurrencePenalties(TextProcessor):
         return cls(processor, torch.tensor(processor.prompt_length, device=texts.rows.device))
 
     def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
-        vocab_size, is_emitted = scores.shape[1], texts.is_text & (texts.places >= self.begin)
-        emitted = torch.where(is_emitted, texts.tokens.clamp(max=vocab_size), vocab_size)  # a spare column for others
-        counts = scores.new_zeros(scores.shape[0], vocab_size + 1)
-        counts.scatter_add_(1, emitted, torch.ones_like(emitted, dtype=scores.dtype))
-        return self.processor.penalise(scores, counts[:, :vocab_size])
+        return self.processor.penalise(scores, texts.tokens, texts.is_text & (texts.places >= self.begin))
 
 
 def _penalise(scores: Tensor, token_ids: Tensor, counts: Tensor, penalty: float) -> Tensor:

@@ -11,17 +11,18 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from inference.serving.errors import RequestError, error_body
 from inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest
@@ -36,6 +37,7 @@ PAGE = Path(__file__).parent / "page" / "index.html"
 MAX_BODY_BYTES = 4 << 20
 OPEN_PATHS = ("/", "/health")  # without a key
 SHOWN_ERRORS = 3
+GONE = 499  # nobody reads it: the client went away
 
 Body = TypeVar("Body", bound=CompletionOptions)
 
@@ -69,24 +71,21 @@ def create_app(scheduler: Scheduler, tokenizer: Any, *, model: str, api_key: str
             scheduler.stop(0.0)
             await run_in_threadpool(scheduler.join)
 
-    app = FastAPI(title="draftsmith", docs_url=None, redoc_url=None, openapi_url=None, lifespan=run_engine)
+    async def check_key(request: Request) -> None:
+        if server.api_key is not None and request.url.path not in OPEN_PATHS:
+            given = request.headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, f"Bearer {server.api_key}".encode()):
+                raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
+
+    no_docs: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
+    app = FastAPI(title="draftsmith", lifespan=run_engine, dependencies=[Depends(check_key)], **no_docs)
     app.state.server = server
-    _add_middleware(app, server)
+    _add_error_handlers(app, server)
     _add_routes(app, server)
     return app
 
 
-def _add_middleware(app: FastAPI, server: Server) -> None:
-    @app.middleware("http")
-    async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        if server.api_key is not None and request.url.path not in OPEN_PATHS:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            if not hmac.compare_digest(given, server.api_key.encode()):
-                return _refuse(
-                    server, RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
-                )
-        return await call_next(request)
-
+def _add_error_handlers(app: FastAPI, server: Server) -> None:
     @app.exception_handler(RequestError)
     async def refuse(_: Request, error: RequestError) -> Response:
         return _refuse(server, error)
@@ -95,6 +94,10 @@ def _add_middleware(app: FastAPI, server: Server) -> None:
     async def refuse_route(request: Request, error: HTTPException) -> Response:
         text = f"{request.method} {request.url.path}: {error.detail}"
         return _refuse(server, RequestError(text, status=error.status_code))
+
+    @app.exception_handler(ClientDisconnect)
+    async def leave(*_: Any) -> Response:
+        return Response(status_code=GONE)
 
     @app.exception_handler(Exception)
     async def fail(_: Request, error: Exception) -> Response:
@@ -259,7 +262,7 @@ async def _collect(
     try:
         await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=GONE)
         if (error := collecting.result()) is not None:
             return JSONResponse(error_body(error, status=500), 500)
         return JSONResponse(writer.response(pieces))

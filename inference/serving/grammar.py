@@ -60,7 +60,8 @@ class Grammars:
                     param="response_format",
                 )
             try:
-                return self._compiler.compile_json_schema(json.dumps(schema))
+                # A small model can write spaces for ever where a grammar allows them.
+                return self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
             except (RuntimeError, ValueError) as error:
                 first_line = str(error).strip().partition("\n")[0]
                 raise RequestError(f"xgrammar refuses the schema: {first_line}", param="response_format") from error
@@ -69,5 +70,6 @@ class Grammars:
         import xgrammar
 
         vocab_size = self._target.vocab_size
-        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=vocab_size)
+        ends = getattr(self._target.model.generation_config, "eos_token_id", None)
+        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=vocab_size, stop_token_ids=ends)
         return xgrammar.GrammarCompiler(info, cache_limit_bytes=self.CACHE_BYTES)

@@ -26,6 +26,27 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message. Its further fields are the chat template's business (`tool_calls`, `name`, ...)."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The given fields, with the parts of the content as one string."""
+        fields = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            fields["content"] = "".join(part.text for part in self.content)
+        return fields
+
+
 class CompletionOptions(Strict):
     """What both kinds of requests have."""
 
@@ -60,9 +81,9 @@ class CompletionOptions(Strict):
 
 
 class ChatRequest(CompletionOptions):
-    """The body of /v1/chat/completions. Messages are the chat template's business, so any fields may be in them."""
+    """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

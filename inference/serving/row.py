@@ -96,7 +96,7 @@ def _count_begun(text: str, string: str) -> int:
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One reply.
 

@@ -16,6 +16,7 @@ from inference.drafters.base import Drafter
 from inference.noise import row_seeds
 from inference.request.generate_arguments import make_request
 from inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from inference.request.request import Request
 from inference.serving.errors import RequestError
 from inference.serving.grammar import Grammars
 from inference.serving.protocol import (
@@ -35,7 +36,6 @@ MAX_TREE_NODES, MAX_TREE_DEPTH = 64, 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 # Files are not for requests, and trees that are chosen are measured, which takes seconds: without sizes there are two.
 TREE_NAMES = re.compile(r"auto|gamma|(dynamic|chain)(:\d{1,4}(,\d{1,4})*)?")
-NEVER_A_TOKEN = -1
 
 
 class RowMaker:
@@ -70,7 +70,8 @@ class RowMaker:
         if body.tools and body.tool_choice != "none":
             options["tools"] = body.tools
         try:
-            ids = self.tokenizer.apply_chat_template(body.messages, tokenize=True, return_dict=True, **options)
+            messages = [message.for_template() for message in body.messages]
+            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
         except Exception as error:  # the template is a program that reads the request
             reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             raise RequestError(f"the chat template refuses the messages: {reason}", param="messages") from error
@@ -132,13 +133,13 @@ class RowMaker:
         """
         num_new = self._count_new_tokens(len(prompt), body)
         stops = self._check_stops(body)
-        arguments = self._arguments(len(prompt), num_new, body)
+        arguments = self._arguments(num_new, body)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         seeds = row_seeds(seed, body.n, self.target.device)
         num_top = body.num_top if isinstance(body, (ChatRequest, CompletionRequest)) else None
         return [
             Row(
-                self._make_request(prompt, arguments | {"logits_processor": self._processors(len(prompt), body)}),
+                self._make_request(prompt, arguments, body),
                 seeds[number : number + 1],
                 IncrementalDetokenizer(self.tokenizer),
                 StopStrings(stops),
@@ -148,13 +149,17 @@ class RowMaker:
             for number in range(body.n)
         ]
 
-    def _make_request(self, prompt: list[int], arguments: dict[str, Any]) -> Any:
+    def _make_request(self, prompt: list[int], arguments: dict[str, Any], body: CompletionOptions) -> Request:
         input_ids: Tensor = torch.tensor([prompt])
+        kwargs = arguments | {"logits_processor": self._processors(len(prompt), body)}
         try:
             with self._one_at_a_time:
-                return make_request(self.target, input_ids, torch.ones_like(input_ids), generate_kwargs=arguments)
+                request = make_request(self.target, input_ids, torch.ones_like(input_ids), generate_kwargs=kwargs)
         except ValueError as error:
             raise RequestError(str(error).partition("\n")[0]) from error
+        # Here and not as an argument of generate, which wants at least one token.
+        request.eos_token_ids = {*(() if body.ignore_eos else request.eos_token_ids), *(body.stop_token_ids or ())}
+        return request
 
     def _count_new_tokens(self, prompt_length: int, body: CompletionOptions) -> int:
         room = self.max_length - prompt_length
@@ -183,7 +188,7 @@ class RowMaker:
             )
         return stops
 
-    def _arguments(self, prompt_length: int, num_new: int, body: CompletionOptions) -> dict[str, Any]:
+    def _arguments(self, num_new: int, body: CompletionOptions) -> dict[str, Any]:
         """Arguments of transformers' generate. What the request leaves out is the model's generation config's, and
         else OpenAI's default."""
         config = self.target.model.generation_config
@@ -203,9 +208,6 @@ class RowMaker:
                 arguments["min_p"] = float(min_p)
         if (penalty := choose("repetition_penalty", 1.0)) != 1.0:
             arguments["repetition_penalty"] = float(penalty)
-        ends = config.eos_token_id
-        ends = [] if ends is None or body.ignore_eos else [ends] if isinstance(ends, int) else list(ends)
-        arguments["eos_token_id"] = [*ends, *(body.stop_token_ids or [])] or [NEVER_A_TOKEN]
         if body.logit_bias:
             arguments["sequence_bias"] = [[[token], bias] for token, bias in self._read_bias(body.logit_bias)]
         return arguments
@@ -214,7 +216,7 @@ class RowMaker:
         try:
             read = [(int(token), float(value)) for token, value in bias.items()]
         except ValueError:
-            read = [(NEVER_A_TOKEN, 0.0)]
+            read = [(-1, 0.0)]
         if not all(0 <= token < self.target.vocab_size and math.fabs(value) <= 100 for token, value in read):
             raise RequestError(
                 f"logit_bias takes token ids from 0 to {self.target.vocab_size - 1} with biases from -100 to 100",

@@ -3,7 +3,8 @@
 A round drops the rows that nobody waits for, reads prompts for as many tokens as one chunk has, and makes one step of
 every lane. A lane is the rows of one drafter and tree (`Lane`): rows of any sampling options share its passes, but
 plain decoding and other drafters or trees have passes of their own. Lanes take turns, step by step. Waiting rows start
-in the order of their arrival; a row whose lane is full lets rows of other lanes pass.
+in the order of their arrival; a row whose lane is full lets rows of other lanes pass. A row for which there is no lane
+lets them pass for some seconds, and then waits for the first lane that is idle.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ LaneName = tuple[str, str | None]
 
 PLAIN = "none"
 INTERNAL_ERROR = "internal error: see the server's log"
+PATIENCE_SECONDS = 5.0  # how long rows of other lanes may pass a row for which there is no lane
 IDLE_SECONDS = 0.5  # how often an idle engine looks whether it is to stop
 
 
@@ -96,13 +98,21 @@ class Scheduler:
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set while stopping
         self._mean_seconds = 1.0  # of replies
-        self._open_lane((self.default_name, None))
+        # All drafters, the default one last: what cannot be served shows now, and costs of trees are measured.
+        for name, drafter in reversed(self.drafters.items()):
+            if drafter is not None or name == self.default_name:
+                self._find_lane((name, None))
         self._thread = threading.Thread(target=self._run, name="draftsmith-engine", daemon=True)
 
     @property
     def num_bytes(self) -> int:
         """The most bytes of the target's keys and values, in all lanes together."""
         return self.limits.max_lanes * max(lane.num_bytes for lane in self._lanes.values())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have been submitted and have not ended."""
+        return len(self._rows)
 
     @property
     def is_running(self) -> bool:
@@ -214,6 +224,8 @@ class Scheduler:
                     self._waiting.remove(each)
             if lane is not None and len(lane.rows) < lane.max_rows:
                 return row, name, lane.join(row)
+            if lane is None and time.perf_counter() - row.arrived > PATIENCE_SECONDS:
+                return None  # until a lane is idle
         return None
 
     def _find_lane(self, name: LaneName) -> Lane | None:

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
+from inference import Target
+from inference.serving.row_maker import name_drafters
+from inference.serving.scheduler import Limits, Scheduler
+from scripts.shared.model_loading import load_heads
+from tests.conftest import REPOSITORY
+from tests.inference.serving.conftest import serve_in_thread
 from tests.inference.serving.page_server import TEXT, PageServer, split_words
 
 playwright = pytest.importorskip(
@@ -359,3 +366,34 @@ def test_every_control_has_a_name(page: Any) -> None:
     )
     assert len(names) > 10
     assert all(name.strip() for name in names)
+
+
+def test_the_server_itself(browser: Any, chat_target: PreTrainedModel, chat_tokenizer: Any) -> None:
+    """The embedded target with EAGLE-3 heads: streams, comparison, stopping, the server's end."""
+    target = Target(chat_target)
+    heads = load_heads(str(REPOSITORY / "examples" / "heads" / "eagle3"), target)
+    limits = Limits(max_rows=2, max_length=512, max_waiting=4, max_lanes=2)
+    scheduler = Scheduler(target, name_drafters({"eagle3": heads}), tree="dynamic:4,4,12", limits=limits)
+    with serve_in_thread(scheduler, chat_tokenizer) as served:
+        for page in open_page(browser, served.address):
+            page.get_by_label("Compare").check()
+            page.get_by_label("Max tokens").fill("40")
+            for temperature in ("0", "0.8"):
+                page.get_by_label("Temperature").fill(temperature)
+                send(page, "What are the benefits of exercise?")
+                assert page.locator(".verdict").last.inner_text().startswith("Identical.")
+            assert max(depths(page)) > 1
+            drafted, plain, *_ = texts(page)
+            assert drafted == plain
+            assert drafted.startswith(" Creating a healthy diet can be a great way to relax")  # the README's
+            assert 1 < float(figures(page)["acceptance length"]) <= 5
+            page.get_by_label("Max tokens").fill("400")
+            page.get_by_label("Temperature").fill("1")
+            send(page, "Tell me a story.", waits=False)
+            page.locator(".pane.running [data-depth]").first.wait_for()
+            page.keyboard.press("Escape")
+            wait(page)
+            served.wait_until_idle()
+            served.end()
+            send(page, "And?")
+            assert "cannot be reached" in page.get_by_role("alert").inner_text()

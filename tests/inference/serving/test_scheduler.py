@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from inference.prompts import PREFILL_CHUNK, PromptReader
 from inference.serving.lane import Lane
 from inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
 from tests.heads.tiny_heads import tiny_heads
-from tests.inference.serving.arrivals import SECONDS, Arrival, draw_options, drafters_of, end, serve
+from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 # The target itself as the small model: deep drafts are accepted.
@@ -81,6 +82,16 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
         assert max(len(row.accepted_per_depth) for row in rows) >= 3, "deep drafts were accepted"
 
 
+def test_texts_of_a_batch_invariant_target_in_bfloat16() -> None:
+    """Where other rows in a pass would change the rounding, and with it texts."""
+    target = Target(tiny_target("llama", dtype=torch.bfloat16)).batch_invariant()
+    scheduler = Scheduler(target, drafters_of(SmallModelDrafter(target)), limits=LIMITS)
+    arrivals = draw_arrivals(target, 8)
+    serve(scheduler, arrivals)
+    end(scheduler)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
 def is_end(arrival: Arrival, token: int) -> bool:
     return token in arrival.options.get("eos_token_id", [])
 
@@ -93,9 +104,7 @@ def guess_costs(step: DecodeStep, batch_size: int, sampler: Any) -> StepCosts:
 
 
 @pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
-def test_other_trees_have_lanes_of_their_own(
-    oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.planning.planner.find_costs", guess_costs)
     arrivals = draw_arrivals(oracle.target, 6)
     for number, arrival in enumerate(arrivals):
@@ -110,6 +119,18 @@ def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
     for arrival, tree in zip(arrivals, trees, strict=True):
         arrival.lane = ("draft", tree)
     serve(oracle, arrivals, num_first=6)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
+def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes are busy for as long as others may pass; then one of them empties."""
+    monkeypatch.setattr("inference.serving.scheduler.PATIENCE_SECONDS", 0.0)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    lanes = [("draft", None), ("none", None), ("draft", "chain:2"), *[("draft", None), ("none", None)] * 4]
+    arrivals = [Arrival(oracle.target, [number + 3], options, lane=lane) for number, lane in enumerate(lanes)]
+    serve(oracle, arrivals, num_first=len(arrivals))
+    starts = [one.row.started for one in arrivals if one.row is not None and one.row.started is not None]
+    assert starts[2] == min(starts[2:])
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
 
 
@@ -185,7 +206,7 @@ def test_long_prompts_are_read_between_the_steps_of_others(monkeypatch: pytest.M
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
     chunks = [place for place, event in enumerate(events) if event == "chunk"]
     assert len(chunks) == 4
-    assert all(later - earlier > 1 for earlier, later in zip(chunks[1:], chunks[2:], strict=False)), events
+    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(chunks[1:])), events
 
 
 def test_prompts_that_begin_alike_are_read_once(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
