@@ -84,8 +84,11 @@ class ReplyWriter:
         return response
 
     def _logprobs(self, index: int, tokens: Sequence[RowToken]) -> dict[str, Any] | None:
+        """Of all tokens but the one that ends the text, which is not shown."""
         if self.rows[index].num_top is None:
             return None
+        ends = self.rows[index].request.eos_token_ids
+        tokens = [token for token in tokens if token.id not in ends]
         if self.is_chat:
             return {
                 "content": [

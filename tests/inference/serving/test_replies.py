@@ -140,7 +140,8 @@ def test_stop_strings_and_stop_tokens(served: Running) -> None:
             assert choices[-1].finish_reason == "stop"
         first = whole.logprobs.tokens[:6]
         ids = [number for number in range(4096) if tokenizer_of(served).decode([number]) == first[3]]
-        reply = client.completions.create(**options, extra_body={"stop_token_ids": ids})
+        reply = client.completions.create(**options, logprobs=0, extra_body={"stop_token_ids": ids})
+        assert reply.choices[0].text == "".join(reply.choices[0].logprobs.tokens)
         assert reply.choices[0].text == "".join(first[: first.index(first[3])])
         assert reply.choices[0].finish_reason == "stop"
 
