@@ -372,7 +372,7 @@ def test_the_server_itself(browser: Any, chat_target: PreTrainedModel, chat_toke
     """The embedded target with EAGLE-3 heads: streams, comparison, stopping, the server's end."""
     target = Target(chat_target)
     heads = load_heads(str(REPOSITORY / "examples" / "heads" / "eagle3"), target)
-    limits = Limits(max_rows=2, max_length=512, max_waiting=4, max_lanes=2)
+    limits = Limits(max_rows=2, max_length=1024, max_waiting=4, max_lanes=2)
     scheduler = Scheduler(target, name_drafters({"eagle3": heads}), tree="dynamic:4,4,12", limits=limits)
     with serve_in_thread(scheduler, chat_tokenizer) as served:
         for page in open_page(browser, served.address):
