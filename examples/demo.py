@@ -32,7 +32,6 @@ from heads import DraftHeads
 from inference import Decoder, Drafter, Target
 from inference.streaming.detokenizer import IncrementalDetokenizer
 from inference.trees.options import resolve_policy
-from scripts.generate import DRAFTED_STYLE
 from scripts.measuring.contenders import make_contenders
 from scripts.measuring.environment import describe_environment
 from scripts.measuring.measure import Contender, Prompt, Settings, load_prompts, measure
@@ -43,6 +42,7 @@ from scripts.measuring.rows import Row
 from scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.side_by_side import Recording, record_side_by_side
+from scripts.terminal.printer import style_of
 from training.options.program_parser import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,7 +175,7 @@ def _colour(recording: Recording, tokenizer: Any, *, has_brackets: bool) -> Text
     for step in recording.steps:
         pieces = [detokenizer.add(token) for token in step.token_ids]
         drafted, rest = "".join(pieces[: step.num_drafted]), "".join(pieces[step.num_drafted :])
-        text.append(f"[{drafted}]" if has_brackets and drafted else drafted, "" if has_brackets else DRAFTED_STYLE)
+        text.append(f"[{drafted}]" if has_brackets and drafted else drafted, "" if has_brackets else style_of(1))
         text.append(rest)
     return text.append(detokenizer.flush())
 

@@ -132,6 +132,13 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             if (values := getattr(state, name)) is not None:
                 setattr(state, name, first_rows(values, rows))
 
+    def add_rows(self, state: Any, other: Any, *, max_slots: int) -> None:
+        for cache, added in zip(self.draft_caches(state), self.draft_caches(other), strict=True):
+            cache.add_rows(added)
+        for name in self.row_tensors:
+            if (values := getattr(state, name)) is not None:
+                setattr(state, name, torch.cat([values, getattr(other, name)]))
+
     # Training.
 
     @abstractmethod

@@ -10,8 +10,12 @@ from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.generation import generate, stream
+<<<<<<< HEAD
 from inference.loop import GenerationOutput
 from inference.pipelined.decoder import PipelinedDecoder
+=======
+from inference.loop import GenerationOutput, StepTokens
+>>>>>>> w-page
 from inference.stats import GenerationStats
 from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
@@ -35,6 +39,7 @@ __all__ = [
     "SmallModelDrafter",
     "StagedDrafter",
     "StaticTree",
+    "StepTokens",
     "Target",
     "TokenStream",
     "TreePolicy",

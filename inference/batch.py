@@ -5,6 +5,8 @@ Legend: B rows in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -58,12 +60,9 @@ class Batch:
 
     def _drop_finished(self) -> None:
         """The last rows take the places of finished ones, in the cache and everywhere else."""
-        unfinished = self.request.unfinished
-        num_left = sum(row in unfinished for row in self.rows)
-        if num_left == len(self.rows):
+        places = close_ranks([row in self.request.unfinished for row in self.rows])
+        if len(places) == len(self.rows):
             return
-        last = [place for place in range(num_left, len(self.rows)) if self.rows[place] in unfinished]
-        places = [place if self.rows[place] in unfinished else last.pop() for place in range(num_left)]
         for place in set(range(len(self.rows))) - set(places):
             self._is_damaged[self.rows[place]] = True
         self.sampler = self.sampler.select(places, len(self.rows))
@@ -85,3 +84,14 @@ class Batch:
             [[] if self._is_damaged[row] else self.request.text(row) for row in self.rows],
             None if self.drafting.step.drafter is None else [self._num_taken[row] for row in self.rows],
         )
+
+
+def close_ranks(stays: Sequence[bool]) -> list[int]:
+    """Which row comes to each place when some rows leave and the last ones move into their places.
+
+    >>> close_ranks([True, False, True, False, True])
+    [0, 4, 2]
+    """
+    num_left = sum(stays)
+    last = [place for place in range(num_left, len(stays)) if stays[place]]
+    return [place if stays[place] else last.pop() for place in range(num_left)]

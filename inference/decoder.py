@@ -24,15 +24,13 @@ from inference.execution.compiled import CompiledExecutor
 from inference.execution.drafting import TreeChoice
 from inference.execution.executor import Executor
 from inference.execution.step import DecodeStep
-from inference.loop import DecodeLoop, GenerationOutput, StepCallback, gather_output
+from inference.loop import DecodeLoop, GenerationOutput, StepCallback, StepTokens, gather_output
 from inference.noise import row_seeds
 from inference.planning.costs import StepCosts
 from inference.planning.planner import TreePlanner
 from inference.prompts import HeldTexts, PromptReader
 from inference.request.generate_arguments import make_request
-from inference.request.processors import PREFIX_FREE
 from inference.request.request import Request
-from inference.request.text_processors import read_processors
 from inference.stats import GenerationStats, PhaseClock
 from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
@@ -224,7 +222,8 @@ class Decoder:
         reuse_cache: bool = False,
         **options: Any,
     ) -> TokenStream:
-        """`generate` of one row, step by step: `for tokens in decoder.stream(...)`, or `async for`.
+        """`generate` of one row, step by step: `for tokens in decoder.stream(...)`, or `async for`. Each step's list of
+        tokens also tells which of them were drafted (`StepTokens`).
 
         Arguments and errors are those of `generate`, without `streamer` and `on_step`. The decoder is busy until the
         stream is read to its end, closed or dropped.
@@ -248,7 +247,7 @@ class Decoder:
         gather = partial(gather_output, loop.request, loop.scores, loop.stats)
         return TokenStream(self._stream_steps(loop, clock, release), gather, release)
 
-    def _stream_steps(self, loop: DecodeLoop, clock: PhaseClock, release: Callable[[], None]) -> Iterator[list[int]]:
+    def _stream_steps(self, loop: DecodeLoop, clock: PhaseClock, release: Callable[[], None]) -> Iterator[StepTokens]:
         try:
             with self._holding(loop):
                 running = loop.steps()
@@ -299,20 +298,10 @@ class Decoder:
     ) -> DecodeLoop:
         reader = self._open_prompts(request, clock.stats, reuse_cache=reuse_cache)
         clock.start()
-        texts, processors = None, list(request.processors)
-        if any(type(processor) not in PREFIX_FREE for processor in processors):
-            # A row's last step may go beyond its end, and so may the next one where finished rows stay.
-            longest = request.max_shown + 2 * self._step.num_depths
-            texts = request.new_texts(self._step.round_capacity(longest))
-            processors = read_processors(processors, texts, self.target.vocab_size)
-        sampler = Sampler(
-            processors,
-            do_sample=request.do_sample,
-            row_seeds=row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None,
-            eos_token_ids=request.eos_token_ids,
-            keeps_scores=request.keeps_scores,
-            texts=texts,
-        )
+        seeds = row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
+        # A row's last step may go beyond its end, and so may the next one where finished rows stay.
+        capacity = self._step.round_capacity(request.max_shown + 2 * self._step.num_depths)
+        sampler = Sampler.of_request(request, seeds, capacity=capacity, vocab_size=self.target.vocab_size)
         return DecodeLoop(self._step, request, sampler, reader, self._choice, clock, on_step=on_step)
 
     def _open_prompts(self, request: Request, stats: GenerationStats, *, reuse_cache: bool) -> PromptReader:
@@ -346,6 +335,16 @@ class Decoder:
                 f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
                 "cannot copy rows: implement Drafter.copy_rows, or leave reuse_cache out"
             )
+
+    @property
+    def step(self) -> DecodeStep:
+        """The parts of a step, for loops of their own."""
+        return self._step
+
+    @property
+    def choice(self) -> TreeChoice:
+        """Which tree the next step drafts, for loops of their own."""
+        return self._choice
 
     @property
     def holds_text(self) -> bool:

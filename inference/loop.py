@@ -6,7 +6,10 @@ V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +51,51 @@ class GenerationOutput(ModelOutput):
     logits: tuple[Tensor, ...] | None = None
 
 
+class StepTokens(list[int]):
+    """What one step gave a row: a list of token ids, which also tells which of them were drafted.
+
+    Worked example, the verify step of `Acceptance`: the ids of "cat", "ran" and "away", depths 1, 2 and 0.
+    """
+
+    def __init__(self, token_ids: Sequence[int], probabilities: Sequence[float] = ()) -> None:
+        """
+        Args:
+            probabilities: of the accepted drafts, which come first.
+        """
+        super().__init__(token_ids)
+        self._drafted = list(probabilities)
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens, the first ones, were drafted."""
+        return len(self._drafted)
+
+    @property
+    def depths(self) -> list[int]:
+        """Of each token. d >= 1: an accepted draft of the tree's level d; 0: the target's own token."""
+        return [*range(1, self.num_drafted + 1), *[0] * (len(self) - self.num_drafted)]
+
+    @property
+    def probabilities(self) -> list[float | None]:
+        """Of each token, what the drafter gave an accepted draft among its candidates; None: the target's own token.
+
+        They are the scores that rank the candidates (`DraftSampling.score`): for a greedy target they are taken at
+        `GREEDY_TEMPERATURE`, and coupled drafts are scored with the noise of the target's draw.
+        """
+        return [*self._drafted, *[None] * (len(self) - self.num_drafted)]
+
+    def cut(self, length: int) -> StepTokens:
+        """The first `length` tokens."""
+        return StepTokens(self[:length], self._drafted[:length])
+
+
 @dataclass(frozen=True)
 class Emission:
     """The tokens that a step, or the prompts, gave.
 
     Attributes:
         tokens: [B, P] int64; counts: [B] int64, how many of them are real (0: a finished row).
+        log_probs: [B, P] float32, the drafter's log-probability of the path to each accepted node, the root's first.
         logits, scores: [B, P, V] of each token, or None when nobody keeps them.
         counted: [B, candidates] int64, `TreePolicy.count_accepted`, or None.
         is_first: whether these are the tokens after the prompts.
@@ -61,17 +103,30 @@ class Emission:
 
     tokens: Tensor
     counts: Tensor
+    log_probs: Tensor
     logits: Tensor | None
     scores: Tensor | None
     counted: Tensor | None = None
     is_first: bool = False
 
-    def read(self) -> tuple[list[list[int]], list[list[int]]]:
+    def read(self) -> tuple[list[StepTokens], list[list[int]]]:
         """The step's one synchronisation: everything in one copy. Returns each row's real tokens, and `counted`."""
         width = self.tokens.shape[1]
-        columns = [self.tokens, self.counts[:, None], *([] if self.counted is None else [self.counted])]
+        bits = self.log_probs.view(torch.int32)
+        columns = [self.tokens, self.counts[:, None], bits, *([] if self.counted is None else [self.counted])]
         rows = torch.cat(columns, dim=1).tolist()
-        return [row[: row[width]] for row in rows], [row[width + 1 :] for row in rows]
+        tokens = [_read_row(row[: row[width]], row[width + 1 : 2 * width + 1]) for row in rows]
+        return tokens, [row[2 * width + 1 :] for row in rows]
+
+
+def _read_row(token_ids: list[int], bits: list[int]) -> StepTokens:
+    """A row's tokens.
+
+    Args:
+        bits: of the float32 log-probabilities of the path to each accepted node, root first.
+    """
+    path = struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))[: len(token_ids)]
+    return StepTokens(token_ids, [min(1.0, math.exp(below - above)) for above, below in itertools.pairwise(path)])
 
 
 class DecodeLoop:
@@ -95,7 +150,7 @@ class DecodeLoop:
         self._is_between_steps = False
         self._compiled_before = step.executor.compile_seconds
 
-    def steps(self) -> Iterator[list[list[int]]]:
+    def steps(self) -> Iterator[list[StepTokens]]:
         """Yields what each row of the call has newly emitted, until all have ended. Run it under
         `Target.without_autograd`."""
         emission = self.read_prompts()
@@ -129,28 +184,29 @@ class DecodeLoop:
             NewSlots(read.feature, accepted.next_tokens.clamp(min=0), torch.ones_like(cache.lengths))
         )
         logits = self.scores.gather(read.logits, accepted.path)
-        return Emission(accepted.next_tokens, accepted.counts, logits, accepted.scores, is_first=True)
+        log_probs = first.log_probs
+        return Emission(accepted.next_tokens, accepted.counts, log_probs, logits, accepted.scores, is_first=True)
 
-    def emit(self, emission: Emission) -> list[list[int]]:
+    def emit(self, emission: Emission) -> list[StepTokens]:
         """Hands tokens to the request; returns what each row of the call has kept."""
         batch, request = self.batch, self.request
         tokens, counted = emission.read()
-        kept: list[list[int]] = [[] for _ in range(request.batch_size)]
-        for row, new in zip(batch.rows, request.emit(batch.rows, tokens), strict=True):
-            kept[row] = new
+        kept = [StepTokens(()) for _ in range(request.batch_size)]
+        for row, new, step in zip(batch.rows, request.emit(batch.rows, tokens), tokens, strict=True):
+            kept[row] = step.cut(len(new))
         self.scores.add(batch.rows, [len(kept[row]) for row in batch.rows], emission.logits, emission.scores)
         if not emission.is_first:
             self._count(tokens, width=emission.tokens.shape[1])
             rows = sorted(zip(batch.rows, counted, tokens, strict=True), key=lambda one: -request.budgets[one[0]])
             self._choice.learn([row for _, row, new in rows if new])
         if self.on_step is not None and request.batch_size == 1 and kept[0]:
-            self.on_step(kept[0], 0 if emission.is_first else min(len(kept[0]), len(tokens[0]) - 1))
+            self.on_step(kept[0], kept[0].num_drafted)
         self.clock.stop("accept")
         self.stats.seconds["compile"] = self.step.executor.compile_seconds - self._compiled_before
         self._is_between_steps = True
         return kept
 
-    def _count(self, tokens: list[list[int]], *, width: int) -> None:
+    def _count(self, tokens: Sequence[Sequence[int]], *, width: int) -> None:
         """Counts a verify step in the statistics."""
         # The read of the emission; with lazy processors also which rows walk on, at each depth.
         self.stats.num_host_syncs += 1 + width if self.batch.sampler.is_lazy else 1
@@ -189,6 +245,7 @@ class DecodeLoop:
         batch = self.batch
         counts = accepted.counts if batch.active is None else accepted.counts * batch.active
         logits = self.scores.gather(output.logits, accepted.path)
+        log_probs = tree.log_probs.gather(1, accepted.path)
         features, counted = self.step.commit(
             batch.cache, tree, accepted, counts, output.features, is_counting=self._choice.is_counting
         )
@@ -196,7 +253,7 @@ class DecodeLoop:
         if batch.sampler.texts is not None:
             batch.sampler.texts.commit(accepted.next_tokens, counts)
         self.clock.stop("commit")
-        return Emission(accepted.next_tokens, counts, logits, accepted.scores, counted)
+        return Emission(accepted.next_tokens, counts, log_probs, logits, accepted.scores, counted)
 
     def held_texts(self) -> HeldTexts | None:
         """The texts that the next call may find in the cache; None when the loop was interrupted within a step."""

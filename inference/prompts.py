@@ -8,7 +8,7 @@ Legend: B batch, T longest prompt, F feature width, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,18 +134,24 @@ class PromptReader:
 
     def read(self) -> ReadPrompts:
         """Reads the part that is not held. Call it once."""
+        return last_value(self.chunks())
+
+    def chunks(self) -> Generator[int, None, ReadPrompts]:
+        """`read` chunk by chunk: yields the size of each chunk after it was read, and returns the result."""
         cache, prompts = self.cache, self.prompts
-        reused, self._reused = self._reused or self._read_shared(), None
+        reused, self._reused = self._reused, None
+        if reused is None:
+            reused = yield from self._read_shared()
         if reused is None:
             cache.reset(len(prompts))
-            return self._read_rest(self._start(prompts), prompts, [0] * len(prompts))
+            return (yield from self._read_rest(self._start(prompts), prompts, [0] * len(prompts)))
         rows, kept = (torch.tensor(numbers, device=cache.lengths.device) for numbers in (reused.rows, reused.kept))
         cache.copy_rows(reused.cache, rows, kept, max_length=max(reused.kept))
         state, counts = self.step.copy_state(cache, reused.state, reused.rows, reused.kept), reused.kept
         del reused  # frees the earlier call's cache
-        return self._read_rest(state, prompts, counts)
+        return (yield from self._read_rest(state, prompts, counts))
 
-    def _read_shared(self) -> Reused | None:
+    def _read_shared(self) -> Generator[int, None, Reused | None]:
         """Reads the beginning that all prompts share into the first row, if it is worth a pass of its own."""
         cache, prompts, drafter = self.cache, self.prompts, self.step.drafter
         shared = count_shared(prompts) if len(prompts) > 1 and self.source is None else 0
@@ -155,7 +161,7 @@ class PromptReader:
         shared = min(shared, min(map(len, prompts)) - 1)
         cache.reset(1)
         state = self._start(prompts[:1])
-        self._read_rest(state, [prompts[0][:shared]], [0])
+        yield from self._read_rest(state, [prompts[0][:shared]], [0])
         kept = shared if drafter is None else shared - 1
         return Reused(cache, state, [0] * len(prompts), [kept] * len(prompts))
 
@@ -168,7 +174,9 @@ class PromptReader:
             self.step.drafter.read_first(state, first_ids)
         return state
 
-    def _read_rest(self, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]) -> ReadPrompts:
+    def _read_rest(
+        self, state: Any, prompts: Sequence[list[int]], kept: Sequence[int]
+    ) -> Generator[int, None, ReadPrompts]:
         """Reads prompts[b][kept[b]:], at least one token of each row, after the tokens in cache and state.
 
         All rows end in the last chunk: rows with less to read wait for the others.
@@ -201,8 +209,19 @@ class PromptReader:
                 feature = output.features[rows, (counts - 1).clamp(min=0)][:, None]
             read = ReadPrompts(state, output.logits, feature)
             del output  # or its features would stay alive during the next chunk
+            yield size
         cache.length_floor = min(map(len, prompts))
         return read
+
+
+def last_value(steps: Generator[int, None, ReadPrompts]) -> ReadPrompts:
+    """Runs a generator to its end and returns what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            read: ReadPrompts = end.value
+            return read
 
 
 def _pad(rows: Sequence[list[int]], size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Name -> module and purpose.
 PROGRAMS = {
     "chat": ("scripts.generate", "chat with a target, or answer one prompt, and show accepted drafts"),
+    "serve": ("scripts.serve", "serve a target and its heads to OpenAI's clients and to browsers"),
     "bench": ("scripts.benchmark", "measure drafters beside every baseline: tables, JSON, charts"),
     "data": ("scripts.generate_data", "let a target write the conversations that heads learn from"),
     "inspect": ("scripts.inspect_data", "show and count the tokens of a data set that heads would learn"),
@@ -24,6 +25,9 @@ PROGRAMS = {
 }
 # Package that only some programs need -> the extra that installs it.
 EXTRAS = {
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
     "rich": "bench",
     "matplotlib": "bench",
     "accelerate": "train",

@@ -20,7 +20,13 @@ PACKAGES = ("inference", "heads", "training", "scripts")
 # What `inference` and `heads` may need: the base dependencies of pyproject.toml and what those bring along.
 BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml"}
 # What they import only inside a function, for users who have it.
-OPTIONAL_DEPENDENCIES = {"heads/adapter.py": {"peft"}, "heads/formats/llama_cpp/gguf_file.py": {"gguf"}}
+OPTIONAL_DEPENDENCIES = {
+    "heads/adapter.py": {"peft"},
+    "heads/formats/llama_cpp/gguf_file.py": {"gguf"},
+    "inference/serving/grammar.py": {"xgrammar"},
+}
+# What the server needs: nothing else imports it.
+SERVING_DEPENDENCIES = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"}
 # A file that others import only inside a function: Triton's kernels are functions with decorators.
 LATE_FILES = {"inference/kernels/triton_kernel.py": {"triton"}}
 MAX_LINES = 500
@@ -104,7 +110,7 @@ def test_imports_point_one_way() -> None:
 ROOMS = (
     *("noise", "stats", "cache", "kernels", "targets", "drafters", "request", "trees", "acceptance", "execution"),
     *("planning", "prompts", "batch", "loop", "streaming", "decoder", "custom_generate", "generation", "pipeline"),
-    "pipelined",
+    *("pipelined", "serving"),
 )
 
 
@@ -184,6 +190,7 @@ def test_decoding_needs_the_base_dependencies_only() -> None:
         at_once = optional & set(imported_packages(path, top_level_only=True))
         assert not at_once, f"{name(path)} needs {sorted(at_once)} as soon as it is imported"
         optional = optional | LATE_FILES.get(name(path), set())
+        optional |= SERVING_DEPENDENCIES if room_of(path) == "serving" else set()
         foreign = set(imported_packages(path)) - sys.stdlib_module_names - own - BASE_DEPENDENCIES - optional
         assert not foreign, f"{name(path)} imports {sorted(foreign)} where only the base dependencies are"
 

@@ -207,6 +207,12 @@ class DraftCache:
         self.keys, self.values = first_rows(self.keys, rows), first_rows(self.values, rows)
         self.lengths, self.rows = pick_rows(self.lengths, rows), self.rows[: len(rows)]
 
+    def add_rows(self, other: DraftCache) -> None:
+        """The rows of a cache of the same sizes come after the present ones. The caches share nothing then."""
+        self.keys, self.values = torch.cat([self.keys, other.keys]), torch.cat([self.values, other.values])
+        self.lengths = torch.cat([self.lengths, other.lengths])
+        self.rows = torch.arange(len(self.lengths), device=self.keys.device)[:, None]
+
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The second half of `append` and `append_scratch`: fills the opened columns, and returns keys and values up to
         the last column in view."""

@@ -15,8 +15,9 @@ from torch import Tensor
 from inference.cache.tree_cache import pick_rows
 from inference.noise import gumbel_noise
 from inference.request.processors import COLUMN_FREE, NO_TOKEN, PREFIX_FREE
+from inference.request.request import Request
 from inference.request.row_processors import processors_of_row
-from inference.request.text_processors import TextProcessor
+from inference.request.text_processors import TextProcessor, read_processors
 from inference.request.texts import Texts
 from inference.trees.token_tree import TokenTree
 
@@ -76,6 +77,27 @@ class Sampler:
             processor for processor in self.processors if do_sample and type(processor) in COLUMN_FREE
         )
 
+    @classmethod
+    def of_request(cls, request: Request, row_seeds: Tensor | None, *, capacity: int, vocab_size: int) -> Sampler:
+        """The sampler of a call.
+
+        Args:
+            row_seeds: read only if the call samples.
+            capacity: the most tokens, drafted ones and padding of the prompts included, that a text may reach.
+        """
+        texts, processors = None, list(request.processors)
+        if any(type(processor) not in PREFIX_FREE for processor in processors):
+            texts = request.new_texts(capacity)
+            processors = read_processors(processors, texts, vocab_size)
+        return cls(
+            processors,
+            do_sample=request.do_sample,
+            row_seeds=row_seeds if request.do_sample else None,
+            eos_token_ids=request.eos_token_ids,
+            keeps_scores=request.keeps_scores,
+            texts=texts,
+        )
+
     def select(self, rows: Sequence[int], batch_size: int) -> Sampler:
         """This sampler for some of its `batch_size` rows; their processors keep their states."""
         chosen = copy.copy(self)
@@ -88,6 +110,12 @@ class Sampler:
         if self.texts is not None:
             chosen.texts = self.texts.select(rows)
         return chosen
+
+    def are_ends(self, tokens: Tensor) -> Tensor:
+        """[B] bool, whether each row's token of `tokens` [B] ends the row."""
+        if not self.eos_token_ids:
+            return torch.zeros_like(tokens, dtype=torch.bool)
+        return torch.isin(tokens, torch.tensor(sorted(self.eos_token_ids), device=tokens.device))
 
     def draw_noise(self, root_positions: Tensor, num_depths: int, vocab_size: int) -> Tensor | None:
         """Noise of a step's draws: [B, num_depths, V] float32, or None when greedy.

@@ -86,10 +86,7 @@ class Walk:
         if not sampler.is_lazy or self._texts is None:
             return torch.ones_like(self.rows, dtype=torch.bool)
         may = self._texts.lengths < self._texts.limits
-        if self._tokens and sampler.eos_token_ids:
-            ends = torch.tensor(sorted(sampler.eos_token_ids), device=self.rows.device)
-            may = may & ~torch.isin(self._tokens[-1], ends)
-        return may
+        return may & ~sampler.are_ends(self._tokens[-1]) if self._tokens else may
 
     def acceptance(self) -> Acceptance:
         is_real = torch.stack(self._walked, dim=1)  # [B, K+1]

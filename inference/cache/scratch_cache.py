@@ -83,6 +83,11 @@ class ScratchCache(TreeCache):
         super().keep_rows(rows)
         self.lengths, self.length_bound = pick_rows(lengths, rows), 0
 
+    def add_rows(self, source: TreeCache, *, max_length: int) -> None:
+        lengths = torch.cat([self.lengths, source.lengths])
+        super().add_rows(source, max_length=max_length)
+        self.lengths, self.length_bound = lengths, 0
+
     def keep_certain(self, counts: Tensor) -> None:
         """Keeps the first counts[b] tokens of the last `open_certain` pass."""
         self.lengths = self.lengths + counts

@@ -266,6 +266,41 @@ class TreeCache(Cache):
         if self.source is not None:
             self.source.select_rows(pick_rows(self._every_slot, rows))
 
+    def add_rows(self, source: TreeCache, *, max_length: int) -> None:
+        """Adds the rows of another cache of the same layers and capacity after the present ones.
+
+        Worked example, rows of 5 and 3 tokens here and one of 7 in `source`: the rows have 5, 3 and 7 tokens.
+
+        Args:
+            max_length: no row of `source` has more tokens.
+        """
+        assert source.source is None, "the rows of sources are read anew"
+        assert source.capacity == self.capacity, "rows would not fit"
+        first, last = self.batch_size, self.batch_size + source.batch_size
+        if last > self.max_batch_size:
+            self._allocate_rows(last)
+        self._show_rows(last)
+        for plane, other in zip((*self._keys, *self._values), (*source._keys, *source._values), strict=True):
+            plane[first:, :, :max_length] = other[:, :, :max_length]
+            plane[first:, :, max_length : self._num_used].zero_()  # what rows that have left wrote there
+        self._note_use(max_length)
+        self.lengths[first:] = source.lengths
+        self.length_bound = max(self.length_bound, max_length)
+        self.length_floor = 0
+
+    def _allocate_rows(self, num_rows: int) -> None:
+        """Makes room for more rows, and copies those that are shown."""
+        shown = self.batch_size
+        with torch.inference_mode(False):
+            for plane, old in self._all_buffers.items():
+                buffer = torch.zeros((old.shape[0], num_rows, *old.shape[2:]), dtype=old.dtype, device=old.device)
+                buffer[:, :shown] = old[:, :shown]
+                self._all_buffers[plane] = buffer
+            lengths = torch.zeros(num_rows, dtype=torch.long, device=self.lengths.device)
+            lengths[:shown] = self.lengths
+            self._all_lengths = lengths
+        self._shown.clear()
+
     def clear_from(self, num_slots: int) -> None:
         """Zeroes all slots from `num_slots` on that were used."""
         for buffer in self._all_buffers.values():

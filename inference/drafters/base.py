@@ -66,8 +66,8 @@ class Drafter(metaclass=ABCMeta):
     `share_cache`."""
 
     can_copy_rows: bool = False
-    """Whether `copy_rows` and `keep_rows` work. Without them finished rows stay in the batch, a shared beginning of
-    several prompts is read once for each of them, and `reuse_cache` is refused."""
+    """Whether `copy_rows`, `keep_rows` and `add_rows` work. Without them finished rows stay in the batch, a shared
+    beginning of several prompts is read once for each of them, and `reuse_cache` and serving are refused."""
 
     def for_target(self, target: Target) -> Drafter:
         """The drafter that a decoder of this target uses. The default is the drafter itself; trained heads return a
@@ -163,6 +163,21 @@ class Drafter(metaclass=ABCMeta):
             NotImplementedError: `can_copy_rows` is false.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot drop rows: can_copy_rows is False")
+
+    def add_rows(self, state: Any, other: Any, *, max_slots: int) -> None:
+        """Adds the rows of another state, of the same `max_length` and `num_scratch`, after the present rows of
+        `state`, in place. The states share nothing then.
+
+        The draft is not kept, so the next call is an `extend`. Called only with `can_copy_rows`. A drafter with
+        `shares_target_cache` is lent the cache, which has gained the same rows, again.
+
+        Args:
+            max_slots: no row of `other` has read more slots.
+
+        Raises:
+            NotImplementedError: `can_copy_rows` is false.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot add rows: can_copy_rows is False")
 
 
 def first_rows(values: Tensor, rows: Sequence[int]) -> Tensor:

@@ -128,6 +128,17 @@ class MergedDrafter(Drafter, nn.Module):
             first, second = (_map_rows(lambda values: pick_rows(values, rows), root) for root in state.roots)
             state.roots = (first, second)
 
+    def add_rows(self, state: MergedState, other: MergedState, *, max_slots: int) -> None:
+        """Added rows keep their weights. Their next token changes no weight, as after `copy_rows`."""
+        assert state.weights is not None, "a state whose rows have read nothing has no use for more"
+        for drafter, own, added in zip(self.drafters, state.states, other.states, strict=True):
+            drafter.add_rows(own, added, max_slots=max_slots)
+        weights = self._first_weights(state.weights[:1]) if other.weights is None else other.weights
+        state.weights = torch.cat([state.weights, weights])
+        if state.roots is not None:
+            first, second = (_add_silent_rows(root, len(weights)) for root in state.roots)
+            state.roots = (first, second)
+
     def read_source(self, state: MergedState, token_ids: Tensor, mask: Tensor) -> None:
         for drafter, own in zip(self.drafters, state.states, strict=True):
             drafter.read_source(own, token_ids, mask)
@@ -141,8 +152,7 @@ class MergedDrafter(Drafter, nn.Module):
     ) -> DraftLogits:
         """`Drafter.extend` of both, after each got its credit for the token that followed the last root."""
         if state.weights is None:
-            of_second = torch.full_like(next_token_ids[:, 0], self.weight, dtype=torch.float32)
-            state.weights = torch.stack([1 - of_second, of_second], dim=1)
+            state.weights = self._first_weights(next_token_ids)
         if state.roots is not None and self.rate > 0:
             state.weights = self._credit(state.weights, state.roots, next_token_ids[:, 0], counts > 0)
         first, second = (
@@ -159,6 +169,11 @@ class MergedDrafter(Drafter, nn.Module):
             for drafter, own in zip(self.drafters, state.states, strict=True)
         )
         return self._merge(state, first, second)
+
+    def _first_weights(self, rows: Tensor) -> Tensor:
+        """[B, 2] the weights at the beginning of texts, for as many rows as `rows` [B, ...] has, on its device."""
+        of_second = torch.full_like(rows[:, 0], self.weight, dtype=torch.float32)
+        return torch.stack([1 - of_second, of_second], dim=1)
 
     def _features_of(self, drafter: Drafter, features: Tensor | None) -> Tensor | None:
         """[B, S, its F] of the layers one drafter asked for."""
@@ -201,6 +216,12 @@ def _map_rows(function: Callable[..., Tensor], *drafts: DraftLogits) -> DraftLog
 def _choose_rows(is_new: Tensor, new: DraftLogits, old: DraftLogits) -> DraftLogits:
     """Of two drafts of one form, `new` in the rows where `is_new` [B] and `old` elsewhere."""
     return _map_rows(lambda x, y: torch.where(is_new.view(-1, *[1] * (x.dim() - 1)), x, y), new, old)
+
+
+def _add_silent_rows(draft: DraftLogits, count: int) -> DraftLogits:
+    """The draft with `count` more rows, which have no candidates."""
+    added = _map_rows(lambda values: torch.cat([values[:1]] * count), draft)
+    return _map_rows(lambda *parts: torch.cat(parts), draft, _silence(added))
 
 
 def _silence(draft: DraftLogits) -> DraftLogits:

@@ -108,6 +108,12 @@ class NgramDrafter(Drafter):
     def keep_rows(self, state: NgramState, rows: Sequence[int]) -> None:
         state.history, state.lengths = first_rows(state.history, rows), first_rows(state.lengths, rows)
 
+    def add_rows(self, state: NgramState, other: NgramState, *, max_slots: int) -> None:
+        device = state.history.device  # a state that has read nothing is on the host
+        device = other.history.device if device.type == "cpu" else device
+        state.history = torch.cat([state.history.to(device), other.history.to(device)])
+        state.lengths = torch.cat([state.lengths.to(device), other.lengths.to(device)])
+
     def expand(self, state: NgramState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         index = parents[..., None].expand(*parents.shape, state.paths.shape[2])
         state.paths = torch.cat([state.paths.gather(1, index), token_ids[..., None]], dim=2)

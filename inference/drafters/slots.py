@@ -42,10 +42,26 @@ class NewSlots:
         """The slots of these rows."""
         return self.map(lambda values: pick_rows(values, rows))
 
+    def add(self, others: NewSlots) -> NewSlots:
+        """These rows, and then others, padded to one width."""
+        width = max(self.width, others.width)
+        parts = [part.map(lambda values: _pad_slots(values, width)) for part in (self, others)]
+        features = None
+        if self.features is not None:
+            features = torch.cat([part.features for part in parts if part.features is not None])
+        return NewSlots(features, torch.cat([part.next_ids for part in parts]), torch.cat([self.counts, others.counts]))
+
     def map(self, function: Callable[[Tensor], Tensor]) -> NewSlots:
         """The slots with `function` of each tensor."""
         features = None if self.features is None else function(self.features)
         return NewSlots(features, function(self.next_ids), function(self.counts))
+
+
+def _pad_slots(values: Tensor, width: int) -> Tensor:
+    """`values` [B, S, ...] with zeros up to [B, width, ...]; [B] as it is."""
+    if values.dim() == 1 or values.shape[1] == width:
+        return values
+    return torch.cat([values, values.new_zeros(values.shape[0], width - values.shape[1], *values.shape[2:])], dim=1)
 
 
 def join_slots(waiting: Sequence[NewSlots], width: int) -> NewSlots:

@@ -145,6 +145,11 @@ class SmallModelDrafter(Drafter, nn.Module):
         state.cache.keep_rows(rows)
         state.ancestors = first_rows(state.ancestors, rows)
 
+    def add_rows(self, state: SmallModelState, other: SmallModelState, *, max_slots: int) -> None:
+        assert state.num_first == other.num_first, "all rows have read their first tokens, or none"
+        state.cache.add_rows(other.cache, max_length=max_slots + other.num_first)
+        state.ancestors = torch.cat([state.ancestors, other.ancestors])
+
     def extend(
         self, state: SmallModelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:

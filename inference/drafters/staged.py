@@ -107,6 +107,10 @@ class StagedDrafter(Drafter, nn.Module):
         self.small.keep_rows(state.small, rows)
         self.ngrams.keep_rows(state.ngram, rows)
 
+    def add_rows(self, state: StagedState, other: StagedState, *, max_slots: int) -> None:
+        self.small.add_rows(state.small, other.small, max_slots=max_slots)
+        self.ngrams.add_rows(state.ngram, other.ngram, max_slots=max_slots)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def extend(
         self, state: StagedState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from inference.acceptance.sampler import Sampler
@@ -94,6 +95,13 @@ class Drafting:
     def retire(self, active: Tensor) -> None:
         """Rows whose `active` [B] is 0 have finished and stay in the batch."""
         self._active = active
+
+    def add_rows(self, other: Any, slots: NewSlots, cache: TreeCache, *, max_slots: int) -> None:
+        """Rows of the drafter's state `other`, which has read all their certain slots but `slots`, have come after the
+        rows of the batch in its cache."""
+        self.step.add_rows(cache, self.state, other, max_slots=max_slots)
+        nothing = replace(slots, counts=torch.zeros_like(slots.counts))
+        self._waiting = [*(one.add(nothing) for one in self._waiting[:-1]), self._waiting[-1].add(slots)]
 
     def keep_rows(self, places: Sequence[int], cache: TreeCache) -> None:
         """Row i becomes the present row places[i] >= i. The other rows have left the batch, and its cache."""

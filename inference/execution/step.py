@@ -146,6 +146,14 @@ class DecodeStep:
         if self.drafter.shares_target_cache:
             self.drafter.share_cache(state, cache)
 
+    def add_rows(self, cache: TreeCache, state: Any, other: Any, *, max_slots: int) -> None:
+        """Adds the rows of the drafter's state `other` to its state `state`, in place; `cache` holds them already."""
+        if self.drafter is None:
+            return
+        self.drafter.add_rows(state, other, max_slots=max_slots)
+        if self.drafter.shares_target_cache:
+            self.drafter.share_cache(state, cache)
+
     def read_source(self, state: Any, cache: TreeCache, source: Source) -> None:
         """Gives an encoder-decoder target, and its drafter, the sources of the texts in this cache."""
         self.target.read_source(cache, source)

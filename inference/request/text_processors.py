@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
+from inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from inference.request.texts import Texts
 
 NEVER = float("-inf")
@@ -117,6 +118,23 @@ class EncoderRepetitionPenalty(TextProcessor):
     def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
         token_ids = self.token_ids[texts.rows]
         return _penalise(scores, token_ids, torch.ones_like(token_ids, dtype=torch.bool), self.penalty)
+
+
+@dataclass(frozen=True)
+class OccurrencePenalties(TextProcessor):
+    """Attributes:
+    begin: [] long, where the emitted tokens begin.
+    """
+
+    processor: OccurrencePenaltiesLogitsProcessor
+    begin: Tensor
+
+    @classmethod
+    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> OccurrencePenalties:
+        return cls(processor, torch.tensor(processor.prompt_length, device=texts.rows.device))
+
+    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+        return self.processor.penalise(scores, texts.tokens, texts.is_text & (texts.places >= self.begin))
 
 
 def _penalise(scores: Tensor, token_ids: Tensor, counts: Tensor, penalty: float) -> Tensor:
@@ -263,6 +281,7 @@ def _per_row(values: Tensor, texts: Texts) -> Tensor:
 _READERS: dict[type, Callable[[Any, Texts, int], TextProcessor]] = {
     stock.RepetitionPenaltyLogitsProcessor: RepetitionPenalty.read,
     stock.EncoderRepetitionPenaltyLogitsProcessor: EncoderRepetitionPenalty.read,
+    OccurrencePenaltiesLogitsProcessor: OccurrencePenalties.read,
     stock.NoRepeatNGramLogitsProcessor: NoRepeatedNgrams.read,
     stock.EncoderNoRepeatNGramLogitsProcessor: NoEncoderNgrams.read,
     stock.SequenceBiasLogitsProcessor: SequenceBias.read,

@@ -92,6 +92,12 @@ class Texts:
         lengths = (self.lengths[:, None] + depths).flatten()
         return Texts(texts[..., :-1].flatten(0, 1), lengths, limits, rows, self.places, self.every_place)
 
+    def add(self, others: Texts) -> Texts:
+        """These texts, and then others of the same capacity; the view is open to all places."""
+        names = ("token_ids", "lengths", "limits", "rows")
+        own = {name: torch.cat([getattr(self, name), getattr(others, name)]) for name in names}
+        return replace(self, **own, places=self.every_place)
+
     def select(self, rows: Sequence[int]) -> Texts:
         """Some of the texts."""
         own = {name: pick_rows(getattr(self, name), rows) for name in ("token_ids", "lengths", "limits", "rows")}

@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from inference.loop import GenerationOutput
+    from inference.loop import GenerationOutput, StepTokens
 
 
 class TokenStream:
-    """Yields the tokens of each step, a list of one or more.
+    """Yields the tokens of each step, a list of one or more that also tells which of them were drafted (`StepTokens`).
 
     Read it with `for` or, in a coroutine, with `async for`, which runs each step in a thread. Nothing is computed ahead
     of the reader. To stop early, call `close()`, leave the `with` block, or drop the stream. If a coroutine is
@@ -21,7 +21,7 @@ class TokenStream:
     """
 
     def __init__(
-        self, steps: Iterator[list[int]], gather: Callable[[], GenerationOutput], release: Callable[[], None]
+        self, steps: Iterator[StepTokens], gather: Callable[[], GenerationOutput], release: Callable[[], None]
     ) -> None:
         """
         Args:
@@ -40,7 +40,7 @@ class TokenStream:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> list[int]:
+    def __next__(self) -> StepTokens:
         tokens = self._steps.advance()
         if tokens is None:
             raise StopIteration
@@ -49,7 +49,7 @@ class TokenStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> list[int]:
+    async def __anext__(self) -> StepTokens:
         try:
             tokens = await asyncio.to_thread(self._steps.advance)
         except asyncio.CancelledError:
@@ -84,13 +84,13 @@ class _Steps:
     A thread may hold this object for a while after a step; the stream itself can be dropped before.
     """
 
-    def __init__(self, steps: Iterator[list[int]], release: Callable[[], None]) -> None:
-        self._steps: Iterator[list[int]] | None = steps
+    def __init__(self, steps: Iterator[StepTokens], release: Callable[[], None]) -> None:
+        self._steps: Iterator[StepTokens] | None = steps
         self._release = release
         self._one_at_a_time = threading.Lock()
         self._is_to_close = False
 
-    def advance(self) -> list[int] | None:
+    def advance(self) -> StepTokens | None:
         """Returns the next step's tokens; None at the end."""
         try:
             with self._one_at_a_time:

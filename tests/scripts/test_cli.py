@@ -33,7 +33,7 @@ def test_the_help_lists_every_program(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_an_unknown_program_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bnech"]) == 2
-    assert "got 'bnech'; programs are chat, bench, " in capsys.readouterr().err
+    assert "got 'bnech'; programs are chat, serve, bench, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", cli.PROGRAMS)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedModel
 
-from inference import Decoder, StaticTree
+from inference import Decoder, StaticTree, StepTokens
 from inference.drafters.ngram import NgramDrafter
+from inference.streaming.detokenizer import IncrementalDetokenizer
 from scripts import generate
-from scripts.generate import Conversation, GenerateArguments, IncrementalDetokenizer, SpeculationPrinter
 from scripts.shared.model_loading import encode_messages
+from scripts.terminal.arguments import GenerateArguments
+from scripts.terminal.printer import DEPTH_STYLES, ReplyPrinter, style_of
+from scripts.terminal.session import Conversation
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 ODD_TEXT = "Grüße, 日本語のテキスト 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000 too"
@@ -64,23 +67,24 @@ def test_special_tokens_are_not_shown(chat_tokenizer: Any) -> None:
     assert "".join(map(detokenizer.add, token_ids)) + detokenizer.flush() == "Yes"
 
 
-def test_drafted_tokens_are_coloured_and_bonus_tokens_are_not(chat_tokenizer: Any) -> None:
+def test_drafted_tokens_have_the_colour_of_their_depth(chat_tokenizer: Any) -> None:
     token_ids = chat_tokenizer(" one two three", add_special_tokens=False)["input_ids"]
-    last = chat_tokenizer.decode(token_ids[-1:])
-    drafted = chat_tokenizer.decode(token_ids[:-1])
+    *drafted, last = map(chat_tokenizer.decode, token_ids)
     colourful = console(force_terminal=True, color_system="standard")
-    SpeculationPrinter(chat_tokenizer, colourful)(token_ids, len(token_ids) - 1)
-    assert shown(colourful) == f"\x1b[1;32m{drafted}\x1b[0m{last}"
-    bracketed = console(no_color=True)
-    SpeculationPrinter(chat_tokenizer, bracketed, has_brackets=True)(token_ids, len(token_ids) - 1)
-    assert shown(bracketed) == f"[{drafted}]{last}"
+    ReplyPrinter(chat_tokenizer, colourful).add(StepTokens(token_ids, [0.5] * len(drafted)))
+    codes = (32, 36, 34, 35, 33, 31)  # green, cyan, blue, magenta, yellow, red
+    assert shown(colourful) == "".join(f"\x1b[{codes[n]}m{text}\x1b[0m" for n, text in enumerate(drafted)) + last
+    assert [style_of(depth) for depth in (0, 1, 6, 7)] == ["", DEPTH_STYLES[0], DEPTH_STYLES[-1], DEPTH_STYLES[-1]]
+    plain = console(no_color=True)
+    ReplyPrinter(chat_tokenizer, plain).add(StepTokens(token_ids, [0.5] * len(drafted)))
+    assert shown(plain) == "".join(drafted) + last
 
 
 def test_markup_and_escape_sequences_are_only_text(chat_tokenizer: Any) -> None:
     text = "[red]x[/red] \x1b[31m"
     place = console()
-    printer = SpeculationPrinter(chat_tokenizer, place)
-    printer(chat_tokenizer(text, add_special_tokens=False)["input_ids"], 0)
+    printer = ReplyPrinter(chat_tokenizer, place)
+    printer.add(StepTokens(chat_tokenizer(text, add_special_tokens=False)["input_ids"]))
     assert shown(place) == text.replace("\x1b", "␛")
     assert printer.text == text
 
@@ -88,17 +92,17 @@ def test_markup_and_escape_sequences_are_only_text(chat_tokenizer: Any) -> None:
 def test_what_is_printed_is_what_was_decoded(chat_target: PreTrainedModel, chat_tokenizer: Any) -> None:
     input_ids = encode_messages(chat_tokenizer, [{"role": "user", "content": REPEATING}])
     place = console(force_terminal=True, color_system="standard")
-    printer = SpeculationPrinter(chat_tokenizer, place)
+    printer = ReplyPrinter(chat_tokenizer, place)
     decoder = Decoder(chat_target, NgramDrafter(), tree=StaticTree([[0], [0, 0], [0, 0, 0]]))
-    output = decoder.generate(input_ids, on_step=printer, max_new_tokens=48, do_sample=False)
+    stream = decoder.stream(input_ids, max_new_tokens=48, do_sample=False)
+    for tokens in stream:
+        printer.add(tokens)
     printer.finish()
-    new = output.sequences[0, input_ids.shape[1] :]
-    assert torch.equal(output.sequences, chat_target.generate(input_ids, max_new_tokens=48, do_sample=False))
-    assert printer.text == chat_tokenizer.decode(new, skip_special_tokens=True)
-    # A run that holds a line break is coloured line by line.
-    num_coloured = shown(place).replace("\x1b[0m\n\x1b[1;32m", "\n").count("\x1b[1;32m")
-    num_accepting = sum(output.stats.accepted_histogram[1:])
-    assert 0 < num_coloured <= num_accepting, "every accepting step shows at most one run of drafted tokens"
+    plain = chat_target.generate(input_ids, max_new_tokens=48, do_sample=False)
+    assert printer.token_ids == plain[0, input_ids.shape[1] :].tolist()
+    assert printer.text == chat_tokenizer.decode(printer.token_ids, skip_special_tokens=True)
+    assert re.sub(r"\x1b\[\d+m", "", shown(place)) == printer.text + "\n"
+    assert {"\x1b[32m", "\x1b[36m", "\x1b[34m"} <= set(re.findall(r"\x1b\[\d+m", shown(place)))
 
 
 def test_a_chat_keeps_its_turns_and_raw_text_does_not(chat_tokenizer: Any) -> None:

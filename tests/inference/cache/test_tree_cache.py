@@ -184,6 +184,36 @@ def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) 
     check(source, [2, 2], [8, 4])
 
 
+@pytest.mark.parametrize("num_allocated", [2, 4])
+def test_added_rows_come_after_the_others(num_allocated: int) -> None:
+    """Where a row has left, and beyond the rows that were allocated; the source shares nothing with them."""
+    generator = torch.Generator().manual_seed(0)
+    cache, source = (TreeCache(LAYERS, rows, capacity=20, view_multiple=4) for rows in (num_allocated, 2))
+    cache.reset(2)
+    cache.open_slots(12)
+    own = write_nodes(cache, 12, generator)
+    cache.advance(torch.tensor([5, 12]), 12)
+    cache.keep_rows([0])
+    source.open_slots(7)
+    added = write_nodes(source, 7, generator)
+    source.advance(torch.tensor([7, 3]), 7)
+    cache.add_rows(source, max_length=7)
+    source.reset()
+    assert cache.lengths.tolist() == [5, 7, 3]
+    assert (cache.length_bound, cache.length_floor) == (12, 0)
+    for layer, (keys, values) in enumerate(added):
+        for planes, written in ((cache._keys, keys), (cache._values, values)):
+            assert torch.equal(planes[layer][1:, :, :7], written[:, :, :7])
+            assert not planes[layer][1:, :, 7:].any(), "what the row that left has written"
+    for layer, (keys, values) in enumerate(own):
+        assert torch.equal(cache._keys[layer][0, :, :5], keys[0, :, :5])
+        assert torch.equal(cache._values[layer][0, :, :5], values[0, :, :5])
+    cache.open_slots(1)
+    write_nodes(cache, 1, generator)
+    cache.advance(torch.ones(3, dtype=torch.long), 1)
+    assert cache.lengths.tolist() == [6, 8, 4]
+
+
 def test_rows_that_are_in_place_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     select = torch.Tensor.index_select

@@ -153,6 +153,16 @@ class Batch:
         self.texts, self.features = self.texts[rows], self.features[rows]
         self.ends = [self.ends[row] for row in rows]
 
+    def add_rows(self, other: Batch) -> None:
+        """The rows of another batch come after the present ones."""
+        self.drafter.add_rows(self.state, other.state, max_slots=max(other.ends))
+        if self.drafter.shares_target_cache:
+            self.cache.add_rows(other.cache, max_length=max(other.ends))
+            self.drafter.share_cache(self.state, self.cache)
+        self.texts = torch.cat([self.texts, other.texts])
+        self.features = torch.cat([self.features, other.features])
+        self.ends = [*self.ends, *other.ends]
+
 
 def draw_levels(drafter: Drafter, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Tokens and parents of two levels, for more rows than any batch has: all batches draw the same."""
@@ -235,6 +245,28 @@ def test_kept_rows_stay_in_their_memory_and_go_on(make: Maker, tmp_path: Path) -
         fresh.draft([last[row] for row in rows], seed=2)
         kept = [place for place, (row, end) in enumerate(zip(rows, ends, strict=True)) if end > last[row]]
         assert_same_drafts(batch.draft(ends, seed=3), fresh.draft(ends, seed=3), kept)
+
+
+@every_drafter
+def test_added_rows_go_on_as_if_they_had_been_there(make: Maker, tmp_path: Path) -> None:
+    """Rows join where others have left, and more than there have ever been. Their own batch goes on by itself."""
+    target, drafter = make(tmp_path)
+    texts = draw_texts(4, 40, seed=0)
+    sizes: dict[str, Any] = {"max_length": 39, "num_scratch": 6, "has_first": True}
+    batch, other = (Batch(target, drafter, part, **sizes).read_first() for part in (texts[:2], texts[2:]))
+    batch.draft([9, 6], seed=1)
+    other.draft([4, 12], seed=2)
+    batch.keep_rows([1])
+    batch.add_rows(other)
+    batch.draft([7, 6, 13], seed=3)
+    batch.add_rows(other)
+    fresh = Batch(target, drafter, batch.texts, **sizes).read_first()
+    fresh.draft([7, 6, 13, 4, 12], seed=4)
+    ends = [8, 9, 14, 7, 13]
+    assert_same_drafts(batch.draft(ends, seed=5), fresh.draft(ends, seed=5), [0, 1, 2, 3, 4])
+    alone = Batch(target, drafter, texts[2:], **sizes).read_first()
+    alone.draft([4, 12], seed=6)
+    assert_same_drafts(other.draft([9, 13], seed=7), alone.draft([9, 13], seed=7), [0, 1])
 
 
 def find_memory(state: Any) -> set[int]:

@@ -12,6 +12,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
+from inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from inference.request.text_processors import TextProcessor, read_processors
 from inference.request.texts import Texts
 from inference.trees.token_tree import TokenTree, compute_ancestors
@@ -40,6 +41,7 @@ PROCESSORS: dict[str, Any] = {
     "first": stock.ForcedBOSTokenLogitsProcessor(3),
     "last": stock.ForcedEOSTokenLogitsProcessor(8, [1, 4]),
     "decay": stock.ExponentialDecayLengthPenalty((2, 1.37), [0, 3], 4),
+    "occurrences": OccurrencePenaltiesLogitsProcessor(presence=0.7, frequency=-1.5, prompt_length=4),
     "source": stock.EncoderRepetitionPenaltyLogitsProcessor(1.7, SOURCES),
     "n-grams of 1 of the source": stock.EncoderNoRepeatNGramLogitsProcessor(1, SOURCES),
     "n-grams of 2 of the source": stock.EncoderNoRepeatNGramLogitsProcessor(2, SOURCES),

@@ -1,0 +1,278 @@
+"""The HTTP side of a server: OpenAI's routes, Prometheus metrics and the chat page.
+
+A request becomes rows, which the scheduler's thread decodes. Their pieces come back through an asyncio queue. When a
+client goes away, its rows are cancelled and leave before the engine's next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from inference.serving.errors import RequestError, error_body
+from inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest
+from inference.serving.replies import ReplyWriter
+from inference.serving.row import Piece, Row
+from inference.serving.row_maker import RowMaker
+from inference.serving.scheduler import QueueFullError, Scheduler, StoppingError
+
+logger = logging.getLogger(__name__)
+
+PAGE = Path(__file__).parent / "page" / "index.html"
+MAX_BODY_BYTES = 4 << 20
+OPEN_PATHS = ("/", "/health")  # without a key
+SHOWN_ERRORS = 3
+GONE = 499  # nobody reads it: the client went away
+
+Body = TypeVar("Body", bound=CompletionOptions)
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the routes share."""
+
+    scheduler: Scheduler
+    maker: RowMaker
+    model: str
+    api_key: str | None
+
+
+def create_app(scheduler: Scheduler, tokenizer: Any, *, model: str, api_key: str | None = None) -> FastAPI:
+    """The application. It starts the scheduler, and ends it when it is shut down.
+
+    Args:
+        model: the name under which clients know the target.
+        api_key: that requests must carry as `Authorization: Bearer KEY`; None = no key.
+    """
+    maker = RowMaker(scheduler.target, tokenizer, scheduler.drafters, max_length=scheduler.limits.max_length)
+    server = Server(scheduler, maker, model, api_key)
+
+    @asynccontextmanager
+    async def run_engine(_: FastAPI) -> AsyncIterator[None]:
+        scheduler.start()
+        try:
+            yield
+        finally:
+            scheduler.stop(0.0)
+            await run_in_threadpool(scheduler.join)
+
+    async def check_key(request: Request) -> None:
+        if server.api_key is not None and request.url.path not in OPEN_PATHS:
+            given = request.headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, f"Bearer {server.api_key}".encode()):
+                raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
+
+    no_docs: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
+    app = FastAPI(title="draftsmith", lifespan=run_engine, dependencies=[Depends(check_key)], **no_docs)
+    app.state.server = server
+    _add_error_handlers(app, server)
+    _add_routes(app, server)
+    return app
+
+
+def _add_error_handlers(app: FastAPI, server: Server) -> None:
+    @app.exception_handler(RequestError)
+    async def refuse(_: Request, error: RequestError) -> Response:
+        return _refuse(server, error)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_route(request: Request, error: HTTPException) -> Response:
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        return _refuse(server, RequestError(text, status=error.status_code))
+
+    @app.exception_handler(ClientDisconnect)
+    async def leave(*_: Any) -> Response:
+        return Response(status_code=GONE)
+
+    @app.exception_handler(Exception)
+    async def fail(_: Request, error: Exception) -> Response:
+        logger.error("a request failed", exc_info=error)
+        return JSONResponse(error_body("internal error: see the server's log", status=500), 500)
+
+
+def _refuse(server: Server, error: RequestError) -> Response:
+    server.scheduler.metrics.refused.labels(error.status).inc()
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+def _add_routes(app: FastAPI, server: Server) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        is_well = server.scheduler.is_running
+        return JSONResponse({"status": "ok" if is_well else "stopping"}, 200 if is_well else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.scheduler.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        entry = {
+            "id": server.model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "draftsmith",
+            "max_model_len": server.maker.max_length,
+            "draft_heads": list(server.maker.drafters),
+        }
+        return JSONResponse({"object": "list", "data": [entry], "draft_heads": entry["draft_heads"]})
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = await _read_body(request, ChatRequest)
+
+        def encode() -> list[list[int]]:
+            return [server.maker.encode_chat(body)]
+
+        return await _reply(server, request, body, encode)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        body = await _read_body(request, CompletionRequest)
+        return await _reply(server, request, body, lambda: server.maker.encode_prompts(body))
+
+    if PAGE.is_file():
+
+        @app.get("/")
+        async def page() -> Response:
+            return FileResponse(PAGE)
+
+
+async def _read_body(request: Request, kind: type[Body]) -> Body:
+    """The checked body.
+
+    Raises:
+        RequestError: it is too large, not JSON, or not a request of this kind.
+    """
+    # A page of another origin may send other types without asking the browser's leave.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("the body must have the content type application/json", status=415)
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > MAX_BODY_BYTES:
+            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    try:
+        return kind.model_validate_json(bytes(data))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        places = [".".join(map(str, one["loc"])) for one in found]
+        shown = [f"{place}: {one['msg']}" if place else one["msg"] for place, one in zip(places, found, strict=True)]
+        more = f"; and {len(shown) - SHOWN_ERRORS} more" if len(shown) > SHOWN_ERRORS else ""
+        raise RequestError("; ".join(shown[:SHOWN_ERRORS]) + more, param=places[0].partition(".")[0] or None) from error
+
+
+async def _reply(
+    server: Server, request: Request, body: CompletionOptions, encode: Callable[[], list[list[int]]]
+) -> Response:
+    if body.model is not None and body.model != server.model:
+        raise RequestError(
+            f"the model {body.model!r} does not exist; this server has {server.model!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is for streams: set stream, or leave it out", param="stream_options")
+    events: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def send(index: int, piece: Piece) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(events.put_nowait, (index, piece))
+
+    def make_rows() -> list[Row]:
+        rows: list[Row] = []
+        for prompt in encode():
+            first = len(rows)
+            rows += server.maker.make_rows(prompt, body, lambda number, piece, first=first: send(first + number, piece))  # type: ignore[misc]
+            if len(rows) > server.scheduler.limits.max_waiting:
+                raise RequestError(
+                    f"the request asks for more than {server.scheduler.limits.max_waiting} replies: send several",
+                    param="n",
+                )
+        return rows
+
+    lane = server.maker.choose_lane(body)
+    rows = await run_in_threadpool(make_rows)
+    try:
+        server.scheduler.submit(rows, lane)
+    except QueueFullError as error:
+        headers = {"Retry-After": str(error.retry_seconds)}
+        raise RequestError(f"{error}: try again later", status=429, headers=headers) from error
+    except StoppingError as error:
+        raise RequestError(str(error), status=503) from error
+    writer = ReplyWriter(body, rows, server.model, server.maker.tokenizer)
+    if body.stream:
+        return StreamingResponse(_stream(writer, rows, events), media_type="text/event-stream")
+    return await _collect(request, writer, rows, events)
+
+
+async def _stream(
+    writer: ReplyWriter, rows: Sequence[Row], events: asyncio.Queue[tuple[int, Piece]]
+) -> AsyncIterator[str]:
+    left = len(rows)
+    try:
+        while left:
+            index, piece = await events.get()
+            left -= piece.is_last
+            for chunk in writer.chunks(index, piece):
+                yield f"data: {json.dumps(chunk)}\n\n"
+            if piece.error is not None:
+                yield f"data: {json.dumps(error_body(piece.error, status=500))}\n\n"
+                return
+        if writer.body.stream_options is not None and writer.body.stream_options.include_usage:
+            yield f"data: {json.dumps(writer.usage_chunk())}\n\n"
+        yield "data: [DONE]\n\n"
+    finally:
+        for row in rows:
+            row.cancel()
+
+
+async def _collect(
+    request: Request, writer: ReplyWriter, rows: Sequence[Row], events: asyncio.Queue[tuple[int, Piece]]
+) -> Response:
+    pieces: list[list[Piece]] = [[] for _ in rows]
+
+    async def collect() -> str | None:
+        while not all(own and own[-1].is_last for own in pieces):
+            index, piece = await events.get()
+            pieces[index].append(piece)
+            if piece.error is not None:
+                return piece.error
+        return None
+
+    collecting = asyncio.create_task(collect())
+    leaving = asyncio.create_task(_wait_until_gone(request))
+    try:
+        await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            return Response(status_code=GONE)
+        if (error := collecting.result()) is not None:
+            return JSONResponse(error_body(error, status=500), 500)
+        return JSONResponse(writer.response(pieces))
+    finally:
+        collecting.cancel()
+        leaving.cancel()
+        for row in rows:
+            row.cancel()
+
+
+async def _wait_until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,36 @@
+"""Errors of requests, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RequestError(ValueError):
+    """A request that is refused.
+
+    Args:
+        param: the field of the request that is wrong.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return error_body(str(self), status=self.status, param=self.param, code=self.code)
+
+
+def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

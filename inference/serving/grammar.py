@@ -1,0 +1,75 @@
+"""Grammars: replies that must be JSON, by the `xgrammar` library where it is installed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+from inference.serving.errors import RequestError
+from inference.targets.target import Target
+
+INSTALL_HINT = "pip install xgrammar on the server"
+
+
+class Grammars:
+    """Logits processors for `response_format`. Compiled schemas are kept, up to a size, for later requests."""
+
+    CACHE_BYTES = 64 << 20
+
+    def __init__(self, target: Target, tokenizer: Any) -> None:
+        self._target, self._tokenizer = target, tokenizer
+        self._compiler: Any = None
+        self._lock = threading.Lock()
+
+    def read(self, response_format: dict[str, Any] | None) -> list[Any]:
+        """The processors of one reply: one, or none for plain text. A processor serves one reply only.
+
+        Raises:
+            RequestError: for formats that are unknown or wrong, and without xgrammar.
+        """
+        kind = (response_format or {}).get("type", "text")
+        if response_format is None or (kind == "text" and set(response_format) == {"type"}):
+            return []
+        if kind not in ("json_object", "json_schema"):
+            raise RequestError(
+                f"response_format has the type {kind!r}; allowed are text, json_object and json_schema",
+                param="response_format",
+            )
+        try:
+            from xgrammar.contrib.hf import LogitsProcessor
+        except ImportError as error:
+            raise RequestError(
+                f"response_format {kind} needs the xgrammar library: {INSTALL_HINT}, or leave it out",
+                param="response_format",
+            ) from error
+        return [LogitsProcessor(self._compile(kind, response_format))]
+
+    def _compile(self, kind: str, response_format: dict[str, Any]) -> Any:
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._new_compiler()
+            if kind == "json_object":
+                return self._compiler.compile_builtin_json_grammar()
+            holder = response_format.get("json_schema")
+            schema = holder.get("schema") if isinstance(holder, dict) else None
+            if not isinstance(schema, dict):
+                raise RequestError(
+                    'response_format json_schema has no schema: give {"type": "json_schema", "json_schema": {"name": '
+                    '..., "schema": {...}}}',
+                    param="response_format",
+                )
+            try:
+                # A small model can write spaces for ever where a grammar allows them.
+                return self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+            except (RuntimeError, ValueError) as error:
+                first_line = str(error).strip().partition("\n")[0]
+                raise RequestError(f"xgrammar refuses the schema: {first_line}", param="response_format") from error
+
+    def _new_compiler(self) -> Any:
+        import xgrammar
+
+        vocab_size = self._target.vocab_size
+        ends = getattr(self._target.model.generation_config, "eos_token_id", None)
+        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=vocab_size, stop_token_ids=ends)
+        return xgrammar.GrammarCompiler(info, cache_limit_bytes=self.CACHE_BYTES)

@@ -1,0 +1,76 @@
+"""Prometheus metrics of a server. Acceptance is counted as vLLM counts it, under the same names after the prefix."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from inference.serving.row import Row
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own. A reply is counted when it ends."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.running = self._gauge("num_requests_running", "Replies that are being decoded.")
+        self.waiting = self._gauge("num_requests_waiting", "Replies that wait for a free row.")
+        self.cache_rows = self._gauge("cache_rows_used", "Rows of caches that hold a running reply.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.new_tokens = self._counter("generation_tokens", "Tokens of replies.")
+        self.drafts = self._counter("spec_decode_num_drafts", "Verify steps with a draft; each row counts.")
+        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self.accepted_per_pos = Counter(
+            "draftsmith:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their depth in the tree (0 = first).",
+            ["position"],
+            registry=self.registry,
+        )
+        self.ended = Counter(
+            "draftsmith:request_success",
+            "Replies by the reason of their end.",
+            ["finished_reason"],
+            registry=self.registry,
+        )
+        self.refused = Counter(
+            "draftsmith:request_refused",
+            "Requests that were refused, by HTTP status.",
+            ["status"],
+            registry=self.registry,
+        )
+        self.first_token_seconds = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self.seconds = self._histogram("e2e_request_latency_seconds", "From arrival to the reply's end.")
+        self.queue_seconds = self._histogram("request_queue_time_seconds", "From arrival to the reading of the prompt.")
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(f"draftsmith:{name}", help_text, registry=self.registry)
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(f"draftsmith:{name}", help_text, registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str) -> Histogram:
+        return Histogram(f"draftsmith:{name}", help_text, buckets=SECONDS, registry=self.registry)
+
+    def count_reply(self, row: Row) -> None:
+        """Counts a reply that has ended."""
+        self.ended.labels(row.end_reason).inc()
+        self.prompt_tokens.inc(len(row.prompt))
+        self.new_tokens.inc(row.request.num_new_tokens)
+        self.drafts.inc(row.num_drafts)
+        self.draft_tokens.inc(row.stats.num_drafted)
+        for position, count in enumerate(row.accepted_per_depth):
+            self.accepted.inc(count)
+            self.accepted_per_pos.labels(position).inc(count)
+        for histogram, moment in (
+            (self.queue_seconds, row.started),
+            (self.first_token_seconds, row.first_token),
+            (self.seconds, row.ended),
+        ):
+            if moment is not None:
+                histogram.observe(moment - row.arrived)
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self.registry)

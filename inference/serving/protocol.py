@@ -1,0 +1,110 @@
+"""Requests in OpenAI's shapes, with vLLM's further options and this server's own. Unknown fields are errors.
+
+A field that is present has an effect. What this server cannot do is refused (`serving/options.py`), except for values
+that ask for nothing, such as `"echo": false`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 16
+
+
+class Strict(BaseModel):
+    """Refuses fields that it does not have, and values of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message. Its further fields are the chat template's business (`tool_calls`, `name`, ...)."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The given fields, with the parts of the content as one string."""
+        fields = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            fields["content"] = "".join(part.text for part in self.content)
+        return fields
+
+
+class CompletionOptions(Strict):
+    """What both kinds of requests have."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    user: str | None = None
+    # vLLM's
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    ignore_eos: bool = False
+    # this server's
+    heads: str | None = None
+    tree: str | None = Field(None, max_length=64)
+    draft_report: bool = False
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+
+class ChatRequest(CompletionOptions):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(CompletionOptions):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    @property
+    def num_top(self) -> int | None:
+        return self.logprobs

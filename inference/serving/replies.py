@@ -1,0 +1,138 @@
+"""Replies in OpenAI's shapes: whole responses, and chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from inference.serving.protocol import ChatRequest, CompletionOptions
+from inference.serving.row import Piece, Row, RowToken
+
+
+class ReplyWriter:
+    """Writes the replies of one request.
+
+    Args:
+        rows: of all choices, in their order.
+    """
+
+    def __init__(self, body: CompletionOptions, rows: Sequence[Row], model: str, tokenizer: Any) -> None:
+        self.body, self.rows, self.model, self.tokenizer = body, rows, model, tokenizer
+        self.is_chat = isinstance(body, ChatRequest)
+        self._head = {
+            "id": ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._begun: set[int] = set()
+        self._offsets = [0] * len(rows)  # of the text so far, for completions' text_offset
+
+    def usage(self) -> dict[str, int]:
+        # The n rows of a prompt share it.
+        prompt = sum(len(row.prompt) for row in self.rows[:: self.body.n])
+        new = sum(row.request.num_new_tokens for row in self.rows)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The stream's chunks for one piece; the last piece of a choice has a chunk of its own for the end."""
+        chunks = []
+        if self.is_chat and index not in self._begun:
+            chunks.append(self._chunk(self._choice(index, {"role": "assistant", "content": ""}, None, None)))
+            self._begun.add(index)
+        if piece.text or piece.tokens:
+            delta: Any = {"content": piece.text} if self.is_chat else piece.text
+            chunk = self._chunk(self._choice(index, delta, self._logprobs(index, piece.tokens), None))
+            if self.body.draft_report:
+                chunk["drafting"] = {"tokens": [_report_token(token) for token in piece.tokens]}
+            chunks.append(chunk)
+        if piece.finish_reason is not None:
+            chunk = self._chunk(self._choice(index, {} if self.is_chat else "", None, piece.finish_reason))
+            if self.body.draft_report:
+                chunk["drafting"] = summarise(self.rows[index])
+            chunks.append(chunk)
+        return chunks
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self._chunk(), "usage": self.usage()}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        chunk: dict[str, Any] = {**self._head, "object": kind, "choices": list(choices)}
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _choice(self, index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        name = "delta" if self.is_chat else "text"
+        return {"index": index, name: delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def response(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+        """The whole response from each choice's pieces."""
+        choices = []
+        for index, own in enumerate(pieces):
+            text = "".join(piece.text for piece in own)
+            logprobs = self._logprobs(index, [token for piece in own for token in piece.tokens])
+            choice = {"index": index, "logprobs": logprobs, "finish_reason": own[-1].finish_reason}
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choices.append(choice | ({"message": message} if self.is_chat else {"text": text}))
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        response = {**self._head, "object": kind, "choices": choices, "usage": self.usage()}
+        if self.body.draft_report:
+            response["drafting"] = summarise(*self.rows)
+        return response
+
+    def _logprobs(self, index: int, tokens: Sequence[RowToken]) -> dict[str, Any] | None:
+        """Of all tokens but the one that ends the text, which is not shown."""
+        if self.rows[index].num_top is None:
+            return None
+        ends = self.rows[index].request.eos_token_ids
+        tokens = [token for token in tokens if token.id not in ends]
+        if self.is_chat:
+            return {
+                "content": [
+                    {
+                        **self._scored(token.id, token.logprob),
+                        "top_logprobs": [self._scored(*each) for each in token.top],
+                    }
+                    for token in tokens
+                ],
+                "refusal": None,
+            }
+        texts = [self._text_of(token.id) for token in tokens]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token.text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{self._text_of(other): value for other, value in token.top} for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _scored(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = self._text_of(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _text_of(self, token_id: int) -> str:
+        return str(self.tokenizer.decode([token_id]))
+
+
+def _report_token(token: RowToken) -> dict[str, Any]:
+    return {"id": token.id, "text": token.text, "depth": token.depth, "probability": token.probability}
+
+
+def summarise(*rows: Row) -> dict[str, Any]:
+    """What drafting did for some rows, together."""
+    stats = sum((row.stats for row in rows[1:]), rows[0].stats)
+    starts = [row.started for row in rows if row.started is not None]
+    ends = [row.ended for row in rows if row.ended is not None]
+    histogram = stats.accepted_histogram
+    return {
+        "acceptance_length": stats.acceptance_length,
+        "num_steps": stats.num_verify_steps,
+        "accepted_per_depth": [sum(histogram[depth:]) for depth in range(1, len(histogram))],
+        "seconds": max(ends) - min(starts) if starts and ends else 0.0,
+    }

@@ -1,0 +1,246 @@
+"""From a request's options to rows: transformers' arguments, checked against the server's limits."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from inference.drafters.base import Drafter
+from inference.noise import row_seeds
+from inference.request.generate_arguments import make_request
+from inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from inference.request.request import Request
+from inference.serving.errors import RequestError
+from inference.serving.grammar import Grammars
+from inference.serving.protocol import (
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    ChatRequest,
+    CompletionOptions,
+    CompletionRequest,
+)
+from inference.serving.row import Piece, Row, StopStrings
+from inference.serving.scheduler import PLAIN, LaneName
+from inference.streaming.detokenizer import IncrementalDetokenizer
+from inference.targets.target import Target
+from inference.trees.options import resolve_policy
+
+MAX_TREE_NODES, MAX_TREE_DEPTH = 64, 16
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+# Files are not for requests, and trees that are chosen are measured, which takes seconds: without sizes there are two.
+TREE_NAMES = re.compile(r"auto|gamma|(dynamic|chain)(:\d{1,4}(,\d{1,4})*)?")
+
+
+class RowMaker:
+    """Makes the rows of requests. For any thread.
+
+    Args:
+        drafters: by name, the default first.
+        max_length: tokens of a row, prompt included.
+    """
+
+    def __init__(
+        self, target: Target, tokenizer: Any, drafters: Mapping[str, Drafter | None], *, max_length: int
+    ) -> None:
+        self.target, self.tokenizer, self.drafters = target, tokenizer, dict(drafters)
+        self.max_length = min(max_length, target.max_length or max_length)
+        self.grammars = Grammars(target, tokenizer)
+        self._one_at_a_time = threading.Lock()  # transformers' generate reads and copies the model's config
+
+    def encode_chat(self, body: ChatRequest) -> list[int]:
+        """The prompt of a conversation."""
+        if not self.tokenizer.chat_template:
+            raise RequestError("the target's tokenizer has no chat template: use /v1/completions")
+        if body.tool_choice is not None and not body.tools:
+            raise RequestError("tool_choice is given without tools: give tools, or leave it out", param="tool_choice")
+        options = dict(body.chat_template_kwargs or {})
+        if taken := options.keys() & {"tokenize", "return_dict", "return_tensors", "chat_template", "conversation"}:
+            raise RequestError(
+                f"chat_template_kwargs has {sorted(taken)[0]!r}, which is not for requests: leave it out",
+                param="chat_template_kwargs",
+            )
+        options.setdefault("add_generation_prompt", True)
+        if body.tools and body.tool_choice != "none":
+            options["tools"] = body.tools
+        try:
+            messages = [message.for_template() for message in body.messages]
+            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+        except Exception as error:  # the template is a program that reads the request
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            raise RequestError(f"the chat template refuses the messages: {reason}", param="messages") from error
+        prompt: list[int] = ids["input_ids"]
+        return prompt
+
+    def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
+        """The prompts of a completion, as token ids."""
+        is_one = isinstance(body.prompt, str) or (bool(body.prompt) and isinstance(body.prompt[0], int))
+        given = cast(list[str | list[int]], [body.prompt] if is_one else body.prompt)
+        prompts = [list(self.tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in given]
+        if not prompts or not all(prompts):
+            raise RequestError("the prompt is empty: give at least one token", param="prompt")
+        for token in (token for prompt in prompts for token in prompt):
+            if not 0 <= token < self.target.num_embeddings:
+                raise RequestError(
+                    f"the prompt has the token id {token}; the target's are 0 to {self.target.num_embeddings - 1}",
+                    param="prompt",
+                )
+        return prompts
+
+    def choose_lane(self, body: CompletionOptions) -> LaneName:
+        """The drafter and tree of a request."""
+        name = body.heads if body.heads is not None else next(iter(self.drafters))
+        if name not in self.drafters:
+            raise RequestError(f"heads is {name!r}; this server has {', '.join(self.drafters)}", param="heads")
+        drafter, tree = self.drafters[name], body.tree
+        if tree is None:
+            return name, None
+        if drafter is None:
+            raise RequestError("tree is given, and plain decoding has no drafts: leave it out", param="tree")
+        if TREE_NAMES.fullmatch(tree) is None:
+            raise RequestError(
+                f"tree is {tree!r}; allowed are auto, gamma, dynamic, dynamic:DEPTH,TOP_K,NODES, chain and "
+                "chain:LENGTH",
+                param="tree",
+            )
+        try:
+            policy = resolve_policy(tree, drafter.max_depth)
+        except (ValueError, TypeError) as error:
+            raise RequestError(str(error).partition("\n")[0], param="tree") from error
+        if policy.num_nodes > MAX_TREE_NODES or policy.max_depth > MAX_TREE_DEPTH:
+            raise RequestError(
+                f"tree is {tree!r}; allowed are at most {MAX_TREE_NODES} nodes and {MAX_TREE_DEPTH} levels",
+                param="tree",
+            )
+        if drafter.drafts_chains_only and not policy.is_narrow:
+            raise RequestError(f"tree is {tree!r}, and these heads draft chains only: use chain", param="tree")
+        return name, tree
+
+    def make_rows(
+        self, prompt: list[int], body: CompletionOptions, on_piece: Callable[[int, Piece], None]
+    ) -> list[Row]:
+        """The `n` rows of one prompt. `on_piece` gets the number of the row, from 0, and is called in the engine's
+        thread.
+
+        Raises:
+            RequestError: options that this target or server cannot honour.
+        """
+        num_new = self._count_new_tokens(len(prompt), body)
+        stops = self._check_stops(body)
+        arguments = self._arguments(num_new, body)
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        seeds = row_seeds(seed, body.n, self.target.device)
+        num_top = body.num_top if isinstance(body, (ChatRequest, CompletionRequest)) else None
+        return [
+            Row(
+                self._make_request(prompt, arguments, body),
+                seeds[number : number + 1],
+                IncrementalDetokenizer(self.tokenizer),
+                StopStrings(stops),
+                lambda piece, number=number: on_piece(number, piece),  # type: ignore[misc]
+                num_top=num_top,
+            )
+            for number in range(body.n)
+        ]
+
+    def _make_request(self, prompt: list[int], arguments: dict[str, Any], body: CompletionOptions) -> Request:
+        input_ids: Tensor = torch.tensor([prompt])
+        kwargs = arguments | {"logits_processor": self._processors(len(prompt), body)}
+        try:
+            with self._one_at_a_time:
+                request = make_request(self.target, input_ids, torch.ones_like(input_ids), generate_kwargs=kwargs)
+        except ValueError as error:
+            raise RequestError(str(error).partition("\n")[0]) from error
+        # Here and not as an argument of generate, which wants at least one token.
+        request.eos_token_ids = {*(() if body.ignore_eos else request.eos_token_ids), *(body.stop_token_ids or ())}
+        return request
+
+    def _count_new_tokens(self, prompt_length: int, body: CompletionOptions) -> int:
+        room = self.max_length - prompt_length
+        asked = body.max_tokens
+        if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+            if asked not in (None, body.max_completion_tokens):
+                raise RequestError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+            asked = body.max_completion_tokens
+        if asked is None:
+            asked = min(DEFAULT_COMPLETION_TOKENS, room) if isinstance(body, CompletionRequest) else room
+        if room < max(1, asked):
+            raise RequestError(
+                f"the prompt has {prompt_length} tokens and the reply may have {max(1, asked)}; this server reads and "
+                f"writes at most {self.max_length} together: shorten the prompt, or lower max_tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return asked
+
+    @staticmethod
+    def _check_stops(body: CompletionOptions) -> list[str]:
+        stops = body.stops
+        if len(stops) > MAX_STOPS or not all(1 <= len(stop) <= MAX_STOP_LENGTH for stop in stops):
+            raise RequestError(
+                f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop"
+            )
+        return stops
+
+    def _arguments(self, num_new: int, body: CompletionOptions) -> dict[str, Any]:
+        """Arguments of transformers' generate. What the request leaves out is the model's generation config's, and
+        else OpenAI's default."""
+        config = self.target.model.generation_config
+
+        def choose(name: str, default: Any) -> Any:
+            given = getattr(body, name)
+            given = getattr(config, name, None) if given is None else given
+            return default if given is None else given
+
+        temperature = choose("temperature", 1.0)
+        arguments: dict[str, Any] = {"max_new_tokens": num_new, "do_sample": temperature > 0}
+        if temperature > 0:
+            arguments["temperature"] = float(temperature)
+            arguments["top_p"] = float(choose("top_p", 1.0))
+            arguments["top_k"] = max(0, choose("top_k", 0))
+            if (min_p := choose("min_p", 0.0)) > 0:
+                arguments["min_p"] = float(min_p)
+        if (penalty := choose("repetition_penalty", 1.0)) != 1.0:
+            arguments["repetition_penalty"] = float(penalty)
+        if body.logit_bias:
+            arguments["sequence_bias"] = [[[token], bias] for token, bias in self._read_bias(body.logit_bias)]
+        return arguments
+
+    def _read_bias(self, bias: dict[str, float]) -> list[tuple[int, float]]:
+        try:
+            read = [(int(token), float(value)) for token, value in bias.items()]
+        except ValueError:
+            read = [(-1, 0.0)]
+        if not all(0 <= token < self.target.vocab_size and math.fabs(value) <= 100 for token, value in read):
+            raise RequestError(
+                f"logit_bias takes token ids from 0 to {self.target.vocab_size - 1} with biases from -100 to 100",
+                param="logit_bias",
+            )
+        return read
+
+    def _processors(self, prompt_length: int, body: CompletionOptions) -> list[Any]:
+        processors: list[Any] = []
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(
+                OccurrencePenaltiesLogitsProcessor(
+                    presence=body.presence_penalty, frequency=body.frequency_penalty, prompt_length=prompt_length
+                )
+            )
+        return [*processors, *self.grammars.read(body.response_format)]
+
+
+def name_drafters(heads: Mapping[str, Drafter]) -> dict[str, Drafter | None]:
+    """The drafters of a server by name: the heads, and plain decoding.
+
+    Raises:
+        ValueError: heads are called "none".
+    """
+    if PLAIN in heads:
+        raise ValueError(f"heads are called {PLAIN!r}, which means plain decoding: rename their folder")
+    return {**heads, PLAIN: None}

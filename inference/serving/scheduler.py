@@ -1,0 +1,277 @@
+"""Scheduler: continuous batching. One thread owns the decoders, and serves rows of all requests in rounds.
+
+A round drops the rows that nobody waits for, reads prompts for as many tokens as one chunk has, and makes one step of
+every lane. A lane is the rows of one drafter and tree (`Lane`): rows of any sampling options share its passes, but
+plain decoding and other drafters or trees have passes of their own. Lanes take turns, step by step. Waiting rows start
+in the order of their arrival; a row whose lane is full lets rows of other lanes pass. A row for which there is no lane
+lets them pass for some seconds, and then waits for the first lane that is idle.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from inference.decoder import Decoder
+from inference.drafters.base import Drafter
+from inference.prompts import PREFILL_CHUNK
+from inference.serving.lane import Lane
+from inference.serving.metrics import Metrics
+from inference.serving.row import Row
+from inference.targets.target import Target
+
+logger = logging.getLogger(__name__)
+
+LaneName = tuple[str, str | None]
+"""The name of the drafter ("none" = plain decoding), and the tree as text (None = the default)."""
+
+PLAIN = "none"
+INTERNAL_ERROR = "internal error: see the server's log"
+PATIENCE_SECONDS = 5.0  # how long rows of other lanes may pass a row for which there is no lane
+IDLE_SECONDS = 0.5  # how often an idle engine looks whether it is to stop
+
+
+class QueueFullError(Exception):
+    """Too many rows wait. `retry_seconds` is about how long until some have started."""
+
+    def __init__(self, retry_seconds: int) -> None:
+        super().__init__("the server's queue is full")
+        self.retry_seconds = retry_seconds
+
+
+class StoppingError(Exception):
+    """The server takes no more requests."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server holds at once.
+
+    Attributes:
+        max_rows: running rows of one lane.
+        max_length: tokens of a row, prompt included.
+        max_waiting: rows that wait for a lane.
+        max_lanes: pairs of drafter and tree with running rows.
+    """
+
+    max_rows: int = 8
+    max_length: int = 2048
+    max_waiting: int = 64
+    max_lanes: int = 2
+
+
+class Scheduler:
+    """Decodes rows in a thread of its own.
+
+    Args:
+        drafters: by name, the default one first; None = plain decoding.
+        tree: of lanes whose requests name no tree, as in `Decoder`.
+        limits: decided here, because caches are allocated once.
+
+    Raises:
+        ValueError: a target or drafter that cannot be served, or a bad tree.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: Mapping[str, Drafter | None],
+        *,
+        tree: str | None = None,
+        limits: Limits | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        if target.is_encoder_decoder:
+            raise ValueError(f"{type(target.model).__name__} reads sources; the server is for decoder-only targets")
+        self.target, self.drafters, self.tree = target, dict(drafters), tree
+        self.limits, self.metrics = limits or Limits(), metrics or Metrics()
+        self.default_name = next(iter(self.drafters))
+        self._lanes: dict[LaneName, Lane] = {}
+        self._waiting: deque[tuple[Row, LaneName]] = deque()
+        self._rows: list[Row] = []  # submitted and not yet counted as ended
+        self._reading: tuple[Row, LaneName, Generator[int]] | None = None
+        self._changed = threading.Condition()
+        self._deadline: float | None = None  # set while stopping
+        self._mean_seconds = 1.0  # of replies
+        # All drafters, the default one last: what cannot be served shows now, and costs of trees are measured.
+        for name, drafter in reversed(self.drafters.items()):
+            if drafter is not None or name == self.default_name:
+                self._find_lane((name, None))
+        self._thread = threading.Thread(target=self._run, name="draftsmith-engine", daemon=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """The most bytes of the target's keys and values, in all lanes together."""
+        return self.limits.max_lanes * max(lane.num_bytes for lane in self._lanes.values())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have been submitted and have not ended."""
+        return len(self._rows)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, rows: Sequence[Row], lane: LaneName) -> None:
+        """Queues the rows of one request. For any thread.
+
+        Raises:
+            QueueFullError: they do not all fit.
+            StoppingError: the server is about to end.
+        """
+        with self._changed:
+            if self._deadline is not None or not self.is_running:
+                raise StoppingError("the server is shutting down")
+            if len(self._waiting) + len(rows) > self.limits.max_waiting:
+                num_turns = 1 + len(self._waiting) // self.limits.max_rows
+                raise QueueFullError(min(60, max(1, round(self._mean_seconds * num_turns))))
+            self._waiting.extend((row, lane) for row in rows)
+            self._rows.extend(rows)
+            self._changed.notify_all()
+
+    def stop(self, seconds: float) -> None:
+        """Takes no more rows, and ends those that are not finished after so many seconds. For any thread."""
+        with self._changed:
+            self._deadline = time.perf_counter() + seconds
+            self._changed.notify_all()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread to end."""
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_rows():
+                with self.target.without_autograd():
+                    self._round()
+        finally:
+            with self._changed:
+                self._deadline = self._deadline or 0.0
+                for row in self._rows:
+                    row.fail("the server is shutting down")
+                self._count_ended()
+
+    def _wait_for_rows(self) -> bool:
+        """Whether there is something to do; False when the thread is to end."""
+        with self._changed:
+            while not self._rows and self._deadline is None:
+                self._changed.wait(IDLE_SECONDS)
+            if self._deadline is None:
+                return True
+            return bool(self._rows) and time.perf_counter() < self._deadline
+
+    def _round(self) -> None:
+        self._drop_cancelled()
+        self._read_prompts()
+        for name, lane in list(self._lanes.items()):
+            if lane.rows:
+                self._guard(name, lane.advance)
+        self._count_ended()
+
+    def _drop_cancelled(self) -> None:
+        for row in list(self._rows):
+            if row.is_cancelled:
+                row.fail("cancelled")
+        if self._reading is not None and self._reading[0].is_over:
+            self._stop_reading()
+        with self._changed:
+            self._waiting = deque(each for each in self._waiting if not each[0].is_over)
+        for lane in self._lanes.values():
+            if lane.rows:
+                lane.drop_rows()
+
+    def _read_prompts(self) -> None:
+        """Reads for as many tokens as a chunk has; rows whose prompts end join."""
+        left = PREFILL_CHUNK
+        while left > 0:
+            self._reading = self._reading or self._start_next()
+            if self._reading is None:
+                return
+            _, name, chunks = self._reading
+            size = self._guard(name, partial(next, chunks, None))
+            left -= size or 0
+            if size is None:
+                self._reading = None
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading[2].close()
+            self._reading = None
+
+    def _start_next(self) -> tuple[Row, LaneName, Generator[int]] | None:
+        """The first waiting row whose lane has room."""
+        with self._changed:
+            waiting = list(self._waiting)
+        for each in waiting:
+            row, name = each
+            try:
+                lane = self._find_lane(name)
+            except Exception:  # such as too little memory
+                logger.exception("no lane could be made for %s", name)
+                row.fail(INTERNAL_ERROR)
+                lane = None
+            if row.is_over or (lane is not None and len(lane.rows) < lane.max_rows):
+                with self._changed:
+                    self._waiting.remove(each)
+            if lane is not None and len(lane.rows) < lane.max_rows:
+                return row, name, lane.join(row)
+            if lane is None and time.perf_counter() - row.arrived > PATIENCE_SECONDS:
+                return None  # until a lane is idle
+        return None
+
+    def _find_lane(self, name: LaneName) -> Lane | None:
+        """The lane of this name; a new one instead of the idle lane that was used longest ago; None while all run."""
+        if name in self._lanes:
+            return self._lanes[name]
+        if len(self._lanes) >= self.limits.max_lanes:
+            idle = [other for other, lane in self._lanes.items() if not lane.rows]
+            if not idle:
+                return None
+            del self._lanes[min(idle, key=lambda other: self._lanes[other].last_used)]
+        return self._open_lane(name)
+
+    def _open_lane(self, name: LaneName) -> Lane:
+        drafter, tree = self.drafters.get(name[0]), name[1] or self.tree
+        decoder = Decoder(self.target, drafter, tree=tree if drafter is not None else None)
+        lane = Lane(decoder, max_rows=self.limits.max_rows, max_length=self.limits.max_length)
+        with self.target.without_autograd():
+            lane.measure()
+        self._lanes[name] = lane
+        return lane
+
+    def _guard(self, name: LaneName, function: Callable[[], int | None]) -> int | None:
+        """Runs a part of a round. If it fails, the lane's rows end with an error, and the lane is made anew."""
+        try:
+            return function()
+        except Exception:  # a server outlives what a request can bring about
+            lane = self._lanes.pop(name, None)
+            rows = [*(lane.rows if lane is not None else [])]
+            if self._reading is not None and self._reading[1] == name:
+                rows.append(self._reading[0])
+                self._stop_reading()
+            logger.exception("a step failed, and %d replies end with an error", len(rows))
+            for row in rows:
+                row.fail(INTERNAL_ERROR)
+            return None
+
+    def _count_ended(self) -> None:
+        with self._changed:
+            ended = [row for row in self._rows if row.is_over]
+            self._rows = [row for row in self._rows if not row.is_over]
+            self.metrics.waiting.set(len(self._waiting))
+        for row in ended:
+            self.metrics.count_reply(row)
+            if row.started is not None and row.ended is not None:
+                self._mean_seconds += 0.1 * (row.ended - row.started - self._mean_seconds)
+        num_running = sum(len(lane.rows) for lane in self._lanes.values())
+        self.metrics.running.set(num_running + (self._reading is not None))
+        self.metrics.cache_rows.set(num_running)

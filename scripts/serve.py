@@ -1,0 +1,151 @@
+"""Serves a target and its drafters on one machine, for OpenAI's clients and for browsers.
+
+    draftsmith serve --target examples/chat-13m --heads examples/heads/eagle3
+    draftsmith serve --target examples/chat-13m --heads examples/heads/eagle3 examples/heads/mtp --port 8001
+
+The first heads draft unless a request names others; "none" decodes plainly. Ctrl-C or SIGTERM ends the server: it takes
+no more requests, and running replies have some seconds to end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from inference.drafters.base import Drafter
+from inference.serving.app import create_app
+from inference.serving.row_maker import name_drafters
+from inference.serving.scheduler import Limits, Scheduler
+from inference.serving.server import new_server
+from scripts.shared.model_loading import DTYPES, TREE_HELP, load_drafter, load_target
+from scripts.shared.one_line_errors import one_line_errors
+from training.options.program_parser import ProgramParser
+
+API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
+GROUPS = {
+    "target and drafters": "target heads drafter_model ngrams dtype device tree pack_weights batch_invariant",
+    "server": "host port api_key model_name drain_seconds",
+    "limits": "max_batch_size max_length max_queue max_lanes threads",
+}
+
+
+@dataclass
+class ServeArguments:
+    target: str = field(metadata={"help": "The target: a folder or a hub id."})
+    heads: list[str] = field(
+        default_factory=list, metadata={"help": "Draft heads, the default first: folders or hub ids.", "nargs": "+"}
+    )
+    drafter_model: str | None = field(
+        default=None, metadata={"help": "A small causal LM with the target's tokenizer that also drafts."}
+    )
+    staged: bool = field(
+        default=False, metadata={"help": "N-grams draft for the --drafter_model; only with --tree chain or gamma."}
+    )
+    ngrams: bool = field(default=False, metadata={"help": "Also draft with n-grams of the text."})
+    tree: str | None = field(
+        default=None,
+        metadata={
+            "help": "Token tree; none = auto, which measures once for a machine and drafts less the more replies run. "
+            f"All: {TREE_HELP}."
+        },
+    )
+    dtype: str = field(
+        default="auto", metadata={"help": "Dtype of the weights; auto = as saved.", "choices": list(DTYPES)}
+    )
+    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
+    pack_weights: bool = field(
+        default=False,
+        metadata={"help": "On a CPU: pack the weights for faster steps. It takes their memory once more."},
+    )
+    batch_invariant: bool = field(
+        default=False,
+        metadata={"help": "Score tokens alike in passes of any width: other rows then change no bit. It is slower."},
+    )
+    host: str = field(default="127.0.0.1", metadata={"help": "Address; 0.0.0.0 = all networks (give an --api_key)."})
+    port: int = field(default=8000, metadata={"help": "Port; 0 = any free one."})
+    api_key: str | None = field(
+        default=None,
+        metadata={"help": f"Key that requests must carry; none = ${API_KEY_VARIABLE}, and without it no key."},
+    )
+    model_name: str | None = field(
+        default=None, metadata={"help": "The target's name for clients; none = the name of its folder."}
+    )
+    drain_seconds: float = field(
+        default=10.0, metadata={"help": "How long running replies may go on when the server ends."}
+    )
+    max_batch_size: int = field(default=8, metadata={"help": "Most replies of one drafter that are decoded at once."})
+    max_length: int = field(default=2048, metadata={"help": "Most tokens of a conversation, the reply included."})
+    max_queue: int = field(default=64, metadata={"help": "Most replies that wait; more are refused (429)."})
+    max_lanes: int = field(
+        default=2, metadata={"help": "Most pairs of drafter and tree at once; each has a cache of its own."}
+    )
+    threads: int | None = field(default=None, metadata={"help": "CPU threads of the engine; none = torch's default."})
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_length", "max_queue", "max_lanes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got --{name} {getattr(self, name)}: give at least 1")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"got --port {self.port}: give 0 to 65535")
+        if self.drain_seconds < 0:
+            raise ValueError(f"got --drain_seconds {self.drain_seconds}: give 0 or more")
+        if self.tree is not None and not (self.heads or self.drafter_model or self.ngrams):
+            raise ValueError(f"got --tree {self.tree} without a drafter: nothing is drafted in plain decoding")
+
+
+def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
+    """The scheduler, not started, and the tokenizer."""
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
+    others = {"drafter_model": args.drafter_model, "staged": args.staged, "ngrams": args.ngrams}
+    drafters: dict[str, Drafter] = {}
+    for heads in args.heads or ([None] if args.drafter_model or args.ngrams else []):
+        drafter = load_drafter(target, tokenizer, heads=heads, **others)
+        name = "drafter" if heads is None else Path(heads).name
+        if name in drafters:
+            raise ValueError(f"got two --heads called {name}: rename the folder of one of them")
+        assert drafter is not None
+        drafters[name] = drafter
+    target = target.with_packed_weights() if args.pack_weights else target
+    target = target.batch_invariant() if args.batch_invariant else target
+    limits = Limits(args.max_batch_size, args.max_length, args.max_queue, args.max_lanes)
+    chains_only = any(drafter.drafts_chains_only for drafter in drafters.values())
+    tree = args.tree or ("gamma" if chains_only else "auto")
+    if drafters and args.tree is None:
+        print(f"tree {tree}: measuring its costs, if this machine has not done so yet", flush=True)
+    return Scheduler(target, name_drafters(drafters), tree=tree, limits=limits), tokenizer
+
+
+def run(args: ServeArguments) -> None:
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    scheduler, tokenizer = build_scheduler(args)
+    model = args.model_name or Path(args.target).name
+    app = create_app(scheduler, tokenizer, model=model, api_key=args.api_key or os.environ.get(API_KEY_VARIABLE))
+    server = new_server(app, host=args.host, port=args.port, drain_seconds=args.drain_seconds)
+    size = scheduler.num_bytes / 1e6
+    print(
+        f"{model} with {', '.join(scheduler.drafters)}: at most {args.max_batch_size} replies of {args.max_length} "
+        f"tokens at once for each of {args.max_lanes} drafters or trees, {size:.0f} MB of keys and values",
+        flush=True,
+    )
+    server.announce = lambda address: print(f"serving at {address}/v1 (Ctrl-C ends)", flush=True)
+    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all is over
+        server.run()
+
+
+def main() -> None:
+    with one_line_errors("serve.py"):
+        (args,) = ProgramParser([ServeArguments], doc=__doc__, groups=GROUPS).read()
+        run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""ChatSession: a conversation with a target, and the drafter and tree that decode it."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from inference import Decoder, Drafter, GenerationStats
+from scripts.shared.model_loading import encode_messages, load_drafter, load_target
+from scripts.terminal.arguments import GenerateArguments
+from scripts.terminal.comparison import Reply, compare_with_plain
+from scripts.terminal.printer import ReplyPrinter, describe, speed_of, without_escapes
+
+
+class Conversation:
+    """The messages of a chat; makes the next prompt from them."""
+
+    def __init__(self, tokenizer: Any, *, system: str | None, is_raw: bool) -> None:
+        if not is_raw and not tokenizer.chat_template:
+            raise ValueError("the target's tokenizer has no chat template: use --raw, or set tokenizer.chat_template")
+        self.tokenizer = tokenizer
+        self.system = system
+        self.is_raw = is_raw
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+
+    def ask(self, turn: str) -> Tensor:
+        """Adds a user turn, and returns the prompt: [1, L] token ids."""
+        if self.is_raw:
+            input_ids: Tensor = self.tokenizer(turn, return_tensors="pt")["input_ids"]
+            return input_ids
+        self.messages.append({"role": "user", "content": turn})
+        return encode_messages(self.tokenizer, self.messages)
+
+    def answer(self, reply: str) -> None:
+        self.messages.append({"role": "assistant", "content": reply})
+
+
+class ChatSession:
+    """A target, a drafter, a tree, the sampling options and a conversation, of which commands change all but the first.
+
+    Args:
+        console: for replies. Everything else goes to the standard error output.
+        is_chat: the conversation goes on from turn to turn, and Ctrl-C ends a reply only.
+    """
+
+    def __init__(self, args: GenerateArguments, console: Console, *, is_chat: bool) -> None:
+        self.args, self.console, self.is_chat = args, console, is_chat
+        self.notes = Console(stderr=True, no_color=console.no_color, highlight=False)
+        self.target, self.tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
+        self.drafter = self._load_drafter(args)
+        self.decoder = self._new_decoder(args, self.drafter)
+        self.conversation = Conversation(self.tokenizer, system=args.system, is_raw=args.raw)
+        self._plain: Decoder | None = None
+        self._last: Reply | None = None
+        self._plain_speed: float | None = None
+
+    def _load_drafter(self, args: GenerateArguments) -> Drafter | None:
+        return load_drafter(
+            self.target,
+            self.tokenizer,
+            heads=args.heads,
+            drafter_model=args.drafter_model,
+            staged=args.staged,
+            ngrams=args.ngrams,
+        )
+
+    def _new_decoder(self, args: GenerateArguments, drafter: Drafter | None) -> Decoder:
+        execution = {name: getattr(args, name) for name in ("compile", "pack_weights", "batch_invariant")}
+        drafting = {} if drafter is None else {"tree": args.tree, "acceptance": args.acceptance}
+        return Decoder(self.target, drafter, **drafting, **execution)
+
+    def change(self, **options: Any) -> None:
+        """Goes on with other options (names as in `GenerateArguments`), in the same conversation.
+
+        Raises:
+            ValueError, OSError: they cannot work; nothing is changed.
+        """
+        args = replace(self.args, **options)
+        drafter = self._load_drafter(args) if args.heads != self.args.heads else self.drafter
+        if {"heads", "tree"} & options.keys():
+            self.decoder = self._new_decoder(args, drafter)
+        self.args, self.drafter = args, drafter
+
+    def reset(self) -> None:
+        """Begins a new conversation."""
+        self.conversation.reset()
+        self._last = None
+
+    def reply(self, turn: str) -> None:
+        """Prints the reply as it is decoded, and keeps it in the conversation.
+
+        Raises:
+            ValueError: it cannot be decoded, usually because the conversation has become too long. The turn is dropped.
+        """
+        if not self.is_chat:
+            self.conversation.reset()
+        before = list(self.conversation.messages)
+        try:
+            self._decode(self.conversation.ask(turn).to(self.target.device))
+        except BaseException:
+            self.conversation.messages = before
+            raise
+        if self.args.compare:
+            self.compare()
+
+    def _decode(self, input_ids: Tensor) -> None:
+        options = self.args.generate_kwargs()
+        if options["do_sample"] and options["seed"] is None:
+            options["seed"] = secrets.randbits(31)  # for a comparison
+        printer, is_whole = ReplyPrinter(self.tokenizer, self.console), True
+        reuses = self.is_chat and self.decoder.holds_text
+        stream = self.decoder.stream(input_ids, input_ids.new_ones(input_ids.shape), reuse_cache=reuses, **options)
+        with stream, _noting_interrupts(self.is_chat) as is_interrupted:
+            for tokens in stream:
+                printer.add(tokens)
+                if is_interrupted():
+                    is_whole = False
+                    break
+        printer.finish()
+        self.conversation.answer(printer.text)
+        self._last = Reply(input_ids, printer.token_ids, options, stream.output.stats, is_whole)
+        self._describe(self._last.stats)
+
+    def _describe(self, stats: GenerationStats) -> None:
+        has_color = not self.console.no_color and self.console.is_terminal
+        line = describe(stats, has_drafter=self.drafter is not None, has_color=has_color)
+        if self._plain_speed is not None and not self.args.compare:
+            line.append(f" (plain decoding, when last compared: {self._plain_speed:.1f} tokens/s)")
+        self.notes.print(line, soft_wrap=True)
+
+    def compare(self) -> None:
+        """Decodes the last reply's prompt plainly, with the same seed, and says whether the texts are the same.
+
+        Raises:
+            ValueError: there is nothing to compare.
+        """
+        if self._last is None or self.drafter is None:
+            missing = "a drafter: choose one with /heads" if self.drafter is None else "a reply: ask something first"
+            raise ValueError(f"/compare needs {missing}")
+        if self._plain is None:
+            self._plain = self._new_decoder(self.args, None)
+        found = compare_with_plain(self._last, self._plain, self.tokenizer)
+        self._plain_speed = speed_of(found.stats)
+        self.notes.print(Text(found.text), soft_wrap=True)
+        if found.plain is not None:
+            self.notes.print(Text(without_escapes(found.plain), style="dim"), soft_wrap=True)
+            if self._last.options["do_sample"] and self.args.acceptance != "exact":
+                self.notes.print(f"--acceptance {self.args.acceptance} does not keep the text of plain decoding")
+
+
+@contextmanager
+def _noting_interrupts(is_chat: bool) -> Iterator[Callable[[], bool]]:
+    """In a chat, the first Ctrl-C is noted, so that the running step ends and the cache stays usable. A second one
+    interrupts the step."""
+    seen: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    if not (is_chat and sys.stdin.isatty()):
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)

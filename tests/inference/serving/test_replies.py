@@ -1,0 +1,276 @@
+"""What OpenAI's own client gets from a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from inference import Target, generate
+from inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from inference.serving import app
+from inference.serving.scheduler import Limits
+from tests.inference.serving.arrivals import SECONDS
+from tests.inference.serving.conftest import MODEL, Running, running
+
+MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
+PROMPT = "The sea is"
+# The seeds whose texts are compared are those of `generate(seed=...)`.
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+
+
+def texts_alone(
+    target: Target, tokenizer: PreTrainedTokenizerBase, ids: list[int], count: int = 1, *, seed: int = 5, **options: Any
+) -> list[str]:
+    """The texts that `generate` alone gives."""
+    settings: dict[str, Any] = {"do_sample": False, **options}
+    if settings["do_sample"]:
+        settings = {"top_k": 0, "num_return_sequences": count, **settings}
+    out = generate(target, None, torch.tensor([ids]), seed=seed, **settings)
+    return tokenizer.batch_decode(out.sequences[:, len(ids) :], skip_special_tokens=True)
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    encoded = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)
+    return encoded["input_ids"]
+
+
+def test_a_chat_reply_is_the_text_of_generate(
+    served: Running, served_target: Target, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ids = chat_ids(chat_tokenizer)
+    with served.client() as client:
+        reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=16, temperature=0)
+        sampled = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=16, n=2, **SAMPLED)
+    assert reply.choices[0].message.content == texts_alone(served_target, chat_tokenizer, ids, max_new_tokens=16)[0]
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": 16,
+        "total_tokens": len(ids) + 16,
+    }
+    expected = texts_alone(
+        served_target, chat_tokenizer, ids, 2, do_sample=True, max_new_tokens=16, temperature=0.9, top_p=0.95
+    )
+    assert [choice.message.content for choice in sampled.choices] == expected
+    assert [choice.index for choice in sampled.choices] == [0, 1]
+    assert expected[0] != expected[1]
+
+
+def test_streams_join_to_the_same_text(served: Running) -> None:
+    """Of every choice; the usage comes last."""
+    options: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 20, "n": 2, **SAMPLED}
+    with served.client() as client:
+        whole = client.chat.completions.create(**options)
+        chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+        texts = ["", ""]
+        for chunk in chunks:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == [choice.message.content for choice in whole.choices]
+        assert chunks[-1].usage == whole.usage
+        assert not chunks[-1].choices
+        ends = [(c.index, c.finish_reason) for chunk in chunks for c in chunk.choices if c.finish_reason]
+        assert sorted(ends) == [(0, "length"), (1, "length")]
+        pieces = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, temperature=0, stream=True)
+        text = "".join(piece.choices[0].text for piece in pieces)
+        assert (
+            text == client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, temperature=0).choices[0].text
+        )
+
+
+def test_many_async_clients_get_their_own_texts(
+    served: Running, served_target: Target, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Twelve at once, where four run: streams and whole replies, greedy and sampled, drafted and plain."""
+    requests = []
+    for number in range(12):
+        options: dict[str, Any] = {"max_tokens": 5 + number, "temperature": 0, "prompt": [[5 + number, 9, 11]]}
+        if number % 2:
+            options |= {"temperature": 0.8, "seed": number}
+        extra = {"heads": "none" if number % 4 == 2 else "oracle"} | ({"top_k": 20} if number % 2 else {})
+        requests.append((options, extra, number % 3 == 0))
+
+    async def ask(client: openai.AsyncOpenAI, options: dict[str, Any], extra: dict[str, Any], is_stream: bool) -> str:
+        reply = await client.completions.create(model=MODEL, extra_body=extra, stream=is_stream, **options)
+        if is_stream:
+            return "".join([piece.choices[0].text async for piece in reply])
+        return str(reply.choices[0].text)
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=SECONDS) as client:
+            return await asyncio.gather(*(ask(client, *request) for request in requests))
+
+    texts = asyncio.run(ask_all())
+    for text, (options, extra, _) in zip(texts, requests, strict=True):
+        settings = {"max_new_tokens": options["max_tokens"]}
+        if "seed" in options:
+            settings |= {"do_sample": True, "temperature": 0.8, "top_k": extra["top_k"], "seed": options["seed"]}
+        assert [text] == texts_alone(served_target, chat_tokenizer, options["prompt"][0], **settings)
+
+
+def test_several_prompts_and_choices_are_numbered(served: Running) -> None:
+    with served.client() as client:
+        both = client.completions.create(model=MODEL, prompt=["One", "Two two"], n=2, max_tokens=4, **SAMPLED)
+        alone = [
+            client.completions.create(model=MODEL, prompt=prompt, n=2, max_tokens=4, **SAMPLED)
+            for prompt in ("One", "Two two")
+        ]
+    assert [choice.text for choice in both.choices] == [choice.text for one in alone for choice in one.choices]
+    assert both.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone)
+    assert both.usage.completion_tokens == 16
+
+
+def test_stop_strings_and_stop_tokens(served: Running) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    with served.client() as client:
+        whole = client.completions.create(**options, logprobs=0).choices[0]
+        stop = whole.text[9:13]
+        for is_stream in (False, True):
+            reply = client.completions.create(**options, stop=["\x00never", stop], stream=is_stream)
+            choices = [chunk.choices[0] for chunk in reply] if is_stream else reply.choices
+            assert "".join(choice.text for choice in choices) == whole.text[: whole.text.index(stop)]
+            assert choices[-1].finish_reason == "stop"
+        first = whole.logprobs.tokens[:6]
+        ids = [number for number in range(4096) if tokenizer_of(served).decode([number]) == first[3]]
+        reply = client.completions.create(**options, logprobs=0, extra_body={"stop_token_ids": ids})
+        assert reply.choices[0].text == "".join(reply.choices[0].logprobs.tokens)
+        assert reply.choices[0].text == "".join(first[: first.index(first[3])])
+        assert reply.choices[0].finish_reason == "stop"
+
+
+def tokenizer_of(served: Running) -> Any:
+    return served.server.config.app.state.server.maker.tokenizer
+
+
+def test_logprobs_are_the_targets(served: Running, served_target: Target) -> None:
+    with served.client() as client:
+        chat = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
+        ).choices[0]
+        plain = client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=6, temperature=0, logprobs=2)
+    content = chat.logprobs.content
+    assert "".join(entry.token for entry in content) == chat.message.content
+    for entry in content:
+        assert bytes(entry.bytes).decode() == entry.token
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)  # greedy
+        assert entry.top_logprobs[1].logprob <= entry.logprob < 0
+    own = plain.choices[0].logprobs
+    assert "".join(own.tokens) == plain.choices[0].text
+    assert own.text_offset[1] == len(own.tokens[0])
+    with torch.no_grad():
+        scores = served_target.model(torch.tensor([[5, 6, 7]])).logits[0, -1].float().log_softmax(-1)
+    assert own.token_logprobs[0] == pytest.approx(float(scores.max()), abs=1e-4)
+    assert len(own.top_logprobs[0]) == 2
+
+
+def test_penalties_and_biases_change_a_text_as_generate_does(
+    served: Running, served_target: Target, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ids, settings = [5, 6, 7], {"max_new_tokens": 12}
+    penalties = OccurrencePenaltiesLogitsProcessor(presence=1.5, frequency=2.0, prompt_length=3)
+    cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+        ({}, {"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"logit_bias": {"77": 100}}, {}, {"sequence_bias": [[[77], 100.0]]}),
+        ({"presence_penalty": 1.5, "frequency_penalty": 2.0}, {}, {"logits_processor": [penalties]}),
+    ]
+    with served.client() as client:
+        for given, extra, expected in cases:
+            reply = client.completions.create(
+                model=MODEL, prompt=ids, max_tokens=12, temperature=0, extra_body=extra, **given
+            )
+            alone = texts_alone(served_target, chat_tokenizer, ids, **settings, **expected)
+            assert [reply.choices[0].text] == alone, given or extra
+
+
+def test_reports_of_drafting(served: Running) -> None:
+    """The contract with the chat page."""
+    body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "draft_report": True}
+    whole = httpx.post(f"{served.url}/chat/completions", json=body, timeout=SECONDS).json()
+    assert whole["drafting"].keys() == {"acceptance_length", "num_steps", "accepted_per_depth", "seconds"}
+    assert whole["drafting"]["acceptance_length"] > 2
+    plain = httpx.post(f"{served.url}/chat/completions", json=body | {"heads": "none"}, timeout=SECONDS).json()
+    assert plain["drafting"]["acceptance_length"] == 1.0
+    assert plain["choices"] == whole["choices"]
+    wide = httpx.post(f"{served.url}/chat/completions", json=body | {"tree": "dynamic:2,2,5"}, timeout=SECONDS).json()
+    assert wide["choices"] == whole["choices"]
+    assert len(wide["drafting"]["accepted_per_depth"]) == 2
+    with httpx.stream("POST", f"{served.url}/chat/completions", json=body | {"stream": True}, timeout=SECONDS) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    tokens = [token for chunk in chunks for token in chunk.get("drafting", {}).get("tokens", [])]
+    assert len(tokens) == 12
+    assert "".join(token["text"] for token in tokens) == whole["choices"][0]["message"]["content"]
+    assert all(token.keys() == {"id", "text", "depth", "probability"} for token in tokens)
+    assert {token["depth"] for token in tokens} == {0, 1, 2, 3}
+    last = chunks[-1]["drafting"]
+    assert {**last, "seconds": 0} == {**whole["drafting"], "seconds": 0}
+
+
+def test_models_health_and_metrics(served: Running) -> None:
+    with served.client() as client:
+        (model,) = client.models.list().data
+        assert (model.id, model.max_model_len, model.draft_heads) == (MODEL, 200, ["oracle", "none"])
+        before = {
+            name: served.metric(name) or 0.0
+            for name in ("generation_tokens_total", "e2e_request_latency_seconds_count")
+        }
+        accepted = served.metric("spec_decode_num_accepted_tokens_total") or 0.0
+        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, temperature=0)
+    served.wait_until_idle()
+    assert httpx.get(f"{served.address}/health").json() == {"status": "ok"}
+    text = httpx.get(f"{served.address}/metrics").text
+    assert "draftsmith:spec_decode_num_drafts_total" in text
+    assert served.metric("generation_tokens_total") == before["generation_tokens_total"] + 9
+    assert served.metric("e2e_request_latency_seconds_count") == before["e2e_request_latency_seconds_count"] + 1
+    # One token comes from the prompt; two steps accept all three drafts.
+    assert served.metric("spec_decode_num_accepted_tokens_total") == accepted + 6
+    by_position = [served.metric("spec_decode_num_accepted_tokens_per_pos_total", position=str(p)) for p in range(3)]
+    assert sum(value or 0.0 for value in by_position) == served.metric("spec_decode_num_accepted_tokens_total")
+    assert served.metric("num_requests_running") == served.metric("cache_rows_used") == 0
+
+
+def test_json_schemas(served: Running) -> None:
+    pytest.importorskip("xgrammar", reason="replies by a grammar need xgrammar")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+    }
+    given = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
+    with served.client() as client:
+        for heads in ("oracle", "none"):
+            reply = client.chat.completions.create(
+                model=MODEL,
+                messages=MESSAGES,
+                max_tokens=60,
+                temperature=0.8,
+                seed=4,
+                response_format=given,
+                extra_body={"heads": heads},
+            )
+            assert json.loads(reply.choices[0].message.content).keys() == {"a", "b"}
+
+
+def test_the_page_is_served_if_there_is_one(
+    served_target: Target, chat_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "index.html"
+    page.write_text("<title>chat</title>")
+    for path, status in ((page, 200), (tmp_path / "absent.html", 404)):
+        monkeypatch.setattr(app, "PAGE", path)
+        with running(served_target, chat_tokenizer, limits=Limits(max_rows=1, max_length=64), api_key="x") as one:
+            reply = httpx.get(f"{one.address}/")
+            assert reply.status_code == status
+            assert status == 404 or (reply.text, reply.headers["content-type"]) == (
+                "<title>chat</title>",
+                "text/html; charset=utf-8",
+            )

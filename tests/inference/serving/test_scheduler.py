@@ -1,0 +1,319 @@
+"""Rows of many requests in one batch: each gets its own text, whoever else is there."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Drafter, Target
+from inference.drafters.merged import MergedDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.small_model import SmallModelDrafter
+from inference.drafters.staged import StagedDrafter
+from inference.execution.step import DecodeStep
+from inference.planning.costs import StepCosts
+from inference.prompts import PREFILL_CHUNK, PromptReader
+from inference.serving.lane import Lane
+from inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
+from tests.heads.tiny_heads import tiny_heads
+from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
+from tests.tiny_targets import random_prompt, target_of, tiny_target
+
+# The target itself as the small model: deep drafts are accepted.
+DRAFTERS: dict[str, tuple[str, Callable[[Target], Drafter | None]]] = {
+    "plain": ("gemma3", lambda _: None),
+    "oracle": ("llama", lambda target: SmallModelDrafter(target)),
+    "oracle-with-windows": ("gemma3", lambda target: SmallModelDrafter(target)),
+    "ngrams": ("llama", lambda _: NgramDrafter()),
+    "staged": ("llama", lambda target: StagedDrafter(SmallModelDrafter(target), num_guesses=2)),
+    "eagle3": ("llama", lambda target: tiny_heads("eagle3", target)),
+    "mtp": ("llama", lambda target: tiny_heads("mtp", target, share_block=False)),
+    "kangaroo": ("gemma3", lambda target: tiny_heads("kangaroo", target, exit_layer=4)),
+    "merged": ("llama", lambda target: MergedDrafter(SmallModelDrafter(target), NgramDrafter())),
+}
+LIMITS = Limits(max_rows=3, max_length=200, max_waiting=20)
+
+
+@pytest.fixture
+def oracle() -> Iterator[Scheduler]:
+    target = target_of("llama")
+    scheduler = Scheduler(target, drafters_of(SmallModelDrafter(target)), limits=LIMITS)
+    yield scheduler
+    if scheduler.is_running:
+        end(scheduler)
+
+
+def draw_arrivals(target: Target, count: int, **settings: Any) -> list[Arrival]:
+    draws = random.Random(1)
+    common = random_prompt(40, seed=9)[0].tolist()  # long enough to be reused
+    arrivals = []
+    for number in range(count):
+        prompt = random_prompt(draws.choice([1, 3, 17]), seed=number)[0].tolist()
+        prompt = [*common, *prompt] if number % 3 == 0 else prompt
+        arrivals.append(Arrival(target, prompt, draw_options(draws, number), seed=number, **settings))
+    return arrivals
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
+    """Rows of all options arrive while others run; more than there is room for; their prompts begin alike or not."""
+    family, make = DRAFTERS[name]
+    target = target_of(family)
+    drafter = make(target)
+    tree = "chain:3" if name == "staged" else None
+    scheduler = Scheduler(target, drafters_of(drafter), tree=tree if drafter else None, limits=LIMITS)
+    arrivals = draw_arrivals(target, 12)
+    for arrival in arrivals[4::5]:
+        arrival.lane = ("none", None)
+    serve(scheduler, arrivals)
+    end(scheduler)
+    for number, arrival in enumerate(arrivals):
+        assert arrival.pieces[-1].error is None
+        assert arrival.tokens == arrival.alone(), number
+        assert arrival.text == "".join(f" {token}" for token in arrival.tokens if not is_end(arrival, token))
+    if "oracle" in name or name in ("staged", "merged"):
+        rows = [one.row for one in arrivals if one.row is not None and one.lane[0] == "draft"]
+        assert max(len(row.accepted_per_depth) for row in rows) >= 3, "deep drafts were accepted"
+
+
+def test_texts_of_a_batch_invariant_target_in_bfloat16() -> None:
+    """Where other rows in a pass would change the rounding, and with it texts."""
+    target = Target(tiny_target("llama", dtype=torch.bfloat16)).batch_invariant()
+    scheduler = Scheduler(target, drafters_of(SmallModelDrafter(target)), limits=LIMITS)
+    arrivals = draw_arrivals(target, 8)
+    serve(scheduler, arrivals)
+    end(scheduler)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
+def is_end(arrival: Arrival, token: int) -> bool:
+    return token in arrival.options.get("eos_token_id", [])
+
+
+def guess_costs(step: DecodeStep, batch_size: int, sampler: Any) -> StepCosts:
+    """Of batches up to 2 rows drafting is worth it, of larger ones not. Measuring takes seconds."""
+    trees = step.policy.candidates if step.policy is not None else ()
+    cost = 1.1 if batch_size <= 2 else 9.0
+    return StepCosts((64, 896), (1.0, 1.0), (cost, cost), (cost,) * len(trees), tuple(tree.num_nodes for tree in trees))
+
+
+@pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
+def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.planning.planner.find_costs", guess_costs)
+    arrivals = draw_arrivals(oracle.target, 6)
+    for number, arrival in enumerate(arrivals):
+        arrival.lane = ("draft", tree if number % 2 else None)
+    serve(oracle, arrivals)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
+def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
+    trees = ["chain:2", "chain:3", None, "chain:4", "dynamic:2,2,4", "chain:2"]
+    arrivals = draw_arrivals(oracle.target, 6)
+    for arrival, tree in zip(arrivals, trees, strict=True):
+        arrival.lane = ("draft", tree)
+    serve(oracle, arrivals, num_first=6)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
+def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes are busy for as long as others may pass; then one of them empties."""
+    monkeypatch.setattr("inference.serving.scheduler.PATIENCE_SECONDS", 0.0)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    lanes = [("draft", None), ("none", None), ("draft", "chain:2"), *[("draft", None), ("none", None)] * 4]
+    arrivals = [Arrival(oracle.target, [number + 3], options, lane=lane) for number, lane in enumerate(lanes)]
+    serve(oracle, arrivals, num_first=len(arrivals))
+    starts = [one.row.started for one in arrivals if one.row is not None and one.row.started is not None]
+    assert starts[2] == min(starts[2:])
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
+def test_reports_tell_drafts_from_the_targets_own_tokens(oracle: Scheduler) -> None:
+    arrival = Arrival(oracle.target, [5, 6, 7], {"max_new_tokens": 20, "do_sample": False}, num_top=3)
+    serve(oracle, [arrival], num_first=1)
+    first, *steps = arrival.pieces
+    assert [token.depth for token in first.tokens] == [0]
+    assert arrival.row is not None
+    assert any(len(piece.tokens) > 2 for piece in steps)
+    for piece in steps:
+        depths = [token.depth for token in piece.tokens]
+        assert depths == [*range(1, len(depths)), 0] or (piece.finish_reason and depths == [*range(1, len(depths) + 1)])
+        for token in piece.tokens:
+            assert (token.probability is None) == (token.depth == 0)
+            assert token.probability is None or 0 < token.probability <= 1.0001
+    with torch.no_grad():
+        logits = oracle.target.model(torch.tensor([arrival.prompt + arrival.tokens])).logits[0, 2:-1]
+    expected = logits.log_softmax(-1)
+    tokens = [token for piece in arrival.pieces for token in piece.tokens]
+    for token, scores in zip(tokens, expected, strict=True):
+        assert token.logprob == pytest.approx(float(scores[token.id]), abs=1e-4)
+        best = scores.topk(3)
+        assert [number for number, _ in token.top] == best.indices.tolist()
+        assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    stats = arrival.row.stats
+    # The first token is the prompt's; the last step may be cut by the limit.
+    assert 1 + sum((d + 1) * n for d, n in enumerate(stats.accepted_histogram)) >= 20
+    assert stats.num_verify_steps == len(steps)
+
+
+def test_stop_strings_end_a_text_in_the_middle_of_a_step(oracle: Scheduler) -> None:
+    options = {"max_new_tokens": 20, "do_sample": False}
+    whole = Arrival(oracle.target, [5, 6, 7], options)
+    serve(oracle, [whole], num_first=1)
+    stop = "".join(f" {token}" for token in whole.tokens[6:8])
+    cut = Arrival(oracle.target, [5, 6, 7], options, stops=("absent", stop))
+    other = Arrival(oracle.target, [8, 9], options)
+    serve(oracle, [cut, other], num_first=2)
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.pieces[-1].finish_reason == "stop"
+    assert other.tokens == other.alone()
+
+
+def test_long_prompts_are_read_between_the_steps_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_target("llama", max_position_embeddings=4 * PREFILL_CHUNK))
+    drafter = SmallModelDrafter(target)
+    limits = Limits(max_rows=2, max_length=3 * PREFILL_CHUNK, max_waiting=4)
+    scheduler = Scheduler(target, drafters_of(drafter), tree="chain:1", limits=limits)
+    long = random_prompt(2 * PREFILL_CHUNK + 9, seed=3)[0].tolist()
+    arrivals = [
+        Arrival(target, [4, 5, 6], {"max_new_tokens": 30, "do_sample": False}),
+        Arrival(target, long, {"max_new_tokens": 3, "do_sample": False}),
+    ]
+    events: list[str] = []
+    read_chunk, advance = PromptReader._read_rest, Lane.advance
+
+    def note_chunks(self: Any, *args: Any) -> Any:
+        chunks = read_chunk(self, *args)
+        while True:
+            try:
+                size = next(chunks)
+            except StopIteration as done:
+                return done.value
+            events.append("chunk")
+            yield size
+
+    monkeypatch.setattr(PromptReader, "_read_rest", note_chunks)
+    monkeypatch.setattr(Lane, "advance", lambda self: (events.append("step"), advance(self))[1])
+    serve(scheduler, arrivals, num_first=1)
+    end(scheduler)
+    monkeypatch.undo()
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+    chunks = [place for place, event in enumerate(events) if event == "chunk"]
+    assert len(chunks) == 4
+    assert all(later - earlier > 1 for earlier, later in itertools.pairwise(chunks[1:])), events
+
+
+def test_prompts_that_begin_alike_are_read_once(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a running row, and from a prompt whose row has left."""
+    sizes: list[int] = []
+    prefill = Target.prefill
+
+    def note(self: Any, cache: Any, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(token_ids.shape[1])
+        return prefill(self, cache, token_ids, *args, **kwargs)
+
+    monkeypatch.setattr(Target, "prefill", note)
+    common = random_prompt(50, seed=5)[0].tolist()
+    options = {"max_new_tokens": 12, "do_sample": False}
+    arrivals = [Arrival(oracle.target, [*common, *rest], options) for rest in ([3, 4, 5], [6, 7, 8, 9], [3, 4, 5])]
+    serve(oracle, arrivals[:2], num_first=1)
+    serve(oracle, arrivals[2:], num_first=1)
+    monkeypatch.undo()
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+    assert sizes[0] == 53
+    assert max(sizes[1:]) <= 6
+
+
+def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
+    """One runs, one waits."""
+    options = {"max_new_tokens": 150, "do_sample": False}
+    arrivals = [Arrival(oracle.target, [number + 3], options) for number in range(4)]
+
+    def cancel() -> None:
+        if len(arrivals[1].pieces) == 2:
+            for number in (1, 3):
+                row = arrivals[number].row
+                assert row is not None
+                row.cancel()
+
+    done = threading.Event()
+    oracle.start()
+    rows = [one.make_row(cancel) for one in arrivals[:2]]
+    rows += [one.make_row(lambda: done.set() if arrivals[2].pieces[-1].is_last else None) for one in arrivals[2:]]
+    oracle.submit(rows, ("draft", None))
+    assert done.wait(SECONDS)
+    assert arrivals[1].pieces[-1].error == "cancelled"
+    assert len(arrivals[1].pieces) == 3
+    assert not arrivals[3].tokens
+    assert arrivals[0].tokens == arrivals[0].alone()
+    assert arrivals[2].tokens == arrivals[2].alone()
+    end(oracle)
+    assert oracle.metrics.registry.get_sample_value("draftsmith:cache_rows_used") == 0
+    assert oracle.metrics.registry.get_sample_value("draftsmith:num_requests_running") == 0
+
+
+def test_a_failing_step_ends_its_rows_only(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    options = {"max_new_tokens": 12, "do_sample": False}
+    broken, fine, later = (
+        Arrival(oracle.target, [number + 3], options, lane=(name, None))
+        for number, name in enumerate(("draft", "none", "draft"))
+    )
+    advance = Lane.advance
+
+    def fail(self: Lane) -> None:
+        if self.step.drafter is not None:
+            raise RuntimeError("no memory")
+        advance(self)
+
+    monkeypatch.setattr(Lane, "advance", fail)
+    serve(oracle, [broken, fine], num_first=2)
+    monkeypatch.undo()
+    serve(oracle, [later], num_first=1)
+    assert broken.pieces[-1].error == "internal error: see the server's log"
+    assert "no memory" in caplog.text
+    assert [fine.tokens, later.tokens] == [fine.alone(), later.alone()]
+
+
+def test_the_queue_is_bounded(oracle: Scheduler) -> None:
+    oracle.start()
+    options = {"max_new_tokens": 2, "do_sample": False}
+    rows = [Arrival(oracle.target, [3], options).make_row() for _ in range(21)]
+    with pytest.raises(QueueFullError) as caught:
+        oracle.submit(rows, ("draft", None))
+    assert caught.value.retry_seconds >= 1
+
+
+def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
+    """A short row ends; one that would go on gets an error; no new ones are taken."""
+    started, ended = threading.Event(), threading.Event()
+    short = Arrival(oracle.target, [3], {"max_new_tokens": 20, "do_sample": False})
+    oracle.start()
+    oracle.submit([short.make_row(started.set)], ("draft", None))
+    assert started.wait(SECONDS)
+    oracle.stop(SECONDS)
+    with pytest.raises(StoppingError):
+        oracle.submit([short.make_row()], ("draft", None))
+    oracle.join(SECONDS)
+    assert short.pieces[-1].finish_reason == "length"
+
+    scheduler = Scheduler(oracle.target, drafters_of(None), limits=LIMITS)
+    long = Arrival(oracle.target, [3], {"max_new_tokens": 190, "do_sample": False})
+    scheduler.start()
+    scheduler.submit([long.make_row(lambda: ended.set())], ("draft", None))
+    assert ended.wait(SECONDS)
+    end(scheduler)
+    assert long.pieces[-1].error == "the server is shutting down"
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    class Fixed(NgramDrafter):
+        can_copy_rows = False
+
+    with pytest.raises(ValueError, match="cannot copy rows"):
+        Scheduler(target_of("llama"), drafters_of(Fixed()), limits=LIMITS)
