@@ -1,0 +1,170 @@
+"""Finds a model's recurrent layers by running it, and proves that their states can be rolled back.
+
+Legend: T tokens, D width of a mixer's input, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from inference.cache.recurrent_states import States, StateSpec
+from inference.targets.model_config import is_recurrent
+from inference.targets.probe_tree import CannotRollBackError, is_single, refusing
+from inference.targets.recurrent.mixers import Mixer, Recurrence, open_layer, read_layer
+
+_NUM_TOKENS = 12  # more than the kernels of the models' convolutions, and cut in three parts
+
+
+class _Probe(Cache):
+    """Hands keys and values back, has layers for recurrent states, and notes which module asked for them."""
+
+    def __init__(self, running: list[nn.Module]) -> None:
+        super().__init__(layers=[])
+        self.running = running
+        self.mixers: dict[int, nn.Module] = {}
+        self.own: dict[int, Any] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def _open(self, layer_idx: int) -> Any:
+        if self.mixers.setdefault(layer_idx, self.running[-1]) is not self.running[-1]:
+            raise CannotRollBackError(f"two modules keep a state in layer {layer_idx} of the cache")
+        if layer_idx not in self.own:
+            self.own[layer_idx] = open_layer(None)
+        return self.own[layer_idx]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        self._open(layer_idx)
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        return self._open(layer_idx).update_conv_state(states, state_idx, **kwargs)
+
+    def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        return self._open(layer_idx).update_recurrent_state(states, state_idx, **kwargs)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+
+@torch.no_grad()
+def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
+    """The model's recurrent layers; None for a model without any.
+
+    Raises:
+        ValueError: they cannot be rolled back, with the reason.
+    """
+    if not is_recurrent(causal_lm):
+        return None
+    name = type(causal_lm).__name__
+    cannot = f"{name} has recurrent layers that cannot be rolled back after a rejected draft"
+    try:
+        open_layer(None)
+    except ImportError as error:
+        raise ValueError(f"{cannot}: this release of transformers has no cache for them, 5.23 has: {error}") from error
+    vocab_size: int = causal_lm.get_input_embeddings().weight.shape[0]
+    token_ids = torch.arange(1, 1 + _NUM_TOKENS, device=device)[None] % vocab_size
+    running: list[nn.Module] = []
+    probe, calls = _Probe(running), {}
+    with refusing(f"{cannot}: they do not run with transformers' cache for such layers"), _watching(causal_lm, running, calls):
+        causal_lm.base_model(**name_arguments(causal_lm, token_ids, None, None, probe), use_cache=True, return_dict=True)
+    if not probe.mixers:
+        raise ValueError(f"{cannot}: they keep their states in a place of their own instead of the cache")
+    names = {module: path for path, module in causal_lm.named_modules()}
+    mixers = {layer: names[module] for layer, module in sorted(probe.mixers.items())}
+    specs = {layer: tuple(_describe(read_layer(probe.own[layer]))) for layer in mixers}
+    continues = drafts_in_one = True
+    for layer, module in sorted(probe.mixers.items()):
+        args, kwargs = calls[module]
+        with refusing(f"{cannot}: {mixers[layer]} does not continue from a state"):
+            whole, steps, fresh = _continue_in_three_ways(Mixer(module.forward, layer), args, kwargs)
+        continues = continues and is_close(whole, fresh)
+        drafts_in_one = drafts_in_one and continues and is_close(whole, steps)
+    return Recurrence(mixers, specs, continues, drafts_in_one)
+
+
+def name_arguments(
+    causal_lm: Any, token_ids: Tensor, masks: Any, positions: Tensor | None, cache: Cache | None
+) -> dict[str, Any]:
+    """The arguments of the model's forward. Models without attention have no positions and another name for the cache."""
+    taken = inspect.signature(type(causal_lm).forward).parameters
+    arguments = {"input_ids": token_ids}
+    if "cache_params" in taken:
+        return arguments | {"cache_params": cache}
+    return arguments | {"attention_mask": masks, "position_ids": positions, "past_key_values": cache}
+
+
+@contextmanager
+def _watching(model: nn.Module, running: list[nn.Module], calls: dict[nn.Module, Any]) -> Iterator[None]:
+    """While active, `running` holds the modules whose forward is running, and `calls` the arguments of the last call."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        running.append(module)
+        calls[module] = args, kwargs
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    handles = [
+        handle
+        for module in model.modules()
+        for handle in (module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _describe(states: States) -> Iterator[StateSpec]:
+    for name, values in states.items():
+        yield StateSpec(name, tuple(values.shape[1:]), values.dtype, values.device)
+
+
+def _continue_in_three_ways(mixer: Mixer, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The mixer's outputs [T, ...] for the later tokens of a call: in one call from the state before them, token by
+    token from there, and within the whole text."""
+    call = mixer.bind(args, kwargs)
+    if call is None:
+        raise CannotRollBackError("a mixer that is called without the cache keeps a state in it")
+    _, inputs, others = call
+    half = _NUM_TOKENS // 2
+    first, later = ({name: values[:, span] for name, values in inputs.items()} for span in (slice(half), slice(half, None)))
+    fresh, _ = mixer.run(inputs, others, None, in_one=True)
+    found = []
+    for in_one in (True, False):
+        _, states = mixer.run(first, others, None, in_one=True)
+        found.append(mixer.run(later, others, states, in_one=in_one)[0])
+    outputs = (_first_tensor(output) for output in (*found, fresh))
+    whole, steps, fresh = outputs
+    return whole, steps, fresh[:, half:]
+
+
+def _first_tensor(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else _first_tensor(output[0])
+
+
+def is_close(found: Tensor, wanted: Tensor) -> bool:
+    """Whether two ways to compute the same states agree up to rounding."""
+    difference, size = (float(values.float().norm()) for values in (found - wanted, wanted))
+    return difference <= (3e-5 if is_single(wanted) else 0.02) * size
