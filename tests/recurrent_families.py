@@ -17,7 +17,7 @@ _DELTA_NET = {
     "linear_value_head_dim": 8,
 }
 _CONVOLUTIONS = {**_SHAPE, "layer_types": ["conv", "conv", "full_attention", "conv"]}
-_MAMBA2 = {**_SHAPE, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_MAMBA2 = {**_SHAPE, "mamba_chunk_size": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 _MAMBA = {**_SHAPE, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
 _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 16}
 
@@ -71,7 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("lfm2", _CONVOLUTIONS),
     "lfm2_moe": ("lfm2_moe", {**_CONVOLUTIONS, **_EXPERTS}),
-    "mamba2": ("mamba2", {**_SHAPE, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1}),
+    "mamba2": ("mamba2", {**_SHAPE, "chunk_size": 8, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1}),
     # Mixers that read several tokens from the beginning of a text only.
     "jamba": ("jamba", {**_MAMBA, "num_experts": 4}),
     "zamba": ("zamba", {**_MAMBA, "n_mamba_heads": 2, "attention_hidden_size": 64, "attention_head_dim": 16}),

@@ -18,7 +18,7 @@ from transformers import Cache
 from inference.cache.recurrent_states import States, StateSpec
 from inference.targets.model_config import is_recurrent
 from inference.targets.probe_tree import CannotRollBackError, is_single, refusing
-from inference.targets.recurrent.mixers import Mixer, Recurrence, open_layer, read_layer
+from inference.targets.recurrent.mixers import LinearRoles, Mixer, Recurrence, list_linears, open_layer, read_layer
 
 _NUM_TOKENS = 12  # more than the kernels of the models' convolutions, and cut in three parts
 
@@ -84,8 +84,8 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
     vocab_size: int = causal_lm.get_input_embeddings().weight.shape[0]
     token_ids = torch.arange(1, 1 + _NUM_TOKENS, device=device)[None] % vocab_size
     running: list[nn.Module] = []
-    probe, calls = _Probe(running), {}
-    with refusing(f"{cannot}: they do not run with transformers' cache for such layers"), _watching(causal_lm, running, calls):
+    probe, calls, outputs = _Probe(running), {}, {}
+    with refusing(f"{cannot}: they do not run with transformers' cache for such layers"), _watching(causal_lm, running, calls, outputs):
         causal_lm.base_model(**name_arguments(causal_lm, token_ids, None, None, probe), use_cache=True, return_dict=True)
     if not probe.mixers:
         raise ValueError(f"{cannot}: they keep their states in a place of their own instead of the cache")
@@ -99,7 +99,30 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
             whole, steps, fresh = _continue_in_three_ways(Mixer(module.forward, layer), args, kwargs)
         continues = continues and is_close(whole, fresh)
         drafts_in_one = drafts_in_one and continues and is_close(whole, steps)
-    return Recurrence(mixers, specs, continues, drafts_in_one)
+    roles = {layer: _find_roles(module, calls, outputs) for layer, module in probe.mixers.items()}
+    return Recurrence(mixers, specs, roles, continues, drafts_in_one)
+
+
+def _find_roles(mixer: nn.Module, calls: dict[nn.Module, Any], outputs: dict[nn.Module, list[Any]]) -> LinearRoles:
+    """The roles of a mixer's linear layers, by what they read and gave."""
+    args, kwargs = calls[mixer]
+    hidden: Tensor = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    inputs, last = {}, None
+    for module, name in list_linears(mixer).items():
+        if len(outputs.get(module, ())) != 1:
+            continue
+        values: Tensor = next(iter((*calls[module][0], *calls[module][1].values())))
+        if outputs[module][0] is outputs[mixer][-1]:
+            last = name
+        elif values.shape == hidden.shape and (factor := _find_factor(mixer, values, hidden)) is not None:
+            inputs[name] = factor
+    return LinearRoles(inputs, last)
+
+
+def _find_factor(mixer: nn.Module, values: Tensor, hidden: Tensor) -> float | None:
+    """The number that turns `hidden` into `values`: 1, or one that the mixer has as an attribute; None if neither."""
+    numbers = {1.0, *(float(number) for number in vars(mixer).values() if type(number) is float)}
+    return next((number for number in sorted(numbers) if torch.equal(hidden * number, values)), None)
 
 
 def name_arguments(
@@ -114,8 +137,11 @@ def name_arguments(
 
 
 @contextmanager
-def _watching(model: nn.Module, running: list[nn.Module], calls: dict[nn.Module, Any]) -> Iterator[None]:
-    """While active, `running` holds the modules whose forward is running, and `calls` the arguments of the last call."""
+def _watching(
+    model: nn.Module, running: list[nn.Module], calls: dict[nn.Module, Any], outputs: dict[nn.Module, list[Any]]
+) -> Iterator[None]:
+    """While active, `running` holds the modules whose forward is running, `calls` the arguments of each module's last
+    call, and `outputs` what its calls gave."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         running.append(module)
@@ -123,6 +149,7 @@ def _watching(model: nn.Module, running: list[nn.Module], calls: dict[nn.Module,
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         running.pop()
+        outputs.setdefault(module, []).append(output)
 
     handles = [
         handle

@@ -5,8 +5,12 @@ convolutions). The model runs as a copy that shares all weights and all modules 
 states from `RecurrentStates`.
 
 A state cannot be cut back to the accepted tokens, so a mixer reads the drafts from a copy of the state, and the accepted
-tokens once more when they are known. Only its recurrence runs twice: the outputs of its linear layers, which hold nearly
-all of its weights, are recorded for each node and played back. Attention, MLPs and experts run once.
+tokens once more when they are known. Only its recurrence runs twice. The linear layers, which hold nearly all of its
+weights, run once: those that read the mixer's input are recorded and played back, and the last one has nothing to do in
+a replay. Attention, MLPs and experts run once.
+
+A mixer reads several tokens in one call where that gives what transformers' passes of single tokens give; on a CPU, and
+elsewhere, token by token. Its linear layers read all tokens at once in both cases.
 
 In a tree, the rows of a mixer's batch are the paths from the root to the leaves. Linear layers still see each node once.
 
@@ -31,7 +35,20 @@ from inference.cache.recurrent_states import RecurrentStates, States, StateSpec
 from inference.targets.copied_modules import copy_module, replace_modules
 from inference.targets.recurrent.plans import Drafting, Reading, pick_nodes
 
-RunLinear = Callable[..., Tensor]
+RunLinear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LinearRoles:
+    """What the linear layers of a mixer read and give.
+
+    Attributes:
+        inputs: name of each layer that reads the mixer's input, times this number.
+        output: name of the layer whose output is the mixer's; None if there is none.
+    """
+
+    inputs: dict[str, float] = field(default_factory=dict)
+    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,34 +57,81 @@ class Recurrence:
 
     Attributes:
         mixers: number of each recurrent layer in the cache -> name of its mixer in the model.
-        specs: the states of each.
+        specs, roles: the states of each, and its linear layers.
         continues: whether a pass of several tokens continues from a state. If not, a prompt is read in one pass, and
             everything after it token by token.
-        drafts_in_one: whether a pass of several tokens also gives what transformers' passes of single tokens give.
-            If not, mixers read drafts token by token.
+        drafts_in_one: whether mixers read drafts in one call; else token by token, as transformers' generate does.
     """
 
     mixers: dict[int, str]
     specs: dict[int, tuple[StateSpec, ...]]
+    roles: dict[int, LinearRoles]
     continues: bool = True
     drafts_in_one: bool = True
 
 
 @dataclass
+class _Linears:
+    """The linear layers of one mixer while it reads rows of tokens [R, P]: they compute each node [B, N] once.
+
+    Those that read the mixer's input run once, for all tokens. The last one waits for all tokens.
+
+    Attributes:
+        roles: of the layers.
+        hidden: the mixer's input [B, N, D]; None in a replay, in which nobody reads the mixer's output.
+        arrange: from nodes [B, N, ...] to rows [R, P, ...].
+        outputs: [B, N, ...] of the layers that read the mixer's input, by name.
+        step: the token of the present call; None = all tokens.
+        waiting: the last layer, and its inputs [R, ...] so far.
+    """
+
+    roles: LinearRoles
+    hidden: Tensor | None
+    arrange: Callable[[Tensor], Tensor]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    step: int | None = None
+    waiting: list[tuple[RunLinear, Tensor]] = field(default_factory=list)
+    _arranged: dict[str, Tensor] = field(default_factory=dict)
+
+    def run(self, name: str, module: Any, forward: RunLinear, values: Tensor) -> Tensor:
+        """The output of layer `name` for its input in a call of the mixer."""
+        if name == self.roles.output:
+            self.waiting.append((forward, values))
+            return values.new_zeros(*values.shape[:-1], module.out_features)
+        factor = self.roles.inputs.get(name)
+        if factor is None:
+            return forward(values)
+        if name not in self.outputs:
+            assert self.hidden is not None, "a replay plays back what a pass has recorded"
+            self.outputs[name] = forward(self.hidden if factor == 1.0 else self.hidden * factor)
+        if name not in self._arranged:
+            self._arranged[name] = self.arrange(self.outputs[name])
+        arranged = self._arranged[name]
+        return arranged if self.step is None else arranged[:, self.step : self.step + 1]
+
+    def finish(self, outputs: Any, to_nodes: Callable[[Tensor], Tensor]) -> Any:
+        """The mixer's outputs [B, N, ...] of its outputs [R, P, ...]."""
+        if not self.waiting:
+            return _map(to_nodes, outputs)
+        forward = self.waiting[0][0]
+        return forward(to_nodes(torch.cat([values for _, values in self.waiting], dim=1)))
+
+
+@dataclass(frozen=True)
 class _Record:
     """What a mixer has read in a pass over drafts: its inputs per token [B, N, ...], its other arguments, and the outputs
-    [B, N, ...] of its linear layers in the order of their calls (None for calls that are not one row per token)."""
+    [B, N, ...] of the linear layers that read its input."""
 
     layer: int
     inputs: dict[str, Tensor]
     others: dict[str, Any]
-    outputs: list[Tensor | None] = field(default_factory=list)
+    outputs: dict[str, Tensor]
 
 
 class _Current(threading.local):
     """How this thread's linear layers within a mixer run; None = as they are."""
 
-    run: RunLinear | None = None
+    linears: _Linears | None = None
 
 
 class PlacedMixers:
@@ -82,35 +146,38 @@ class PlacedMixers:
         self._current = _Current()
         self._mixers: dict[int, Mixer] = {}
         layers = {causal_lm.get_submodule(name): layer for layer, name in recurrence.mixers.items()}
-        self.causal_lm = replace_modules(causal_lm, lambda part: self._place(part, layers[part]) if part in layers else None)
+        self.causal_lm = replace_modules(
+            causal_lm, lambda part: self._place(part, layers[part]) if part in layers else None
+        )
 
     def new_states(self, batch_size: int) -> RecurrentStates:
         return RecurrentStates(self.recurrence.specs, batch_size, self._replay)
 
     def _place(self, module: nn.Module, layer: int) -> nn.Module:
-        inner = replace_modules(module, self._place_linear)
+        names = list_linears(module)
+        inner = replace_modules(module, lambda part: self._place_linear(names[part], part) if part in names else None)
         mixer = self._mixers[layer] = Mixer(inner.forward, layer)
         return copy_module(inner, forward=partial(self._run, mixer))
 
-    def _place_linear(self, module: nn.Module) -> nn.Module | None:
-        """A copy of a linear layer (also quantised or adapted) that looks up how it runs; None for other modules."""
-        if not hasattr(module, "in_features"):
-            return None
-        return copy_module(module, forward=partial(self._run_linear, module.forward))
+    def _place_linear(self, name: str, module: Any) -> nn.Module:
+        """A copy of a linear layer that looks up how it runs."""
+        forward = module.forward
 
-    def _run_linear(self, forward: RunLinear, values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        run = self._current.run
-        if run is None:
-            return forward(values, *args, **kwargs)
-        return run(partial(forward, *args, **kwargs) if args or kwargs else forward, values)
+        def run(values: Tensor, *args: Any, **kwargs: Any) -> Any:
+            linears = self._current.linears
+            if linears is None:
+                return forward(values, *args, **kwargs)
+            return linears.run(name, module, partial(forward, *args, **kwargs) if args or kwargs else forward, values)
+
+        return copy_module(module, forward=run)
 
     @contextmanager
-    def _running_linear(self, run: RunLinear | None) -> Iterator[None]:
-        self._current.run = run
+    def _sharing(self, linears: _Linears) -> Iterator[_Linears]:
+        self._current.linears = linears
         try:
-            yield
+            yield linears
         finally:
-            self._current.run = None
+            self._current.linears = None
 
     def _run(self, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
         """The mixer's forward within the copy."""
@@ -139,37 +206,35 @@ class PlacedMixers:
 
     def _draft(self, mixer: Mixer, states: RecurrentStates, inputs: dict[str, Tensor], others: dict[str, Any]) -> Any:
         plan: Drafting = states.plan
-        record = _Record(mixer.layer, inputs, others)
-
-        def run_recorded(forward: RunLinear, values: Tensor) -> Tensor:
-            if values.shape[:2] != (plan.num_rows * plan.num_paths, plan.length):
-                record.outputs.append(None)
-                return forward(values)
-            output = forward(plan.to_nodes(values))
-            record.outputs.append(output)
-            return plan.to_paths(output)
-
-        rows = plan.list_rows(next(iter(inputs.values())).device)
+        hidden = next(iter(inputs.values()))
         own = {name: plan.to_paths(values) for name, values in inputs.items()}
-        in_one = self.recurrence.drafts_in_one
-        with self._running_linear(run_recorded if in_one else None):
-            outputs, after = mixer.run(own, others, states.take(mixer.layer, rows), in_one=in_one)
+        before = states.take(mixer.layer, plan.list_rows(hidden.device))
+        with self._sharing(_Linears(self.recurrence.roles[mixer.layer], hidden, plan.to_paths)) as linears:
+            found, after = mixer.run(own, others, before, in_one=self.recurrence.drafts_in_one, linears=linears)
+        record = _Record(mixer.layer, inputs, others, linears.outputs)
         states.record(mixer.layer, record, after if plan.paths is None else None)
-        return _map(plan.to_nodes, outputs)
+        return linears.finish(found, plan.to_nodes)
 
     @torch.no_grad()
     def _replay(self, record: _Record, rows: Tensor, nodes: Tensor, before: States) -> States:
         """The states after nodes [G, P] of rows [G] (see `RecurrentStates`)."""
-        played = iter(record.outputs)
 
-        def run_played(forward: RunLinear, values: Tensor) -> Tensor:
-            output = next(played)
-            return forward(values) if output is None else pick_nodes(output[rows.to(output.device)], nodes)
+        def arrange(values: Tensor) -> Tensor:
+            return pick_nodes(values[rows.to(values.device)], nodes)
 
+        inputs = {name: arrange(values) for name, values in record.inputs.items()}
         in_one = self.recurrence.drafts_in_one
-        inputs = {name: pick_nodes(values[rows.to(values.device)], nodes) for name, values in record.inputs.items()}
-        with self._running_linear(run_played if in_one else None):
-            return self._mixers[record.layer].run(inputs, record.others, before, in_one=in_one)[1]
+        with self._sharing(_Linears(self.recurrence.roles[record.layer], None, arrange, record.outputs)) as linears:
+            return self._mixers[record.layer].run(inputs, record.others, before, in_one=in_one, linears=linears)[1]
+
+
+def list_linears(mixer: nn.Module) -> dict[nn.Module, str]:
+    """The linear layers in a mixer (also quantised or adapted), outermost ones only, and their names."""
+    found: dict[nn.Module, str] = {}
+    for name, module in mixer.named_modules():
+        if hasattr(module, "in_features") and not any(name.startswith(f"{outer}.") for outer in found.values()):
+            found[module] = name
+    return found
 
 
 class Mixer:
@@ -204,13 +269,20 @@ class Mixer:
         return cache, inputs, {name: value for name, value in named.items() if name not in inputs}
 
     def run(
-        self, inputs: dict[str, Tensor], others: dict[str, Any], before: States | None, *, in_one: bool
+        self,
+        inputs: dict[str, Tensor],
+        others: dict[str, Any],
+        before: States | None,
+        *,
+        in_one: bool,
+        linears: _Linears | None = None,
     ) -> tuple[Any, States]:
         """The mixer's outputs for tokens [R, P, ...], and the states after them.
 
         Args:
             before: the states [R, ...] before them, which are overwritten; None = nothing comes before.
             in_one: in one call; else token by token.
+            linears: is told the token of each call.
         """
         layer = open_layer(before)
         # The mixer looks up its own layer; only this one is ever asked for.
@@ -219,11 +291,13 @@ class Mixer:
         num_tokens = next(iter(inputs.values())).shape[1]
         if in_one or num_tokens == 1:
             return self.forward(**inputs, **others), read_layer(layer)
-        steps = [
-            self.forward(**{name: values[:, step : step + 1] for name, values in inputs.items()}, **others)
-            for step in range(num_tokens)
-        ]
-        return _map(lambda *parts: torch.cat(parts, dim=1), *steps), read_layer(layer)
+        outputs = []
+        for step in range(num_tokens):
+            if linears is not None:
+                linears.step = step
+            token = {name: values[:, step : step + 1] for name, values in inputs.items()}
+            outputs.append(self.forward(**token, **others))
+        return _map(lambda *parts: torch.cat(parts, dim=1), *outputs), read_layer(layer)
 
 
 def open_layer(states: States | None) -> Any:
