@@ -63,7 +63,7 @@ class RecurrentStates:
         self._replay = replay
         self._num_all = batch_size
         self.plan: Any = None
-        self._records: dict[int, tuple[Any, States | None]] = {}
+        self._records: dict[int, tuple[Any, Sequence[States]]] = {}
         self._accepted: tuple[Tensor, Tensor] | None = None  # path, counts
         self.lengths = [0] * batch_size
 
@@ -84,13 +84,13 @@ class RecurrentStates:
         """Counts tokens of prompts, which the layers have put into the states."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def record(self, layer: int, record: Any, final: States | None) -> None:
+    def record(self, layer: int, record: Any, after: Sequence[States]) -> None:
         """Called by a layer that has read drafts.
 
         Args:
-            final: the states after all of them; None if they are no chain.
+            after: of a chain, the states after each of its first nodes, as far as they are known.
         """
-        self._records[layer] = record, final
+        self._records[layer] = record, after
 
     def accept(self, path: Tensor, counts: Tensor) -> None:
         """Notes what `TreeCache.keep` keeps of a pass over drafts. Tokens of prompts are in the states already."""
@@ -106,12 +106,11 @@ class RecurrentStates:
         for count in sorted(set(numbers) - {0}):
             rows = [row for row, number in enumerate(numbers) if number == count]
             index = torch.tensor(rows, device=path.device)
-            for layer, (record, final) in self._records.items():
-                nodes = path[index, :count]
-                if final is not None and count == self.plan.num_tokens:  # all of a chain
-                    states = {name: values[index.to(values.device)] for name, values in final.items()}
+            for layer, (record, after) in self._records.items():
+                if count <= len(after):
+                    states = {name: values[index.to(values.device)] for name, values in after[count - 1].items()}
                 else:
-                    states = self._replay(record, index, nodes, self.take(layer, index))
+                    states = self._replay(record, index, path[index, :count], self.take(layer, index))
                 self.put(layer, index, states)
             for row in rows:
                 self.lengths[row] += count

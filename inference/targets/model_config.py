@@ -77,9 +77,11 @@ def unwrap_model(model: nn.Module) -> Any:
 
 
 def is_recurrent(causal_lm: Any) -> bool:
-    """Whether the model says that it has recurrent layers."""
-    layer_types = getattr(causal_lm.config.get_text_config(), "layer_types", None) or ()
-    return getattr(causal_lm, "_is_stateful", False) or any(kind in _RECURRENT_LAYER_TYPES for kind in layer_types)
+    """Whether the model has recurrent layers: by the types of its layers, or if they have none, by its class."""
+    layer_types = getattr(causal_lm.config.get_text_config(), "layer_types", None)
+    if layer_types:
+        return any(kind in _RECURRENT_LAYER_TYPES for kind in layer_types)
+    return bool(getattr(causal_lm, "_is_stateful", False))
 
 
 def find_attention(causal_lm: Any) -> str:

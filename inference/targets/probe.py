@@ -133,7 +133,7 @@ def _open_cache(name: str, tree: ProbeTree, mixers: PlacedMixers | None) -> Reco
     if mixers is None:
         return RecordingCache(name)
     states = mixers.new_states(1)
-    states.plan_pass(Drafting.of_parents(tree.parents))
+    states.plan_pass(Drafting.of_parents(tree.parents, in_one=mixers.recurrence.drafts_in_one))
     return RecordingCache(name, states)
 
 

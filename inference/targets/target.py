@@ -339,7 +339,9 @@ class Target:
             ancestors = nn.functional.pad(ancestors, (0, missing, 0, missing))
             ancestors[:, num_nodes:, 0] = True
         if cache.states is not None:
-            cache.states.plan_pass(Drafting.of_parents(nn.functional.pad(tree.parents, (0, missing), value=-1)))
+            assert self._mixers is not None
+            parents = nn.functional.pad(tree.parents, (0, missing), value=-1)
+            cache.states.plan_pass(Drafting.of_parents(parents, in_one=self._mixers.recurrence.drafts_in_one))
         output = self._forward_cached(cache, token_ids, depths, ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last)
         features = None if output.features is None else output.features[:, :num_nodes]

@@ -19,6 +19,7 @@ from inference.cache.recurrent_states import States, StateSpec
 from inference.targets.model_config import is_recurrent
 from inference.targets.probe_tree import CannotRollBackError, is_single, refusing
 from inference.targets.recurrent.mixers import LinearRoles, Mixer, Recurrence, list_linears, open_layer, read_layer
+from inference.targets.recurrent.plans import Levels
 
 _NUM_TOKENS = 12  # more than the kernels of the models' convolutions, and cut in three parts
 
@@ -100,6 +101,9 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
         continues = continues and is_close(whole, fresh)
         drafts_in_one = drafts_in_one and continues and is_close(whole, steps)
     roles = {layer: _find_roles(module, calls, outputs) for layer, module in probe.mixers.items()}
+    # On a CPU, the forms for several tokens pad a few of them to chunks of 64 to 256. Convolutions have no chunks.
+    has_chunks = any(spec.name[0] == "recurrent" for own in specs.values() for spec in own)
+    drafts_in_one = drafts_in_one and not (device.type == "cpu" and has_chunks)
     return Recurrence(mixers, specs, roles, continues, drafts_in_one)
 
 
@@ -177,14 +181,11 @@ def _continue_in_three_ways(mixer: Mixer, args: Any, kwargs: Any) -> tuple[Tenso
     _, inputs, others = call
     half = _NUM_TOKENS // 2
     first, later = ({name: values[:, span] for name, values in inputs.items()} for span in (slice(half), slice(half, None)))
-    fresh, _ = mixer.run(inputs, others, None, in_one=True)
-    found = []
-    for in_one in (True, False):
-        _, states = mixer.run(first, others, None, in_one=True)
-        found.append(mixer.run(later, others, states, in_one=in_one)[0])
-    outputs = (_first_tensor(output) for output in (*found, fresh))
-    whole, steps, fresh = outputs
-    return whole, steps, fresh[:, half:]
+    fresh = _first_tensor(mixer.run(inputs, others, None)[0])[:, half:]
+    whole = _first_tensor(mixer.run(later, others, mixer.run(first, others, None)[1])[0])
+    levels = Levels.of_paths(torch.arange(half)[None])
+    steps, _ = mixer.run_levels(later, others, mixer.run(first, others, None)[1], levels)
+    return whole, torch.cat([_first_tensor(step) for step in steps], dim=1), fresh
 
 
 def _first_tensor(output: Any) -> Tensor:

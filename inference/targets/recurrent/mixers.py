@@ -12,16 +12,18 @@ a replay. Attention, MLPs and experts run once.
 A mixer reads several tokens in one call where that gives what transformers' passes of single tokens give; on a CPU, and
 elsewhere, token by token. Its linear layers read all tokens at once in both cases.
 
-In a tree, the rows of a mixer's batch are the paths from the root to the leaves. Linear layers still see each node once.
+In a tree, the rows of a mixer's batch are the nodes of one level, each with its parent's state, or, in one call, the paths
+from the root to the leaves. After a chain that was read token by token, all states are there, and nothing is replayed.
 
-Legend: B batch, N tokens of a pass, R rows of a mixer's call, P tokens of each row, G rows that are replayed.
+Legend: B batch, N tokens of a pass, R rows of a mixer's call, P tokens of each row, W nodes of a level, G rows that are
+replayed.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +35,7 @@ from transformers import Cache
 
 from inference.cache.recurrent_states import RecurrentStates, States, StateSpec
 from inference.targets.copied_modules import copy_module, replace_modules
-from inference.targets.recurrent.plans import Drafting, Reading, pick_nodes
+from inference.targets.recurrent.plans import Drafting, Levels, Reading, pick_nodes
 
 RunLinear = Callable[[Tensor], Tensor]
 
@@ -72,26 +74,25 @@ class Recurrence:
 
 @dataclass
 class _Linears:
-    """The linear layers of one mixer while it reads rows of tokens [R, P]: they compute each node [B, N] once.
+    """The linear layers of one mixer while it reads nodes [B, N] in one or more calls: each runs once.
 
-    Those that read the mixer's input run once, for all tokens. The last one waits for all tokens.
+    Those that read the mixer's input compute all nodes at the first call. The last one waits for the last call.
 
     Attributes:
         roles: of the layers.
         hidden: the mixer's input [B, N, D]; None in a replay, in which nobody reads the mixer's output.
-        arrange: from nodes [B, N, ...] to rows [R, P, ...].
+        take: from all nodes [B, N, ...] to the rows of a call, by its number.
         outputs: [B, N, ...] of the layers that read the mixer's input, by name.
-        step: the token of the present call; None = all tokens.
-        waiting: the last layer, and its inputs [R, ...] so far.
+        call: the number of the present call.
+        waiting: the last layer, and its inputs so far.
     """
 
     roles: LinearRoles
     hidden: Tensor | None
-    arrange: Callable[[Tensor], Tensor]
+    take: Callable[[Tensor, int], Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    step: int | None = None
+    call: int = 0
     waiting: list[tuple[RunLinear, Tensor]] = field(default_factory=list)
-    _arranged: dict[str, Tensor] = field(default_factory=dict)
 
     def run(self, name: str, module: Any, forward: RunLinear, values: Tensor) -> Tensor:
         """The output of layer `name` for its input in a call of the mixer."""
@@ -104,17 +105,13 @@ class _Linears:
         if name not in self.outputs:
             assert self.hidden is not None, "a replay plays back what a pass has recorded"
             self.outputs[name] = forward(self.hidden if factor == 1.0 else self.hidden * factor)
-        if name not in self._arranged:
-            self._arranged[name] = self.arrange(self.outputs[name])
-        arranged = self._arranged[name]
-        return arranged if self.step is None else arranged[:, self.step : self.step + 1]
+        return self.take(self.outputs[name], self.call)
 
-    def finish(self, outputs: Any, to_nodes: Callable[[Tensor], Tensor]) -> Any:
-        """The mixer's outputs [B, N, ...] of its outputs [R, P, ...]."""
+    def finish(self, outputs: Sequence[Any], to_nodes: Callable[[Sequence[Tensor]], Tensor]) -> Any:
+        """The mixer's outputs [B, N, ...] from those of its calls."""
         if not self.waiting:
-            return _map(to_nodes, outputs)
-        forward = self.waiting[0][0]
-        return forward(to_nodes(torch.cat([values for _, values in self.waiting], dim=1)))
+            return _map(lambda *parts: to_nodes(parts), *outputs)
+        return self.waiting[0][0](to_nodes([values for _, values in self.waiting]))
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,13 @@ class PlacedMixers:
         for group in plan.groups:
             own = {name: values[group.rows.to(values.device), : group.count] for name, values in inputs.items()}
             before = None if group.is_first else states.take(mixer.layer, group.rows)
-            found, after = mixer.run(own, others, before, in_one=group.is_first or self.recurrence.continues)
+            if group.is_first or self.recurrence.continues:
+                found, after = mixer.run(own, others, before)
+            else:
+                assert before is not None
+                levels = Levels.of_paths(torch.arange(group.count).expand(len(group.rows), -1))
+                steps, all_after = mixer.run_levels(own, others, before, levels)
+                found, after = _map(lambda *parts: torch.cat(parts, dim=1), *steps), all_after[-1]
             states.put(mixer.layer, group.rows, after)
             if len(group.rows) == next(iter(inputs.values())).shape[0] and group.count == plan.num_tokens:
                 return found
@@ -206,26 +209,43 @@ class PlacedMixers:
 
     def _draft(self, mixer: Mixer, states: RecurrentStates, inputs: dict[str, Tensor], others: dict[str, Any]) -> Any:
         plan: Drafting = states.plan
-        hidden = next(iter(inputs.values()))
-        own = {name: plan.to_paths(values) for name, values in inputs.items()}
-        before = states.take(mixer.layer, plan.list_rows(hidden.device))
-        with self._sharing(_Linears(self.recurrence.roles[mixer.layer], hidden, plan.to_paths)) as linears:
-            found, after = mixer.run(own, others, before, in_one=self.recurrence.drafts_in_one, linears=linears)
+        hidden, roles = next(iter(inputs.values())), self.recurrence.roles[mixer.layer]
+        after: list[States] = []
+        if plan.paths is not None:
+            paths = plan.paths
+            before = states.take(mixer.layer, paths.list_rows())
+            with self._sharing(_Linears(roles, hidden, lambda values, _: paths.take(values))) as linears:
+                found, final = mixer.run({name: paths.take(values) for name, values in inputs.items()}, others, before)
+            outputs = linears.finish([found], lambda parts: paths.to_nodes(parts[0]))
+            after = [final] if plan.num_tokens == 1 else []
+        else:
+            levels = plan.levels
+            assert levels is not None
+            before = states.take(mixer.layer, torch.arange(len(hidden)))
+            with self._sharing(_Linears(roles, hidden, levels.take)) as linears:
+                steps, after = mixer.run_levels(inputs, others, before, levels, linears, keeps_all=plan.is_chain)
+            outputs = linears.finish(steps, levels.to_nodes)
         record = _Record(mixer.layer, inputs, others, linears.outputs)
-        states.record(mixer.layer, record, after if plan.paths is None else None)
-        return linears.finish(found, plan.to_nodes)
+        states.record(mixer.layer, record, after if plan.is_chain else [])
+        return outputs
 
     @torch.no_grad()
     def _replay(self, record: _Record, rows: Tensor, nodes: Tensor, before: States) -> States:
         """The states after nodes [G, P] of rows [G] (see `RecurrentStates`)."""
+        mixer, roles = self._mixers[record.layer], self.recurrence.roles[record.layer]
 
-        def arrange(values: Tensor) -> Tensor:
-            return pick_nodes(values[rows.to(values.device)], nodes)
+        def of_rows(values: Tensor) -> Tensor:
+            return values[rows.to(values.device)]
 
-        inputs = {name: arrange(values) for name, values in record.inputs.items()}
-        in_one = self.recurrence.drafts_in_one
-        with self._sharing(_Linears(self.recurrence.roles[record.layer], None, arrange, record.outputs)) as linears:
-            return self._mixers[record.layer].run(inputs, record.others, before, in_one=in_one, linears=linears)[1]
+        inputs = {name: of_rows(values) for name, values in record.inputs.items()}
+        outputs = {name: of_rows(values) for name, values in record.outputs.items()}
+        if self.recurrence.drafts_in_one:
+            with self._sharing(_Linears(roles, None, lambda values, _: pick_nodes(values, nodes), outputs)):
+                own = {name: pick_nodes(values, nodes) for name, values in inputs.items()}
+                return mixer.run(own, record.others, before)[1]
+        levels = Levels.of_paths(nodes)
+        with self._sharing(_Linears(roles, None, levels.take, outputs)) as linears:
+            return mixer.run_levels(inputs, record.others, before, levels, linears)[1][-1]
 
 
 def list_linears(mixer: nn.Module) -> dict[nn.Module, str]:
@@ -268,36 +288,47 @@ class Mixer:
         }
         return cache, inputs, {name: value for name, value in named.items() if name not in inputs}
 
-    def run(
-        self,
-        inputs: dict[str, Tensor],
-        others: dict[str, Any],
-        before: States | None,
-        *,
-        in_one: bool,
-        linears: _Linears | None = None,
-    ) -> tuple[Any, States]:
-        """The mixer's outputs for tokens [R, P, ...], and the states after them.
+    def run(self, inputs: dict[str, Tensor], others: dict[str, Any], before: States | None) -> tuple[Any, States]:
+        """One call: the mixer's outputs for tokens [R, P, ...], and the states after them.
 
         Args:
             before: the states [R, ...] before them, which are overwritten; None = nothing comes before.
-            in_one: in one call; else token by token.
-            linears: is told the token of each call.
         """
         layer = open_layer(before)
         # The mixer looks up its own layer; only this one is ever asked for.
         view = Cache(layers=[layer] * (self.layer + 1))
-        others = others | {self._cache_name: view}
-        num_tokens = next(iter(inputs.values())).shape[1]
-        if in_one or num_tokens == 1:
-            return self.forward(**inputs, **others), read_layer(layer)
-        outputs = []
-        for step in range(num_tokens):
+        return self.forward(**inputs, **others, **{self._cache_name: view}), read_layer(layer)
+
+    def run_levels(
+        self,
+        inputs: dict[str, Tensor],
+        others: dict[str, Any],
+        before: States,
+        levels: Levels,
+        linears: _Linears | None = None,
+        *,
+        keeps_all: bool = False,
+    ) -> tuple[list[Any], list[States]]:
+        """A call for each level: the outputs of all of them, and the states after all, or only after the last.
+
+        Args:
+            inputs: of the nodes [B, N, ...].
+            before: the states [B, ...] before the first level, which are overwritten.
+            linears: is told the number of each call.
+        """
+        outputs, after, states = [], [], before
+        for level, parents in enumerate(levels.parents):
             if linears is not None:
-                linears.step = step
-            token = {name: values[:, step : step + 1] for name, values in inputs.items()}
-            outputs.append(self.forward(**token, **others))
-        return _map(lambda *parts: torch.cat(parts, dim=1), *outputs), read_layer(layer)
+                linears.call = level
+            if parents is not None:
+                states = {name: values.index_select(0, parents.to(values.device)) for name, values in states.items()}
+            elif keeps_all:
+                states = {name: values.clone() for name, values in states.items()}
+            own = {name: levels.take(values, level) for name, values in inputs.items()}
+            output, states = self.run(own, others, states)
+            outputs.append(output)
+            after = [*after, states] if keeps_all else [states]
+        return outputs, after
 
 
 def open_layer(states: States | None) -> Any:
