@@ -1,4 +1,4 @@
-"""Families with recurrent layers for `tiny_target`: their names in transformers, and what differs from the usual shape."""
+"""Families with recurrent layers for `tiny_target`: transformers' names, and what differs from the usual shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ _DELTA_NET = {
     "linear_value_head_dim": 8,
 }
 _CONVOLUTIONS = {**_SHAPE, "layer_types": ["conv", "conv", "full_attention", "conv"]}
-_MAMBA2 = {**_SHAPE, "mamba_chunk_size": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_MAMBA2 = {
+    **_SHAPE,
+    "mamba_chunk_size": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+}
 _MAMBA = {**_SHAPE, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
 _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 16}
 

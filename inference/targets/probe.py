@@ -41,10 +41,8 @@ from inference.targets.probe_tree import (
     is_single,
     refusing,
 )
-
 from inference.targets.recurrent.finding import name_arguments
 from inference.targets.recurrent.mixers import PlacedMixers, Recurrence
-from inference.targets.recurrent.plans import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +77,12 @@ class Findings:
 def examine_model(
     model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device, mixers: PlacedMixers | None = None
 ) -> Findings:
-    """Examines the model (with `mixers`: their copy of it) with four tokens. In models with experts a router can be at a near-tie, so wrong numbers are
-    confirmed with other tokens before such a model is refused."""
+    """Examines the model with four tokens. In models with experts a router can be at a near-tie, so wrong numbers are
+    confirmed with other tokens before such a model is refused.
+
+    Args:
+        mixers: of a recurrent model; `model` is their copy then.
+    """
     for first in (1, 4) if chooses_experts(model) else ():
         try:
             return _examine_with(draw_ids(model, first, device), model, text_config, make_masks, mixers)
@@ -133,7 +135,7 @@ def _open_cache(name: str, tree: ProbeTree, mixers: PlacedMixers | None) -> Reco
     if mixers is None:
         return RecordingCache(name)
     states = mixers.new_states(1)
-    states.plan_pass(Drafting.of_parents(tree.parents, in_one=mixers.recurrence.drafts_in_one))
+    mixers.plan_drafting(states, tree.parents)
     return RecordingCache(name, states)
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from inference.cache.draft_rows import DraftRows
-from inference.cache.recurrent_states import RecurrentStates
 from inference.cache.scratch_cache import ScratchCache
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import TreeCache
@@ -45,7 +44,6 @@ from inference.targets.parts import find_final_norm, find_final_norm_gain, read_
 from inference.targets.probe import Findings, examine_encoder_decoder, examine_model
 from inference.targets.recurrent.finding import find_recurrence
 from inference.targets.recurrent.mixers import PlacedMixers
-from inference.targets.recurrent.plans import Drafting, Reading
 from inference.targets.recurrent.proving import check_rollback
 
 
@@ -74,7 +72,7 @@ class Target:
     """A frozen causal LM or encoder-decoder model: its features, tree attention masks, positions and cache shapes.
 
     The model is never changed. Construction runs a few passes of four tokens. They show what the layers write into a
-    cache, and that the model follows 4-D masks and position ids and keeps no recurrent state.
+    cache, that the model follows 4-D masks and position ids, and that recurrent states can be rolled back.
 
     Attributes:
         model: the model as it was given (a PEFT model keeps its adapters).
@@ -97,7 +95,7 @@ class Target:
 
     Raises:
         ValueError: the model's steps cannot be rolled back or verified as a tree. The message gives the reason:
-            recurrent or linear attention layers, positions that cannot be given, attention other than sdpa and eager,
+            recurrent states outside of the cache, positions that cannot be given, attention other than sdpa and eager,
             training mode, autocast to another dtype, adapters that PEFT steers with its own hooks.
     """
 
@@ -194,7 +192,7 @@ class Target:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether layers have recurrent states, whose rows cannot be cut back to any length (`TreeCache.held_length`)."""
+        """Whether layers have recurrent states, which cannot be cut back to any length (`TreeCache.held_length`)."""
         return self._mixers is not None
 
     @property
@@ -306,8 +304,8 @@ class Target:
             is_even = cache.length_floor + start == cache.length_bound
             positions = self._cut_positions(cache.lengths[:, None] + depths)
             masks = self.masks.of_prompts(cache, positions, is_even=is_even)
-            if cache.states is not None:
-                _plan_reading(cache.states, real, size)
+            if self._mixers is not None:
+                self._mixers.plan_reading(cache.states, real, size)
             output = self._run(cache, chunk, positions, masks, positions, feature_layers)
             scores = output.last if output.logits is None else output.logits
             row_last = scores[torch.arange(len(counts), device=scores.device), (real - 1).clamp(min=0)]
@@ -338,10 +336,8 @@ class Target:
             token_ids, depths = (nn.functional.pad(values, (0, missing)) for values in (token_ids, depths))
             ancestors = nn.functional.pad(ancestors, (0, missing, 0, missing))
             ancestors[:, num_nodes:, 0] = True
-        if cache.states is not None:
-            assert self._mixers is not None
-            parents = nn.functional.pad(tree.parents, (0, missing), value=-1)
-            cache.states.plan_pass(Drafting.of_parents(parents, in_one=self._mixers.recurrence.drafts_in_one))
+        if self._mixers is not None:
+            self._mixers.plan_drafting(cache.states, nn.functional.pad(tree.parents, (0, missing), value=-1))
         output = self._forward_cached(cache, token_ids, depths, ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last)
         features = None if output.features is None else output.features[:, :num_nodes]
@@ -495,11 +491,3 @@ class Target:
                 f"{type(self._causal_lm).__name__} is an encoder-decoder model, whose hidden states are not handed "
                 f"over: draft with a SmallModelDrafter or an NgramDrafter; trained heads need a decoder-only target"
             )
-
-
-def _plan_reading(states: RecurrentStates, counts: Tensor, num_tokens: int) -> None:
-    """Begins a pass over prompts, which commits `counts` [B] of `num_tokens` tokens."""
-    states.settle()
-    numbers = counts.tolist()
-    states.plan_pass(Reading.of_counts(numbers, states.lengths, num_tokens, counts.device))
-    states.note_read(numbers)

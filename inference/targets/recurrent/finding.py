@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,8 +85,13 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
     token_ids = torch.arange(1, 1 + _NUM_TOKENS, device=device)[None] % vocab_size
     running: list[nn.Module] = []
     probe, calls, outputs = _Probe(running), {}, {}
-    with refusing(f"{cannot}: they do not run with transformers' cache for such layers"), _watching(causal_lm, running, calls, outputs):
-        causal_lm.base_model(**name_arguments(causal_lm, token_ids, None, None, probe), use_cache=True, return_dict=True)
+    with (
+        refusing(f"{cannot}: they do not run with transformers' cache for such layers"),
+        _watching(causal_lm, running, calls, outputs),
+    ):
+        causal_lm.base_model(
+            **name_arguments(causal_lm, token_ids, None, None, probe), use_cache=True, return_dict=True
+        )
     if not probe.mixers:
         raise ValueError(f"{cannot}: they keep their states in a place of their own instead of the cache")
     names = {module: path for path, module in causal_lm.named_modules()}
@@ -132,7 +136,7 @@ def _find_factor(mixer: nn.Module, values: Tensor, hidden: Tensor) -> float | No
 def name_arguments(
     causal_lm: Any, token_ids: Tensor, masks: Any, positions: Tensor | None, cache: Cache | None
 ) -> dict[str, Any]:
-    """The arguments of the model's forward. Models without attention have no positions and another name for the cache."""
+    """The arguments of the model's forward. Models without attention have no positions, and name the cache otherwise."""
     taken = inspect.signature(type(causal_lm).forward).parameters
     arguments = {"input_ids": token_ids}
     if "cache_params" in taken:
@@ -180,7 +184,9 @@ def _continue_in_three_ways(mixer: Mixer, args: Any, kwargs: Any) -> tuple[Tenso
         raise CannotRollBackError("a mixer that is called without the cache keeps a state in it")
     _, inputs, others = call
     half = _NUM_TOKENS // 2
-    first, later = ({name: values[:, span] for name, values in inputs.items()} for span in (slice(half), slice(half, None)))
+    first, later = (
+        {name: values[:, span] for name, values in inputs.items()} for span in (slice(half), slice(half, None))
+    )
     fresh = _first_tensor(mixer.run(inputs, others, None)[0])[:, half:]
     whole = _first_tensor(mixer.run(later, others, mixer.run(first, others, None)[1])[0])
     levels = Levels.of_paths(torch.arange(half)[None])

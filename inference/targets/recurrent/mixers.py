@@ -4,16 +4,17 @@ A mixer is the module of a layer that keeps a recurrent or convolutional state (
 convolutions). The model runs as a copy that shares all weights and all modules except the mixers, which get their
 states from `RecurrentStates`.
 
-A state cannot be cut back to the accepted tokens, so a mixer reads the drafts from a copy of the state, and the accepted
-tokens once more when they are known. Only its recurrence runs twice. The linear layers, which hold nearly all of its
-weights, run once: those that read the mixer's input are recorded and played back, and the last one has nothing to do in
-a replay. Attention, MLPs and experts run once.
+A state cannot be cut back to the accepted tokens. So a mixer reads the drafts from a copy of the state, and reads the
+accepted tokens once more when they are known. Only its recurrence runs twice. The linear layers, which hold nearly all
+of its weights, run once: those that read the mixer's input are recorded and played back, and the last one has nothing
+to do in a replay. Attention, MLPs and experts run once.
 
 A mixer reads several tokens in one call where that gives what transformers' passes of single tokens give; on a CPU, and
 elsewhere, token by token. Its linear layers read all tokens at once in both cases.
 
-In a tree, the rows of a mixer's batch are the nodes of one level, each with its parent's state, or, in one call, the paths
-from the root to the leaves. After a chain that was read token by token, all states are there, and nothing is replayed.
+In a tree, the rows of a mixer's batch are the nodes of one level, each with its parent's state, or, in one call, the
+paths from the root to the leaves. After a chain that was read token by token, all states are there, and nothing is
+replayed.
 
 Legend: B batch, N tokens of a pass, R rows of a mixer's call, P tokens of each row, W nodes of a level, G rows that are
 replayed.
@@ -116,8 +117,12 @@ class _Linears:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a mixer has read in a pass over drafts: its inputs per token [B, N, ...], its other arguments, and the outputs
-    [B, N, ...] of the linear layers that read its input."""
+    """What a mixer has read in a pass over drafts.
+
+    Attributes:
+        inputs: per token [B, N, ...]; others: its other arguments.
+        outputs: [B, N, ...] of the linear layers that read its input.
+    """
 
     layer: int
     inputs: dict[str, Tensor]
@@ -149,6 +154,19 @@ class PlacedMixers:
 
     def new_states(self, batch_size: int) -> RecurrentStates:
         return RecurrentStates(self.recurrence.specs, batch_size, self._replay)
+
+    def plan_reading(self, states: RecurrentStates | None, counts: Tensor, num_tokens: int) -> None:
+        """Begins a pass over prompts, which commits `counts` [B] of `num_tokens` tokens. The host reads the counts."""
+        assert states is not None, "the cache of a recurrent target"
+        states.settle()
+        numbers = counts.tolist()
+        states.plan_pass(Reading.of_counts(numbers, states.lengths, num_tokens, counts.device))
+        states.note_read(numbers)
+
+    def plan_drafting(self, states: RecurrentStates | None, parents: Tensor) -> None:
+        """Begins a pass over trees with these parents [B, N], which the host reads."""
+        assert states is not None, "the cache of a recurrent target"
+        states.plan_pass(Drafting.of_parents(parents, in_one=self.recurrence.drafts_in_one))
 
     def _place(self, module: nn.Module, layer: int) -> nn.Module:
         names = list_linears(module)

@@ -106,7 +106,9 @@ class Levels:
 
     def to_nodes(self, levels: Sequence[Tensor]) -> Tensor:
         """[B * W, 1, ...] of each level as [B, N, ...] of the nodes."""
-        joined = torch.cat([x.view(len(nodes), -1, *x.shape[2:]) for x, nodes in zip(levels, self.nodes, strict=True)], dim=1)
+        joined = torch.cat(
+            [x.view(len(nodes), -1, *x.shape[2:]) for x, nodes in zip(levels, self.nodes, strict=True)], dim=1
+        )
         return joined if self.homes is None else pick_nodes(joined, self.homes)
 
 
@@ -118,7 +120,7 @@ class Paths:
 
         nodes      0 2 2      the shorter path is padded with its leaf
                    0 1 3
-        homes      0 4 1 5    where each node is among the paths' L * P places
+        homes      3 4 1 5    where each node is (of a shared node, in the last path) among the paths' L * P places
 
     Attributes:
         nodes: [B, L, P] long.

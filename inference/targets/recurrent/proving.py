@@ -42,7 +42,7 @@ class _Nodes:
 
 @torch.no_grad()
 def check_rollback(target: Any) -> None:
-    """Two prompts of different lengths, a tree in which each row keeps another branch, and a chain after it: the chain's
+    """Reads two prompts of different lengths, a tree in which each row keeps another branch, and a chain. The chain's
     scores must be those of transformers' own passes of single tokens.
 
     Raises:
@@ -93,7 +93,9 @@ def _read_in_steps(target: Any, prompt: Tensor, later: Tensor) -> Tensor:
     for tokens in (prompt, *later.split(1)):
         positions = torch.arange(start, start + len(tokens), device=tokens.device)[None]
         with target.backbone.attention():
-            output = model(**name_arguments(model, tokens[None], None, positions, cache), use_cache=True, return_dict=True)
+            output = model(
+                **name_arguments(model, tokens[None], None, positions, cache), use_cache=True, return_dict=True
+            )
         cache = output.cache_params if "cache_params" in output else output.past_key_values
         start += len(tokens)
         logits.append(output.logits[0, -1].to(target.device))
