@@ -132,6 +132,11 @@ class Decoder:
             raise ValueError(
                 "compile and graphs are both true: compiled functions cannot be captured here; choose one of them"
             )
+        for name, is_on in (("graphs", graphs), ("compile", compile)):
+            if is_on:
+                self.target.refuse_recurrent(
+                    f"{name} is not possible: a graph would hold the states of one step", f"leave {name} out"
+                )
         if graphs and self.target.device.type != "cuda":
             raise ValueError(f"graphs is true, and the target is on {self.target.device}: CUDA graphs need a GPU")
         if graphs:

@@ -56,6 +56,8 @@ class HeldTexts:
             kept.append(max(lengths))
             rows.append(lengths.index(max(lengths)))
         kept = leave_room(kept, prompts, room)
+        # Recurrent states are held for a few lengths only.
+        kept = [self.cache.held_length(row, count) for row, count in zip(rows, kept, strict=True)]
         if not any(kept) or (needs_all and not all(kept)):
             return None
         return Reused(self.cache, self.state, rows, kept)
@@ -154,6 +156,9 @@ class PromptReader:
     def _read_shared(self) -> Generator[int, None, Reused | None]:
         """Reads the beginning that all prompts share into the first row, if it is worth a pass of its own."""
         cache, prompts, drafter = self.cache, self.prompts, self.step.drafter
+        target = self.step.target
+        if target.is_recurrent and (drafter is not None or target.reads_prompts_whole):
+            return None  # its states would be one token ahead of the drafter's slots, or slow to go on from
         shared = count_shared(prompts) if len(prompts) > 1 and self.source is None else 0
         if shared < MIN_SHARED or not (drafter is None or drafter.can_copy_rows):
             return None
@@ -185,6 +190,8 @@ class PromptReader:
         rests = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
         longest = max(map(len, rests))
         chunk = self.step.compiled_chunk(longest) or PREFILL_CHUNK
+        if self.step.target.reads_prompts_whole:
+            chunk = longest
         for start in range(0, longest, chunk):
             size = min(chunk, longest - start)
             # Per row, the tokens read before and after this chunk. It holds few or no tokens of rows that wait.

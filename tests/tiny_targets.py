@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from inference import Target
+from tests import recurrent_families
 
 VOCAB_SIZE = 128
 SLIDING_WINDOW = 8
@@ -143,16 +144,21 @@ def _is_configurable(family: str) -> bool:
 
 
 FAMILIES = tuple(filter(_is_configurable, _FAMILIES))
+RECURRENT_FAMILIES = recurrent_families.NAMES
 LEFT_OUT = tuple(family for family in _FAMILIES if family not in FAMILIES)  # tests cannot have them on this release
 # For tests whose subject is something else than the target: plain, biased, normalised queries, one window, two masks.
 CORE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
 MOE_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 
 
+def _find_family(family: str) -> tuple[str, dict[str, Any]]:
+    return (_FAMILIES | recurrent_families.FAMILIES)[family]
+
+
 @cache
 def attention_implementations(family: str) -> tuple[str, ...]:
     """Those of "sdpa" and "eager" that transformers has for this family, its own choice first."""
-    has_sdpa = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[_FAMILIES[family][0]]]._supports_sdpa
+    has_sdpa = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[_find_family(family)[0]]]._supports_sdpa
     return ("sdpa", "eager") if has_sdpa else ("eager",)
 
 
@@ -173,13 +179,13 @@ def tiny_target(
     The same arguments give the same weights, whatever was drawn from torch's generator before.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES` or `RECURRENT_FAMILIES` (4 layers).
         seed: seed of the weights.
         attn_implementation: one of `attention_implementations(family)`; None = the first of them.
         dtype: dtype of the weights; they are drawn in float32 and then cast.
         overrides: configuration fields to change, for example `vocab_size=64`.
     """
-    model_type, differences = _FAMILIES[family]
+    model_type, differences = _find_family(family)
     config_class = CONFIG_MAPPING[model_type]
     known = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
     shared = {

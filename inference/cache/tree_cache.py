@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from inference.cache.recurrent_states import RecurrentStates
 from inference.cache.source import SourceMemory
 
 VIEW_MULTIPLE = 64  # the view grows in steps of this many slots
@@ -68,27 +69,30 @@ class TreeCache(Cache):
         window_sizes: for each distinct window a [W] long, of which only the shape matters: layers with this window see
             the last W of the S slots in view.
         source: the source of an encoder-decoder target (`Target.read_source`); None for other targets.
+        states: of the recurrent layers; None for targets without any.
     """
 
     # For captured steps (`Parts`): numbers that change from step to step and that no function of a step reads, and what
     # never moves nor changes, so that nobody has to look inside.
     host_numbers = ("length_bound", "length_floor", "_num_used")
     fixed_entries: tuple[str, ...] = (
-        *("layer_specs", "_places", "_windows", "_shown", "_all_buffers", "_buffers", "_keys", "_values"),
+        *("layer_specs", "_numbers", "_places", "_windows", "_shown", "_all_buffers", "_buffers", "_keys", "_values"),
     )
 
     def __init__(
         self,
-        layers: Sequence[LayerSpec],
+        layers: Sequence[LayerSpec | None],
         batch_size: int,
         capacity: int,
         *,
         device: torch.device | str | None = None,
         view_multiple: int = VIEW_MULTIPLE,
+        states: RecurrentStates | None = None,
     ) -> None:
         """Allocates zeroed buffers (a NaN in a masked slot would poison attention: 0 * NaN).
 
         Args:
+            layers: None for layers without attention.
             capacity: slots per row, for the longest sequence and the largest tree.
             device: of `lengths`; default the first layer's device.
             view_multiple: the view grows in steps of this many slots, so that few shapes occur.
@@ -101,9 +105,13 @@ class TreeCache(Cache):
         self.length_floor = 0
         self._num_used = 0  # slots that may hold something
         self.source: SourceMemory | None = None
+        self.states = states
+        specs = [spec for spec in self.layer_specs if spec is not None]
+        # Where the keys and values of each layer with attention are among all planes.
+        self._numbers = {layer: number for number, layer in enumerate(i for i, s in enumerate(layers) if s is not None)}
         groups: Counter[PlaneSpec] = Counter()  # planes of one shape, dtype and device share a stacked buffer
         self._places: list[tuple[PlaneSpec, int]] = []
-        for plane in (plane for spec in self.layer_specs for plane in (spec.keys, spec.values)):
+        for plane in (plane for spec in specs for plane in (spec.keys, spec.values)):
             self._places.append((plane, groups[plane]))
             groups[plane] += 1
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
@@ -113,11 +121,9 @@ class TreeCache(Cache):
                 )
                 for plane, count in groups.items()
             }
-            self._all_lengths = torch.zeros(
-                batch_size, dtype=torch.long, device=device or self.layer_specs[0].keys.device
-            )
+            self._all_lengths = torch.zeros(batch_size, dtype=torch.long, device=device or specs[0].keys.device)
             self._every_slot = torch.arange(capacity, device=self._all_lengths.device)
-        self._windows = tuple(spec.window for spec in self.layer_specs)
+        self._windows = tuple(None if spec is None else spec.window for spec in self.layer_specs)
         self._shown: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}  # by number of rows
         self._show_rows(batch_size)
         self.slots = self.lengths[:, None]
@@ -203,7 +209,8 @@ class TreeCache(Cache):
 
     def write(self, layer_idx: int, slots: Tensor, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Writes [B, H, N, width] rows into `slots` [B, N] of one layer; returns all its keys and values."""
-        planes = self._keys[layer_idx], self._values[layer_idx]
+        number = self._numbers[layer_idx]
+        planes = self._keys[number], self._values[number]
         for plane, rows in zip(planes, (key_states, value_states), strict=True):
             here = slots.to(plane.device)
             if plane.shape[0] == 1:
@@ -233,6 +240,8 @@ class TreeCache(Cache):
             is_chain: the path is 0, 1, 2, ... in every row, so that nothing has to move.
         """
         assert path.shape[1] <= self.slots.shape[1], "a path cannot be longer than the tree"
+        if self.states is not None:
+            self.states.accept(path, counts)
         if not is_chain and path.shape[1] > 1:
             start = self.lengths[:, None]
             source = start + path[:, 1:]  # [B, P-1]; the root never moves
@@ -243,6 +252,8 @@ class TreeCache(Cache):
 
     def advance(self, counts: Tensor, max_count: int) -> None:
         """Commits the first `counts[b]` (at most `max_count`) open slots of every row, in place."""
+        if self.states is not None:
+            self.states.accept(self.first_slots(max_count).expand(self.batch_size, -1), counts)
         self.lengths += counts
         self.raise_bound(max_count)
         self.slots = self.lengths[:, None]  # a prompt's length would make graphs of its own
@@ -263,6 +274,8 @@ class TreeCache(Cache):
                     buffer[:, place, :, : self.length_bound] = buffer[:, row, :, : self.length_bound]
                 self.lengths[place] = self.lengths[row]
         self._show_rows(len(rows))
+        if self.states is not None:
+            self.states.keep_rows(rows)
         if self.source is not None:
             self.source.select_rows(pick_rows(self._every_slot, rows))
 
@@ -316,10 +329,16 @@ class TreeCache(Cache):
         self.clear_from(0)
         self._show_rows(self._all_lengths.shape[0] if num_rows is None else num_rows)
         self._all_lengths.zero_()
+        if self.states is not None:
+            self.states.reset(self.batch_size)
         self.length_bound = 0
         self.length_floor = 0
         self.source = None
         self._set_view(0, 0)
+
+    def held_length(self, row: int, most: int) -> int:
+        """The largest number of a row's first tokens, at most `most`, that `copy_rows` can keep."""
+        return most if self.states is None else self.states.held_length(row, most)
 
     def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
         """Replaces this cache's rows with rows of a cache of the same layers: itself, or another one of any size.
@@ -330,7 +349,8 @@ class TreeCache(Cache):
 
         Args:
             rows: [B] long, the row of `source` that becomes each row; it may come several times.
-            lengths: [B] long, the number of its first tokens that are kept; `source` has them, and they fit here.
+            lengths: [B] long, the number of its first tokens that are kept; `source` has them (`held_length`), and they
+                fit here.
             max_length: no entry of `lengths` is larger.
         """
         assert source.source is None, "the rows of sources are read anew"
@@ -347,6 +367,9 @@ class TreeCache(Cache):
                 gathered = other[:, :, :width].index_select(0, rows[places].to(other.device))
                 plane[:, :, :width].index_copy_(0, places.to(plane.device), gathered)
         self.clear_from(width)
+        if self.states is not None:
+            assert source.states is not None, "a cache of the same layers"
+            self.states.copy_rows(source.states, rows.tolist(), lengths.tolist())
         self.lengths.copy_(lengths)
         self.length_bound = width
         self.length_floor = 0

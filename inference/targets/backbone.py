@@ -17,6 +17,7 @@ from transformers import Cache
 
 from inference.kernels.attention import grouped_attention
 from inference.targets.model_config import refuse_training
+from inference.targets.recurrent.finding import name_arguments
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,7 @@ class Backbone:
         refuse_training(self.model)
         with self.attention():
             return module(
-                input_ids=token_ids,
-                attention_mask=masks,
-                position_ids=positions,
-                past_key_values=cache,
+                **name_arguments(self.causal_lm, token_ids, masks, positions, cache),
                 use_cache=cache is not None,
                 # A list keeps only these states; older releases take it as True and keep all.
                 output_hidden_states=sorted(set(layers)) or False,

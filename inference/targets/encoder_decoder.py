@@ -12,11 +12,9 @@ Legend: B batch, N tokens of one pass, S cache slots in view, E source tokens, D
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +23,7 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from inference.cache.source import SourceMemory
+from inference.targets.copied_modules import copy_module, replace_modules
 
 
 class _Places(threading.local):
@@ -56,8 +55,8 @@ class PlacedDecoder:
         self.model = model
         self._places = _Places()
         decoder = model.get_decoder()
-        placed_decoder = _replace(decoder, self._place)
-        self._placed: Any = _replace(model, lambda module: placed_decoder if module is decoder else None)
+        placed_decoder = replace_modules(decoder, self._place)
+        self._placed: Any = replace_modules(model, lambda module: placed_decoder if module is decoder else None)
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "decoder_position_ids" in accepted
 
@@ -99,9 +98,9 @@ class PlacedDecoder:
     def _place(self, module: nn.Module) -> nn.Module | None:
         """A copy of a module that counts slots, which reads true positions; None for other modules."""
         if getattr(module, "has_relative_attention_bias", False) and hasattr(module, "compute_bias"):
-            return _copy_module(module, compute_bias=functools.partial(_bias_by_distance, module, self._places))
+            return copy_module(module, compute_bias=functools.partial(_bias_by_distance, module, self._places))
         if isinstance(module, nn.Embedding) and "position_ids" in inspect.signature(module.forward).parameters:
-            return _copy_module(module, forward=functools.partial(_embed_positions, module.forward, self._places))
+            return copy_module(module, forward=functools.partial(_embed_positions, module.forward, self._places))
         return None
 
 
@@ -129,24 +128,3 @@ def _embed_positions(forward: Callable[..., Tensor], places: _Places, *args: Any
     assert places.queries is not None
     # Some tables return one more dimension of size 1.
     return forward(*args, **kwargs | {"position_ids": places.queries}).reshape(*places.queries.shape, -1)
-
-
-def _replace(module: nn.Module, find: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """The module itself if `find` replaces nothing within it, else a copy with the replaced parts."""
-    found = find(module)
-    if found is not None:
-        return found
-    children = {name: _replace(child, find) for name, child in module.named_children()}
-    changed = {name: child for name, child in children.items() if child is not module._modules[name]}
-    return _copy_module(module, _modules={**module._modules, **changed}) if changed else module
-
-
-def _copy_module(module: nn.Module, **attributes: Any) -> nn.Module:
-    """A copy that shares weights and submodules and has these attributes of its own."""
-    copied: Any = copy.copy(module)
-    inner = module.__dict__.get("_old_forward")
-    if inner is not None:  # accelerate's hooks wrap a forward that is bound to the module itself
-        copied.__dict__["_old_forward"] = types.MethodType(inner.__func__, copied)
-        copied.__dict__["forward"] = functools.partial(copied.__dict__["forward"].func, copied)
-    copied.__dict__.update(attributes)
-    return copied  # type: ignore[no-any-return]

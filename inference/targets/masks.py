@@ -96,9 +96,10 @@ class TreeMasks:
         )
 
     def _make_each(self, make: Callable[[int | None], Tensor]) -> Any:
-        """One mask, or a dict per layer type for models with several types, from each type's window."""
+        """One mask, or a dict per layer type for models with several types, from each type's window; None for models
+        without attention."""
         masks = {layer_type: make(window) for layer_type, window in self.windows.items()}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return masks if len(masks) > 1 else next(iter(masks.values()), None)
 
     def _make_mask(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
         seen = allowed

@@ -14,6 +14,14 @@ from inference.kernels.attention import GROUPED, STOCK
 
 # Layer types whose whole past stays in the cache, so that a step can be rolled back.
 _ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Layer types with a recurrent state, and the attention that they have beside it.
+_RECURRENT_LAYER_TYPES = {
+    "linear_attention": None,
+    "conv": None,
+    "hybrid": "full_attention",
+    "hybrid_sliding": "sliding_attention",
+}
+_STATELESS_LAYER_TYPES = ("moe", "mlp")  # in models whose attention and MLPs are layers of their own
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 # Packages whose layers and tensors hold quantised weights, also in models that transformers did not load as quantised.
 _QUANTISERS = ("bitsandbytes.", "torchao.", "torch.ao.", "optimum.quanto.")
@@ -45,11 +53,11 @@ def unwrap_model(model: nn.Module) -> Any:
         raise ValueError(f"{name} has no LM head: load it with {loader}")
     text_config = config.get_text_config()
     layer_types = set(getattr(text_config, "layer_types", None) or ())
-    other = ", ".join(sorted(layer_types - set(_ATTENTION_LAYER_TYPES)))
-    if other or getattr(causal_lm, "_is_stateful", False):
+    known = {*_ATTENTION_LAYER_TYPES, *_RECURRENT_LAYER_TYPES, *_STATELESS_LAYER_TYPES}
+    if other := ", ".join(sorted(layer_types - known)):
         raise ValueError(
             f"{name} has layers that cannot be rolled back after a rejected draft, or that mask by rules of their own "
-            f"({other or 'a recurrent state'}): a target has {' and '.join(_ATTENTION_LAYER_TYPES)} layers only"
+            f"({other}): a target has layers of the types {', '.join(sorted(known))} only"
         )
     if (implementation := find_attention(causal_lm)) not in _ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
@@ -66,6 +74,14 @@ def unwrap_model(model: nn.Module) -> Any:
         raise ValueError(f"{name} attends in both directions (use_bidirectional_attention): it is not a causal LM")
     refuse_training(model)
     return causal_lm
+
+
+def is_recurrent(causal_lm: Any) -> bool:
+    """Whether the model has recurrent layers: by the types of its layers, or if they have none, by its class."""
+    layer_types = getattr(causal_lm.config.get_text_config(), "layer_types", None)
+    if layer_types:
+        return any(kind in _RECURRENT_LAYER_TYPES for kind in layer_types)
+    return bool(getattr(causal_lm, "_is_stateful", False))
 
 
 def find_attention(causal_lm: Any) -> str:
@@ -158,7 +174,7 @@ def chooses_experts(model: nn.Module) -> bool:
 
 
 def find_layer_windows(text_config: Any) -> dict[str, int | None]:
-    """Sliding window in positions, or None for full attention, per distinct layer type."""
+    """Sliding window in positions, or None for full attention, per distinct type of layers with attention."""
     window = getattr(text_config, "sliding_window", None)
     if getattr(text_config, "use_sliding_window", True) is False:
         window = None
@@ -167,17 +183,28 @@ def find_layer_windows(text_config: Any) -> dict[str, int | None]:
         return {"full_attention": None} if window is None else {"sliding_attention": int(window)}
     windows: dict[str, int | None] = {}
     for layer_type in sorted(set(layer_types)):
-        if layer_type == "sliding_attention" and window is None:
-            raise ValueError(f"the config has sliding_attention layers but no sliding_window ({window!r})")
-        windows[layer_type] = int(window) if layer_type == "sliding_attention" and window is not None else None
+        attention = _RECURRENT_LAYER_TYPES.get(layer_type, layer_type)
+        if attention is None or layer_type in _STATELESS_LAYER_TYPES:
+            continue
+        if attention == "sliding_attention" and window is None:
+            raise ValueError(f"the config has {layer_type} layers but no sliding_window ({window!r})")
+        windows[layer_type] = int(window) if attention == "sliding_attention" and window is not None else None
     return windows
 
 
-def list_windows(text_config: Any) -> list[int | None]:
-    """The window of every layer."""
+@dataclass(frozen=True)
+class LayerAttention:
+    """has_attention: the layer writes keys and values; window: as in `LayerSpec`."""
+
+    has_attention: bool
+    window: int | None
+
+
+def list_attention(text_config: Any) -> list[LayerAttention]:
+    """The attention of every layer."""
     windows = find_layer_windows(text_config)
     layer_types = getattr(text_config, "layer_types", None) or list(windows) * text_config.num_hidden_layers
-    return [windows[layer_type] for layer_type in layer_types]
+    return [LayerAttention(kind in windows, windows.get(kind)) for kind in layer_types]
 
 
 def find_length_limit(text_config: Any) -> LengthLimit:

@@ -21,11 +21,12 @@ from inference.cache.tree_cache import LayerSpec
 from inference.kernels.attention import STOCK, can_use_kernel, grouped_attention
 from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.model_config import (
+    LayerAttention,
     chooses_experts,
     find_attention,
     find_layer_windows,
     is_quantised,
-    list_windows,
+    list_attention,
 )
 from inference.targets.parts import ScaleLogits, find_logit_scaling
 from inference.targets.probe_tree import (
@@ -40,6 +41,8 @@ from inference.targets.probe_tree import (
     is_single,
     refusing,
 )
+from inference.targets.recurrent.finding import name_arguments
+from inference.targets.recurrent.mixers import PlacedMixers, Recurrence
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class Findings:
     """What a model shows when it runs.
 
     Attributes:
-        layer_specs: shapes of each layer's keys and values.
+        layer_specs: shapes of each layer's keys and values; None for layers without attention.
         scale_logits: from the LM head's output to logits; None if the model does something else.
         vocab_size: width of the logits.
         state_size: width of the last hidden state; None for encoder-decoder models.
@@ -57,9 +60,10 @@ class Findings:
         takes_inference_mode: whether it runs under torch.inference_mode. Some quantised weights do not.
         first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
         is_known_invariant: not empty once the model has passed the check of batch-invariant mode.
+        recurrence: its recurrent layers; None if it has none.
     """
 
-    layer_specs: tuple[LayerSpec, ...]
+    layer_specs: tuple[LayerSpec | None, ...]
     scale_logits: ScaleLogits | None
     vocab_size: int
     state_size: int | None
@@ -67,35 +71,41 @@ class Findings:
     takes_packed_masks: bool = False
     first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
     is_known_invariant: list[bool] = field(default_factory=list, compare=False)
+    recurrence: Recurrence | None = None
 
 
-def examine_model(model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device) -> Findings:
+def examine_model(
+    model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device, mixers: PlacedMixers | None = None
+) -> Findings:
     """Examines the model with four tokens. In models with experts a router can be at a near-tie, so wrong numbers are
-    confirmed with other tokens before such a model is refused."""
+    confirmed with other tokens before such a model is refused.
+
+    Args:
+        mixers: of a recurrent model; `model` is their copy then.
+    """
     for first in (1, 4) if chooses_experts(model) else ():
         try:
-            return _examine_with(draw_ids(model, first, device), model, text_config, make_masks)
+            return _examine_with(draw_ids(model, first, device), model, text_config, make_masks, mixers)
         except WrongNumbersError as error:
             logger.info("%s: trying other tokens", error)
-    return _examine_with(draw_ids(model, 7, device), model, text_config, make_masks)
+    return _examine_with(draw_ids(model, 7, device), model, text_config, make_masks, mixers)
 
 
 @torch.no_grad()
-def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: MakeMasks) -> Findings:
+def _examine_with(
+    token_ids: Tensor, model: Any, text_config: Any, make_masks: MakeMasks, mixers: PlacedMixers | None
+) -> Findings:
     """Learns cache shapes and the way to logits; checks that the model follows masks and position ids."""
     name, tree = type(model).__name__, ProbeTree.of_tokens(token_ids, make_masks)
-    cache = RecordingCache(name)
+    cache = _open_cache(name, tree, mixers)
     with refusing(f"{name} does not run with a 4-D mask, position ids and a cache"):
         output = model.base_model(
-            input_ids=token_ids,
-            attention_mask=tree.masks,
-            position_ids=tree.positions,
-            past_key_values=cache,
+            **name_arguments(model, token_ids, tree.masks, tree.positions, cache),
             use_cache=True,
             output_hidden_states=[0],
             return_dict=True,
         )
-    specs = cache.list_specs(list_windows(text_config))
+    specs = cache.list_specs(list_attention(text_config))
     num_states = len(output.hidden_states or ())
     if num_states != len(specs) + 1:
         raise ValueError(f"{name} reports {num_states} hidden states where {len(specs) + 1} are expected")
@@ -113,8 +123,20 @@ def _examine_with(token_ids: Tensor, model: Any, text_config: Any, make_masks: M
     check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # some models forbid ids with -inf
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
     is_fast = _takes_inference_mode(lambda: model(**plain))
-    takes_packed = _takes_packed_masks(model, text_config, tree, output.last_hidden_state)
-    return Findings(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1], is_fast, takes_packed)
+    takes_packed = _takes_packed_masks(model, text_config, tree, output.last_hidden_state, mixers)
+    return Findings(
+        *(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1], is_fast, takes_packed),
+        recurrence=None if mixers is None else mixers.recurrence,
+    )
+
+
+def _open_cache(name: str, tree: ProbeTree, mixers: PlacedMixers | None) -> RecordingCache:
+    """An empty cache for a pass over the tree."""
+    if mixers is None:
+        return RecordingCache(name)
+    states = mixers.new_states(1)
+    mixers.plan_drafting(states, tree.parents)
+    return RecordingCache(name, states)
 
 
 @torch.no_grad()
@@ -131,23 +153,24 @@ def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeM
         logits = model(**plain, return_dict=True).logits
     check_finite(model, "encoder's last states", [encoded.last_hidden_state])
     check_finite(model, "logits", [logits], tree_logits)
-    specs = cache.list_specs([None] * (1 + max(cache.specs, default=0)))
+    specs = cache.list_specs([LayerAttention(True, None)] * (1 + max(cache.specs, default=0)))
     check_branches(cache, tree_logits[0], logits[0], noise=0.0)
     return Findings(specs, None, logits.shape[-1], None, _takes_inference_mode(lambda: model(**plain)))
 
 
-def _takes_packed_masks(model: Any, text_config: Any, tree: ProbeTree, states: Tensor) -> bool:
+def _takes_packed_masks(
+    model: Any, text_config: Any, tree: ProbeTree, states: Tensor, mixers: PlacedMixers | None
+) -> bool:
     """Whether the tree gets the same states [1, 4, D] under packed masks. If the Triton kernels run here, they read
     them."""
-    if not getattr(model, "_supports_attention_backend", False) or find_attention(model) != STOCK:
+    windows = find_layer_windows(text_config)
+    if not windows or not getattr(model, "_supports_attention_backend", False) or find_attention(model) != STOCK:
         return False
+    cache = _open_cache(type(model).__name__, tree, mixers)
     try:
         with grouped_attention(text_config):
             found = model.base_model(
-                input_ids=tree.token_ids,
-                attention_mask=tree.pack_masks(find_layer_windows(text_config)),
-                position_ids=tree.positions,
-                past_key_values=RecordingCache(type(model).__name__),
+                **name_arguments(model, tree.token_ids, tree.pack_masks(windows), tree.positions, cache),
                 use_cache=True,
                 return_dict=True,
             ).last_hidden_state

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from inference.cache.recurrent_states import RecurrentStates
 from inference.cache.tree_cache import LayerSpec, PlaneSpec
 from inference.kernels.packed_masks import pack_tree
+from inference.targets.model_config import LayerAttention
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
 _GAP = 4200
@@ -73,6 +75,11 @@ class ProbeTree:
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
+    @property
+    def parents(self) -> Tensor:
+        """[1, 4] long."""
+        return self.positions - 1
+
 
 @contextmanager
 def refusing(complaint: str) -> Iterator[None]:
@@ -87,11 +94,12 @@ def refusing(complaint: str) -> Iterator[None]:
 
 class RecordingCache(Cache):
     """Returns keys and values with empty slots after the first token's; keeps their shapes and the twins' keys.
-    Refuses any other kind of state."""
+    Refuses any other kind of state, unless placed mixers have it in `states`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, states: RecurrentStates | None = None) -> None:
         super().__init__(layers=[])
         self.name = name
+        self.states = states
         self.specs: dict[int, LayerSpec] = {}
         self.twin_keys: dict[int, Tensor] = {}  # [2, Hkv * Dk] per layer
 
@@ -105,18 +113,20 @@ class RecordingCache(Cache):
         self.twin_keys[layer_idx] = key_states[0][:, [1, 3]].transpose(0, 1).flatten(1)
         return _insert_gap(key_states, 2), _insert_gap(value_states, 2)
 
-    def list_specs(self, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
-        """The layers' specs, with the window of each.
+    def list_specs(self, layers: Sequence[LayerAttention]) -> tuple[LayerSpec | None, ...]:
+        """The layers' specs, with the window of each; None for layers without attention.
 
         Raises:
-            ValueError: a layer has written nothing.
+            ValueError: a layer with attention has written nothing.
         """
-        if missing := sorted(set(range(len(windows))) - set(self.specs)):
+        if missing := [i for i, layer in enumerate(layers) if layer.has_attention and i not in self.specs]:
             raise ValueError(
                 f"layers {missing} of {self.name} never write keys and values into the cache (shared or recurrent "
                 f"layers), so they cannot be rolled back after a rejected draft"
             )
-        return tuple(replace(self.specs[layer], window=window) for layer, window in enumerate(windows))
+        return tuple(
+            replace(self.specs[i], window=layer.window) if i in self.specs else None for i, layer in enumerate(layers)
+        )
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise CannotRollBackError(
@@ -124,8 +134,11 @@ class RecordingCache(Cache):
             f"rolled back after a rejected draft"
         )
 
-    update_conv_state = update_recurrent_state = update_indexer = has_previous_state = _refuse
+    update_conv_state = update_recurrent_state = update_indexer = _refuse
     get_conv_state = get_recurrent_state = _refuse
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return True if self.states is not None else self._refuse()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

@@ -42,6 +42,9 @@ from inference.targets.model_config import (
 )
 from inference.targets.parts import find_final_norm, find_final_norm_gain, read_weight, run_frozen, take_first_layers
 from inference.targets.probe import Findings, examine_encoder_decoder, examine_model
+from inference.targets.recurrent.finding import find_recurrence
+from inference.targets.recurrent.mixers import PlacedMixers
+from inference.targets.recurrent.proving import check_rollback
 
 
 class Nodes(Protocol):
@@ -69,7 +72,7 @@ class Target:
     """A frozen causal LM or encoder-decoder model: its features, tree attention masks, positions and cache shapes.
 
     The model is never changed. Construction runs a few passes of four tokens. They show what the layers write into a
-    cache, and that the model follows 4-D masks and position ids and keeps no recurrent state.
+    cache, that the model follows 4-D masks and position ids, and that recurrent states can be rolled back.
 
     Attributes:
         model: the model as it was given (a PEFT model keeps its adapters).
@@ -92,7 +95,7 @@ class Target:
 
     Raises:
         ValueError: the model's steps cannot be rolled back or verified as a tree. The message gives the reason:
-            recurrent or linear attention layers, positions that cannot be given, attention other than sdpa and eager,
+            recurrent states outside of the cache, positions that cannot be given, attention other than sdpa and eager,
             training mode, autocast to another dtype, adapters that PEFT steers with its own hooks.
     """
 
@@ -116,13 +119,18 @@ class Target:
         self.masks = TreeMasks(find_layer_windows(self.text_config), self.dtype)
         self.least_rows = 1
         self._placed = PlacedDecoder(self._causal_lm) if self._causal_lm.config.is_encoder_decoder else None
+        recurrence = find_recurrence(self._causal_lm, self.device) if findings is None else findings.recurrence
+        self._mixers = None if recurrence is None else PlacedMixers(self._causal_lm, recurrence)
+        self._runnable = self._causal_lm if self._mixers is None else self._mixers.causal_lm
         self.findings = findings or self._examine()
         self.masks = self._choose_masks()
         if self.is_encoder_decoder:
             self.num_layers = len(self.findings.layer_specs)  # the config's number may be the encoder's
         self.vocab_size: int = self.findings.vocab_size
         self.state_size = self.findings.state_size
-        self.backbone = Backbone(model, self._causal_lm, num_layers=self.num_layers, device=self.device)
+        self.backbone = Backbone(model, self._runnable, num_layers=self.num_layers, device=self.device)
+        if findings is None and self.is_recurrent:
+            check_rollback(self)
 
     @classmethod
     def of(cls, model: Target | nn.Module) -> Target:
@@ -167,11 +175,11 @@ class Target:
     def _examine(self) -> Findings:
         if self._placed is not None:
             return examine_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
-        return examine_model(self._causal_lm, self.text_config, self.masks.from_allowed, self.device)
+        return examine_model(self._runnable, self.text_config, self.masks.from_allowed, self.device, self._mixers)
 
     def _choose_masks(self) -> TreeMasks:
         """Packed masks where the model takes them and something reads them: the kernels, or prompts on a CPU."""
-        planes = [plane for spec in self.findings.layer_specs for plane in (spec.keys, spec.values)]
+        planes = [plane for spec in self.findings.layer_specs if spec for plane in (spec.keys, spec.values)]
         fits = all(fits_kernel(plane.dtype, plane.width) for plane in planes)
         takes_packed = self.findings.takes_packed_masks
         packs_all = takes_packed and fits and can_use_kernel(self.device)
@@ -181,6 +189,21 @@ class Target:
     @property
     def is_encoder_decoder(self) -> bool:
         return self._placed is not None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers have recurrent states, which cannot be cut back to any length (`TreeCache.held_length`)."""
+        return self._mixers is not None
+
+    @property
+    def reads_prompts_whole(self) -> bool:
+        """Whether a prompt is best read in one pass: what comes after it is read token by token."""
+        return self._mixers is not None and not self._mixers.recurrence.continues
+
+    def refuse_recurrent(self, purpose: str, cure: str) -> None:
+        """Refuses (ValueError) a target with recurrent layers."""
+        if self.is_recurrent:
+            raise ValueError(f"{type(self._causal_lm).__name__} has recurrent layers, so {purpose}: {cure}")
 
     def batch_invariant(self) -> Target:
         """This target in batch-invariant mode: a token's scores do not depend, in a single bit, on the number of tokens
@@ -230,10 +253,16 @@ class Target:
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """A zeroed cache with `capacity` slots per row: room for the longest sequence and the largest tree."""
-        return TreeCache(self.findings.layer_specs, batch_size, capacity, device=self.device)
+        states = None if self._mixers is None else self._mixers.new_states(batch_size)
+        return TreeCache(self.findings.layer_specs, batch_size, capacity, device=self.device, states=states)
 
     def new_scratch_cache(self, batch_size: int, *, max_tokens: int, num_scratch: int) -> ScratchCache:
-        """A zeroed cache for a model that drafts (see `ScratchCache`)."""
+        """A zeroed cache for a model that drafts (see `ScratchCache`).
+
+        Raises:
+            ValueError: the model has recurrent layers.
+        """
+        self.refuse_recurrent("it cannot draft as a small model", "take one with attention only, or trained heads")
         return ScratchCache(
             self.findings.layer_specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device
         )
@@ -275,6 +304,8 @@ class Target:
             is_even = cache.length_floor + start == cache.length_bound
             positions = self._cut_positions(cache.lengths[:, None] + depths)
             masks = self.masks.of_prompts(cache, positions, is_even=is_even)
+            if self._mixers is not None:
+                self._mixers.plan_reading(cache.states, real, size)
             output = self._run(cache, chunk, positions, masks, positions, feature_layers)
             scores = output.last if output.logits is None else output.logits
             row_last = scores[torch.arange(len(counts), device=scores.device), (real - 1).clamp(min=0)]
@@ -305,6 +336,8 @@ class Target:
             token_ids, depths = (nn.functional.pad(values, (0, missing)) for values in (token_ids, depths))
             ancestors = nn.functional.pad(ancestors, (0, missing, 0, missing))
             ancestors[:, num_nodes:, 0] = True
+        if self._mixers is not None:
+            self._mixers.plan_drafting(cache.states, nn.functional.pad(tree.parents, (0, missing), value=-1))
         output = self._forward_cached(cache, token_ids, depths, ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last)
         features = None if output.features is None else output.features[:, :num_nodes]
@@ -314,8 +347,12 @@ class Target:
         """Makes `run_first_layers` ready for the first `num_layers` layers, which share all weights with the model.
 
         Raises:
-            ValueError: the model has no such layers, or its first layers do not run by themselves.
+            ValueError: the model has no such layers, they are recurrent, or they do not run by themselves.
         """
+        if self._mixers is not None and min(self._mixers.recurrence.mixers) < num_layers:
+            self.refuse_recurrent(
+                f"its first {num_layers} layers cannot draft", "use heads of another kind, which read features"
+            )
         if num_layers not in self.findings.first_layers:
             self.findings.first_layers[num_layers] = take_first_layers(self._causal_lm, num_layers)
 

@@ -30,7 +30,7 @@ from heads.modules.stock_layer import StockLayer
 from inference import Target, generate
 from inference.targets.encoding import encode
 from tests.heads.test_contract import Prefix, assert_scores, assert_tree_matches
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, tiny_target
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
@@ -180,6 +180,13 @@ CASES = {
     ),
     "mimo": Case(lambda: tiny_target("qwen2", num_hidden_layers=2), name_as_mimo, is_mimo=True),
 }
+if RECURRENT_FAMILIES:  # their MTP layers have attention
+    CASES |= {
+        "qwen3_next": Case(
+            lambda: tiny_target("qwen3_next"), lambda *given: split_experts(name_as_qwen(*given)), zeroes_first=False
+        ),
+        "qwen3_5": Case(lambda: tiny_target("qwen3_5"), name_as_qwen, zeroes_first=False),
+    }
 UP = "mtp.layers.0.mlp.up_proj.weight"
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

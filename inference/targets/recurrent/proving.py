@@ -1,0 +1,102 @@
+"""Proves that a target's recurrent states are rolled back as they must be, before anything is decoded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.targets.model_config import chooses_experts
+from inference.targets.probe_tree import WrongNumbersError, is_single
+from inference.targets.recurrent.finding import name_arguments
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (5, 3)  # of the two rows' prompts
+_PARENTS = (-1, 0, 0, 1)
+_DEPTHS = (0, 1, 1, 2)
+_KEPT = ((0, 1, 3), (0, 2, 2))  # the accepted nodes of each row, padded
+_COUNTS = (3, 2)
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    token_ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+    @classmethod
+    def of(cls, token_ids: Tensor, parents: tuple[int, ...], depths: tuple[int, ...]) -> _Nodes:
+        ancestors = torch.eye(len(parents), dtype=torch.bool)
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                ancestors[node] |= ancestors[parent]
+        shared = (torch.tensor(numbers) for numbers in (parents, depths))
+        device = token_ids.device
+        return cls(token_ids, *(x.to(device).expand(len(token_ids), *x.shape) for x in (*shared, ancestors)))
+
+
+@torch.no_grad()
+def check_rollback(target: Any) -> None:
+    """Reads two prompts of different lengths, a tree in which each row keeps another branch, and a chain. The chain's
+    scores must be those of transformers' own passes of single tokens.
+
+    Raises:
+        ValueError: they differ. In models with experts, other tokens are tried first, since a router can be at a
+            near-tie.
+    """
+    firsts = (1, 30, 59) if chooses_experts(target.model) else (1,)
+    for first in firsts:
+        try:
+            _check_with(target, first)
+        except WrongNumbersError:
+            if first == firsts[-1]:
+                raise
+            logger.info("%s: trying other tokens", type(target.model).__name__)
+        else:
+            return
+
+
+def _check_with(target: Any, first: int) -> None:
+    device = target.device
+    ids = (first + torch.arange(24, device=device).view(2, 12)) % target.num_embeddings
+    prompts, tree_ids, chain_ids = ids.split([max(_LENGTHS), len(_PARENTS), 3], dim=1)
+    cache = target.new_cache(2, 16)
+    target.prefill(cache, prompts, torch.tensor(_LENGTHS, device=device))
+    cache.open_slots(max(len(_PARENTS), target.least_rows))
+    target.verify(cache, _Nodes.of(tree_ids, _PARENTS, _DEPTHS))
+    cache.keep(torch.tensor(_KEPT, device=device), torch.tensor(_COUNTS, device=device))
+    cache.raise_bound(max(_COUNTS))
+    cache.open_slots(max(chain_ids.shape[1], target.least_rows))
+    found = target.verify(cache, _Nodes.of(chain_ids, (-1, 0, 1), (0, 1, 2))).logits
+    for row, (length, kept, count) in enumerate(zip(_LENGTHS, _KEPT, _COUNTS, strict=True)):
+        later = torch.cat([tree_ids[row, list(kept[:count])], chain_ids[row]])
+        wanted = _read_in_steps(target, prompts[row, :length], later)[-chain_ids.shape[1] :]
+        error = float((found[row] - wanted).float().norm() / wanted.float().norm())
+        if not error <= (1e-3 if is_single(wanted) else 0.1):
+            raise WrongNumbersError(
+                f"the recurrent states of {type(target.model).__name__} cannot be rolled back after a rejected draft: "
+                f"after one, scores differ by {error:.2g} of their size from those of transformers' own passes"
+            )
+
+
+def _read_in_steps(target: Any, prompt: Tensor, later: Tensor) -> Tensor:
+    """Logits [T, V] after each of the later tokens [T], one pass each, as transformers' generate computes them."""
+    model = target.backbone.causal_lm
+    cache: Any = None
+    logits = []
+    start = 0
+    for tokens in (prompt, *later.split(1)):
+        positions = torch.arange(start, start + len(tokens), device=tokens.device)[None]
+        with target.backbone.attention():
+            output = model(
+                **name_arguments(model, tokens[None], None, positions, cache), use_cache=True, return_dict=True
+            )
+        cache = output.cache_params if "cache_params" in output else output.past_key_values
+        start += len(tokens)
+        logits.append(output.logits[0, -1].to(target.device))
+    return torch.stack(logits[1:])

@@ -1,0 +1,113 @@
+"""What is found out about recurrent layers, what is refused, and that every way to read drafts gives the same scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from heads import DraftHeads
+from inference import Decoder, SmallModelDrafter, Target
+from inference.cache.recurrent_states import RecurrentStates
+from inference.targets.encoding import encode
+from inference.targets.recurrent import finding
+from inference.targets.recurrent.proving import check_rollback
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, target_of, tiny_target
+
+pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of transformers has no cache for states")
+
+
+def recurrence_of(target: Target) -> Any:
+    recurrence = target.findings.recurrence
+    assert recurrence is not None
+    return recurrence
+
+
+@pytest.mark.parametrize(
+    ("family", "continues", "drafts_in_one"),
+    [("qwen3_5", True, False), ("lfm2", True, True), ("nemotron_h", True, False), ("mamba", False, False)],
+)
+def test_what_is_found(family: str, continues: bool, drafts_in_one: bool) -> None:
+    target = target_of(family)
+    recurrence = recurrence_of(target)
+    assert (recurrence.continues, recurrence.drafts_in_one) == (continues, drafts_in_one)
+    assert target.is_recurrent
+    assert target.reads_prompts_whole == (not continues)
+    assert len(recurrence.mixers) == sum(spec is None for spec in target.findings.layer_specs) - (family == "nemotron_h")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "lfm2"])
+def test_the_large_linear_layers_run_once(family: str) -> None:
+    """Those that read the mixer's input are found, also behind a factor (Falcon-H1), and the last one."""
+    recurrence = recurrence_of(target_of(family))
+    for layer, roles in recurrence.roles.items():
+        mixer = target_of(family).model.get_submodule(recurrence.mixers[layer])
+        assert set(roles.inputs) == {name for name, _ in mixer.named_children() if name.startswith("in_proj")}
+        assert roles.output == "out_proj"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize("in_one", [True, False])
+def test_both_ways_to_read_drafts(family: str, in_one: bool) -> None:
+    """On a CPU only one of them is chosen by itself; `check_rollback` compares with transformers' own passes."""
+    model = tiny_target(family, initializer_range=0.3)
+    findings = Target(model).findings
+    assert findings.recurrence is not None
+    target = Target(model, findings=replace(findings, recurrence=replace(findings.recurrence, drafts_in_one=in_one)))
+    check_rollback(target)
+
+
+def test_states_that_are_not_rolled_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecurrentStates, "settle", lambda self: None)
+    with pytest.raises(ValueError, match=r"recurrent states of Qwen3_5ForCausalLM cannot be rolled back"):
+        Target(tiny_target("qwen3_5", initializer_range=0.3))
+
+
+def test_releases_without_a_cache_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(states: Any) -> None:
+        raise ImportError("no such layer")
+
+    monkeypatch.setattr(finding, "open_layer", fail)
+    with pytest.raises(ValueError, match=r"this release of transformers has no cache for them, 5\.23 has"):
+        Target(tiny_target("lfm2"))
+
+
+def test_what_recurrent_targets_cannot_do() -> None:
+    target = target_of("qwen3_5")
+    with pytest.raises(ValueError, match="compile is not possible.*leave compile out"):
+        Decoder(target, compile=True)
+    with pytest.raises(ValueError, match="cannot draft as a small model"):
+        SmallModelDrafter(target).start(1, 16, 4)
+    with pytest.raises(ValueError, match="its first 2 layers cannot draft: use heads of another kind"):
+        target.prepare_first_layers(2)
+
+
+def test_documents_of_a_row_do_not_leak_into_each_other() -> None:
+    target = target_of("qwen3_5", initializer_range=0.3)
+    row = random_prompt(12)
+    packed = encode(
+        target, row, torch.ones_like(row), feature_layers=[1, 4], document_ids=torch.tensor([[0] * 5 + [1] * 7])
+    )
+    for span in (slice(5), slice(5, None)):
+        alone = encode(target, row[:, span], torch.ones_like(row[:, span]), feature_layers=[1, 4])
+        torch.testing.assert_close(packed.features[:, span], alone.features, atol=1e-4, rtol=1e-4)
+
+
+def test_the_model_is_not_changed() -> None:
+    model = tiny_target("falcon_h1", initializer_range=0.3)
+    prompt = random_prompt(9)
+    before = model(prompt).logits
+    attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    Target(model)
+    assert attributes == {name: sorted(vars(module)) for name, module in model.named_modules()}
+    assert torch.equal(model(prompt).logits, before)
+
+
+def test_heads_bind(kind: str = "eagle3") -> None:
+    heads: DraftHeads = tiny_heads(kind, target_of("qwen3_5"))
+    output = Decoder(target_of("qwen3_5"), heads).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
+    plain = Decoder(target_of("qwen3_5")).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
+    assert torch.equal(output.sequences, plain.sequences)
