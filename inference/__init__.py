@@ -3,6 +3,8 @@
 from inference.acceptance.rules import AcceptanceRule
 from inference.custom_generate import CustomGenerate
 from inference.decoder import Decoder
+from inference.distributed.distributed_decoder import DistributedDecoder
+from inference.distributed.gloo_link import serve_target
 from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
@@ -22,6 +24,7 @@ __all__ = [
     "AcceptanceRule",
     "CustomGenerate",
     "Decoder",
+    "DistributedDecoder",
     "DraftLogits",
     "DraftSampling",
     "Drafter",
@@ -38,5 +41,6 @@ __all__ = [
     "TreePolicy",
     "chain",
     "generate",
+    "serve_target",
     "stream",
 ]
