@@ -29,8 +29,8 @@ class DraftChain:
         round_lengths: drafts committed in each round that is over.
     """
 
-    def __init__(self, text: list[int], version: int) -> None:
-        self.text, self.version = text, version
+    def __init__(self, text: list[int]) -> None:
+        self.text, self.version = text, 0
         self.drafts: list[int] = []
         self.features: dict[int, Tensor] = {}
         self.num_accepted = 0

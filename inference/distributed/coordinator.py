@@ -14,7 +14,14 @@ SMOOTHING = 0.9  # of the measured times that choose the lookahead: a text's typ
 
 
 class Link(Protocol):
-    """Rank 0's connection to the servers."""
+    """Rank 0's connection to the servers.
+
+    Attributes:
+        busy: the servers that have a task and have not answered.
+    """
+
+    @property
+    def busy(self) -> set[int]: ...
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -41,9 +48,9 @@ class Coordinator:
     """Decodes texts, one after the other, with the servers of a link.
 
     Args:
-        lookahead: drafts that wait before a free server is asked about them; None = the fewest for which a server is free in
-            time, by measured times: lookahead * (time of a draft) * servers >= time of a verification (section 3.1 of
-            the paper).
+        lookahead: drafts that wait before a free server is asked about them; None = the fewest that do not have to wait
+            for a server, by measured times: lookahead * (time of a draft) * servers >= time of a verification
+            (section 3.1 of the paper).
         max_ahead: the most drafts after the committed text.
         timeout: seconds to wait for an answer.
 
@@ -57,10 +64,13 @@ class Coordinator:
         self._lookahead = lookahead
         self._seconds: dict[str, float] = {}  # smoothed times of a draft and of a verification
         self._held = dict.fromkeys(link.ranks, 0)  # how many tokens of the text each server has in its cache
-        self._asked: dict[int, Verification] = {}  # what each busy server works on
+        self._asked: dict[int, Verification] = {}  # what each busy server works on, in this text
 
     def begin(self, prompt: Prompt) -> None:
-        """Lets all servers read a prompt."""
+        """Lets all servers read a prompt, when answers of the text before have come."""
+        while self.link.busy:
+            self._receive(self.timeout)
+        self._asked.clear()
         self.timeline = Timeline()
         for rank in self.link.ranks:
             self.link.send(rank, prompt)
@@ -77,17 +87,21 @@ class Coordinator:
             self._ask(chain)
             has_drafted = self._draft(chain, draft, max_length)
             self._ask(chain)
-            received = self.link.receive(0.0 if has_drafted else self.timeout)
-            if received is None and not has_drafted:
-                raise TimeoutError(
-                    f"no answer for {self.timeout:g} seconds from the target servers of ranks {sorted(self._asked)}: "
-                    "look at their output, or give a longer timeout"
-                )
+            received = self._receive(0.0 if has_drafted else self.timeout)
             while received is not None:
                 if committed := self._take(chain, *received):
                     yield committed
                     self._ask(chain)
                 received = self.link.receive(0.0)
+
+    def _receive(self, seconds: float) -> tuple[int, Answer] | None:
+        received = self.link.receive(seconds)
+        if received is None and seconds:
+            raise TimeoutError(
+                f"no answer for {seconds:g} seconds from the target servers of ranks {sorted(self.link.busy)}: look at "
+                "their output, or give a longer timeout"
+            )
+        return received
 
     @property
     def lookahead(self) -> int:
@@ -113,7 +127,7 @@ class Coordinator:
 
     def _ask(self, chain: DraftChain) -> None:
         """Hands out a task if one is due and a server is free: the one that missed least."""
-        free = [rank for rank in self.link.ranks if rank not in self._asked]
+        free = [rank for rank in self.link.ranks if rank not in self.link.busy]
         if not free or not chain.wants_task(self.lookahead):
             return
         rank = max(free, key=self._held.__getitem__)

@@ -44,7 +44,7 @@ class DistributedDecoder:
         max_ahead: the most drafts after the committed text. The drafter's buffers hold twice as many.
         is_coupled: as in `Decoder`.
         timeout: seconds to wait for a server's answer.
-        link: the connection to the servers; None = torch.distributed.
+        link: another decoder's `link`, whose servers then serve both, one text at a time; None = make one.
 
     Raises:
         TypeError: `drafter` is no `Drafter`.
@@ -77,7 +77,6 @@ class DistributedDecoder:
         self.drafter = drafter.for_target(self.target)
         depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
         self._step = DecodeStep(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
-        self._version = 0
         self.link: Link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
         self._coordinator = Coordinator(self.link, lookahead=lookahead, max_ahead=max_ahead, timeout=timeout)
 
@@ -133,7 +132,7 @@ class DistributedDecoder:
         first = accept_exact(sampler, root, read.logits, cache.lengths - 1).next_tokens
         clock.stop("prefill")
         request.emit([0], first.tolist())
-        chain = DraftChain(request.text(0), self._version + 1)
+        chain = DraftChain(request.text(0))
         drafting = ChainDrafting(self._step, sampler, cache, read, len(prompt.token_ids))
         del read
         if not request.is_finished:
@@ -141,7 +140,6 @@ class DistributedDecoder:
                 request.emit([0], [committed])
                 if request.is_finished:
                     break
-        self._version = chain.version + 1
         clock.pause()
         self._count(stats, request, chain)
         return GenerationOutput(request.sequences(), stats)

@@ -135,6 +135,7 @@ class GlooLink:
                 "other ranks call serve_target: start at least 2 processes, as torchrun --nproc_per_node 2 PROGRAM"
             )
         self.ranks = tuple(range(1, self._channel.num_ranks))
+        self.busy: set[int] = set()
         self._received: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._sending: dict[int, list[Any]] = {rank: [] for rank in self.ranks}
         self._threads = [threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.ranks]
@@ -160,6 +161,8 @@ class GlooLink:
 
     def send(self, rank: int, message: Prompt | Task | None) -> None:
         self._sending[rank] += self._channel.send(rank, message)
+        if isinstance(message, Task):
+            self.busy.add(rank)
 
     def receive(self, seconds: float) -> tuple[int, Any] | None:
         try:
@@ -170,6 +173,7 @@ class GlooLink:
             raise message
         if isinstance(message, Answer):  # so the server has everything that was sent to it
             self._sending[rank].clear()
+            self.busy.discard(rank)
         return rank, message
 
     def now(self) -> float:
