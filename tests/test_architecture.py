@@ -103,7 +103,18 @@ def test_imports_point_one_way() -> None:
 # The rooms of `inference`: a file imports from its own room and from earlier ones.
 ROOMS = (
     *("noise", "stats", "cache", "kernels", "targets", "drafters", "request", "trees", "acceptance", "execution"),
-    *("planning", "prompts", "batch", "loop", "streaming", "decoder", "distributed", "custom_generate", "generation", "pipeline"),
+    *(
+        "planning",
+        "prompts",
+        "batch",
+        "loop",
+        "streaming",
+        "decoder",
+        "distributed",
+        "custom_generate",
+        "generation",
+        "pipeline",
+    ),
 )
 
 

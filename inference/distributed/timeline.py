@@ -58,24 +58,30 @@ class Timeline:
         return sum(self.is_dropped(one.version, one.position) for one in self.drafts)
 
     @property
+    def acceptance(self) -> float:
+        """The share of the drafts that the target's token was compared with, and that were equal to it."""
+        compared = [one for one in self.drafts if one.position <= self.rounds.get(one.version, -1)]
+        num_wrong = sum(one.position == self.rounds[one.version] for one in compared)
+        num_right = len(compared) - num_wrong
+        return num_right / max(1, len(compared))
+
+    @property
     def overlap(self) -> float:
         """The share of the drafting time in which a server verified."""
-        spans = merge_spans([(one.sent, one.received) for one in self.verifications if one.received is not None])
-        drafting = sum(one.ended - one.began for one in self.drafts)
-        both = sum(max(0.0, min(one.ended, end) - max(one.began, begin)) for one in self.drafts for begin, end in spans)
-        return both / drafting if drafting else 0.0
+        verifying = [(one.sent, one.received) for one in self.verifications if one.received is not None]
+        drafting = [(one.began, one.ended) for one in self.drafts]
+        seconds = measure_union(drafting)
+        return (seconds + measure_union(verifying) - measure_union(drafting + verifying)) / seconds if seconds else 0.0
 
 
-def merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of time without overlaps, in order.
+def measure_union(spans: list[tuple[float, float]]) -> float:
+    """The time that spans cover together.
 
-    >>> merge_spans([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)])
-    [(0.0, 2.0), (3.0, 4.0)]
+    >>> measure_union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)])
+    3.0
     """
-    merged: list[tuple[float, float]] = []
+    total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -61,7 +61,7 @@ def decode(coordinator: Coordinator, prompt: list[int], draft: Callable[[DraftCh
     """Decodes NUM_NEW tokens."""
     coordinator.begin(Prompt(prompt, prompt, NUM_NEW, [], None))
     chain = DraftChain(list(prompt))
-    for _ in coordinator.run(chain, draft, len(prompt) + NUM_NEW):
+    for _ in coordinator.run(chain, draft, len(prompt) + NUM_NEW + 10):
         if len(chain.text) >= len(prompt) + NUM_NEW:
             break
     return chain
@@ -192,6 +192,7 @@ def test_a_timeline_counts_what_was_dropped() -> None:
         {0: 6},
     )
     assert (timeline.num_dropped, timeline.num_wasted) == (2, 1)
+    assert timeline.acceptance == 0.5, "the draft at 6 was wrong, and the one after it was not compared"
     assert timeline.overlap == 1.0
     timeline.verifications[1].received = 4.5
     assert timeline.overlap == pytest.approx(3.5 / 4)

@@ -43,16 +43,19 @@ def read_counts(output: str) -> tuple[int, int, int]:
 
 def check_fault(num_texts: int, fault: str, error: str) -> None:
     ranks = start_ranks(str(num_texts), fault)
-    output = ranks[0].communicate(timeout=300)[0]
+    try:
+        output = ranks[0].communicate(timeout=300)[0]
+        ranks[1].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
     same, total, overtaken = read_counts(output)
     assert same == total == num_texts
     assert overtaken > 0
     assert ranks[0].returncode == 1
     assert re.search(error, output), output
-    ranks[1].communicate(timeout=60)
     assert ranks[1].returncode == 0, "the other server is told to end"
-    ranks[2].kill()
-    ranks[2].communicate()
 
 
 def test_texts_are_the_same_and_a_killed_server_ends_the_run() -> None:
