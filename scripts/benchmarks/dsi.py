@@ -7,7 +7,7 @@
     python scripts/benchmarks/dsi.py --draw outputs/dsi-chat.json outputs/dsi-sweep.json --picture docs/images/dsi.png
 
 The simulation runs the real protocol (`inference.distributed`) with a clock of its own: drafts, verifications and
-messages take given times, and a draft is right with a given chance. `--emulate` runs the same with real processes and
+messages take given times, which vary as measured, and a draft is right with a given chance. `--emulate` runs the same with real processes and
 real messages, where drafts and verifications sleep. With `--target` everything is real.
 
 Baselines: plain decoding, and speculation that waits for each verification (in one process), with its best number of
@@ -57,7 +57,8 @@ class DsiArguments:
         default_factory=lambda: [10.0, 25.0], metadata={"help": "Of --emulate: milliseconds of a draft."}
     )
     acceptances: list[float] = field(
-        default_factory=lambda: [0.5, 0.6, 0.7, 0.8, 0.9, 0.95], metadata={"help": "Chances that a draft is right."}
+        default_factory=lambda: [0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95],
+        metadata={"help": "Chances that a draft is right."},
     )
     ratios: list[float] = field(
         default_factory=lambda: [0.02, 0.05, 0.1, 0.2, 0.4],
@@ -121,7 +122,9 @@ def run(args: DsiArguments) -> None:
     torch.set_num_threads(1)
     results: Any
     if args.sweep:
-        results = sweep(args.ratios, args.acceptances, (1, 3, 7), message=0.005, num_tokens=10 * args.num_tokens)
+        results = sweep(
+            args.ratios, args.acceptances, (1, 3, 7), message=0.005, spread=0.05, num_tokens=10 * args.num_tokens
+        )
     elif args.emulate:
         results = run_emulation(args, rank)
     else:

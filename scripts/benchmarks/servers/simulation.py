@@ -21,15 +21,17 @@ Draft = Callable[[DraftChain], int | None]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: of a draft, of a verification, of each token of a verification after the first, and of a message."""
+    """Seconds of a draft, of a verification and of a message.
+
+    Attributes:
+        spread: standard deviation of drafts and verifications, relative to their means. Without it an answer may
+            always come just before, or just after, the end of a draft.
+    """
 
     draft: float
     verify: float
-    extra: float = 0.0
     message: float = 0.0
-
-    def of_pass(self, num_tokens: int) -> float:
-        return self.verify + self.extra * (num_tokens - 1)
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class VirtualLink:
 
     def __init__(self, costs: Costs, num_servers: int) -> None:
         self.costs, self.ranks = costs, tuple(range(1, num_servers + 1))
+        self._generator = random.Random(num_servers)
         self.clock = 0.0
         self._answers: dict[int, tuple[float, Answer]] = {}
 
@@ -81,7 +84,7 @@ class VirtualLink:
 
     def send(self, rank: int, message: Prompt | Task | None) -> None:
         if isinstance(message, Task):
-            seconds = self.costs.of_pass(len(message.token_ids))
+            seconds = self.vary(self.costs.verify)
             self._answers[rank] = self.clock + seconds + 2 * self.costs.message, answer_rightly(message, seconds)
 
     def receive(self, seconds: float) -> tuple[int, Answer] | None:
@@ -93,6 +96,9 @@ class VirtualLink:
             return None
         self.clock = max(self.clock, due)
         return rank, self._answers.pop(rank)[1]
+
+    def vary(self, seconds: float) -> float:
+        return max(0.0, self._generator.gauss(seconds, self.costs.spread * seconds))
 
     def now(self) -> float:
         return self.clock
@@ -134,7 +140,7 @@ def simulate(costs: Costs, setting: Setting, num_tokens: int, *, seed: int = 0) 
     link = VirtualLink(costs, setting.servers)
 
     def pay() -> None:
-        link.clock += costs.draft
+        link.clock += link.vary(costs.draft)
 
     return decode(link, setting, make_draft(setting.acceptance, seed, pay), num_tokens)[0]
 
@@ -146,7 +152,7 @@ def synchronous_seconds(costs: Costs, acceptance: float, num_drafts: int) -> flo
     0.28
     """
     tokens = sum(acceptance**depth for depth in range(num_drafts + 1))
-    return (num_drafts * costs.draft + costs.of_pass(num_drafts + 1)) / tokens
+    return (num_drafts * costs.draft + costs.verify) / tokens
 
 
 def best_synchronous(costs: Costs, acceptance: float) -> float:
@@ -155,16 +161,20 @@ def best_synchronous(costs: Costs, acceptance: float) -> float:
 
 
 def sweep(
-    ratios: Iterable[float], acceptances: Iterable[float], servers: Iterable[int], *, message: float, num_tokens: int
+    ratios: Iterable[float],
+    acceptances: Iterable[float],
+    servers: Iterable[int],
+    *,
+    message: float,
+    spread: float,
+    num_tokens: int,
 ) -> list[dict[str, Any]]:
-    """Speed over plain and over synchronous speculation; a verification takes 1, a draft `ratio`.
-
-    `lookahead` 0 is the one that is chosen while decoding; `best_lookahead` decodes fastest.
-    """
+    """Speed over plain and over synchronous speculation; a verification takes 1, a draft `ratio`. The lookahead is
+    chosen while decoding, and `best_lookahead` is the fixed one that decodes fastest."""
     rows = []
     servers, acceptances = list(servers), list(acceptances)
     for ratio in ratios:
-        costs = Costs(draft=ratio, verify=1.0, message=message)
+        costs = Costs(draft=ratio, verify=1.0, message=message, spread=spread)
         for acceptance in acceptances:
             plain, waiting = costs.verify, best_synchronous(costs, acceptance)
             for number in servers:

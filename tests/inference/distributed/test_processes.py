@@ -9,7 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from inference import generate
+from scripts.shared.model_loading import encode_messages
 from tests.conftest import REPOSITORY
 
 PROGRAM = [sys.executable, "-m", "tests.inference.distributed.ranks"]
@@ -67,18 +70,9 @@ def test_a_server_that_hangs_ends_the_run() -> None:
     check_fault(6, "--hang", r"TimeoutError: no answer for 3 seconds from the target servers of ranks \[2\]")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_launchers(launcher: str) -> None:
-    words = {
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "3"],
-        "accelerate": [
-            *("accelerate.commands.launch", "--config_file", "configs/accelerate/multi_gpu.yaml"),
-            *("--num_processes", "3", "--main_process_port", "0"),
-        ],
-    }[launcher]
+def launch(*words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", *words, "-m", "tests.inference.distributed.ranks", "60"],
+        [sys.executable, "-m", *words],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -87,5 +81,23 @@ def test_launchers(launcher: str) -> None:
         timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    same, total, _ = read_counts(done.stdout)
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_texts_under_torchrun() -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node", "3")
+    same, total, _ = read_counts(launch(*torchrun, "-m", "tests.inference.distributed.ranks", "60"))
     assert same == total == 60
+
+
+@pytest.mark.slow
+def test_the_example_under_accelerate(chat_target: PreTrainedModel, chat_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A real reply is the one that plain decoding gives."""
+    config = ("--config_file", "configs/accelerate/multi_gpu.yaml", "--num_processes", "3", "--main_process_port", "0")
+    output = launch("accelerate.commands.launch", *config, "examples/distributed.py")
+    prompt = encode_messages(chat_tokenizer, [{"role": "user", "content": "What are the benefits of exercise?"}])
+    text = generate(chat_target, None, prompt, max_new_tokens=64, do_sample=False).sequences[0, prompt.shape[1] :]
+    reply = chat_tokenizer.decode(text, skip_special_tokens=True)
+    assert reply in output
+    assert re.search(r"\d+ verifications, of which \d+ were wasted", output)
