@@ -3,6 +3,8 @@
 from inference.acceptance.rules import AcceptanceRule
 from inference.custom_generate import CustomGenerate
 from inference.decoder import Decoder
+from inference.distributed.distributed_decoder import DistributedDecoder
+from inference.distributed.gloo_link import serve_target
 from inference.drafters.base import Drafter, DraftLogits
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
@@ -10,12 +12,8 @@ from inference.drafters.sampling import DraftSampling
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.generation import generate, stream
-<<<<<<< HEAD
-from inference.loop import GenerationOutput
-from inference.pipelined.decoder import PipelinedDecoder
-=======
 from inference.loop import GenerationOutput, StepTokens
->>>>>>> w-page
+from inference.pipelined.decoder import PipelinedDecoder
 from inference.stats import GenerationStats
 from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
@@ -27,6 +25,7 @@ __all__ = [
     "AcceptanceRule",
     "CustomGenerate",
     "Decoder",
+    "DistributedDecoder",
     "DraftLogits",
     "DraftSampling",
     "Drafter",
@@ -45,5 +44,6 @@ __all__ = [
     "TreePolicy",
     "chain",
     "generate",
+    "serve_target",
     "stream",
 ]

@@ -182,7 +182,7 @@ class Decoder:
                 does not have, each with the cure; when no token can be picked (NaN, or everything is forbidden).
             RuntimeError: while this decoder is in the middle of another text.
         """
-        with _ending(streamer), self._take():
+        with ending(streamer), self._take():
             clock = self._new_clock()
             request = make_request(
                 self.target,
@@ -203,7 +203,7 @@ class Decoder:
         Raises:
             RuntimeError: while this decoder is in the middle of another text.
         """
-        with _ending(request.streamer), self._take():
+        with ending(request.streamer), self._take():
             return self._run(request, seed, self._new_clock(), reuse_cache=False)
 
     def _run(
@@ -386,7 +386,7 @@ class Decoder:
 
 
 @contextmanager
-def _ending(streamer: Any) -> Iterator[None]:
+def ending(streamer: Any) -> Iterator[None]:
     """Ends the streamer, also when the call is refused or a step fails: its reader would wait for ever."""
     try:
         yield

@@ -110,7 +110,7 @@ def test_imports_point_one_way() -> None:
 ROOMS = (
     *("noise", "stats", "cache", "kernels", "targets", "drafters", "request", "trees", "acceptance", "execution"),
     *("planning", "prompts", "batch", "loop", "streaming", "decoder", "custom_generate", "generation", "pipeline"),
-    *("pipelined", "serving"),
+    *("pipelined", "serving", "distributed"),
 )
 
 

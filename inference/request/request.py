@@ -124,6 +124,11 @@ class Request:
         """The row's tokens so far, prompt without padding included."""
         return self.prompts[row] + self._new[row]
 
+    def shown(self, row: int) -> list[int]:
+        """The row's prompt as transformers shows it to a processor: padding on the left."""
+        tokens: list[int] = self._left_padded[row].tolist()
+        return tokens
+
     def num_shown(self, row: int) -> int:
         """The number of a row's tokens as transformers shows them to a processor, padding included."""
         return self._left_padded.shape[1] + len(self._new[row])

@@ -36,7 +36,9 @@ def test_what_is_found(family: str, continues: bool, drafts_in_one: bool) -> Non
     assert (recurrence.continues, recurrence.drafts_in_one) == (continues, drafts_in_one)
     assert target.is_recurrent
     assert target.reads_prompts_whole == (not continues)
-    assert len(recurrence.mixers) == sum(spec is None for spec in target.findings.layer_specs) - (family == "nemotron_h")
+    assert len(recurrence.mixers) == sum(spec is None for spec in target.findings.layer_specs) - (
+        family == "nemotron_h"
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "lfm2"])

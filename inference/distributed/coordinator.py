@@ -1,0 +1,153 @@
+"""Coordinator: drafts without waiting, hands tasks to free servers, and takes answers in whatever order they come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from inference.distributed.chain import DraftChain
+from inference.distributed.messages import Answer, Prompt, Task
+from inference.distributed.timeline import Draft, Timeline, Verification
+
+SMOOTHING = 0.9  # of the measured times that choose the lookahead: a text's typical task outlives one odd one
+
+
+class Link(Protocol):
+    """Rank 0's connection to the servers.
+
+    Attributes:
+        busy: the servers that have a task and have not answered.
+    """
+
+    @property
+    def busy(self) -> set[int]: ...
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The servers' ranks."""
+
+    def send(self, rank: int, message: Prompt | Task | None) -> None:
+        """Sends without waiting for the server, which handles its messages in order."""
+
+    def receive(self, seconds: float) -> tuple[int, Answer] | None:
+        """An answer and its rank; None if none comes within `seconds`.
+
+        Raises:
+            RuntimeError: a server has died; the message names its rank.
+        """
+
+    def now(self) -> float:
+        """Seconds."""
+
+    def close(self) -> None:
+        """Ends the servers."""
+
+
+class Coordinator:
+    """Decodes texts, one after the other, with the servers of a link.
+
+    Args:
+        lookahead: drafts that wait before a free server is asked about them; None = the fewest that do not have to wait
+            for a server, by measured times: lookahead * (time of a draft) * servers >= time of a verification
+            (section 3.1 of the paper).
+        max_ahead: the most drafts after the committed text.
+        timeout: seconds to wait for an answer.
+
+    Attributes:
+        timeline: of the last text.
+    """
+
+    def __init__(self, link: Link, *, lookahead: int | None, max_ahead: int, timeout: float) -> None:
+        self.link, self.max_ahead, self.timeout = link, max_ahead, timeout
+        self.timeline = Timeline()
+        self._lookahead = lookahead
+        self._seconds: dict[str, float] = {}  # smoothed times of a draft and of a verification
+        self._held = dict.fromkeys(link.ranks, 0)  # how many tokens of the text each server has in its cache
+        self._asked: dict[int, Verification] = {}  # what each busy server works on, in this text
+
+    def begin(self, prompt: Prompt) -> None:
+        """Lets all servers read a prompt, when answers of the text before have come."""
+        while self.link.busy:
+            self._receive(self.timeout)
+        self._asked.clear()
+        self.timeline = Timeline()
+        for rank in self.link.ranks:
+            self.link.send(rank, prompt)
+            self._held[rank] = len(prompt.token_ids)
+
+    def run(self, chain: DraftChain, draft: Callable[[DraftChain], int | None], max_length: int) -> Iterator[list[int]]:
+        """Yields the tokens that each answer commits, until the caller stops.
+
+        Args:
+            draft: the next token of the chain, or None when it has none before the text grows.
+            max_length: nothing is drafted beyond it.
+        """
+        while True:
+            self._ask(chain)
+            has_drafted = self._draft(chain, draft, max_length)
+            self._ask(chain)
+            received = self._receive(0.0 if has_drafted else self.timeout)
+            while received is not None:
+                if committed := self._take(chain, *received):
+                    yield committed
+                    self._ask(chain)
+                received = self.link.receive(0.0)
+
+    def _receive(self, seconds: float) -> tuple[int, Answer] | None:
+        received = self.link.receive(seconds)
+        if received is None and seconds:
+            raise TimeoutError(
+                f"no answer for {seconds:g} seconds from the target servers of ranks {sorted(self.link.busy)}: look at "
+                "their output, or give a longer timeout"
+            )
+        return received
+
+    @property
+    def lookahead(self) -> int:
+        if self._lookahead is not None:
+            return self._lookahead
+        if len(self._seconds) < 2:
+            return 1
+        turn = self._seconds["draft"] * len(self.link.ranks)
+        return max(1, min(self.max_ahead, math.ceil(self._seconds["verify"] / max(turn, 1e-9))))
+
+    def _draft(self, chain: DraftChain, draft: Callable[[DraftChain], int | None], max_length: int) -> bool:
+        if len(chain.drafts) >= self.max_ahead or chain.end >= max_length:
+            return False
+        began = self.link.now()
+        token = draft(chain)
+        if token is None:
+            return False
+        now = self.link.now()
+        self.timeline.drafts.append(Draft(chain.end, chain.version, began, now))
+        chain.drafts.append(token)
+        self._measure("draft", now - began)
+        return True
+
+    def _ask(self, chain: DraftChain) -> None:
+        """Hands out a task if one is due and a server is free: the one that missed least."""
+        free = [rank for rank in self.link.ranks if rank not in self.link.busy]
+        if not free or not chain.wants_task(self.lookahead):
+            return
+        rank = max(free, key=self._held.__getitem__)
+        task = chain.ask(self._held[rank])
+        self._held[rank] = chain.end
+        self._asked[rank] = Verification(rank, task.version, task.start, task.num_asked, self.link.now())
+        self.timeline.verifications.append(self._asked[rank])
+        self.link.send(rank, task)
+
+    def _take(self, chain: DraftChain, rank: int, answer: Answer) -> list[int]:
+        asked = self._asked.pop(rank)
+        asked.received, asked.seconds = self.link.now(), answer.seconds
+        self._measure("verify", asked.received - asked.sent)
+        version = chain.version
+        committed = chain.take(answer)
+        if chain.version != version:
+            self.timeline.rounds[version] = chain.root
+            for each in self._held:
+                self._held[each] = min(self._held[each], chain.root)
+        return committed
+
+    def _measure(self, name: str, seconds: float) -> None:
+        self._seconds[name] = SMOOTHING * self._seconds.get(name, seconds) + (1 - SMOOTHING) * seconds

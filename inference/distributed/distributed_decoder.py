@@ -1,0 +1,169 @@
+"""DistributedDecoder: rank 0 of distributed speculative inference."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from inference.acceptance.exact import accept_exact
+from inference.decoder import ending
+from inference.distributed.chain import DraftChain
+from inference.distributed.coordinator import Coordinator, Link
+from inference.distributed.drafting import ChainDrafting
+from inference.distributed.gloo_link import GlooLink, Greeting
+from inference.distributed.messages import Prompt
+from inference.distributed.timeline import Timeline
+from inference.drafters.base import Drafter
+from inference.execution.step import DecodeStep
+from inference.loop import GenerationOutput
+from inference.noise import row_seeds
+from inference.prompts import PromptReader
+from inference.request.generate_arguments import make_request
+from inference.request.request import Request
+from inference.stats import GenerationStats, PhaseClock
+from inference.targets.target import Target
+from inference.trees.static import chain as chain_policy
+from inference.trees.token_tree import TokenTree
+
+
+class DistributedDecoder:
+    """Drafts on rank 0 while the other ranks verify. Texts are those of `generate(target, None, ...)`.
+
+        with DistributedDecoder(model, drafter) as decoder:   # on rank 0; the other ranks: serve_target(model)
+            output = decoder.generate(input_ids, max_new_tokens=64)
+
+    Rank 0 holds the target too: heads use its embedding and LM head, and it reads each prompt for the drafter.
+    Acceptance is exact. Texts are decoded one at a time.
+
+    Args:
+        target: a frozen causal LM of transformers, or a `Target`.
+        drafter: any `Drafter`.
+        lookahead: drafts that wait before a free server verifies them; None = chosen from measured times.
+        max_ahead: the most drafts after the committed text. The drafter's buffers hold twice as many.
+        is_coupled: as in `Decoder`.
+        timeout: seconds to wait for a server's answer.
+        link: another decoder's `link`, whose servers then serve both, one text at a time; None = make one.
+
+    Raises:
+        TypeError: `drafter` is no `Drafter`.
+        ValueError: numbers below 1, an encoder-decoder target, a drafter that does not fit the target, no servers, or
+            servers with another model.
+        RuntimeError, TimeoutError: a server has died or does not answer.
+    """
+
+    def __init__(
+        self,
+        target: Target | nn.Module,
+        drafter: Drafter,
+        *,
+        lookahead: int | None = None,
+        max_ahead: int = 32,
+        is_coupled: bool = True,
+        timeout: float = 300.0,
+        link: Link | None = None,
+    ) -> None:
+        if not isinstance(drafter, Drafter):
+            raise TypeError(f"drafter is {type(drafter).__name__}; a Drafter is expected, since rank 0 drafts")
+        if max_ahead < 1 or (lookahead is not None and lookahead < 1):
+            raise ValueError(f"lookahead is {lookahead} and max_ahead {max_ahead}: give 1 or more drafts")
+        self.target = Target.of(target)
+        if self.target.is_encoder_decoder:
+            raise ValueError(
+                f"{type(self.target.model).__name__} is an encoder-decoder model, and servers are given no sources: "
+                "use generate"
+            )
+        self.drafter = drafter.for_target(self.target)
+        depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
+        self._step = DecodeStep(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
+        self.link: Link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
+        self._coordinator = Coordinator(self.link, lookahead=lookahead, max_ahead=max_ahead, timeout=timeout)
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        seed: int | None = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        stop_strings: str | list[str] | None = None,
+        **generate_kwargs: Any,
+    ) -> GenerationOutput:
+        """Decodes one text. Arguments and errors are those of `Decoder.generate`.
+
+        In the stats a verify step is a round: the drafts that were accepted one after the other, and the target's own
+        token. `timeline` has the rest.
+
+        Raises:
+            ValueError: also for several rows, `output_scores`, `output_logits`, and processors that keep a state.
+            RuntimeError, TimeoutError: a server has died or does not answer.
+        """
+        with ending(streamer):
+            request = make_request(
+                self.target,
+                input_ids,
+                attention_mask,
+                streamer=streamer,
+                tokenizer=tokenizer,
+                stop_strings=stop_strings,
+                generate_kwargs=generate_kwargs,
+            )
+            if request.batch_size > 1:
+                raise ValueError(f"texts are decoded one at a time, and this call has {request.batch_size} rows")
+            if request.keeps_scores or request.keeps_logits:
+                raise ValueError("servers send tokens, not scores: leave output_scores and output_logits out")
+            seeds = row_seeds(seed, 1, self.target.device).tolist() if request.do_sample else [None]
+            prompt = Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
+            with self.target.without_autograd():
+                return self._decode(request, prompt)
+
+    def _decode(self, request: Request, prompt: Prompt) -> GenerationOutput:
+        stats = GenerationStats()
+        clock = PhaseClock(stats, self.target.device)
+        cache = self._step.new_cache(1, request.max_length + self._step.num_slots_after)
+        sampler = prompt.make_sampler(self.target, cache.capacity)
+        self._coordinator.begin(prompt)
+        if request.streamer is not None:
+            request.streamer.put(request.given_ids.cpu())
+        read = PromptReader(self._step, cache, request.prompts, None, stats).read()
+        root = TokenTree.from_root(torch.tensor(prompt.token_ids[-1:], device=self.target.device))
+        first = accept_exact(sampler, root, read.logits, cache.lengths - 1).next_tokens
+        clock.stop("prefill")
+        request.emit([0], first.tolist())
+        chain = DraftChain(request.text(0))
+        drafting = ChainDrafting(self._step, sampler, cache, read, len(prompt.token_ids))
+        del read
+        if not request.is_finished:
+            for committed in self._coordinator.run(chain, drafting.draft, request.max_length):
+                request.emit([0], [committed])
+                if request.is_finished:
+                    break
+        clock.pause()
+        self._count(stats, request, chain)
+        return GenerationOutput(request.sequences(), stats)
+
+    def _count(self, stats: GenerationStats, request: Request, chain: DraftChain) -> None:
+        for accepted in chain.round_lengths:
+            stats.count_step(accepted)
+        stats.num_new_tokens = request.num_new_tokens
+        stats.num_drafted = len(self.timeline.drafts)
+        stats.num_verify_passes = len(self.timeline.verifications)
+        stats.num_target_forwards += stats.num_verify_passes
+        stats.seconds["draft"] = sum(one.ended - one.began for one in self.timeline.drafts)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Who drafted and verified when, in the last call."""
+        return self._coordinator.timeline
+
+    def close(self) -> None:
+        """Ends the servers' `serve_target`."""
+        self.link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,222 @@
+"""Messages over torch.distributed's gloo, on CPUs and beside GPUs.
+
+A message is one frame of bytes, or two if it is long. Messages are pickled: all processes are one program's.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from inference.distributed.messages import Answer, Prompt, Task
+from inference.distributed.server import TargetServer
+from inference.targets.target import Target
+
+FRAME = 2048  # bytes; a task or an answer without features fits
+HEADER = 8  # bytes for the size of a message
+IDLE = timedelta(days=365)  # servers wait for the next text: gloo's own timeout would end them
+GOODBYE = 5.0  # seconds for servers to confirm the end
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a server says first: its model."""
+
+    model: str
+    num_layers: int
+    vocab_size: int
+    dtype: str
+
+    @classmethod
+    def of_target(cls, target: Target) -> Greeting:
+        dtype = str(target.dtype).removeprefix("torch.")
+        return cls(type(target.model).__name__, target.num_layers, target.vocab_size, dtype)
+
+
+class Server(Protocol):
+    """Reads prompts and answers tasks: a `TargetServer`."""
+
+    def begin(self, prompt: Prompt) -> None: ...
+    def answer(self, task: Task) -> Answer: ...
+
+
+class Channel:
+    """One process group for messages, on the host. Each process makes it once, at the same time."""
+
+    def __init__(self) -> None:
+        if not dist.is_available():
+            raise ValueError("this build of torch has no torch.distributed: decode in one process, with Decoder")
+        self._is_own = not dist.is_initialized()
+        if self._is_own:
+            try:
+                dist.init_process_group("gloo")
+            except ValueError as error:
+                raise ValueError(
+                    f"the processes cannot find each other ({error}): start the program with torchrun "
+                    "--nproc_per_node 2 PROGRAM, or accelerate launch"
+                ) from error
+        self._group = dist.new_group(backend="gloo", timeout=IDLE)
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def send(self, rank: int, message: Any) -> list[tuple[Any, Tensor]]:
+        """Begins to send. What is returned must be kept until the other side has received the message.
+
+        Raises:
+            RuntimeError: the other process has died.
+        """
+        data = pickle.dumps(message)
+        frames = torch.zeros(max(FRAME, HEADER + len(data)), dtype=torch.uint8)
+        frames[:HEADER] = torch.tensor([len(data)]).view(torch.uint8)
+        frames[HEADER : HEADER + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [frames[:FRAME], frames[FRAME:]]
+        with self._naming(rank):
+            return [(dist.isend(part, rank, group=self._group), part) for part in parts if len(part)]
+
+    def receive(self, rank: int) -> Any:
+        """Waits for a message.
+
+        Raises:
+            RuntimeError: the other process has died.
+        """
+        frame = self._receive_bytes(rank, FRAME)
+        size = int(frame[:HEADER].view(torch.long))
+        if missing := max(0, HEADER + size - FRAME):
+            frame = torch.cat([frame, self._receive_bytes(rank, missing)])
+        return pickle.loads(frame[HEADER : HEADER + size].numpy().tobytes())
+
+    def _receive_bytes(self, rank: int, size: int) -> Tensor:
+        data = torch.empty(size, dtype=torch.uint8)
+        with self._naming(rank):
+            dist.recv(data, rank, group=self._group)
+        return data
+
+    @contextmanager
+    def _naming(self, rank: int) -> Iterator[None]:
+        """Gloo's errors name an address, not a rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            name = "rank 0, which drafts," if rank == 0 else f"the target server of rank {rank}"
+            raise RuntimeError(f"{name} has died or lost its connection: look at its output") from error
+
+    def close(self) -> None:
+        if self._is_own:
+            dist.destroy_process_group()
+
+
+class GlooLink:
+    """Rank 0's link to the servers (`coordinator.Link`). A thread for each server waits for its messages.
+
+    Args:
+        own: what every server must greet with.
+
+    Raises:
+        ValueError: there is no server, this is not rank 0, or a server has another model.
+        RuntimeError: a server has died.
+        TimeoutError: a server does not greet within `timeout` seconds.
+    """
+
+    def __init__(self, own: Greeting, *, timeout: float) -> None:
+        self._channel = Channel()
+        if self._channel.rank != 0 or self._channel.num_ranks < 2:
+            raise ValueError(
+                f"this is rank {self._channel.rank} of {self._channel.num_ranks}: rank 0 drafts and decides, and all "
+                "other ranks call serve_target: start at least 2 processes, as torchrun --nproc_per_node 2 PROGRAM"
+            )
+        self.ranks = tuple(range(1, self._channel.num_ranks))
+        self.busy: set[int] = set()
+        self._received: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._sending: dict[int, list[Any]] = {rank: [] for rank in self.ranks}
+        self._threads = [threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.ranks]
+        for thread in self._threads:
+            thread.start()
+        greeted: set[int] = set()
+        while greeted != set(self.ranks):
+            message = self.receive(timeout)
+            if message is None:
+                missing = sorted(set(self.ranks) - greeted)
+                raise TimeoutError(f"no greeting for {timeout:g} seconds from ranks {missing}: they call serve_target")
+            rank, greeting = message
+            if greeting != own:
+                raise ValueError(f"rank {rank} serves {greeting}, rank 0 has {own}: load the same target everywhere")
+            greeted.add(rank)
+
+    def _listen(self, rank: int) -> None:
+        try:
+            while (message := self._channel.receive(rank)) is not None:
+                self._received.put((rank, message))
+        except RuntimeError as error:
+            self._received.put((rank, error))
+
+    def send(self, rank: int, message: Prompt | Task | None) -> None:
+        self._sending[rank] += self._channel.send(rank, message)
+        if isinstance(message, Task):
+            self.busy.add(rank)
+
+    def receive(self, seconds: float) -> tuple[int, Any] | None:
+        try:
+            rank, message = self._received.get(timeout=seconds) if seconds else self._received.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(message, RuntimeError):
+            raise message
+        if isinstance(message, Answer):  # so the server has everything that was sent to it
+            self._sending[rank].clear()
+            self.busy.discard(rank)
+        return rank, message
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def close(self) -> None:
+        """Ends the servers. Those that do not answer are left alone."""
+        for rank in self.ranks:
+            with suppress(RuntimeError):
+                self.send(rank, None)
+        until = self.now() + GOODBYE
+        for thread in self._threads:
+            thread.join(max(0.0, until - self.now()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self._channel.close()
+
+
+def serve_target(target: Target | Any) -> None:
+    """Serves the target to rank 0's `DistributedDecoder` until that is closed. All ranks but 0 call it.
+
+    Args:
+        target: the same frozen model, in the same dtype, as rank 0's.
+
+    Raises:
+        ValueError: this is rank 0.
+        RuntimeError: rank 0 has died.
+    """
+    server = TargetServer(target)
+    serve(server, Greeting.of_target(server.target))
+
+
+def serve(server: Server, greeting: Greeting) -> None:
+    """Lets rank 0 use a server until rank 0 says goodbye; errors as in `serve_target`."""
+    channel = Channel()
+    if channel.rank == 0:
+        raise ValueError("this is rank 0, which drafts and decides: the other ranks call serve_target")
+    sending = channel.send(0, greeting)
+    while (message := channel.receive(0)) is not None:
+        if isinstance(message, Prompt):
+            server.begin(message)
+        else:
+            sending = channel.send(0, server.answer(message))
+    sending += channel.send(0, None)
+    for work, _ in sending:
+        work.wait()
+    channel.close()

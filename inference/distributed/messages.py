@@ -1,0 +1,114 @@
+"""Messages between rank 0 and the target servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.acceptance.sampler import Sampler
+from inference.request.processors import PREFIX_FREE
+from inference.request.request import Request
+from inference.request.text_processors import read_processors
+from inference.request.texts import Texts
+from inference.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Begins a text: the server reads the prompt. There is no answer.
+
+    Attributes:
+        token_ids: the prompt; shown: the same as processors see it, padding on the left included.
+        max_new: the most new tokens.
+        processors: transformers' logits processors.
+        row_seed: of the noise; None = greedy.
+        feature_layers: hidden states that answers contain.
+    """
+
+    token_ids: list[int]
+    shown: list[int]
+    max_new: int
+    processors: list[Any]
+    row_seed: int | None
+    feature_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def of_request(cls, request: Request, row_seed: int | None, feature_layers: Sequence[int]) -> Prompt:
+        """The prompt of a request of one row."""
+        return cls(
+            request.prompts[0],
+            request.shown(0),
+            max(1, request.budgets[0]),
+            list(request.processors),
+            row_seed,
+            tuple(feature_layers),
+        )
+
+    @property
+    def num_hidden(self) -> int:
+        """Padding before the prompt, which only processors see."""
+        return len(self.shown) - len(self.token_ids)
+
+    def make_sampler(self, target: Target, capacity: int) -> Sampler:
+        """How the target picks its tokens; the texts that processors read have room for `capacity` tokens and the
+        padding.
+
+        Raises:
+            ValueError: a processor may keep a state.
+        """
+        texts, processors = None, self.processors
+        if any(type(processor) not in PREFIX_FREE for processor in processors):
+            shown = torch.tensor([self.shown], device=target.device)
+            texts = Texts.of_prompts(shown, [self.max_new], self.num_hidden + capacity)
+            processors = read_processors(processors, texts, target.vocab_size)
+        seeds = None if self.row_seed is None else torch.tensor([self.row_seed], device=target.device)
+        sampler = Sampler(processors, do_sample=seeds is not None, row_seeds=seeds, texts=texts)
+        if sampler.is_lazy:
+            raise ValueError(
+                f"{', '.join(sampler.lazy_names)} may keep a state, and every server sees only a part of the text: use "
+                "inference.generate, or transformers' own processors"
+            )
+        return sampler
+
+
+@dataclass(frozen=True)
+class Task:
+    """Asks for the target's next token after every position from `start` on.
+
+    Worked example, the server holds the 7 tokens a b c d x y z, and the text is a b c d e f with the drafts g h:
+
+        Task(version, keep=4, start=5, token_ids=[e, f, g, h])    cut to 4 tokens; which tokens follow f, g and h?
+
+    Attributes:
+        keep: the length to which the server cuts its cache.
+        token_ids: all tokens from position `keep` on.
+    """
+
+    version: int
+    keep: int
+    start: int
+    token_ids: list[int]
+
+    @property
+    def num_asked(self) -> int:
+        return self.keep + len(self.token_ids) - self.start
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The target's next token after each position from `start` on.
+
+    Attributes:
+        features: [n, F] the target's features of these positions, on the host, or None.
+        seconds: the server's time for the task.
+    """
+
+    version: int
+    start: int
+    token_ids: list[int]
+    features: Tensor | None = None
+    seconds: float = 0.0

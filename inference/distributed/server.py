@@ -1,0 +1,90 @@
+"""TargetServer: one copy of the target, its cache, and the answers to tasks.
+
+Legend: N tokens of one pass, F feature width, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from inference.acceptance.sampler import Sampler, pick_token
+from inference.cache.tree_cache import TreeCache
+from inference.distributed.messages import Answer, Prompt, Task
+from inference.targets.target import Target
+from inference.trees.token_tree import TokenTree
+
+MAX_MISSED = 64  # a server that missed more tokens reads them first, without scoring each
+
+
+class TargetServer:
+    """Answers tasks about one text at a time.
+
+    Args:
+        target: the same model in the same dtype as rank 0's.
+    """
+
+    def __init__(self, target: Target | nn.Module) -> None:
+        self.target = Target.of(target)
+        self._cache: TreeCache | None = None
+
+    def begin(self, prompt: Prompt) -> None:
+        """Reads a prompt, in the passes of plain decoding."""
+        target, length = self.target, len(prompt.token_ids)
+        capacity = length + prompt.max_new + target.least_rows
+        if self._cache is None or self._cache.capacity < capacity:
+            self._cache = None  # frees it first
+            self._cache = target.new_cache(1, capacity)
+        self.prompt, self.cache = prompt, self._cache
+        self.sampler: Sampler = prompt.make_sampler(target, capacity)
+        self.cache.reset(1)
+        with target.without_autograd():
+            self._read(self._as_row(prompt.token_ids))
+
+    def answer(self, task: Task) -> Answer:
+        """The target's next token after every position that the task asks about."""
+        began = time.perf_counter()
+        missed = task.start - task.keep
+        token_ids = self._as_row(task.token_ids)
+        self._write_text(task, token_ids)
+        with self.target.without_autograd():
+            self.cache.lengths.fill_(task.keep)
+            self.cache.length_bound = self.cache.length_floor = task.keep
+            if missed > MAX_MISSED:
+                self._read(token_ids[:, :missed])
+                token_ids, missed = token_ids[:, missed:], 0
+            tokens, features = self._verify(token_ids, missed, task.start)
+        return Answer(task.version, task.start, tokens, features, time.perf_counter() - began)
+
+    def _read(self, token_ids: Tensor) -> None:
+        length = token_ids.shape[1]
+        self.target.prefill(self.cache, token_ids, torch.tensor([length], device=token_ids.device))
+        self.cache.length_floor = self.cache.length_bound
+
+    def _verify(self, token_ids: Tensor, missed: int, start: int) -> tuple[list[int], Tensor | None]:
+        """One pass over tokens [1, N]: the target's tokens after all but the first `missed`, and their features."""
+        cache, num_tokens, device = self.cache, token_ids.shape[1], token_ids.device
+        counts = torch.tensor([num_tokens], device=device)
+        cache.open_slots(max(num_tokens, self.target.least_rows))
+        chain = TokenTree.from_prompts(token_ids, counts)
+        output = self.target.verify(cache, chain, feature_layers=self.prompt.feature_layers)
+        cache.advance(counts, num_tokens)
+        asked = TokenTree.from_prompts(token_ids[:, missed:], counts - missed)
+        scores = self.sampler.process_nodes(asked, output.logits[:, missed:])
+        root_positions = torch.tensor([start], device=device)
+        noise = self.sampler.draw_noise(root_positions, num_tokens - missed, scores.shape[-1])
+        features = None if output.features is None else output.features[0, missed:].cpu()
+        return pick_token(scores, noise)[0].tolist(), features
+
+    def _write_text(self, task: Task, token_ids: Tensor) -> None:
+        """Shows the processors the text up to the first position asked about."""
+        texts = self.sampler.texts
+        if texts is not None:
+            first = self.prompt.num_hidden + task.keep
+            texts.token_ids[0, first : first + token_ids.shape[1]] = token_ids[0]
+            texts.lengths.fill_(self.prompt.num_hidden + task.start + 1)
+
+    def _as_row(self, token_ids: list[int]) -> Tensor:
+        return torch.tensor([token_ids], device=self.target.device)

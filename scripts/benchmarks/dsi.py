@@ -1,0 +1,145 @@
+"""Distributed speculative inference: a simulation of events, real runs that check it, and what it predicts.
+
+    python scripts/benchmarks/dsi.py --sweep --json outputs/dsi-sweep.json
+    torchrun --nproc_per_node 3 scripts/benchmarks/dsi.py --emulate --json outputs/dsi-emulated.json
+    torchrun --nproc_per_node 3 scripts/benchmarks/dsi.py --target examples/chat-13m --heads examples/heads/eagle3 \\
+        --prompts examples/prompts.jsonl --json outputs/dsi-chat.json
+    python scripts/benchmarks/dsi.py --draw outputs/dsi-chat.json outputs/dsi-sweep.json --picture docs/images/dsi.png
+
+The simulation runs the real protocol (`inference.distributed`) with a clock of its own: drafts, verifications and
+messages take given times, which vary as measured, and a draft is right with a given chance. `--emulate` runs the same with real processes and
+real messages, where drafts and verifications sleep. With `--target` everything is real.
+
+Baselines: plain decoding, and speculation that waits for each verification (in one process), with its best number of
+drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# First on the path: another distribution also ships a package named `inference`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from inference import serve_target
+from inference.distributed.gloo_link import GlooLink, serve
+from scripts.benchmarks.servers.picture import draw, read_timeline
+from scripts.benchmarks.servers.runs import EMULATED, EmulatedServer, emulate, run_models
+from scripts.benchmarks.servers.simulation import Costs, sweep
+from scripts.measuring.environment import describe_machine, describe_program
+from scripts.measuring.measure import load_prompts
+from scripts.shared.model_loading import load_drafter, load_target
+from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.whole_files import write_text
+from training.options.program_parser import ProgramParser
+
+LENGTHS = (2, 3, 4, 6, 8)  # of chains that wait for their verification
+
+
+@dataclass
+class DsiArguments:
+    sweep: bool = field(default=False, metadata={"help": "Simulate over costs, acceptances and numbers of GPUs."})
+    emulate: bool = field(default=False, metadata={"help": "Under torchrun: real messages, and passes that sleep."})
+    target: str | None = field(default=None, metadata={"help": "Under torchrun: a real target, a folder or hub id."})
+    heads: str | None = field(default=None, metadata={"help": "Heads that draft for --target; none = n-grams."})
+    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts for --target."})
+    num_prompts: int = field(default=4, metadata={"help": "Use the first N prompts."})
+    num_tokens: int = field(default=100, metadata={"help": "Tokens of each text (of the sweep: ten times as many)."})
+    verify_ms: float = field(default=100.0, metadata={"help": "Of --emulate: milliseconds of a pass of the target."})
+    draft_ms: list[float] = field(
+        default_factory=lambda: [10.0, 25.0], metadata={"help": "Of --emulate: milliseconds of a draft."}
+    )
+    acceptances: list[float] = field(
+        default_factory=lambda: [0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95],
+        metadata={"help": "Chances that a draft is right."},
+    )
+    ratios: list[float] = field(
+        default_factory=lambda: [0.02, 0.05, 0.1, 0.2, 0.4],
+        metadata={"help": "Of --sweep: the time of a draft over the time of a pass of the target."},
+    )
+    draw: list[str] = field(
+        default_factory=list, metadata={"help": "Draw the JSON of a run of --target and of a --sweep."}
+    )
+    picture: str = field(default="outputs/dsi.png", metadata={"help": "The file that --draw writes."})
+    shown_ms: float = field(default=120.0, metadata={"help": "Milliseconds of the timeline that --draw shows."})
+    json: str = field(default="outputs/dsi.json", metadata={"help": "The file that the other modes write."})
+
+    def __post_init__(self) -> None:
+        modes = [self.sweep, self.emulate, self.target is not None, bool(self.draw)]
+        if sum(modes) != 1:
+            raise ValueError("give one of --sweep, --emulate, --target and --draw")
+        if self.draw and len(self.draw) != 2:
+            raise ValueError(f"got --draw with {len(self.draw)} files: give the JSON of a run and of a sweep")
+
+
+def run_emulation(args: DsiArguments, rank: int) -> list[dict[str, Any]]:
+    """Rank 0 gives the rows."""
+    costs = Costs(draft=0.0, verify=args.verify_ms / 1e3)
+    if rank:
+        serve(EmulatedServer(costs), EMULATED)
+        return []
+    link = GlooLink(EMULATED, timeout=120.0)
+    rows = []
+    for milliseconds in args.draft_ms:
+        costs = Costs(milliseconds / 1e3, args.verify_ms / 1e3)
+        rows += emulate(link, costs, args.acceptances, (None, 4), args.num_tokens)
+    link.close()
+    return rows
+
+
+def run_target(args: DsiArguments, rank: int) -> dict[str, Any]:
+    """Rank 0 gives the results."""
+    assert args.target is not None
+    target, tokenizer = load_target(args.target, dtype="float32")
+    if rank:
+        serve_target(target)
+        return {}
+    prompts, _ = load_prompts(
+        Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.num_tokens
+    )
+    drafter = load_drafter(target, tokenizer, heads=args.heads, ngrams=args.heads is None)
+    assert drafter is not None
+    return run_models(target, drafter, [one.input_ids for one in prompts], args.num_tokens, LENGTHS)
+
+
+def run(args: DsiArguments) -> None:
+    if args.draw:
+        results, rows = (json.loads(Path(file).read_text())["results"] for file in args.draw)
+        real = results["tokens_per_second"]
+        title = f"A real run: {real['distributed']:.0f} tokens/s. The numbers are positions in the text."
+        timeline = read_timeline(results["timeline"])
+        draw(Path(args.picture), timeline, rows, title=title, seconds=args.shown_ms / 1e3)
+        print(f"Wrote {args.picture}.")
+        return
+    rank = int(os.environ.get("RANK", 0))
+    torch.set_num_threads(1)
+    results: Any
+    if args.sweep:
+        results = sweep(
+            args.ratios, args.acceptances, (1, 3, 7), message=0.005, spread=0.05, num_tokens=10 * args.num_tokens
+        )
+    elif args.emulate:
+        results = run_emulation(args, rank)
+    else:
+        results = run_target(args, rank)
+    if rank == 0:
+        about = {**describe_machine(torch.device("cpu")), **describe_program()}
+        write_text(Path(args.json), json.dumps({"environment": about, "results": results}, indent=1) + "\n")
+        print(f"Wrote {args.json}.")
+
+
+def main() -> None:
+    with one_line_errors("dsi.py"):
+        (args,) = ProgramParser([DsiArguments], doc=__doc__).read()
+        run(args)
+
+
+if __name__ == "__main__":
+    main()

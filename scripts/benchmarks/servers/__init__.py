@@ -1,0 +1,1 @@
+"""Distributed speculative inference simulated, emulated, run and drawn."""

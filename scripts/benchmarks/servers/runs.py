@@ -1,0 +1,163 @@
+"""Real processes beside the simulation: emulated costs, and real models.
+
+`message` in a run's costs is half of what a token of plain decoding through a server takes beyond the server's own
+time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference import Decoder, DistributedDecoder, Drafter, DraftLogits, Target
+from inference.distributed.coordinator import Link
+from inference.distributed.gloo_link import Greeting
+from inference.distributed.messages import Answer, Prompt, Task
+from inference.distributed.timeline import Timeline
+from scripts.benchmarks.servers.simulation import (
+    Costs,
+    Outcome,
+    Setting,
+    answer_rightly,
+    best_synchronous,
+    decode,
+    make_draft,
+    simulate,
+)
+
+EMULATED = Greeting("emulated", 0, 2, "none")
+SIMULATED_TOKENS = 4000
+
+
+class EmulatedServer:
+    """Sleeps for the time of a pass, and answers zeros."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+
+    def begin(self, prompt: Prompt) -> None:
+        """There is nothing to read."""
+
+    def answer(self, task: Task) -> Answer:
+        began = time.perf_counter()
+        time.sleep(self.costs.verify)
+        return answer_rightly(task, time.perf_counter() - began)
+
+
+class SilentDrafter(Drafter):
+    """Drafts nothing: the servers decode plainly."""
+
+    def start(self, batch_size: int, max_length: int, num_scratch: int) -> None:
+        return None
+
+    def extend(
+        self, state: None, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
+    ) -> DraftLogits:
+        return DraftLogits(torch.full((1, 1, 2), -torch.inf))
+
+    def expand(self, state: None, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        raise AssertionError("nothing was drafted")
+
+
+def read_costs(timelines: Sequence[Timeline], message: float) -> Costs:
+    """The typical costs of runs."""
+    drafts = [one.ended - one.began for timeline in timelines for one in timeline.drafts]
+    passes = [one.seconds for timeline in timelines for one in timeline.verifications if one.received is not None]
+    spread = statistics.fmean(statistics.pstdev(times) / statistics.fmean(times) for times in (drafts, passes))
+    return Costs(statistics.fmean(drafts), statistics.fmean(passes), message, spread)
+
+
+def measure_message(timeline: Timeline, seconds: float, num_tokens: int) -> float:
+    """From a text that was decoded without drafts."""
+    passes = [one.seconds for one in timeline.verifications if one.received is not None]
+    return max(0.0, seconds / num_tokens - statistics.fmean(passes)) / 2
+
+
+def compare(outcome: Outcome, costs: Costs, setting: Setting) -> dict[str, Any]:
+    """A run beside what the simulation predicts from its costs."""
+    predicted = simulate(costs, setting, SIMULATED_TOKENS)
+    ratio = predicted.tokens_per_second / outcome.tokens_per_second
+    return {
+        "setting": asdict(setting),
+        "costs": asdict(costs),
+        "real": outcome.to_dict(),
+        "predicted": predicted.to_dict(),
+        "error": ratio - 1,
+        "over_plain": costs.verify * outcome.tokens_per_second,
+        "synchronous_over_plain": costs.verify / best_synchronous(costs, setting.acceptance),
+    }
+
+
+def emulate(
+    link: Link, costs: Costs, acceptances: Sequence[float], lookaheads: Sequence[int | None], num_tokens: int
+) -> list[dict[str, Any]]:
+    """Rank 0 with drafts that sleep; the other ranks serve an `EmulatedServer` of the same costs."""
+    silent, timeline = decode(link, Setting(len(link.ranks), 0.0), lambda chain: None, min(40, num_tokens))
+    message = measure_message(timeline, silent.seconds, silent.tokens)
+    rows = []
+    for acceptance in acceptances:
+        for lookahead in lookaheads:
+            setting = Setting(len(link.ranks), acceptance, lookahead)
+            draft = make_draft(acceptance, len(rows), lambda: time.sleep(costs.draft))
+            outcome, timeline = decode(link, setting, draft, num_tokens)
+            # The drafts that a run really accepted: a short run has luck.
+            setting = replace(setting, acceptance=timeline.acceptance)
+            rows.append({"asked_acceptance": acceptance, **compare(outcome, read_costs([timeline], message), setting)})
+    return rows
+
+
+def run_models(
+    target: Target, drafter: Drafter, prompts: Sequence[Tensor], num_tokens: int, lengths: Sequence[int]
+) -> dict[str, Any]:
+    """Real models: plain decoding and chains that wait, on rank 0, taking turns with the servers. The texts are
+    compared."""
+    with DistributedDecoder(target, drafter) as decoder:
+        silent = DistributedDecoder(target, SilentDrafter(), link=decoder.link)
+        contenders: dict[str, Callable[..., Any]] = {
+            "plain": Decoder(target).generate,
+            **{f"chain:{n}": Decoder(target, drafter, tree=f"chain:{n}").generate for n in lengths},
+            "plain through a server": silent.generate,
+            "distributed": decoder.generate,
+        }
+        options: dict[str, Any] = {"max_new_tokens": num_tokens, "do_sample": False}
+        for generate in contenders.values():
+            generate(prompts[0], max_new_tokens=8, do_sample=False)
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        timelines, outcomes, messages, num_same = [], [], [], 0
+        for prompt in prompts:
+            texts = {}
+            for name, generate in contenders.items():
+                output = generate(prompt, **options)
+                texts[name] = output.sequences
+                decoding = output.stats.seconds["total"] - output.stats.seconds["prefill"]
+                seconds[name].append(decoding / (output.stats.num_new_tokens - 1))
+                if name == "plain through a server":
+                    messages.append(measure_message(silent.timeline, decoding, output.stats.num_new_tokens - 1))
+            num_same += torch.equal(texts["distributed"], texts["plain"])
+            timelines.append(decoder.timeline)
+            outcomes.append(Outcome.of_timeline(decoder.timeline, output.stats.num_new_tokens - 1, decoding))
+        ranks = len(decoder.link.ranks)
+    costs = read_costs(timelines, statistics.median(messages))
+    setting = Setting(ranks, statistics.fmean(one.acceptance for one in timelines))
+    total = add_up(outcomes)
+    return {
+        "tokens_per_second": {name: 1 / statistics.fmean(values) for name, values in seconds.items()},
+        "same_texts": num_same,
+        "texts": len(prompts),
+        **compare(total, costs, setting),
+        "timeline": asdict(timelines[0]),
+    }
+
+
+def add_up(outcomes: Sequence[Outcome]) -> Outcome:
+    """All texts as one."""
+    shares = {
+        name: statistics.fmean(getattr(one, name) for one in outcomes) for name in ("wasted", "dropped", "overlap")
+    }
+    return Outcome(sum(one.tokens for one in outcomes), sum(one.seconds for one in outcomes), **shares)

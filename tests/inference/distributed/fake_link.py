@@ -1,0 +1,79 @@
+"""A link to servers in the same process, which delivers answers late and in a random order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from inference.distributed.gloo_link import Server
+from inference.distributed.messages import Answer, Prompt, Task
+
+
+class FakeLink:
+    """Args:
+        make_server: makes each rank's server.
+        most_delay: an answer comes after 0 to this many looks at the link; rank 0 looks once after each draft.
+        ignores_versions: a planted fault: answers claim the present version when they come.
+        ignores_order: a planted fault: answers claim to be about the position that is decided next.
+
+    Attributes:
+        num_stale: answers that came after their round; num_overtaken: answers that overtook an older task's.
+    """
+
+    def __init__(
+        self,
+        make_server: Callable[[], Server],
+        num_servers: int,
+        *,
+        seed: int = 0,
+        most_delay: int = 8,
+        ignores_versions: bool = False,
+        ignores_order: bool = False,
+    ) -> None:
+        self.ranks = tuple(range(1, num_servers + 1))
+        self.servers = {rank: make_server() for rank in self.ranks}
+        self.random, self.most_delay = random.Random(seed), most_delay
+        self.ignores_versions, self.ignores_order = ignores_versions, ignores_order
+        self.clock = 0
+        self.waiting: dict[int, tuple[int, Answer]] = {}  # by rank, in the order of the tasks: when the answer comes
+        self.newest = Task(0, 0, 0, [])
+        self.num_stale = self.num_overtaken = 0
+        self.is_closed = False
+
+    @property
+    def busy(self) -> set[int]:
+        return set(self.waiting)
+
+    def send(self, rank: int, message: Prompt | Task | None) -> None:
+        if isinstance(message, Prompt):
+            self.servers[rank].begin(message)
+        elif isinstance(message, Task):
+            assert rank not in self.waiting, "a busy server was asked"
+            self.newest = message
+            due = self.clock + self.random.randint(0, self.most_delay)
+            self.waiting[rank] = due, self.servers[rank].answer(message)
+
+    def receive(self, seconds: float) -> tuple[int, Answer] | None:
+        self.clock += 1
+        if seconds and self.waiting:
+            self.clock = max(self.clock, min(time for time, _ in self.waiting.values()))
+        due = [rank for rank, (time, _) in self.waiting.items() if time <= self.clock]
+        if not due:
+            return None
+        rank = self.random.choice(due)
+        self.num_overtaken += rank != next(iter(self.waiting))
+        _, answer = self.waiting.pop(rank)
+        self.num_stale += answer.version < self.newest.version
+        if self.ignores_versions:
+            answer = replace(answer, version=self.newest.version)
+        if self.ignores_order and self.waiting:
+            oldest = min(other.start for _, other in self.waiting.values())
+            answer = replace(answer, start=min(answer.start, oldest))
+        return rank, answer
+
+    def now(self) -> float:
+        return float(self.clock)
+
+    def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,205 @@
+"""Texts of a `DistributedDecoder` with servers in this process, whose answers come late and in a random order."""
+
+from __future__ import annotations
+
+import random
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import inference.distributed.server as server
+from inference import Decoder, DistributedDecoder, Drafter, NgramDrafter, SmallModelDrafter, Target
+from inference.distributed.server import TargetServer
+from tests.heads.tiny_heads import tiny_heads
+from tests.inference.distributed.fake_link import FakeLink
+from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
+from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import random_prompt, target_of, tiny_target
+
+NUM_NEW = 24
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": SAMPLED,
+    "penalties": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 20},
+    "sampled with penalties": {
+        **SAMPLED,
+        "repetition_penalty": 1.3,
+        "eos_token_id": 3,
+        "exponential_decay_length_penalty": (4, 1.05),
+    },
+}
+
+
+@cache
+def plain_decoder(family: str) -> Decoder:
+    return Decoder(target_of(family), None)
+
+
+def plain(family: str, prompt: Tensor, **kwargs: Any) -> Tensor:
+    return plain_decoder(family).generate(prompt, **{"max_new_tokens": NUM_NEW, **kwargs}).sequences
+
+
+def scripted(target: Target, text: Tensor) -> Drafter:
+    """Mostly right, with features, and without a candidate beyond the text."""
+    return ScriptedDrafter([text[0]], target.vocab_size, ranks=(0, 0, 0, 0, 0, 0, 1, 9), is_strict=False)
+
+
+def small_model(target: Target, text: Tensor) -> Drafter:
+    return SmallModelDrafter(tiny_target("llama", 5))
+
+
+def n_grams(target: Target, text: Tensor) -> Drafter:
+    return NgramDrafter()
+
+
+def heads(kind: str, target: Target, text: Tensor) -> Drafter:
+    return tiny_heads(kind, target)
+
+
+def decode(
+    family: str, drafter: Any, number: int, call: dict[str, Any], **link_options: Any
+) -> tuple[bool, DistributedDecoder]:
+    """Whether the text is that of plain decoding."""
+    generator = random.Random(number)
+    prompt = random_prompt(generator.randint(1, 30), number)
+    seeded = {**call, "seed": number} if call["do_sample"] else call
+    expected = plain(family, prompt, **seeded)
+    target = target_of(family)
+    link = FakeLink(partial(TargetServer, target), generator.randint(1, 4), seed=number, **link_options)
+    lookahead, max_ahead = generator.choice((None, 1, 2, 4)), generator.randint(1, 12)
+    made = drafter(target, expected)
+    decoder = DistributedDecoder(target, made, lookahead=lookahead, max_ahead=max_ahead, link=link)
+    output = decoder.generate(prompt, max_new_tokens=NUM_NEW, **seeded)
+    return torch.equal(output.sequences, expected), decoder
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_texts_are_those_of_plain_decoding(call: str) -> None:
+    """Targets with and without windows; a server that lags reads what it missed."""
+    for number, family in enumerate(("llama", "gemma3")):
+        is_same, decoder = decode(family, scripted, 10 * number + len(call), CALLS[call])
+        assert is_same, (family, call)
+        assert decoder.timeline.verifications
+
+
+@pytest.mark.parametrize("drafter", [n_grams, small_model, partial(heads, "eagle3"), partial(heads, "kangaroo")])
+def test_drafters_of_every_sort(drafter: Any) -> None:
+    assert decode("llama", drafter, 3, CALLS["sampled"])[0]
+
+
+def test_long_gaps_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_MISSED", 1)
+    assert all(decode("mistral", scripted, number, CALLS["greedy"])[0] for number in range(3, 6))
+
+
+def test_answers_of_an_older_version_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: without versions the text differs."""
+    results = [decode("llama", scripted, number, CALLS["greedy"], ignores_versions=True)[0] for number in range(8)]
+    assert not all(results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt_oss", "opt", "deepseek_v3"])
+@pytest.mark.parametrize("call", CALLS)
+def test_several_hundred_texts(family: str, call: str) -> None:
+    for number in range(16):
+        assert decode(family, scripted, 100 + number, CALLS[call])[0], number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "kangaroo", "medusa", "mtp", "hydra", "block", "parallel", "eagle"])
+def test_every_kind_of_heads(kind: str) -> None:
+    for number, call in enumerate((*CALLS.values(), *CALLS.values())):
+        assert decode("llama", partial(heads, kind), 50 + number, call)[0], number
+
+
+def fake(target: Target, num_servers: int = 2) -> FakeLink:
+    return FakeLink(partial(TargetServer, target), num_servers)
+
+
+def test_ends_of_texts() -> None:
+    """EOS, stopping criteria, padding and streams, as in `generate`; one decoder decodes them all."""
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.is_ended = False
+
+        def put(self, tokens: Tensor) -> None:
+            self.tokens += tokens.flatten().tolist()
+
+        def end(self) -> None:
+            self.is_ended = True
+
+    class HasToken(StoppingCriteria):
+        def __init__(self, token: int) -> None:
+            self.token = token
+
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            return (input_ids[:, 8:] == self.token).any(1)
+
+    target, prompt = target_of("llama"), random_prompt(8, 2)
+    text = plain("llama", prompt)
+    token = int(text[0, 18])
+    decoder = DistributedDecoder(target, scripted(target, text), link=fake(target))
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), prompt], dim=1)
+    mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(prompt)], dim=1)
+    for inputs, call in (
+        ((prompt,), {"eos_token_id": token}),
+        ((prompt,), {"stopping_criteria": StoppingCriteriaList([HasToken(token)])}),
+        ((padded, mask), {"repetition_penalty": 1.2}),
+        ((prompt,), {"max_new_tokens": 1}),
+    ):
+        call = {"max_new_tokens": NUM_NEW, "do_sample": False, **call}
+        expected = plain_decoder("llama").generate(*inputs, **call).sequences
+        streamer = Streamer()
+        drafter = scripted(target, expected[:, inputs[0].shape[1] - prompt.shape[1] :])
+        decoder = DistributedDecoder(target, drafter, link=decoder.link)
+        output = decoder.generate(*inputs, streamer=streamer, **call)
+        assert torch.equal(output.sequences, expected)
+        assert streamer.tokens == expected[0].tolist()
+        assert streamer.is_ended
+        assert output.stats.num_new_tokens == expected.shape[1] - inputs[0].shape[1]
+    decoder.close()
+    assert decoder.link.is_closed
+
+
+def test_what_is_counted() -> None:
+    target, prompt = target_of("llama"), random_prompt(8, 2)
+    text = plain("llama", prompt)
+    drafter = ScriptedDrafter([text[0]], target.vocab_size, ranks=(0,), feature_layers=())
+    link = FakeLink(partial(TargetServer, target), 2, most_delay=0)
+    decoder = DistributedDecoder(target, drafter, lookahead=4, link=link)
+    stats = decoder.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False).stats
+    timeline = decoder.timeline
+    assert stats.num_drafted == len(timeline.drafts)
+    assert stats.num_verify_passes == len(timeline.verifications) == stats.num_target_forwards - 1
+    assert stats.num_new_tokens == NUM_NEW
+    assert timeline.num_dropped == timeline.num_wasted == 0, "all drafts are right"
+
+
+def test_calls_that_are_refused() -> None:
+    class Keeping(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores
+
+    target, prompt = target_of("llama"), random_prompt(5)
+    decoder = DistributedDecoder(target, NgramDrafter(), link=fake(target))
+    for error, kwargs in (
+        ("one at a time.*has 2 rows", {"num_return_sequences": 2, "do_sample": True}),
+        ("not scores", {"return_dict_in_generate": True, "output_scores": True}),
+        ("Keeping may keep a state", {"logits_processor": LogitsProcessorList([Keeping()])}),
+    ):
+        with pytest.raises(ValueError, match=error):
+            decoder.generate(prompt, **{"max_new_tokens": 4, "do_sample": False, **kwargs})
+    with pytest.raises(TypeError, match="drafter is str"):
+        DistributedDecoder(target, "heads", link=fake(target))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lookahead is 0"):
+        DistributedDecoder(target, NgramDrafter(), lookahead=0, link=fake(target))
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        DistributedDecoder(tiny_encoder_decoder("t5"), NgramDrafter(), link=fake(target))
