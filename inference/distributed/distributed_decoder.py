@@ -74,6 +74,7 @@ class DistributedDecoder:
                 f"{type(self.target.model).__name__} is an encoder-decoder model, and servers are given no sources: "
                 "use generate"
             )
+        self.target.refuse_recurrent("servers cannot cut their caches back to any length", "use generate")
         self.drafter = drafter.for_target(self.target)
         depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
         self._step = DecodeStep(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)

@@ -68,7 +68,7 @@ class Lane:
     @property
     def num_bytes(self) -> int:
         """Of the target's keys and values, for all rows and prompts."""
-        planes = [plane for spec in self._cache.layer_specs for plane in (spec.keys, spec.values)]
+        planes = [plane for spec in self._cache.layer_specs if spec for plane in (spec.keys, spec.values)]
         per_slot = sum(plane.num_heads * plane.width * plane.dtype.itemsize for plane in planes)
         return per_slot * self._capacity * (self.max_rows + NUM_BUFFERS)
 

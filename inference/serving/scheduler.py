@@ -88,6 +88,9 @@ class Scheduler:
     ) -> None:
         if target.is_encoder_decoder:
             raise ValueError(f"{type(target.model).__name__} reads sources; the server is for decoder-only targets")
+        target.refuse_recurrent(
+            "rows cannot join a running batch", "decode with generate, or serve with vLLM or SGLang"
+        )
         self.target, self.drafters, self.tree = target, dict(drafters), tree
         self.limits, self.metrics = limits or Limits(), metrics or Metrics()
         self.default_name = next(iter(self.drafters))

@@ -30,6 +30,7 @@ class LayerGroups:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        target.refuse_recurrent("tokens in flight cannot be dropped", "pipelined decoding needs attention only")
         causal_lm = unwrap_model(target.model)
         name, layers = type(causal_lm).__name__, find_layers(causal_lm)
         self.group_size = 0 if layers is None else find_group_size(layers)

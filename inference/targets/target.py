@@ -263,9 +263,8 @@ class Target:
             ValueError: the model has recurrent layers.
         """
         self.refuse_recurrent("it cannot draft as a small model", "take one with attention only, or trained heads")
-        return ScratchCache(
-            self.findings.layer_specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device
-        )
+        specs = [spec for spec in self.findings.layer_specs if spec is not None]
+        return ScratchCache(specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device)
 
     @torch.no_grad()
     def prefill(

@@ -7,8 +7,8 @@
     python scripts/benchmarks/dsi.py --draw outputs/dsi-chat.json outputs/dsi-sweep.json --picture docs/images/dsi.png
 
 The simulation runs the real protocol (`inference.distributed`) with a clock of its own: drafts, verifications and
-messages take given times, which vary as measured, and a draft is right with a given chance. `--emulate` runs the same with real processes and
-real messages, where drafts and verifications sleep. With `--target` everything is real.
+messages take given times, which vary as measured, and a draft is right with a given chance. `--emulate` runs the same
+with real processes and real messages, where drafts and verifications sleep. With `--target` everything is real.
 
 Baselines: plain decoding, and speculation that waits for each verification (in one process), with its best number of
 drafts.

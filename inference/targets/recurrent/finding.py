@@ -32,7 +32,7 @@ class _Probe(Cache):
         self.mixers: dict[int, nn.Module] = {}
         self.own: dict[int, Any] = {}
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override, unused-ignore]
         return keys, values
 
     def _open(self, layer_idx: int) -> Any:
@@ -47,10 +47,10 @@ class _Probe(Cache):
 
     get_recurrent_state = get_conv_state
 
-    def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+    def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:  # type: ignore[override, unused-ignore]
         return self._open(layer_idx).update_conv_state(states, state_idx, **kwargs)
 
-    def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+    def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:  # type: ignore[override, unused-ignore]
         return self._open(layer_idx).update_recurrent_state(states, state_idx, **kwargs)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -84,7 +84,9 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
     vocab_size: int = causal_lm.get_input_embeddings().weight.shape[0]
     token_ids = torch.arange(1, 1 + _NUM_TOKENS, device=device)[None] % vocab_size
     running: list[nn.Module] = []
-    probe, calls, outputs = _Probe(running), {}, {}
+    probe = _Probe(running)
+    calls: dict[nn.Module, Any] = {}
+    outputs: dict[nn.Module, list[Any]] = {}
     with (
         refusing(f"{cannot}: they do not run with transformers' cache for such layers"),
         _watching(causal_lm, running, calls, outputs),
@@ -136,7 +138,7 @@ def _find_factor(mixer: nn.Module, values: Tensor, hidden: Tensor) -> float | No
 def name_arguments(
     causal_lm: Any, token_ids: Tensor, masks: Any, positions: Tensor | None, cache: Cache | None
 ) -> dict[str, Any]:
-    """The arguments of the model's forward. Models without attention have no positions, and name the cache otherwise."""
+    """The arguments of the model's forward. Without attention it has no positions, and names the cache otherwise."""
     taken = inspect.signature(type(causal_lm).forward).parameters
     arguments = {"input_ids": token_ids}
     if "cache_params" in taken:

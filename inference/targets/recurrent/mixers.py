@@ -334,7 +334,9 @@ class Mixer:
             before: the states [B, ...] before the first level, which are overwritten.
             linears: is told the number of each call.
         """
-        outputs, after, states = [], [], before
+        outputs: list[Any] = []
+        after: list[States] = []
+        states = before
         for level, parents in enumerate(levels.parents):
             if linears is not None:
                 linears.call = level

@@ -1,4 +1,4 @@
-"""What is found out about recurrent layers, what is refused, and that every way to read drafts gives the same scores."""
+"""What is found about recurrent layers, what is refused, and that every way to read drafts gives the same scores."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_releases_without_a_cache_for_states(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_recurrent_targets_cannot_do() -> None:
     target = target_of("qwen3_5")
-    with pytest.raises(ValueError, match="compile is not possible.*leave compile out"):
+    with pytest.raises(ValueError, match=r"compile is not possible.*leave compile out"):
         Decoder(target, compile=True)
     with pytest.raises(ValueError, match="cannot draft as a small model"):
         SmallModelDrafter(target).start(1, 16, 4)
@@ -108,8 +108,8 @@ def test_the_model_is_not_changed() -> None:
     assert torch.equal(model(prompt).logits, before)
 
 
-def test_heads_bind(kind: str = "eagle3") -> None:
-    heads: DraftHeads = tiny_heads(kind, target_of("qwen3_5"))
+def test_heads_bind() -> None:
+    heads: DraftHeads = tiny_heads("eagle3", target_of("qwen3_5"))
     output = Decoder(target_of("qwen3_5"), heads).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
     plain = Decoder(target_of("qwen3_5")).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
     assert torch.equal(output.sequences, plain.sequences)
