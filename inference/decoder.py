@@ -328,12 +328,16 @@ class Decoder:
             reused = held.match(request.prompts, room=room, needs_all=needs_all)
         del held  # with its cache, which may have to make room for another
         cache = self._get_cache(request.batch_size, capacity)
-        return PromptReader(self._step, cache, request.prompts, request.source, stats, reused)
+        return PromptReader(self._step, cache, request.prompts, request.source, stats, reused, media=request.media)
 
     def _check_reuse(self, request: Request) -> None:
         if request.source is not None:
             raise ValueError(
                 f"reuse_cache is for prompts, and {type(self.target.model).__name__} reads a source anew: leave it out"
+            )
+        if request.media is not None:
+            raise ValueError(
+                "reuse_cache compares token ids, which do not tell one image or sound from another: leave it out"
             )
         if self.drafter is not None and not self.drafter.can_copy_rows:
             raise ValueError(

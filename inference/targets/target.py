@@ -369,7 +369,8 @@ class Target:
         node_positions = self._cut_positions(rows.lengths[:, None] + rows.depths)
         positions = self._cut_positions(rows.lengths[:, None] + rows.depth).expand_as(token_ids)
         masks = self.masks.in_view(rows, positions, node_positions, ancestors)
-        output = self.backbone.run(self.findings.first_layers[num_layers], token_ids, positions, masks, rows)
+        places = rows.place(positions)
+        output = self.backbone.run(self.findings.first_layers[num_layers], token_ids, places, masks, rows)
         hidden: Tensor = output.last_hidden_state
         return hidden.to(self.device)
 
@@ -480,7 +481,7 @@ class Target:
             return PassOutput(logits[..., :0], None, logits)
         has_own_logits = self.findings.scale_logits is None
         return self.backbone.read(
-            token_ids, positions, masks, cache, feature_layers=feature_layers, with_logits=has_own_logits
+            token_ids, cache.place(positions), masks, cache, feature_layers=feature_layers, with_logits=has_own_logits
         )
 
     def refuse_features(self) -> None:
