@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from inference.cache.source import Source
 from inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
 from inference.request.request import Request
+from inference.targets.media_proof import prove_media
 from inference.targets.multimodal import media_names, prepare_media
 from inference.targets.target import Target
 
@@ -102,7 +103,7 @@ def make_request(
         )
         if not target.is_encoder_decoder:  # padding where the caller had it
             request.given_ids = given_ids.repeat_interleave(len(input_ids) // len(given_ids), dim=0)
-            request.media = prepare_media(target, input_ids, [*map(len, request.prompts)], {*media}, model_kwargs)
+            _take_media(request, target, input_ids, {*media}, model_kwargs)
         return request
 
     request = model.generate(
@@ -113,6 +114,15 @@ def make_request(
         **kwargs,
     )
     return cast(Request, request)
+
+
+def _take_media(
+    request: Request, target: Target, input_ids: Tensor, names: Set[str], model_kwargs: dict[str, Any]
+) -> None:
+    """Gives a request the media among the arguments of its call, after the proof that the target reads them exactly."""
+    request.media = prepare_media(target, input_ids, [*map(len, request.prompts)], names, model_kwargs)
+    if request.media is not None:
+        prove_media(target, input_ids, request.media, frozenset(names), model_kwargs)
 
 
 def _move_padding(
@@ -168,7 +178,7 @@ def request_of_hook(
     if positions is not None and not media and not (positions * real == (real.cumsum(1) - 1) * real).all():
         raise ValueError("position_ids is not supported by this decode loop: leave it out")
     request = Request(input_ids, mask, processors, criteria, config, target, streamer)
-    request.media = prepare_media(target, input_ids, [*map(len, request.prompts)], media, model_kwargs)
+    _take_media(request, target, input_ids, media, model_kwargs)
     return request
 
 
