@@ -174,8 +174,9 @@ class Decoder:
                 when the call is refused.
             on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
             tokenizer, stop_strings: as in transformers.
-            **generate_kwargs: arguments of transformers' `generate` (max_new_tokens, do_sample, temperature, ...).
-                Stopping criteria are called after every token, with `scores=None`.
+            **generate_kwargs: arguments of transformers' `generate` (max_new_tokens, do_sample, temperature, ...), and
+                what a processor returns for images, videos and sounds (pixel_values, ...). Stopping criteria are called
+                after every token, with `scores=None`.
 
         Raises:
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop
