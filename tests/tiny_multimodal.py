@@ -19,7 +19,7 @@ from inference import Target
 
 VOCAB_SIZE = 128
 IMAGE, VIDEO, START, END = 100, 101, 102, 103  # token ids that stand for media
-_WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl")  # families that say the size of each image
+_WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")  # families that say the size of each image
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -81,6 +81,19 @@ def _qwen2_5_vl() -> dict[str, Any]:
 def _qwen3_vl() -> dict[str, Any]:
     vision = {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
     text = {**_TEXT, "head_dim": 8, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
+    return {"text_config": text, "vision_config": vision, **_QWEN_IDS}
+
+
+def _qwen3_5() -> dict[str, Any]:
+    text = {
+        **_qwen3_vl()["text_config"],
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    vision = {**_QWEN_VISION, "num_position_embeddings": 16}
     return {"text_config": text, "vision_config": vision, **_QWEN_IDS}
 
 
@@ -152,6 +165,7 @@ _CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "llava": _llava,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_5": _qwen3_5,
     "gemma3": _gemma3,
     "idefics3": _idefics3,
     "smolvlm": _idefics3,

@@ -72,10 +72,8 @@ def prepare_media(
     if all(_is_text(model_kwargs.get(name), input_ids) for name in names):
         return None
     causal_lm = target.backbone.causal_lm
-    target.refuse_recurrent(
-        f"prompts with {', '.join(sorted(names))} are not possible: its states are read from token ids",
-        "give prompts of text",
-    )
+    if min(counts) < input_ids.shape[1]:
+        target.refuse_recurrent(f"rows with {', '.join(sorted(names))} cannot have padding", "decode them one by one")
     if target.least_rows > 1:
         raise ValueError(
             f"{', '.join(sorted(names))} cannot be read with batch_invariant=True: the model's own pass over them "
@@ -107,6 +105,7 @@ def read_media(target: Target, cache: TreeCache, media: Media, *, feature_layers
     steps = torch.arange(longest, device=counts.device)
     slots = (steps - (longest - counts[:, None])) % longest  # a row's padding comes after its tokens
     cache.open_slots(longest)
+    target.plan_reading(cache, counts, longest)
     own = {
         "past_key_values": _PromptCache(cache, slots, counts, num_given=media.arguments["input_ids"].shape[1]),
         "use_cache": True,
@@ -139,6 +138,7 @@ class _PromptCache(Cache):
     def __init__(self, cache: TreeCache, slots: Tensor, counts: Tensor, *, num_given: int) -> None:
         super().__init__(layers=[])
         self._cache, self._slots, self._num_given = cache, slots, num_given
+        self.states = cache.states  # recurrent layers look here
         self._is_padding = (slots >= counts[:, None])[:, None, :, None]
 
     def update(

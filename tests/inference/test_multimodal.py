@@ -16,6 +16,7 @@ from inference import CustomGenerate, Decoder, Drafter, NgramDrafter, StaticTree
 from inference.targets.auto_class import find_auto_class
 from inference.targets.encoding import encode
 from inference.targets.multimodal import read_media
+from tests import recurrent_families
 from tests.inference.execution.test_captured import capture
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_multimodal import IMAGE, VIDEO, VOCAB_SIZE, multimodal_target, prompts_with_media, tiny_multimodal
@@ -126,6 +127,29 @@ def test_transformers_own_generate_takes_a_drafter(family: str) -> None:
     text = prompts_with_media(family, ((6, None, 3),))
     expected = target.model.generate(**text, **OPTIONS)
     assert torch.equal(target.model.generate(**text, custom_generate=CustomGenerate(None), **OPTIONS), expected)
+
+
+@pytest.mark.skipif(
+    "qwen3_5" not in recurrent_families.NAMES, reason="this release of transformers has no states for it"
+)
+class TestRecurrentTargets:
+    """Layers with recurrent states beside attention with several axes of positions."""
+
+    @pytest.mark.parametrize("rows", [((5, (4, 8), 6),), ((5, (4, 8), 6), (3, None, 18))], ids=["one", "two"])
+    def test_drafted_text_is_that_of_transformers(self, rows: Any) -> None:
+        target, inputs = multimodal_target("qwen3_5"), prompts_with_media("qwen3_5", rows)
+        expected = expected_text("qwen3_5", rows)
+        assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)
+        output = generate(target, scripted("qwen3_5", rows), **inputs, tree=TREE, **OPTIONS)
+        assert torch.equal(output.sequences, expected)
+        assert output.stats.acceptance_length > 1.5
+        drafted = generate(target, heads_of("eagle3", target), **inputs, tree="dynamic:3,4,12", **OPTIONS)
+        assert torch.equal(drafted.sequences, expected)
+
+    def test_rows_with_padding_are_refused(self) -> None:
+        inputs = prompts_with_media("qwen3_5", ROWS)
+        with pytest.raises(ValueError, match="cannot have padding: decode them one by one"):
+            generate(multimodal_target("qwen3_5"), None, **inputs, **OPTIONS)
 
 
 class TestPass:
