@@ -13,8 +13,10 @@ from transformers import LlavaForConditionalGeneration, WhisperConfig, WhisperFo
 
 from heads import create_heads
 from inference import CustomGenerate, Decoder, Drafter, NgramDrafter, StaticTree, Target, generate, stream
+from inference.pipelined.decoder import PipelinedDecoder
 from inference.targets.auto_class import find_auto_class
 from inference.targets.encoding import encode
+from inference.targets.layer_groups import tie_layers
 from inference.targets.multimodal import read_media
 from tests import recurrent_families
 from tests.inference.execution.test_captured import capture
@@ -241,6 +243,15 @@ class TestRefusals:
             inputs[name] = inputs[name].flip(1)
         with pytest.raises(ValueError, match="pixel_values padding on the left"):
             generate(multimodal_target("llava"), None, **inputs, **OPTIONS)
+
+    def test_pipelined_decoding(self) -> None:
+        model = tiny_multimodal("llava")
+        tie_layers(model, 2)
+        decoder = PipelinedDecoder(model)
+        text = prompts_with_media("llava", ((6, None, 3),))
+        assert torch.equal(decoder.generate(**text, **OPTIONS).sequences, model.generate(**text, **OPTIONS))
+        with pytest.raises(ValueError, match="pipelined decoding reads prompts of text only"):
+            decoder.generate(**prompts_with_media("llava"), **OPTIONS)
 
     def test_batch_invariant_mode(self) -> None:
         with pytest.raises(ValueError, match="leave batch_invariant out"):
