@@ -12,7 +12,17 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
 
 from heads import create_heads
-from inference import CustomGenerate, Decoder, Drafter, NgramDrafter, StaticTree, Target, generate, stream
+from inference import (
+    CustomGenerate,
+    Decoder,
+    Drafter,
+    NgramDrafter,
+    SmallModelDrafter,
+    StaticTree,
+    Target,
+    generate,
+    stream,
+)
 from inference.pipelined.decoder import PipelinedDecoder
 from inference.targets.auto_class import find_auto_class
 from inference.targets.encoding import encode
@@ -75,19 +85,23 @@ class TestGreedyText:
         assert torch.equal(output.sequences, expected)
 
 
-def heads_of(kind: str, target: Target) -> Drafter:
+def drafter_of(kind: str, target: Target) -> Drafter:
+    if kind == "ngram":
+        return NgramDrafter()
+    if kind == "small model":
+        return SmallModelDrafter(tiny_target("llama", num_hidden_layers=1))
     settings = {"kangaroo": {"exit_layer": 2}, "eagle3": {"feature_layers": [1, 2, 3]}}.get(kind, {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return create_heads(kind, target, **settings).eval()
 
 
-@pytest.mark.parametrize("kind", ["ngram", "eagle3", "mtp", "medusa", "kangaroo"])
+@pytest.mark.parametrize("kind", ["ngram", "small model", "eagle3", "mtp", "medusa", "kangaroo"])
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_every_drafter_reads_prompts_with_images(family: str, kind: str) -> None:
     target, inputs = multimodal_target(family), prompts_with_media(family, ROWS)
-    drafter = NgramDrafter() if kind == "ngram" else heads_of(kind, target)
     tree = "chain:3" if kind == "ngram" else "dynamic:3,4,12"
+    drafter = drafter_of(kind, target)
     assert torch.equal(generate(target, drafter, **inputs, tree=tree, **OPTIONS).sequences, expected_text(family))
 
 
@@ -145,7 +159,7 @@ class TestRecurrentTargets:
         output = generate(target, scripted("qwen3_5", rows), **inputs, tree=TREE, **OPTIONS)
         assert torch.equal(output.sequences, expected)
         assert output.stats.acceptance_length > 1.5
-        drafted = generate(target, heads_of("eagle3", target), **inputs, tree="dynamic:3,4,12", **OPTIONS)
+        drafted = generate(target, drafter_of("eagle3", target), **inputs, tree="dynamic:3,4,12", **OPTIONS)
         assert torch.equal(drafted.sequences, expected)
 
     def test_rows_with_padding_are_refused(self) -> None:
@@ -371,7 +385,7 @@ class TestProof:
 def test_captured_steps_take_each_calls_positions() -> None:
     """Images of several sizes, and a text, by the same graphs."""
     target = multimodal_target("qwen2_5_vl")
-    decoder = Decoder(target, heads_of("eagle3", target), tree="dynamic:3,4,12")
+    decoder = Decoder(target, drafter_of("eagle3", target), tree="dynamic:3,4,12")
     executor = capture(decoder)
     for size in ((4, 8), (8, 8), None, (4, 4)):
         inputs = prompts_with_media("qwen2_5_vl", ((5, size, 6),))
