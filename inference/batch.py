@@ -32,7 +32,7 @@ class Batch:
         self._retired: set[int] = set()  # places of the finished rows that are still here
         # Per row of the call: slots that the drafter holds, and whether its keys and values were written over.
         self._num_taken = [request.num_committed(row) for row in self.rows]
-        self._is_damaged = [False] * request.batch_size
+        self._is_damaged = [request.media is not None] * request.batch_size  # placeholders do not tell images apart
 
     def settle(self) -> None:
         """After an emission: finished rows leave or are masked, and the cache learns the true lengths."""

@@ -174,8 +174,9 @@ class Decoder:
                 when the call is refused.
             on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
             tokenizer, stop_strings: as in transformers.
-            **generate_kwargs: arguments of transformers' `generate` (max_new_tokens, do_sample, temperature, ...).
-                Stopping criteria are called after every token, with `scores=None`.
+            **generate_kwargs: arguments of transformers' `generate` (max_new_tokens, do_sample, temperature, ...), and
+                what a processor returns for images, videos and sounds (pixel_values, ...). Stopping criteria are called
+                after every token, with `scores=None`.
 
         Raises:
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop
@@ -328,12 +329,16 @@ class Decoder:
             reused = held.match(request.prompts, room=room, needs_all=needs_all)
         del held  # with its cache, which may have to make room for another
         cache = self._get_cache(request.batch_size, capacity)
-        return PromptReader(self._step, cache, request.prompts, request.source, stats, reused)
+        return PromptReader(self._step, cache, request.prompts, request.source, stats, reused, media=request.media)
 
     def _check_reuse(self, request: Request) -> None:
         if request.source is not None:
             raise ValueError(
                 f"reuse_cache is for prompts, and {type(self.target.model).__name__} reads a source anew: leave it out"
+            )
+        if request.media is not None:
+            raise ValueError(
+                "reuse_cache compares token ids, which do not tell one image or sound from another: leave it out"
             )
         if self.drafter is not None and not self.drafter.can_copy_rows:
             raise ValueError(

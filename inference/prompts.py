@@ -19,6 +19,8 @@ from inference.cache.source import Source
 from inference.cache.tree_cache import TreeCache
 from inference.execution.step import DecodeStep
 from inference.stats import GenerationStats
+from inference.targets.multimodal import Media
+from inference.targets.target import TargetOutput
 
 PREFILL_CHUNK = 512  # tokens of a row per eager forward pass
 MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own
@@ -120,6 +122,7 @@ class PromptReader:
         cache: with room for one row per prompt; it may be the cache of `reused`.
         source: of the rows of an encoder-decoder target.
         reused: the part that need not be read.
+        media: the prompts with their images, video or audio.
     """
 
     def __init__(
@@ -130,9 +133,11 @@ class PromptReader:
         source: Source | None,
         stats: GenerationStats,
         reused: Reused | None = None,
+        *,
+        media: Media | None = None,
     ) -> None:
         self.step, self.cache, self.prompts, self.source, self.stats = step, cache, prompts, source, stats
-        self._reused = reused
+        self._reused, self._media = reused, media
 
     def read(self) -> ReadPrompts:
         """Reads the part that is not held. Call it once."""
@@ -142,6 +147,8 @@ class PromptReader:
         """`read` chunk by chunk: yields the size of each chunk after it was read, and returns the result."""
         cache, prompts = self.cache, self.prompts
         reused, self._reused = self._reused, None
+        if self._media is not None:
+            return (yield from self._read_media(self._media))
         if reused is None:
             reused = yield from self._read_shared()
         if reused is None:
@@ -186,7 +193,7 @@ class PromptReader:
 
         All rows end in the last chunk: rows with less to read wait for the others.
         """
-        cache, drafter, device = self.cache, self.step.drafter, self.cache.lengths.device
+        cache, device = self.cache, self.cache.lengths.device
         rests = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
         longest = max(map(len, rests))
         chunk = self.step.compiled_chunk(longest) or PREFILL_CHUNK
@@ -206,19 +213,38 @@ class PromptReader:
             cache.length_bound = max(count + end for count, end in zip(kept, ends, strict=True))
             # The token after the last one of a prompt is not known yet.
             following = [rest[begin + 1 : end + 1] for rest, begin, end in spans]
-            if drafter is not None and any(following):
-                next_ids, num_slots = _pad(following, size, device)
-                view = cache.view_slots(cache.length_bound).shape[0]
-                drafter.extend(state, output.features, next_ids, num_slots, max_slots=view)
-            feature = None
-            if output.features is not None:
-                rows = torch.arange(len(rests), device=device)
-                feature = output.features[rows, (counts - 1).clamp(min=0)][:, None]
-            read = ReadPrompts(state, output.logits, feature)
+            read = self._hand_over(state, output, following, counts, size)
             del output  # or its features would stay alive during the next chunk
             yield size
         cache.length_floor = min(map(len, prompts))
         return read
+
+    def _read_media(self, media: Media) -> Generator[int, None, ReadPrompts]:
+        """Reads prompts with media, in one pass."""
+        cache, prompts = self.cache, self.prompts
+        cache.reset(len(prompts))
+        state = self._start(prompts)
+        output = self.step.read_media(cache, media)
+        self.stats.num_target_forwards += 1
+        read = self._hand_over(state, output, [prompt[1:] for prompt in prompts], media.counts, media.longest)
+        yield media.longest
+        cache.length_floor = min(map(len, prompts))
+        return read
+
+    def _hand_over(
+        self, state: Any, output: TargetOutput, following: Sequence[list[int]], counts: Tensor, size: int
+    ) -> ReadPrompts:
+        """Gives the drafter what was read: counts[b] of `size` tokens of each row, and those that follow."""
+        cache, drafter, device = self.cache, self.step.drafter, self.cache.lengths.device
+        if drafter is not None and any(following):
+            next_ids, num_slots = _pad(following, size, device)
+            view = cache.view_slots(cache.length_bound).shape[0]
+            drafter.extend(state, output.features, next_ids, num_slots, max_slots=view)
+        feature = None
+        if output.features is not None:
+            rows = torch.arange(len(counts), device=device)
+            feature = output.features[rows, (counts - 1).clamp(min=0)][:, None]
+        return ReadPrompts(state, output.logits, feature)
 
 
 def last_value(steps: Generator[int, None, ReadPrompts]) -> ReadPrompts:

@@ -50,6 +50,10 @@ class DraftRows(Cache):
         """[B] long, committed tokens per row."""
         return self.cache.lengths
 
+    def place(self, slots: Tensor) -> Tensor:
+        """As `TreeCache.place`."""
+        return self.cache.place(slots)
+
     def forget_levels(self, max_slots: int) -> None:
         """Begins a new draft.
 

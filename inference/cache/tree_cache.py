@@ -69,6 +69,8 @@ class TreeCache(Cache):
         window_sizes: for each distinct window a [W] long, of which only the shape matters: layers with this window see
             the last W of the S slots in view.
         source: the source of an encoder-decoder target (`Target.read_source`); None for other targets.
+        offsets: [B, 1] or [A, B, 1] long, by how much the positions of tokens after the prompts exceed their slots, on
+            each axis of the positions; None if positions are slots (`read_media`).
         states: of the recurrent layers; None for targets without any.
     """
 
@@ -105,6 +107,7 @@ class TreeCache(Cache):
         self.length_floor = 0
         self._num_used = 0  # slots that may hold something
         self.source: SourceMemory | None = None
+        self.offsets: Tensor | None = None
         self.states = states
         specs = [spec for spec in self.layer_specs if spec is not None]
         # Where the keys and values of each layer with attention are among all planes.
@@ -177,6 +180,10 @@ class TreeCache(Cache):
 
     def _note_use(self, num_slots: int) -> None:
         self._num_used = max(self._num_used, num_slots)
+
+    def place(self, slots: Tensor) -> Tensor:
+        """The positions [B, N] or [A, B, N] of tokens after the prompts, from their slots [B, N]."""
+        return slots if self.offsets is None else slots + self.offsets
 
     def open_slots(self, num_nodes: int, *, num_ahead: int = 0) -> int:
         """Opens the next `num_nodes` slots after every row's length for the coming forward pass; returns the view.
@@ -278,6 +285,8 @@ class TreeCache(Cache):
             self.states.keep_rows(rows)
         if self.source is not None:
             self.source.select_rows(pick_rows(self._every_slot, rows))
+        if self.offsets is not None:
+            self.offsets = self.offsets.index_select(-2, pick_rows(self._every_slot, rows))
 
     def add_rows(self, source: TreeCache, *, max_length: int) -> None:
         """Adds the rows of another cache of the same layers and capacity after the present ones.
@@ -288,6 +297,7 @@ class TreeCache(Cache):
             max_length: no row of `source` has more tokens.
         """
         assert source.source is None, "the rows of sources are read anew"
+        assert source.offsets is None, "rows with media are not added"
         assert source.capacity == self.capacity, "rows would not fit"
         first, last = self.batch_size, self.batch_size + source.batch_size
         if last > self.max_batch_size:
@@ -333,7 +343,7 @@ class TreeCache(Cache):
             self.states.reset(self.batch_size)
         self.length_bound = 0
         self.length_floor = 0
-        self.source = None
+        self.source = self.offsets = None
         self._set_view(0, 0)
 
     def held_length(self, row: int, most: int) -> int:
@@ -373,7 +383,7 @@ class TreeCache(Cache):
         self.lengths.copy_(lengths)
         self.length_bound = width
         self.length_floor = 0
-        self.source = None
+        self.source = self.offsets = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length_bound

@@ -111,6 +111,7 @@ class DistributedDecoder:
                 stop_strings=stop_strings,
                 generate_kwargs=generate_kwargs,
             )
+            request.refuse_media("distributed decoding")
             if request.batch_size > 1:
                 raise ValueError(f"texts are decoded one at a time, and this call has {request.batch_size} rows")
             if request.keeps_scores or request.keeps_logits:

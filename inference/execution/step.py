@@ -25,6 +25,7 @@ from inference.drafters.sampling import DraftSampling
 from inference.drafters.slots import NewSlots
 from inference.execution.executor import Executor
 from inference.noise import derive_seeds
+from inference.targets.multimodal import Media, read_media
 from inference.targets.target import Target, TargetOutput
 from inference.trees.policy import TreePolicy, run_eagerly
 from inference.trees.token_tree import TokenTree
@@ -159,6 +160,10 @@ class DecodeStep:
         self.target.read_source(cache, source)
         if self.drafter is not None:
             self.drafter.read_source(state, source.token_ids, source.mask)
+
+    def read_media(self, cache: TreeCache, media: Media) -> TargetOutput:
+        """Reads prompts with media, always eagerly (see `read_media` of targets)."""
+        return read_media(self.target, cache, media, feature_layers=self.feature_layers)
 
     def read_chunk(self, cache: TreeCache, token_ids: Tensor, counts: Tensor) -> TargetOutput:
         """Reads a chunk of prompts and commits it; tensors as in `Target.prefill`."""

@@ -108,6 +108,7 @@ class PipelinedDecoder:
             ValueError: as `Decoder.generate`; logits processors that read the text, such as a repetition penalty.
         """
         request = make_request(self.target, input_ids, attention_mask, generate_kwargs=generate_kwargs)
+        request.refuse_media("pipelined decoding")
         if names := sorted({type(one).__name__ for one in request.processors if type(one) not in PREFIX_FREE}):
             raise ValueError(
                 f"{', '.join(names)} reads the text, and here several tokens of the text are predicted at once: leave "

@@ -18,6 +18,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from inference.cache.source import Source
 from inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
 from inference.request.request import Request
+from inference.targets.media_proof import prove_media
+from inference.targets.multimodal import media_names, prepare_media
 from inference.targets.target import Target
 
 # Options that transformers accepts silently and this loop cannot honour: name -> (allowed values, cure).
@@ -74,14 +76,14 @@ def make_request(
     target.check_again()
     _refuse_arguments(target.model, generate_kwargs)
     check_prompt(input_ids, attention_mask)
+    media = sorted(media_names(target) & {name for name, value in generate_kwargs.items() if value is not None})
     model, given_ids = cast(Any, target.model), input_ids.to(target.device)
     if target.is_encoder_decoder:
         check_source(model, input_ids, attention_mask)
     elif attention_mask is not None:
-        # transformers' processors know padding only on the left. They look padding up, so it needs valid ids.
-        input_ids, attention_mask = pad_left(given_ids, attention_mask.to(target.device))
-        input_ids = input_ids.where((attention_mask != 0) | are_tokens(input_ids, target.num_embeddings), 0)
+        input_ids, attention_mask = _move_padding(target, given_ids, attention_mask.to(target.device), media)
     kwargs = dict(generate_kwargs)
+    kwargs |= {name: kwargs[name].to(target.device) for name in media if isinstance(kwargs[name], Tensor)}
     criteria = _take_stop_strings(model, tokenizer, stop_strings, kwargs)
     criteria += kwargs.pop("stopping_criteria", None) or []
 
@@ -93,7 +95,7 @@ def make_request(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Request:
-        _refuse_options(generation_config, model_kwargs.keys() & generate_kwargs.keys())
+        _refuse_options(generation_config, (model_kwargs.keys() & generate_kwargs.keys()) - {*media})
         mask = model_kwargs.get("decoder_attention_mask" if target.is_encoder_decoder else "attention_mask")
         source = _encoded_source(target, given_ids, model_kwargs) if target.is_encoder_decoder else None
         request = Request(
@@ -101,6 +103,7 @@ def make_request(
         )
         if not target.is_encoder_decoder:  # padding where the caller had it
             request.given_ids = given_ids.repeat_interleave(len(input_ids) // len(given_ids), dim=0)
+            _take_media(request, target, input_ids, {*media}, model_kwargs)
         return request
 
     request = model.generate(
@@ -111,6 +114,26 @@ def make_request(
         **kwargs,
     )
     return cast(Request, request)
+
+
+def _take_media(
+    request: Request, target: Target, input_ids: Tensor, names: Set[str], model_kwargs: dict[str, Any]
+) -> None:
+    """Gives a request the media among the arguments of its call, after the proof that the target reads them exactly."""
+    request.media = prepare_media(target, input_ids, [*map(len, request.prompts)], names, model_kwargs)
+    if request.media is not None:
+        prove_media(target, input_ids, request.media, frozenset(names), model_kwargs)
+
+
+def _move_padding(
+    target: Target, input_ids: Tensor, attention_mask: Tensor, media: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask with padding on the left, where transformers' processors expect it. They look padding up, so it gets
+    valid ids. Other arguments with an entry per token are not moved."""
+    padded_ids, mask = pad_left(input_ids, attention_mask)
+    if media and not torch.equal(mask, (attention_mask != 0).long()):
+        raise ValueError(f"give prompts with {', '.join(media)} padding on the left (padding_side='left')")
+    return padded_ids.where((mask != 0) | are_tokens(padded_ids, target.num_embeddings), 0), mask
 
 
 def _encoded_source(target: Target, given_ids: Tensor, model_kwargs: dict[str, Any]) -> Source:
@@ -143,7 +166,8 @@ def request_of_hook(
     name = type(target.model).__name__
     if target.is_encoder_decoder:
         raise ValueError(f"custom_generate does not give the sources that {name} reads: call inference.generate")
-    _refuse_options(config, model_kwargs.keys() - _PREPARED)
+    media = media_names(target) & {name for name, value in model_kwargs.items() if value is not None}
+    _refuse_options(config, model_kwargs.keys() - _PREPARED - media)
     mask = model_kwargs.get("attention_mask")
     check_prompt(input_ids, mask)
     past = model_kwargs.get("past_key_values")
@@ -151,9 +175,11 @@ def request_of_hook(
         raise ValueError("past_key_values holds tokens already, and this decode loop has its own cache: leave it out")
     real = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
     positions = model_kwargs.get("position_ids")
-    if positions is not None and not torch.equal((positions * real), (real.cumsum(1) - 1) * real):
+    if positions is not None and not media and not (positions * real == (real.cumsum(1) - 1) * real).all():
         raise ValueError("position_ids is not supported by this decode loop: leave it out")
-    return Request(input_ids, mask, processors, criteria, config, target, streamer)
+    request = Request(input_ids, mask, processors, criteria, config, target, streamer)
+    _take_media(request, target, input_ids, media, model_kwargs)
+    return request
 
 
 def _take_stop_strings(model: Any, tokenizer: Any, stop_strings: Any, kwargs: dict[str, Any]) -> list[Any]:
@@ -199,4 +225,4 @@ def _refuse_options(config: GenerationConfig, forward_names: Set[str]) -> None:
         if (value := getattr(config, name, None)) not in fine:
             raise ValueError(f"{name}={value!r} is not supported by this decode loop: {cure}")
     if dropped := sorted(forward_names - _READ):
-        raise ValueError(f"{', '.join(dropped)}: this decode loop gives the model only token ids; leave it out")
+        raise ValueError(f"{', '.join(dropped)}: this decode loop gives this model only token ids; leave it out")

@@ -18,6 +18,7 @@ from inference.request.processors import NO_TOKEN
 from inference.request.prompt_checks import check_token_ids, pad_left
 from inference.request.stopping import Stopping
 from inference.request.texts import Texts
+from inference.targets.multimodal import Media
 from inference.targets.target import Target
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Request:
         max_length: the most tokens of any row, prompt without padding included.
         unfinished: rows still decoding.
         source: of an encoder-decoder target; the prompts are then the first tokens of its decoder.
+        media: the prompts as a model reads them together with images, video or audio; None for text.
         given_ids: [B, L], the prompts with the caller's padding, as `sequences` returns them.
         keeps_scores, keeps_logits: whether the caller asked for them (and for a dictionary to hold them).
     """
@@ -66,6 +68,7 @@ class Request:
         self.processors = processors
         self.do_sample = bool(config.do_sample)
         self.streamer, self.source = streamer, source
+        self.media: Media | None = None
         self.eos_token_ids: set[int] = set()
         others: list[Any] = []
         limit: int | None = None  # on input_ids, padding included, as transformers counts
@@ -103,6 +106,11 @@ class Request:
                 reason,
             )
         self.budgets = cut
+
+    def refuse_media(self, purpose: str) -> None:
+        """Refuses (ValueError) prompts with images, video or audio."""
+        if self.media is not None:
+            raise ValueError(f"{purpose} reads prompts of text only, without images, video or audio: use generate()")
 
     @property
     def batch_size(self) -> int:

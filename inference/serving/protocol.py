@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -38,6 +38,15 @@ class Message(BaseModel):
 
     role: str
     content: str | list[TextPart] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _refuse_media(cls, content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise ValueError(f"a part is of type {kind!r}: this server reads text; inference.generate reads images")
+        return content
 
     def for_template(self) -> dict[str, Any]:
         """The given fields, with the parts of the content as one string."""

@@ -61,6 +61,7 @@ class Findings:
         first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
         is_known_invariant: not empty once the model has passed the check of batch-invariant mode.
         recurrence: its recurrent layers; None if it has none.
+        proven_media: sets of arguments of images, video or audio after which its text was proven (`prove_media`).
     """
 
     layer_specs: tuple[LayerSpec | None, ...]
@@ -72,6 +73,7 @@ class Findings:
     first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
     is_known_invariant: list[bool] = field(default_factory=list, compare=False)
     recurrence: Recurrence | None = None
+    proven_media: set[frozenset[str]] = field(default_factory=set, compare=False)
 
 
 def examine_model(
@@ -105,6 +107,8 @@ def _examine_with(
             output_hidden_states=[0],
             return_dict=True,
         )
+    if getattr(output, "last_hidden_state", None) is None:
+        raise ValueError(f"{name} does not hand out its last hidden states: a later release of transformers may")
     specs = cache.list_specs(list_attention(text_config))
     num_states = len(output.hidden_states or ())
     if num_states != len(specs) + 1:

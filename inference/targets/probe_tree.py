@@ -121,8 +121,8 @@ class RecordingCache(Cache):
         """
         if missing := [i for i, layer in enumerate(layers) if layer.has_attention and i not in self.specs]:
             raise ValueError(
-                f"layers {missing} of {self.name} never write keys and values into the cache (shared or recurrent "
-                f"layers), so they cannot be rolled back after a rejected draft"
+                f"layers {missing} of {self.name} never write keys and values into the cache (shared, recurrent or "
+                f"cross-attention layers), so they cannot be rolled back after a rejected draft"
             )
         return tuple(
             replace(self.specs[i], window=layer.window) if i in self.specs else None for i, layer in enumerate(layers)

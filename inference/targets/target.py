@@ -303,8 +303,7 @@ class Target:
             is_even = cache.length_floor + start == cache.length_bound
             positions = self._cut_positions(cache.lengths[:, None] + depths)
             masks = self.masks.of_prompts(cache, positions, is_even=is_even)
-            if self._mixers is not None:
-                self._mixers.plan_reading(cache.states, real, size)
+            self.plan_reading(cache, real, size)
             output = self._run(cache, chunk, positions, masks, positions, feature_layers)
             scores = output.last if output.logits is None else output.logits
             row_last = scores[torch.arange(len(counts), device=scores.device), (real - 1).clamp(min=0)]
@@ -318,6 +317,11 @@ class Target:
             last = self.compute_logits(rows)[: len(last)]
         joined = torch.cat(features, dim=1) if len(features) > 1 else features[0] if features else None
         return TargetOutput(last[:, None], joined)
+
+    def plan_reading(self, cache: TreeCache, counts: Tensor, num_tokens: int) -> None:
+        """Before a pass over prompts: recurrent layers will read the first counts[b] of `num_tokens` tokens."""
+        if self._mixers is not None:
+            self._mixers.plan_reading(cache.states, counts, num_tokens)
 
     @torch.no_grad()
     def verify(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
@@ -369,7 +373,8 @@ class Target:
         node_positions = self._cut_positions(rows.lengths[:, None] + rows.depths)
         positions = self._cut_positions(rows.lengths[:, None] + rows.depth).expand_as(token_ids)
         masks = self.masks.in_view(rows, positions, node_positions, ancestors)
-        output = self.backbone.run(self.findings.first_layers[num_layers], token_ids, positions, masks, rows)
+        places = rows.place(positions)
+        output = self.backbone.run(self.findings.first_layers[num_layers], token_ids, places, masks, rows)
         hidden: Tensor = output.last_hidden_state
         return hidden.to(self.device)
 
@@ -480,7 +485,7 @@ class Target:
             return PassOutput(logits[..., :0], None, logits)
         has_own_logits = self.findings.scale_logits is None
         return self.backbone.read(
-            token_ids, positions, masks, cache, feature_layers=feature_layers, with_logits=has_own_logits
+            token_ids, cache.place(positions), masks, cache, feature_layers=feature_layers, with_logits=has_own_logits
         )
 
     def refuse_features(self) -> None:

@@ -21,6 +21,7 @@ from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
+from inference.targets.auto_class import find_auto_class_of
 from inference.trees.options import resolve_policy
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -49,7 +50,7 @@ def load_target(name: str, *, dtype: str = "auto", device: str | None = None) ->
     disable_progress_bar()  # a bar for each file of weights would clutter a chat
     check_folder(name)
     device = check_device(device)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).requires_grad_(False).eval().to(device)
+    model = find_auto_class_of(name).from_pretrained(name, dtype=dtype).requires_grad_(False).eval().to(device)
     return Target(model), AutoTokenizer.from_pretrained(name)
 
 

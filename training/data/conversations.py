@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # A conversation is one text, the JSON of `training.data.layouts.parse_record`: tool calls fit no fixed columns.
 _PARSED = datasets.Features({"conversation": datasets.Value("string"), "problem": datasets.Value("string")})
 # Part of the cache key of parsed files: raise it when the code below gives another result.
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 _ROWS_AT_A_TIME = 256
 
 

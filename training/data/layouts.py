@@ -26,6 +26,8 @@ _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
+# Columns of what heads are not trained on. The text alone would be another conversation.
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Keys of a turn that hold its thoughts; we keep the first name, which most chat templates read.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
@@ -147,6 +149,11 @@ def parse_record(record: Any, record_format: RecordFormat = AUTO) -> dict[str, A
     """
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got {type(record).__name__}")
+    if media := [column for column in _MEDIA if record.get(column)]:
+        raise ValueError(
+            f"the conversation has `{'`, `'.join(media)}`, and heads are trained on conversations of text; heads that "
+            "were trained on text also draft after images"
+        )
     layout = record_format.find_layout(record)
     if layout.turns:
         messages = _parse_turns(record[layout.turns], layout.turns, alternates=layout.alternates)

@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+
+from inference.targets.auto_class import find_auto_class
 
 Sharding = Literal["none", "fsdp2", "tp"]
 
@@ -70,7 +71,7 @@ def plan_tensor_parallel(config: Any) -> Any:
             "install a newer one (5.23 was tested), or give fsdp2"
         ) from error
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = find_auto_class(config).from_config(config)
     whole = (model.get_input_embeddings(), model.get_output_embeddings())
     plan = {name: "replicate" for name, module in model.named_modules() if module in whole}
     return make_config(tp_plan=plan)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.integrations import deepspeed as integration
 from transformers.utils import logging as transformers_logging
 
@@ -19,6 +19,7 @@ from heads import DraftHeads
 from heads.adapter import find_adapter_of, load_adapter
 from heads.kinds.mtp import MTPHeads
 from inference import Target
+from inference.targets.auto_class import find_auto_class, find_auto_class_of
 from training.distributed.waiting import one_process_at_a_time
 from training.features.sharded_target import check_processes, plan_tensor_parallel, split_layers
 from training.features.target_options import ModelArguments, PlacementArguments
@@ -70,8 +71,9 @@ def load_model(
 
 
 def _load(model_args: ModelArguments, **options: Any) -> Any:
+    auto_class = find_auto_class_of(model_args.target, trust_remote_code=model_args.trust_remote_code)
     with loading_whole():
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = auto_class.from_pretrained(
             model_args.target,
             dtype=model_args.target_dtype,
             attn_implementation=model_args.attn_implementation,
@@ -139,7 +141,7 @@ def load_first_layers(model_args: ModelArguments, num_layers: int, device: torch
     transformers_logging.set_verbosity_error()  # it would warn of the layers that are left out
     try:
         with loading_whole():
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = find_auto_class(config).from_pretrained(
                 model_args.target,
                 config=config,
                 dtype=model_args.target_dtype,

@@ -19,11 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from heads import HEAD_TYPES, DraftHeads
 from heads.formats.native_mtp import find_modules
 from heads.kinds.eagle3 import default_draft_vocabulary
+from inference.targets.auto_class import find_auto_class
 from inference.targets.model_config import find_length_limit
 from training.distributed.launch import count_launched, is_requested
 
@@ -110,7 +111,7 @@ class Shape:
         whole = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         config = whole.get_text_config()
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(whole, trust_remote_code=trust_remote_code)
+            model: Any = find_auto_class(whole).from_config(whole, trust_remote_code=trust_remote_code)
         layers = max((part for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=_count)
         quantized = getattr(whole, "quantization_config", None) is not None
         return cls(config, _count(model), _count(layers[-1]), quantized)

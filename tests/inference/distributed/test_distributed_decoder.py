@@ -18,6 +18,7 @@ from tests.heads.tiny_heads import tiny_heads
 from tests.inference.distributed.fake_link import FakeLink
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_multimodal import multimodal_target, prompts_with_media
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 NUM_NEW = 24
@@ -197,6 +198,11 @@ def test_calls_that_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=error):
             decoder.generate(prompt, **{"max_new_tokens": 4, "do_sample": False, **kwargs})
+    sees = multimodal_target("llava")
+    with pytest.raises(ValueError, match="distributed decoding reads prompts of text only"):
+        DistributedDecoder(sees, NgramDrafter(), link=fake(sees)).generate(
+            **prompts_with_media("llava"), max_new_tokens=4
+        )
     with pytest.raises(TypeError, match="drafter is str"):
         DistributedDecoder(target, "heads", link=fake(target))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lookahead is 0"):

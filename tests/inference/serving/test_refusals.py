@@ -85,6 +85,14 @@ def test_bad_options_are_named(client: httpx.Client, change: dict[str, Any], par
     assert assert_refused(client.post("/chat/completions", json=CHAT | change))["param"] == param
 
 
+def test_images_are_refused_by_their_type(client: httpx.Client) -> None:
+    content = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "cat.png"}}]
+    error = assert_refused(
+        client.post("/chat/completions", json=CHAT | {"messages": [{"role": "user", "content": content}]})
+    )
+    assert "a part is of type 'image_url': this server reads text" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
