@@ -25,6 +25,7 @@ from inference.targets.model_config import (
     chooses_experts,
     find_attention,
     find_layer_windows,
+    find_types_without_attention,
     is_quantised,
     list_attention,
 )
@@ -168,9 +169,10 @@ def _takes_packed_masks(
         return False
     cache = _open_cache(type(model).__name__, tree, mixers)
     try:
+        masks = tree.pack_masks(windows, find_types_without_attention(text_config))
         with grouped_attention(text_config):
             found = model.base_model(
-                **name_arguments(model, tree.token_ids, tree.pack_masks(windows), tree.positions, cache),
+                **name_arguments(model, tree.token_ids, masks, tree.positions, cache),
                 use_cache=True,
                 return_dict=True,
             ).last_hidden_state

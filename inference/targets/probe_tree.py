@@ -17,6 +17,7 @@ from transformers import Cache
 from inference.cache.recurrent_states import RecurrentStates
 from inference.cache.tree_cache import LayerSpec, PlaneSpec
 from inference.kernels.packed_masks import pack_tree
+from inference.targets.masks import join_masks
 from inference.targets.model_config import LayerAttention
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
@@ -65,7 +66,7 @@ class ProbeTree:
         key_positions = _insert_gap(positions, 1)
         return cls(token_ids, positions, key_positions, make_masks(_insert_gap(allowed, 2), positions, key_positions))
 
-    def pack_masks(self, windows: dict[str, int | None]) -> Any:
+    def pack_masks(self, windows: dict[str, int | None], without: tuple[str, ...]) -> Any:
         """The same tree as packed masks: a committed token, and three nodes after the gap."""
         allowed = torch.eye(4, dtype=torch.bool, device=self.token_ids.device)[None, :, 1:]
         one = self.positions.new_ones(1, 1)
@@ -73,7 +74,7 @@ class ProbeTree:
             layer_type: pack_tree(allowed, one, one + _GAP, origin=0 * one[0], window=window)
             for layer_type, window in windows.items()
         }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return join_masks(masks, without)
 
     @property
     def parents(self) -> Tensor:
