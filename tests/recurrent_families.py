@@ -127,4 +127,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("falcon_mamba", {**_SHAPE, "state_size": 8, "time_step_rank": 4}),
 }
 HAS_STATES = hasattr(cache_utils, "LinearAttentionLayer")
-NAMES = tuple(name for name, (kind, _) in FAMILIES.items() if HAS_STATES and kind in CONFIG_MAPPING)  # older releases of transformers have no cache for them
+NAMES = tuple(
+    name for name, (kind, _) in FAMILIES.items() if HAS_STATES and kind in CONFIG_MAPPING
+)  # older releases of transformers have no cache for them

@@ -119,7 +119,8 @@ def _examine_with(
     check_finite(model, "hidden states", [plain_hidden, longer, other], output.last_hidden_state)
     _check_window(model, text_config, token_ids, make_masks)
     noise = _measure_noise(model, plain_hidden[0], longer[:2], other[:2])
-    check_branches(cache, output.last_hidden_state[0], plain_hidden[0], noise)
+    has_single = is_single(plain_hidden, model)
+    check_branches(cache, output.last_hidden_state[0], plain_hidden[0], noise, has_single=has_single)
     logits = model(**plain).logits
     check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # some models forbid ids with -inf
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
@@ -155,7 +156,7 @@ def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeM
     check_finite(model, "encoder's last states", [encoded.last_hidden_state])
     check_finite(model, "logits", [logits], tree_logits)
     specs = cache.list_specs([LayerAttention(True, None)] * (1 + max(cache.specs, default=0)))
-    check_branches(cache, tree_logits[0], logits[0], noise=0.0)
+    check_branches(cache, tree_logits[0], logits[0], noise=0.0, has_single=is_single(logits, model))
     return Findings(specs, None, logits.shape[-1], None, _takes_inference_mode(lambda: model(**plain)))
 
 
@@ -180,7 +181,7 @@ def _takes_packed_masks(
     except MODEL_ERRORS as failure:
         logger.info("%s does not run under packed masks: %s", type(model).__name__, failure)
         error = float("inf")
-    is_same = error <= (1e-3 if is_single(states) else 0.1)
+    is_same = error <= (1e-3 if is_single(states, model) else 0.1)
     if not is_same and can_use_kernel(states.device):
         logger.warning(
             "attention in Triton is not used: it does not run here, or changes the states of %s by %.2g. Trees are "
@@ -238,7 +239,7 @@ def _measure_noise(model: Any, hidden: Tensor, longer: Tensor, other: Tensor) ->
     """
     name, size = type(model).__name__, float(hidden.float().norm())
     noise, leak = (float((longer - states).float().norm()) / size for states in (hidden, other))
-    rounding = 1e-3 if is_single(hidden) else 0.03
+    rounding = 1e-3 if is_single(hidden, model) else 0.03
     has_quantised = is_quantised(model)
     allowed = 0.1 if has_quantised else rounding
     allowed_leak = allowed if has_quantised or chooses_experts(model) else rounding / 30

@@ -98,14 +98,25 @@ def test_documents_of_a_row_do_not_leak_into_each_other() -> None:
         torch.testing.assert_close(packed.features[:, span], alone.features, atol=1e-4, rtol=1e-4)
 
 
-def test_the_model_is_not_changed() -> None:
-    model = tiny_target("falcon_h1", initializer_range=0.3)
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5"])
+def test_the_model_is_not_changed(family: str) -> None:
+    model = tiny_target(family, initializer_range=0.3)
     prompt = random_prompt(9)
-    before = model(prompt).logits
+    before = model(prompt, output_hidden_states=True)
     attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
     Target(model)
     assert attributes == {name: sorted(vars(module)) for name, module in model.named_modules()}
-    assert torch.equal(model(prompt).logits, before)
+    after = model(prompt, output_hidden_states=True)
+    assert torch.equal(after.logits, before.logits)
+    assert len(after.hidden_states) == len(before.hidden_states)
+
+
+def test_a_new_model_has_one_hook_per_layer() -> None:
+    """transformers adds them when states are first asked for; its layers are partly shared with a copy."""
+    model = tiny_target("qwen3_5", initializer_range=0.3)
+    for _ in range(2):
+        Target(model)
+    assert len(model(random_prompt(9), output_hidden_states=True).hidden_states) == 5
 
 
 def test_heads_bind() -> None:
