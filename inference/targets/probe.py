@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import LayerSpec
 from inference.kernels.attention import STOCK, can_use_kernel, grouped_attention
+from inference.targets.backbone import narrow
 from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.model_config import (
     LayerAttention,
@@ -123,7 +124,8 @@ def _examine_with(
     check_branches(cache, output.last_hidden_state[0], plain_hidden[0], noise, has_single=has_single)
     logits = model(**plain).logits
     check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # some models forbid ids with -inf
-    scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
+    last = narrow(plain_hidden, model.dtype)
+    scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), last, logits)
     is_fast = _takes_inference_mode(lambda: model(**plain))
     takes_packed = _takes_packed_masks(model, text_config, tree, output.last_hidden_state, mixers)
     return Findings(

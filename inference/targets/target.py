@@ -131,7 +131,9 @@ class Target:
             self.num_layers = len(self.findings.layer_specs)  # the config's number may be the encoder's
         self.vocab_size: int = self.findings.vocab_size
         self.state_size = self.findings.state_size
-        self.backbone = Backbone(model, self._runnable, num_layers=self.num_layers, device=self.device)
+        self.backbone = Backbone(
+            model, self._runnable, num_layers=self.num_layers, device=self.device, dtype=self.dtype
+        )
         if findings is None and self.is_recurrent:
             check_rollback(self)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.lossless.matrix.cases import Outcome, run_case
-from tests.lossless.matrix.cells import BATCHES, Cell
+from tests.lossless.matrix.cells import BATCHES, RECURRENT_BATCHES, Cell
 from tests.lossless.matrix.drafters import DEPTH, STATIC_PATHS
 
 SAME, NEAR_TIE, DIFFERENT = "identical", "near-tie", "DIFFERENT"
@@ -118,10 +118,14 @@ def find_gaps(results: Sequence[Result], *, is_whole: bool = False) -> list[str]
     gaps = []
     if is_whole and (tokens := sum(result.tokens for result in results)) < TOKENS_AT_LEAST:
         gaps.append(f"{tokens:,} tokens were compared, and at least {TOKENS_AT_LEAST:,} are to be")
-    greedy = [result for result in results if result.part == "greedy"]
+    greedy = [
+        result
+        for result in results
+        if result.part == "greedy" or (result.part == "recurrent" and result.sampling == "greedy")
+    ]
     for target in dict.fromkeys((result.family, result.attention) for result in greedy):
         own = [result for result in greedy if (result.family, result.attention) == target]
-        if {result.batch for result in own} != set(BATCHES):
+        if {result.batch for result in own} != set(BATCHES if own[0].part == "greedy" else RECURRENT_BATCHES):
             continue  # a selection of cells
         name = " ".join(target)
         reached = {

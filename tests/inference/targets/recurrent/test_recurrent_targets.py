@@ -87,15 +87,25 @@ def test_what_recurrent_targets_cannot_do() -> None:
         target.prepare_first_layers(2)
 
 
-def test_documents_of_a_row_do_not_leak_into_each_other() -> None:
-    target = target_of("qwen3_5", initializer_range=0.3)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("qwen3_5", "mamba2", "lfm3") else pytest.mark.slow)
+        for family in RECURRENT_FAMILIES
+    ],
+)
+def test_packed_documents_do_not_leak_into_each_other(family: str) -> None:
+    """States of a packed row are those of its documents by themselves. Read as one text, they would not be."""
+    target = target_of(family, initializer_range=0.3)
     row = random_prompt(12)
-    packed = encode(
-        target, row, torch.ones_like(row), feature_layers=[1, 4], document_ids=torch.tensor([[0] * 5 + [1] * 7])
-    )
+    options: dict[str, Any] = {"feature_layers": [1, target.num_layers]}
+    packed = encode(target, row, torch.ones_like(row), document_ids=torch.tensor([[0] * 5 + [1] * 7]), **options)
+    leaking = encode(target, row, torch.ones_like(row), **options)
     for span in (slice(5), slice(5, None)):
-        alone = encode(target, row[:, span], torch.ones_like(row[:, span]), feature_layers=[1, 4])
+        alone = encode(target, row[:, span], torch.ones_like(row[:, span]), **options)
         torch.testing.assert_close(packed.features[:, span], alone.features, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(packed.last_hidden[:, span], alone.last_hidden, atol=1e-4, rtol=1e-4)
+    assert (leaking.last_hidden[:, 5:] - packed.last_hidden[:, 5:]).abs().amax() > 0.1
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5"])
