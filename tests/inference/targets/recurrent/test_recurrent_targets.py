@@ -14,7 +14,9 @@ from inference.cache.recurrent_states import RecurrentStates
 from inference.targets.encoding import encode
 from inference.targets.recurrent import finding
 from inference.targets.recurrent.proving import check_rollback
+from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
+from tests.inference.targets.recurrent import families_table
 from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, target_of, tiny_target
 
 pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of transformers has no cache for states")
@@ -134,3 +136,10 @@ def test_heads_bind() -> None:
     output = Decoder(target_of("qwen3_5"), heads).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
     plain = Decoder(target_of("qwen3_5")).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
     assert torch.equal(output.sequences, plain.sequences)
+
+
+def test_the_table_of_families_is_what_is_found() -> None:
+    page = (REPOSITORY / "docs/targets.md").read_text()
+    _, begin, rest = page.partition(families_table.BEGIN)
+    found, end, _ = rest.partition(families_table.END)
+    assert begin + found + end == families_table.render_table()
