@@ -185,7 +185,11 @@ def check_attention_shape(num_attention_heads: int, num_key_value_heads: int, he
 
 def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
     """The shape that a draft decoder layer inherits from a target's (text) config, under the heads' own keys."""
-    num_heads = int(config.num_attention_heads)
+    if has_attention := getattr(config, "num_attention_heads", None) is not None:
+        num_heads = int(config.num_attention_heads)
+    else:  # Mamba: the usual 64 channels each; its config's head_dim is another
+        num_heads = max(1, int(config.hidden_size) // 64)
+    head_dim = getattr(config, "head_dim", None) if has_attention else None
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if per_layer_type := [value for value in rope.values() if isinstance(value, dict)]:  # Gemma 3
         rope = rope.get("full_attention", per_layer_type[0])
@@ -206,7 +210,7 @@ def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "num_attention_heads": num_heads,
         "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or num_heads),
-        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+        "head_dim": int(head_dim or config.hidden_size // num_heads),
         "intermediate_size": int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         "hidden_act": activation,
         "rms_norm_eps": float(norm_eps),

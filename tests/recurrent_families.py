@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import cache_utils
+from transformers import CONFIG_MAPPING, cache_utils
 
 _SHAPE = {"num_hidden_layers": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -15,6 +15,22 @@ _DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+}
+_THREE_OF_FOUR = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+# Latent attention; one dense layer, then experts.
+_KIMI = {
+    **_SHAPE,
+    "layer_types": _THREE_OF_FOUR,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "topk_group": 1,
 }
 _CONVOLUTIONS = {**_SHAPE, "layer_types": ["conv", "conv", "full_attention", "conv"]}
 _MAMBA2 = {
@@ -33,6 +49,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", _DELTA_NET),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**_DELTA_NET, **_SHARED_EXPERT}),
     "olmo_hybrid": ("olmo_hybrid", {**_DELTA_NET, "linear_num_key_heads": 4}),
+    "kimi_linear": ("kimi_linear", {**_KIMI, "linear_head_dim": 8, "linear_num_heads": 4}),
+    "bailing_hybrid": ("bailing_hybrid", {**_KIMI, "head_dim": 8, "n_group": 2, "num_mtp_layers": 0}),
     "granitemoehybrid": (
         "granitemoehybrid",
         {
@@ -78,6 +96,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("lfm2", _CONVOLUTIONS),
     "lfm2_moe": ("lfm2_moe", {**_CONVOLUTIONS, **_EXPERTS}),
+    # Two kinds of attention, so a mask for each type of layer.
+    "lfm3": (
+        "lfm3",
+        {
+            **_SHAPE,
+            "head_dim": 8,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            "sliding_window": 8,
+        },
+    ),
+    # A convolution and a delayed value before the attention of every layer.
+    "zaya": (
+        "zaya",
+        {
+            **_SHAPE,
+            "head_dim": 8,
+            "num_experts": 4,
+            "moe_intermediate_size": 64,
+            "router_hidden_size": 16,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid", "hybrid_sliding"],
+            "sliding_window": 8,
+        },
+    ),
     "mamba2": ("mamba2", {**_SHAPE, "chunk_size": 8, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1}),
     # Mixers that read several tokens from the beginning of a text only.
     "jamba": ("jamba", {**_MAMBA, "num_experts": 4}),
@@ -86,4 +127,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("falcon_mamba", {**_SHAPE, "state_size": 8, "time_step_rank": 4}),
 }
 HAS_STATES = hasattr(cache_utils, "LinearAttentionLayer")
-NAMES = tuple(FAMILIES) if HAS_STATES else ()  # older releases of transformers have no cache for them
+NAMES = tuple(
+    name for name, (kind, _) in FAMILIES.items() if HAS_STATES and kind in CONFIG_MAPPING
+)  # older releases of transformers have no cache for them

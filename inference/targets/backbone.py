@@ -42,13 +42,17 @@ class Backbone:
         causal_lm: the transformers model inside `model`.
         num_layers: n.
         device: of the outputs.
+        dtype: of the model.
     """
 
-    def __init__(self, model: nn.Module, causal_lm: Any, *, num_layers: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, causal_lm: Any, *, num_layers: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.model = model
         self.causal_lm = causal_lm
         self.num_layers = num_layers
         self.device = device
+        self.dtype = dtype
         self._text_config = causal_lm.config.get_text_config()
         # Models without this interface (Falcon) compare the implementation with "sdpa" and would take the name of
         # grouped attention for eager attention.
@@ -75,14 +79,17 @@ class Backbone:
         end = self.num_layers
         if with_logits:
             output = self.run(self.causal_lm, token_ids, positions, masks, cache, [*feature_layers, end])
-            last: Tensor = output.hidden_states[end].to(self.device)
+            last = self._take(output.hidden_states[end])
         else:  # the last state is `last_hidden_state`: asking for it by number would keep it twice
             layers = [layer for layer in feature_layers if layer != end]
             output = self.run(self.causal_lm.base_model, token_ids, positions, masks, cache, layers)
-            last = output.last_hidden_state.to(self.device)
-        states = [last if layer == end else output.hidden_states[layer].to(self.device) for layer in feature_layers]
+            last = self._take(output.last_hidden_state)
+        states = [last if layer == end else self._take(output.hidden_states[layer]) for layer in feature_layers]
         features = torch.cat(states, dim=-1) if states else None
         return PassOutput(last, features, output.logits.to(self.device) if with_logits else None)
+
+    def _take(self, states: Tensor) -> Tensor:
+        return narrow(states.to(self.device), self.dtype)
 
     def run(
         self,
@@ -111,3 +118,9 @@ class Backbone:
     def attention(self) -> AbstractContextManager[Any]:
         """Active while the model runs: grouped attention in the place of transformers' sdpa."""
         return grouped_attention(self._text_config) if self.has_attention_interface else nullcontext()
+
+
+def narrow(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """States in the model's dtype, also of models (Mamba, Zaya) that add up residuals in float32: its LM head reads
+    them so."""
+    return states.to(dtype) if states.dtype.itemsize > dtype.itemsize else states

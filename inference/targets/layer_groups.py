@@ -96,7 +96,7 @@ class LayerGroups:
             wanted = states[group * self.group_size]
             found = self.target.apply_final_norm(hidden) if group == self.num_groups else hidden
             difference = float((found - wanted).float().norm() / wanted.float().norm())
-            if not difference <= (1e-4 if is_single(wanted) else 1e-2):
+            if not difference <= (1e-4 if is_single(wanted, causal_lm) else 1e-2):
                 raise ValueError(
                     f"group {group} of the layers of {name} has the weights of the first, and gives other states "
                     f"(they differ by {difference:.2g}): its layers depend on their place, so they cannot be pipelined"

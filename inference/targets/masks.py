@@ -28,12 +28,14 @@ class TreeMasks:
     Attributes:
         windows: sliding window in positions, or None for full attention, per layer type.
         dtype: the model's, which its additive masks must have.
+        without: types of layers without attention, which get None as their mask.
         packs_prompts: the masks of prompts of one length are packed if there are more than `FEW_SLOTS` slots.
         packs_all: all masks are packed, since the Triton kernels read them.
     """
 
     windows: dict[str, int | None]
     dtype: torch.dtype
+    without: tuple[str, ...] = ()
     packs_prompts: bool = False
     packs_all: bool = False
 
@@ -98,8 +100,7 @@ class TreeMasks:
     def _make_each(self, make: Callable[[int | None], Tensor]) -> Any:
         """One mask, or a dict per layer type for models with several types, from each type's window; None for models
         without attention."""
-        masks = {layer_type: make(window) for layer_type, window in self.windows.items()}
-        return masks if len(masks) > 1 else next(iter(masks.values()), None)
+        return join_masks({layer_type: make(window) for layer_type, window in self.windows.items()}, self.without)
 
     def _make_mask(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
         seen = allowed
@@ -107,3 +108,8 @@ class TreeMasks:
             seen = allowed & (key_positions[:, None, :] > query_positions[:, :, None] - window)
         shut = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=seen.device)
         return torch.where(seen, torch.zeros_like(shut), shut)[:, None]
+
+
+def join_masks(masks: dict[str, Tensor], without: tuple[str, ...]) -> Any:
+    """The masks of the types of layers with attention as a model takes them."""
+    return {**dict.fromkeys(without), **masks} if len(masks) > 1 else next(iter(masks.values()), None)

@@ -192,6 +192,12 @@ def find_layer_windows(text_config: Any) -> dict[str, int | None]:
     return windows
 
 
+def find_types_without_attention(text_config: Any) -> tuple[str, ...]:
+    """The distinct types of layers that are not in `find_layer_windows`."""
+    types = set(getattr(text_config, "layer_types", None) or ())
+    return tuple(sorted(types - set(find_layer_windows(text_config))))
+
+
 @dataclass(frozen=True)
 class LayerAttention:
     """has_attention: the layer writes keys and values; window: as in `LayerSpec`."""

@@ -144,7 +144,7 @@ def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
         states = decoder(input_ids=token_ids, use_cache=False, output_hidden_states=True, return_dict=True)
     wanted = states.hidden_states[num_layers].to(found.device)
     difference = float((found - wanted).float().norm() / wanted.float().norm())
-    if not difference <= (1e-4 if is_single(wanted) else 1e-2):
+    if not difference <= (1e-4 if is_single(wanted, causal_lm) else 1e-2):
         raise ValueError(
             f"the first {num_layers} layers of {name} give other states by themselves than within the whole model "
             f"(they differ by {difference:.2g})"

@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 from inference.cache.source import Source, SourceMemory
 from inference.cache.tree_cache import LayerSpec
 from inference.kernels.attention import STOCK, can_use_kernel, grouped_attention
+from inference.targets.backbone import narrow
 from inference.targets.encoder_decoder import PlacedDecoder
 from inference.targets.model_config import (
     LayerAttention,
     chooses_experts,
     find_attention,
     find_layer_windows,
+    find_types_without_attention,
     is_quantised,
     list_attention,
 )
@@ -122,10 +124,12 @@ def _examine_with(
     check_finite(model, "hidden states", [plain_hidden, longer, other], output.last_hidden_state)
     _check_window(model, text_config, token_ids, make_masks)
     noise = _measure_noise(model, plain_hidden[0], longer[:2], other[:2])
-    check_branches(cache, output.last_hidden_state[0], plain_hidden[0], noise)
+    has_single = is_single(plain_hidden, model)
+    check_branches(cache, output.last_hidden_state[0], plain_hidden[0], noise, has_single=has_single)
     logits = model(**plain).logits
     check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # some models forbid ids with -inf
-    scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), plain_hidden, logits)
+    last = narrow(plain_hidden, model.dtype)
+    scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), last, logits)
     is_fast = _takes_inference_mode(lambda: model(**plain))
     takes_packed = _takes_packed_masks(model, text_config, tree, output.last_hidden_state, mixers)
     return Findings(
@@ -158,7 +162,7 @@ def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeM
     check_finite(model, "encoder's last states", [encoded.last_hidden_state])
     check_finite(model, "logits", [logits], tree_logits)
     specs = cache.list_specs([LayerAttention(True, None)] * (1 + max(cache.specs, default=0)))
-    check_branches(cache, tree_logits[0], logits[0], noise=0.0)
+    check_branches(cache, tree_logits[0], logits[0], noise=0.0, has_single=is_single(logits, model))
     return Findings(specs, None, logits.shape[-1], None, _takes_inference_mode(lambda: model(**plain)))
 
 
@@ -172,9 +176,10 @@ def _takes_packed_masks(
         return False
     cache = _open_cache(type(model).__name__, tree, mixers)
     try:
+        masks = tree.pack_masks(windows, find_types_without_attention(text_config))
         with grouped_attention(text_config):
             found = model.base_model(
-                **name_arguments(model, tree.token_ids, tree.pack_masks(windows), tree.positions, cache),
+                **name_arguments(model, tree.token_ids, masks, tree.positions, cache),
                 use_cache=True,
                 return_dict=True,
             ).last_hidden_state
@@ -182,7 +187,7 @@ def _takes_packed_masks(
     except MODEL_ERRORS as failure:
         logger.info("%s does not run under packed masks: %s", type(model).__name__, failure)
         error = float("inf")
-    is_same = error <= (1e-3 if is_single(states) else 0.1)
+    is_same = error <= (1e-3 if is_single(states, model) else 0.1)
     if not is_same and can_use_kernel(states.device):
         logger.warning(
             "attention in Triton is not used: it does not run here, or changes the states of %s by %.2g. Trees are "
@@ -240,7 +245,7 @@ def _measure_noise(model: Any, hidden: Tensor, longer: Tensor, other: Tensor) ->
     """
     name, size = type(model).__name__, float(hidden.float().norm())
     noise, leak = (float((longer - states).float().norm()) / size for states in (hidden, other))
-    rounding = 1e-3 if is_single(hidden) else 0.03
+    rounding = 1e-3 if is_single(hidden, model) else 0.03
     has_quantised = is_quantised(model)
     allowed = 0.1 if has_quantised else rounding
     allowed_leak = allowed if has_quantised or chooses_experts(model) else rounding / 30

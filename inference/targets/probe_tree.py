@@ -17,6 +17,7 @@ from transformers import Cache
 from inference.cache.recurrent_states import RecurrentStates
 from inference.cache.tree_cache import LayerSpec, PlaneSpec
 from inference.kernels.packed_masks import pack_tree
+from inference.targets.masks import join_masks
 from inference.targets.model_config import LayerAttention
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
@@ -65,7 +66,7 @@ class ProbeTree:
         key_positions = _insert_gap(positions, 1)
         return cls(token_ids, positions, key_positions, make_masks(_insert_gap(allowed, 2), positions, key_positions))
 
-    def pack_masks(self, windows: dict[str, int | None]) -> Any:
+    def pack_masks(self, windows: dict[str, int | None], without: tuple[str, ...]) -> Any:
         """The same tree as packed masks: a committed token, and three nodes after the gap."""
         allowed = torch.eye(4, dtype=torch.bool, device=self.token_ids.device)[None, :, 1:]
         one = self.positions.new_ones(1, 1)
@@ -73,7 +74,7 @@ class ProbeTree:
             layer_type: pack_tree(allowed, one, one + _GAP, origin=0 * one[0], window=window)
             for layer_type, window in windows.items()
         }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return join_masks(masks, without)
 
     @property
     def parents(self) -> Tensor:
@@ -196,13 +197,17 @@ def _is_broken(weight: Tensor) -> bool:
     return is_readable and weight.is_floating_point() and weight.dtype.itemsize > 1 and not _is_finite(weight)
 
 
-def check_branches(cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float) -> None:
+def check_branches(
+    cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float, *, has_single: bool
+) -> None:
     """Checks the tree pass [4, D] against a plain pass [2, D] (see `ProbeTree`).
 
     Rows 0, 1 and 3 of the tree must be rows 0, 1 and 1 of the plain pass, up to rounding and the `noise` between
     passes. Both hold hidden states, or both hold logits.
+
+    Args:
+        has_single: of the model (`is_single`).
     """
-    has_single = is_single(plain_hidden)
     within, between = (1e-4, 1e-3) if has_single else (1e-2, 0.1)  # rows of one pass differ by little
     compared = [
         ("twins", tree_hidden[3], tree_hidden[1], within),
@@ -219,5 +224,7 @@ def check_branches(cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Ten
             )
 
 
-def is_single(values: Tensor) -> bool:
-    return values.dtype in (torch.float32, torch.float64)
+def is_single(values: Tensor, model: Any) -> bool:
+    """Whether the model computes these values in float32. Some models in half precision (Mamba) only add up their
+    residuals, or give their logits, in float32."""
+    return all(dtype in (torch.float32, torch.float64) for dtype in (values.dtype, model.dtype))

@@ -36,6 +36,7 @@ from inference.targets.model_config import (
     find_layer_windows,
     find_length_limit,
     find_placement,
+    find_types_without_attention,
     refuse_autocast,
     refuse_training,
     unwrap_model,
@@ -116,7 +117,9 @@ class Target:
         self.num_layers: int = self.text_config.num_hidden_layers
         limit = find_length_limit(self.text_config)
         self.max_length, self.length_limit_reason = limit.max_length, limit.reason
-        self.masks = TreeMasks(find_layer_windows(self.text_config), self.dtype)
+        self.masks = TreeMasks(
+            find_layer_windows(self.text_config), self.dtype, find_types_without_attention(self.text_config)
+        )
         self.least_rows = 1
         self._placed = PlacedDecoder(self._causal_lm) if self._causal_lm.config.is_encoder_decoder else None
         recurrence = find_recurrence(self._causal_lm, self.device) if findings is None else findings.recurrence
@@ -128,7 +131,9 @@ class Target:
             self.num_layers = len(self.findings.layer_specs)  # the config's number may be the encoder's
         self.vocab_size: int = self.findings.vocab_size
         self.state_size = self.findings.state_size
-        self.backbone = Backbone(model, self._runnable, num_layers=self.num_layers, device=self.device)
+        self.backbone = Backbone(
+            model, self._runnable, num_layers=self.num_layers, device=self.device, dtype=self.dtype
+        )
         if findings is None and self.is_recurrent:
             check_rollback(self)
 
@@ -219,7 +224,7 @@ class Target:
             return self
         check_supported(self._causal_lm, has_attention_interface=self.backbone.has_attention_interface)
         mode = copy.copy(self)
-        mode.masks = TreeMasks(self.masks.windows, torch.float64)
+        mode.masks = TreeMasks(self.masks.windows, torch.float64, self.masks.without)
         mode.least_rows = count_least_rows(self._causal_lm)
         if not self.findings.is_known_invariant:
             check_invariance(mode)

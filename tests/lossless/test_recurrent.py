@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from heads import HEAD_TYPES
 from inference import Decoder, GenerationStats, Target, generate, prompts
 from inference.cache.recurrent_states import RecurrentStates
-from tests.lossless.matrix.drafters import policy_of
+from tests.lossless.matrix.drafters import PLAIN, drafter_of, policy_of
+from tests.lossless.matrix.references import attentions_of, target_of
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import RECURRENT_FAMILIES, VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
@@ -21,6 +23,7 @@ CORE = tuple(
     for place, family in enumerate(("qwen3_5", "mamba", "falcon_h1", "lfm2"))
     if family in RECURRENT_FAMILIES
 )
+QUICK_DRAFTERS = [("qwen3_5", "eagle3"), ("qwen3_5", "staged"), ("mamba", "medusa"), ("mamba", "ngram + small model")]
 POLICIES = ("chain", "dynamic", "static")
 pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of transformers has no cache for states")
 
@@ -66,6 +69,31 @@ def test_batches(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> N
         for row, text in enumerate(expected):
             own = output.sequences[row : row + 1, longest - lengths[row] :][:, : len(text)]
             assert_same_text(model, text[None], own)
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        pytest.param(family, drafter, marks=() if (family, drafter) in QUICK_DRAFTERS else pytest.mark.slow)
+        for family in ("qwen3_5", "mamba", "falcon_h1", "lfm2")
+        for drafter in sorted({*PLAIN, *HEAD_TYPES} - {"kangaroo"})
+        if family in RECURRENT_FAMILIES
+    ],
+)
+def test_drafters_of_every_kind(family: str, drafter: str) -> None:
+    """Two rows, sampled and greedy. Kangaroo's heads read the target's first layers by themselves: they are refused."""
+    attention = attentions_of(family)[0]
+    target = target_of(family, attention, 0)
+    batch = pad_prompts([random_prompt(length, seed=length) for length in (9, 5)])
+    for options in (GREEDY, {"do_sample": True, "temperature": 0.7, "seed": 3}):
+        plain = generate(target, None, **batch, **options, max_new_tokens=12).sequences
+        for policy in ("chain",) if drafter == "staged" else ("chain", "dynamic"):
+            drafting = drafter_of(drafter, family, attention, 0)
+            assert drafting.drafter is not None
+            tree = policy_of(policy, drafting.drafter.max_depth)
+            output = generate(target, drafting.drafter, **batch, **options, max_new_tokens=12, tree=tree)
+            assert torch.equal(output.sequences, plain)
+            assert output.stats.num_verify_steps > 0
 
 
 @pytest.mark.parametrize("family", CORE)

@@ -92,7 +92,11 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
         _watching(causal_lm, running, calls, outputs),
     ):
         causal_lm.base_model(
-            **name_arguments(causal_lm, token_ids, None, None, probe), use_cache=True, return_dict=True
+            **name_arguments(causal_lm, token_ids, None, None, probe),
+            use_cache=True,
+            # transformers adds hooks when states are first asked for: before the layers that a copy shares are copied.
+            output_hidden_states=True,
+            return_dict=True,
         )
     if not probe.mixers:
         raise ValueError(f"{cannot}: they keep their states in a place of their own instead of the cache")
@@ -104,8 +108,8 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
         args, kwargs = calls[module]
         with refusing(f"{cannot}: {mixers[layer]} does not continue from a state"):
             whole, steps, fresh = _continue_in_three_ways(Mixer(module.forward, layer), args, kwargs)
-        continues = continues and is_close(whole, fresh)
-        drafts_in_one = drafts_in_one and continues and is_close(whole, steps)
+        continues = continues and _is_close(whole, fresh, causal_lm)
+        drafts_in_one = drafts_in_one and continues and _is_close(whole, steps, causal_lm)
     roles = {layer: _find_roles(module, calls, outputs) for layer, module in probe.mixers.items()}
     # On a CPU, the forms for several tokens pad a few of them to chunks of 64 to 256. Convolutions have no chunks.
     has_chunks = any(spec.name[0] == "recurrent" for own in specs.values() for spec in own)
@@ -200,7 +204,7 @@ def _first_tensor(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else _first_tensor(output[0])
 
 
-def is_close(found: Tensor, wanted: Tensor) -> bool:
+def _is_close(found: Tensor, wanted: Tensor, causal_lm: Any) -> bool:
     """Whether two ways to compute the same states agree up to rounding."""
     difference, size = (float(values.float().norm()) for values in (found - wanted, wanted))
-    return difference <= (3e-5 if is_single(wanted) else 0.02) * size
+    return difference <= (3e-5 if is_single(wanted, causal_lm) else 0.02) * size

@@ -29,7 +29,7 @@ from tests.conftest import REPOSITORY
 from tests.inference.targets.test_target_refusals import ignore_argument
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import RECURRENT_FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
 
 TREE = DynamicTree(depth=4, top_k=4, num_nodes=24)
 HERE, THERE = torch.device("cpu"), torch.device("lazy:0")
@@ -175,11 +175,16 @@ def _bitsandbytes(**settings: Any) -> Any:
     return BitsAndBytesConfig(**settings)
 
 
-def _torchao() -> Any:
+def _torchao(bits: int) -> Any:
+    """Weights of 4 bits as torchao computes them on every device: its kernels for them need a GPU."""
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not a dependency")
     from transformers import TorchAoConfig
 
-    return TorchAoConfig(quantization.Int8WeightOnlyConfig(), include_input_output_embeddings=True)
+    if bits == 8:
+        return TorchAoConfig(quantization.Int8WeightOnlyConfig(), include_input_output_embeddings=True)
+    return TorchAoConfig(
+        quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32))
+    )
 
 
 def _quanto(weights: str) -> Any:
@@ -192,7 +197,8 @@ def _quanto(weights: str) -> Any:
 WEIGHT_ONLY: dict[str, Callable[[], Any]] = {
     "bitsandbytes-4bit": lambda: _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "bitsandbytes-4bit-head": lambda: _bitsandbytes(load_in_4bit=True, llm_int8_skip_modules=["none"]),
-    "torchao-int8": _torchao,
+    "torchao-int8": lambda: _torchao(8),
+    "torchao-int4": lambda: _torchao(4),
     "quanto-int8": lambda: _quanto("int8"),
     "quanto-int4": lambda: _quanto("int4"),
 }
@@ -227,6 +233,76 @@ def test_quantised_activations_decode_with_a_warning(tmp_path: Path, caplog: pyt
     assert "change by" in caplog.text
     output = generate(target, NgramDrafter(), random_prompt(6), max_new_tokens=20, do_sample=False)
     assert output.sequences.shape == (1, 26)
+
+
+class PackedInts(nn.Module):
+    """As GPTQ's and AWQ's linear layers: no weight, but integers of 4 bits in int32, and a scale per row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scales = linear.weight.detach().abs().amax(1, keepdim=True) / 7
+        values = (linear.weight.detach() / self.scales).round().to(torch.int32) + 8
+        self.shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        self.qweight = (values.view(len(values), -1, 8) << self.shifts).sum(-1).to(torch.int32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        values = ((self.qweight[..., None] >> self.shifts) & 15).flatten(1) - 8
+        return hidden @ (values * self.scales).T.to(hidden.dtype)
+
+
+class Float8(nn.Linear):
+    """As transformers' FP8 layers: a weight in float8, and scales."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.scales = linear.weight.detach().abs().amax(1, keepdim=True) / 448
+        self.weight = nn.Parameter((linear.weight.detach() / self.scales).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ (self.weight.to(hidden.dtype) * self.scales).T
+
+
+@pytest.mark.parametrize("family", ["llama", *(["qwen3_5"] if RECURRENT_FAMILIES else [])])
+@pytest.mark.parametrize("kind", [PackedInts, Float8])
+def test_layers_whose_weights_need_a_gpu(kind: Any, family: str) -> None:
+    """Stand-ins for layers of GPTQ, AWQ and FP8, whose kernels need one."""
+    model: Any = tiny_target(family, initializer_range=0.3)
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and path != "lm_head" and module.in_features % 8 == 0:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, kind(module))
+    assert any(isinstance(module, kind) for module in model.modules())
+    check_greedy_text(model)
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """transformers reads its weights as plain ones: the target is not quantised."""
+    gguf = pytest.importorskip("gguf", reason="gguf is not a dependency")
+    model: Any = tiny_target("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, initializer_range=0.3)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_vocab_size(VOCAB_SIZE)
+    writer.add_context_length(256)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(128)
+    writer.add_block_count(2)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(16)
+    writer.add_layer_norm_rms_eps(1e-6)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name, weight in model.state_dict().items():
+        kind = gguf.GGMLQuantizationType.Q8_0 if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
+        values = gguf.quants.quantize(weight.float().numpy(), kind)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)) + ".weight", values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    assert {type(module) for module in loaded.modules() if "Linear" in type(module).__name__} == {nn.Linear}
+    assert loaded.lm_head.weight.dtype == torch.float32
+    check_greedy_text(loaded)
 
 
 def test_states_that_change_with_the_pass_are_told_from_broken_masks(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     FalconConfig,
@@ -22,6 +24,8 @@ from transformers import (
     MptForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from inference import Decoder
@@ -52,6 +56,20 @@ class TestRefusals:
         config = RecurrentGemmaConfig(**self.tiny, num_attention_heads=2, lru_width=32, attention_window_size=8)
         with pytest.raises(ValueError, match="cannot be rolled back after a rejected draft"):
             Target(RecurrentGemmaForCausalLM(config).eval())
+
+    def test_rwkv(self) -> None:
+        config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=32)
+        with pytest.raises(ValueError, match="keep their states in a place of their own instead of the cache"):
+            Target(RwkvForCausalLM(config).eval())
+
+    @pytest.mark.skipif("inkling_text" not in CONFIG_MAPPING, reason="this release of transformers has no Inkling")
+    def test_several_states_in_a_layer(self) -> None:
+        sizes = dict.fromkeys(("head_dim", "swa_head_dim", "sliding_window_size", "moe_intermediate_size"), 8)
+        heads = dict.fromkeys(("num_attention_heads", "swa_num_attention_heads", "n_routed_experts"), 4)
+        pairs = dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_experts_per_tok", "d_rel"), 2)
+        config = CONFIG_MAPPING["inkling_text"](**self.tiny, **sizes, **heads, **pairs, n_shared_experts=1)
+        with pytest.raises(ValueError, match="two modules keep a state in layer 0 of the cache"):
+            Target(AutoModelForCausalLM.from_config(config).eval())
 
     def test_a_cache_of_its_own(self) -> None:
         config = MiniMaxConfig(

@@ -10,9 +10,10 @@ from tests.lossless.matrix.cases import Call, Case
 from tests.lossless.matrix.covering import cover
 from tests.lossless.matrix.drafters import DRAFTERS, POLICIES, TRAINED
 from tests.lossless.matrix.references import CHAT, SAMPLING, Row, attentions_of, do_sample
-from tests.tiny_targets import FAMILIES
+from tests.tiny_targets import FAMILIES, RECURRENT_FAMILIES
 
 BATCHES = (1, 2, 7, 32)
+RECURRENT_BATCHES = (1, 2, 7)  # their steps take longest
 NUM_SEEDS = 3  # of the targets' weights
 LONG, SHORT = 64, 32  # new tokens of greedy and of sampled texts
 # Prompts of 3 to 40 tokens: below and beyond the windows of 8 that some targets have.
@@ -22,7 +23,7 @@ WIDE_SAMPLING = ("greedy", "T=0.7")  # batches of 32 have only these: their refe
 
 @dataclass(frozen=True)
 class Cell:
-    """part: "greedy" (the complete part), "pairs" or "trained"."""
+    """part: "greedy" (the complete part), "pairs", "trained" or "recurrent"."""
 
     part: str
     batch: int
@@ -80,8 +81,27 @@ def _case(batch: int, **values: Any) -> Case:
     return Case(calls=calls_of(batch, length), text_length=length, seed=seed, **values)
 
 
+def recurrent_cells() -> list[Cell]:
+    """Targets with recurrent layers and the scripted drafter: greedy text with every policy, sampled text with chains
+    and trees."""
+    samplings = [("greedy", POLICIES, RECURRENT_BATCHES), ("T=0.7", ("chain", "static", "dynamic"), (1, 7))]
+    return [
+        Cell(
+            "recurrent",
+            batch,
+            _case(batch, family=family, attention=attentions_of(family)[0], policy=policy, sampling=sampling),
+        )
+        for family in RECURRENT_FAMILIES
+        for sampling, policies, batches in samplings
+        for policy in policies
+        for batch in batches
+    ]
+
+
 def seed_of(family: str, attention: str) -> int:
     """The seed of a target's weights: one for all cells, so that cells share their reference texts."""
+    if family in RECURRENT_FAMILIES:
+        return 0
     return (FAMILIES.index(family) + ("sdpa", "eager").index(attention)) % NUM_SEEDS
 
 

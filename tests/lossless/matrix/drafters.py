@@ -19,6 +19,7 @@ from tests.inference.drafters.test_small_model import rough_copy
 from tests.lossless.matrix.references import CHAT, target_of
 from tests.lossless.restless import auto_tree
 from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import RECURRENT_FAMILIES
 
 DEPTH = 4
 # Deep enough for DEPTH levels where the kind's default is not.
@@ -72,6 +73,8 @@ def policy_of(name: str, max_depth: int | None = None) -> TreePolicy | None:
 
 @cache
 def _small_model(family: str, attention: str, seed: int) -> Target:
+    if family in RECURRENT_FAMILIES:  # a small model has attention only
+        return target_of("llama", "sdpa", seed)
     return Target(rough_copy(target_of(family, attention, seed).model))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference import Target
-from tests.tiny_targets import LEFT_OUT, tiny_target
+from tests.tiny_targets import FAMILIES, RECURRENT_FAMILIES, tiny_target
 from tests.training.feature_cases import COLLATE, ROWS
 from training.features.self_check import NUM_TOKENS, check_features
 from training.features.sources import FeatureSource, OnlineFeatures, TargetStates
@@ -19,7 +19,8 @@ LAYERS = (2, 6)
 
 
 def check(target: Target, source: FeatureSource | None = None) -> float:
-    return check_features(target, source or OnlineFeatures(target, LAYERS), LAYERS, COLLATE(ROWS[-1:]))
+    layers = (LAYERS[0], target.num_layers)
+    return check_features(target, source or OnlineFeatures(target, layers), layers, COLLATE(ROWS[-1:]))
 
 
 class Wrong:
@@ -44,12 +45,14 @@ class Wrong:
             ("granite", torch.float32),
             ("cohere2", torch.bfloat16),
             ("olmo2", torch.bfloat16),
+            ("qwen3_next", torch.float32),
+            ("mamba2", torch.bfloat16),
         )
-        if family not in LEFT_OUT
+        if family in (*FAMILIES, *RECURRENT_FAMILIES)
     ],
 )
 def test_right_states_pass(family: str, dtype: torch.dtype) -> None:
-    """Scaled logits, soft-capped ones, scaled embeddings, and what bfloat16 rounds."""
+    """Scaled logits, soft-capped ones, scaled embeddings, recurrent layers, and what bfloat16 rounds."""
     assert check(Target(tiny_target(family).to(dtype))) < 0.5
 
 

@@ -14,7 +14,9 @@ from inference.cache.recurrent_states import RecurrentStates
 from inference.targets.encoding import encode
 from inference.targets.recurrent import finding
 from inference.targets.recurrent.proving import check_rollback
+from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
+from tests.inference.targets.recurrent import families_table
 from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, target_of, tiny_target
 
 pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of transformers has no cache for states")
@@ -87,25 +89,46 @@ def test_what_recurrent_targets_cannot_do() -> None:
         target.prepare_first_layers(2)
 
 
-def test_documents_of_a_row_do_not_leak_into_each_other() -> None:
-    target = target_of("qwen3_5", initializer_range=0.3)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("qwen3_5", "mamba2", "lfm3") else pytest.mark.slow)
+        for family in RECURRENT_FAMILIES
+    ],
+)
+def test_packed_documents_do_not_leak_into_each_other(family: str) -> None:
+    """States of a packed row are those of its documents by themselves. Read as one text, they would not be."""
+    target = target_of(family, initializer_range=0.3)
     row = random_prompt(12)
-    packed = encode(
-        target, row, torch.ones_like(row), feature_layers=[1, 4], document_ids=torch.tensor([[0] * 5 + [1] * 7])
-    )
+    options: dict[str, Any] = {"feature_layers": [1, target.num_layers]}
+    packed = encode(target, row, torch.ones_like(row), document_ids=torch.tensor([[0] * 5 + [1] * 7]), **options)
+    leaking = encode(target, row, torch.ones_like(row), **options)
     for span in (slice(5), slice(5, None)):
-        alone = encode(target, row[:, span], torch.ones_like(row[:, span]), feature_layers=[1, 4])
+        alone = encode(target, row[:, span], torch.ones_like(row[:, span]), **options)
         torch.testing.assert_close(packed.features[:, span], alone.features, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(packed.last_hidden[:, span], alone.last_hidden, atol=1e-4, rtol=1e-4)
+    assert (leaking.last_hidden[:, 5:] - packed.last_hidden[:, 5:]).abs().amax() > 0.1
 
 
-def test_the_model_is_not_changed() -> None:
-    model = tiny_target("falcon_h1", initializer_range=0.3)
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5"])
+def test_the_model_is_not_changed(family: str) -> None:
+    model = tiny_target(family, initializer_range=0.3)
     prompt = random_prompt(9)
-    before = model(prompt).logits
+    before = model(prompt, output_hidden_states=True)
     attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
     Target(model)
     assert attributes == {name: sorted(vars(module)) for name, module in model.named_modules()}
-    assert torch.equal(model(prompt).logits, before)
+    after = model(prompt, output_hidden_states=True)
+    assert torch.equal(after.logits, before.logits)
+    assert len(after.hidden_states) == len(before.hidden_states)
+
+
+def test_a_new_model_has_one_hook_per_layer() -> None:
+    """transformers adds them when states are first asked for; its layers are partly shared with a copy."""
+    model = tiny_target("qwen3_5", initializer_range=0.3)
+    for _ in range(2):
+        Target(model)
+    assert len(model(random_prompt(9), output_hidden_states=True).hidden_states) == 5
 
 
 def test_heads_bind() -> None:
@@ -113,3 +136,10 @@ def test_heads_bind() -> None:
     output = Decoder(target_of("qwen3_5"), heads).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
     plain = Decoder(target_of("qwen3_5")).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
     assert torch.equal(output.sequences, plain.sequences)
+
+
+def test_the_table_of_families_is_what_is_found() -> None:
+    page = (REPOSITORY / "docs/targets.md").read_text()
+    _, begin, rest = page.partition(families_table.BEGIN)
+    found, end, _ = rest.partition(families_table.END)
+    assert begin + found + end == families_table.render_table()

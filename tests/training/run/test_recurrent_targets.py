@@ -1,0 +1,40 @@
+"""Heads train above targets with recurrent layers, on packed rows, and decode with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from heads import DraftHeads
+from inference import Target, generate
+from tests.tiny_targets import RECURRENT_FAMILIES, attention_implementations, random_prompt, tiny_target
+from tests.training.runner import Runner, save_word_tokenizer
+
+pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of transformers has no cache for states")
+
+
+@pytest.mark.parametrize(
+    ("family", "head_type"),
+    [("qwen3_5", "eagle3"), ("mamba2", "mtp"), pytest.param("lfm2", "medusa", marks=pytest.mark.slow)],
+)
+def test_heads_train(family: str, head_type: str, conversations: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    tiny_target(family, vocab_size=60, initializer_range=0.2).save_pretrained(folder)
+    save_word_tokenizer(folder)
+    train = Runner(folder, conversations, tmp_path / "heads")
+    options = {"head_type": head_type, "packing": True, "attn_implementation": attention_implementations(family)[0]}
+    options["head_overrides"] = "draft_vocab_size=40" if head_type == "eagle3" else None
+    first, last = (train(**options, max_steps=steps) for steps in (1, 30))
+    assert last["eval_loss"] < 0.95 * first["eval_loss"]
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompt = random_prompt(7, vocab_size=60)
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
+    found = generate(
+        Target(model), DraftHeads.from_pretrained(train.output_dir), prompt, max_new_tokens=16, do_sample=False
+    )
+    assert torch.equal(found.sequences, expected)
+    assert found.stats.num_verify_steps > 0
