@@ -27,7 +27,7 @@ from inference.prompts import HeldTexts, PromptReader
 from inference.request.emitted_scores import EmittedScores
 from inference.request.request import Request
 from inference.stats import GenerationStats, PhaseClock
-from inference.targets.target import TargetOutput
+from inference.targets.passes import TargetOutput
 from inference.trees.token_tree import TokenTree
 
 StepCallback = Callable[[list[int], int], None]

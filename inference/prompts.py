@@ -20,7 +20,7 @@ from inference.cache.tree_cache import TreeCache
 from inference.execution.step import DecodeStep
 from inference.stats import GenerationStats
 from inference.targets.multimodal import Media
-from inference.targets.target import TargetOutput
+from inference.targets.passes import TargetOutput
 
 PREFILL_CHUNK = 512  # tokens of a row per eager forward pass
 MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own

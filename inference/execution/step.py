@@ -26,7 +26,8 @@ from inference.drafters.slots import NewSlots
 from inference.execution.executor import Executor
 from inference.noise import derive_seeds
 from inference.targets.multimodal import Media, read_media
-from inference.targets.target import Target, TargetOutput
+from inference.targets.passes import TargetOutput
+from inference.targets.target import Target
 from inference.trees.policy import TreePolicy, run_eagerly
 from inference.trees.token_tree import TokenTree
 

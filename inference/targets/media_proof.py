@@ -48,7 +48,7 @@ def prove_media(
     ones = torch.ones_like(media.counts)
     found += [target.prefill(cache, token_ids[:, None], ones).logits for token_ids in new_ids[:, :-1].unbind(1)]
     errors = [_compare(ours[:, 0], own) for ours, own in zip(found, wanted.logits, strict=True)]
-    allowed = 1e-3 if is_single(found[0]) and not is_quantised(causal_lm) else 0.1
+    allowed = 1e-3 if is_single(found[0], causal_lm) and not is_quantised(causal_lm) else 0.1
     # A choice of experts at a near-tie changes one step.
     later = min(errors[1:]) if chooses_experts(causal_lm) else max(errors[1:])
     if not (errors[0] <= allowed and later <= allowed):

@@ -22,7 +22,8 @@ from transformers import Cache
 
 from inference.cache.tree_cache import TreeCache
 from inference.targets.model_config import refuse_training
-from inference.targets.target import Target, TargetOutput
+from inference.targets.passes import TargetOutput
+from inference.targets.target import Target
 
 # Arguments of forward that every language model has. Any other argument belongs to media.
 _TEXT_ARGUMENTS = {

@@ -13,8 +13,8 @@ import copy
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,31 +42,11 @@ from inference.targets.model_config import (
     unwrap_model,
 )
 from inference.targets.parts import find_final_norm, find_final_norm_gain, read_weight, run_frozen, take_first_layers
+from inference.targets.passes import Nodes, TargetOutput
 from inference.targets.probe import Findings, examine_encoder_decoder, examine_model
 from inference.targets.recurrent.finding import find_recurrence
 from inference.targets.recurrent.mixers import PlacedMixers
 from inference.targets.recurrent.proving import check_rollback
-
-
-class Nodes(Protocol):
-    """What `Target.verify` reads of a `TokenTree`, whose docstring explains it."""
-
-    @property
-    def token_ids(self) -> Tensor: ...
-    @property
-    def parents(self) -> Tensor: ...
-    @property
-    def depths(self) -> Tensor: ...
-    @property
-    def ancestors(self) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class TargetOutput:
-    """logits: [B, N, V] in the model's dtype. features: [B, N, F], or None when no layers were asked for."""
-
-    logits: Tensor
-    features: Tensor | None
 
 
 class Target:
