@@ -8,7 +8,7 @@ hook drops. The request is returned before decoding begins, so that the loop can
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -130,10 +130,14 @@ def _move_padding(
 ) -> tuple[Tensor, Tensor]:
     """Ids and mask with padding on the left, where transformers' processors expect it. They look padding up, so it gets
     valid ids. Other arguments with an entry per token are not moved."""
+    _check_padding(attention_mask, media)
     padded_ids, mask = pad_left(input_ids, attention_mask)
-    if media and not torch.equal(mask, (attention_mask != 0).long()):
-        raise ValueError(f"give prompts with {', '.join(media)} padding on the left (padding_side='left')")
     return padded_ids.where((mask != 0) | are_tokens(padded_ids, target.num_embeddings), 0), mask
+
+
+def _check_padding(attention_mask: Tensor, media: Collection[str]) -> None:
+    if media and not torch.equal(pad_left(attention_mask, attention_mask)[1], (attention_mask != 0).long()):
+        raise ValueError(f"give prompts with {', '.join(sorted(media))} padding on the left (padding_side='left')")
 
 
 def _encoded_source(target: Target, given_ids: Tensor, model_kwargs: dict[str, Any]) -> Source:
@@ -170,6 +174,8 @@ def request_of_hook(
     _refuse_options(config, model_kwargs.keys() - _PREPARED - media)
     mask = model_kwargs.get("attention_mask")
     check_prompt(input_ids, mask)
+    if mask is not None:
+        _check_padding(mask, media)
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise ValueError("past_key_values holds tokens already, and this decode loop has its own cache: leave it out")

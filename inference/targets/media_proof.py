@@ -80,6 +80,7 @@ def _continue_by_model(causal_lm: Any, input_ids: Tensor, num_tokens: int, model
         num_return_sequences=1,
         eos_token_id=None,
         stop_strings=None,
+        cache_implementation=None,
         output_logits=True,
         return_dict_in_generate=True,
     )

@@ -257,6 +257,8 @@ class TestRefusals:
             inputs[name] = inputs[name].flip(1)
         with pytest.raises(ValueError, match="pixel_values padding on the left"):
             generate(multimodal_target("llava"), None, **inputs, **OPTIONS)
+        with pytest.raises(ValueError, match="padding on the left"):
+            multimodal_target("llava").model.generate(**inputs, custom_generate=CustomGenerate(None), **OPTIONS)
 
     def test_pipelined_decoding(self) -> None:
         model = tiny_multimodal("llava")
