@@ -103,18 +103,20 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
     names = {module: path for path, module in causal_lm.named_modules()}
     mixers = {layer: names[module] for layer, module in sorted(probe.mixers.items())}
     specs = {layer: tuple(_describe(read_layer(probe.own[layer]))) for layer in mixers}
-    continues = drafts_in_one = True
+    continues = drafts_in_one = keeps_states = True
     for layer, module in sorted(probe.mixers.items()):
         args, kwargs = calls[module]
         with refusing(f"{cannot}: {mixers[layer]} does not continue from a state"):
-            whole, steps, fresh = _continue_in_three_ways(Mixer(module.forward, layer), args, kwargs)
+            mixer = Mixer(module.forward, layer)
+            whole, steps, fresh = _continue_in_three_ways(mixer, args, kwargs)
+            keeps_states = keeps_states and _keeps_states(mixer, args, kwargs)
         continues = continues and _is_close(whole, fresh, causal_lm)
         drafts_in_one = drafts_in_one and continues and _is_close(whole, steps, causal_lm)
     roles = {layer: _find_roles(module, calls, outputs) for layer, module in probe.mixers.items()}
     # On a CPU, the forms for several tokens pad a few of them to chunks of 64 to 256. Convolutions have no chunks.
     has_chunks = any(spec.name[0] == "recurrent" for own in specs.values() for spec in own)
     drafts_in_one = drafts_in_one and not (device.type == "cpu" and has_chunks)
-    return Recurrence(mixers, specs, roles, continues, drafts_in_one)
+    return Recurrence(mixers, specs, roles, continues, drafts_in_one, keeps_states)
 
 
 def _find_roles(mixer: nn.Module, calls: dict[nn.Module, Any], outputs: dict[nn.Module, list[Any]]) -> LinearRoles:
@@ -198,6 +200,21 @@ def _continue_in_three_ways(mixer: Mixer, args: Any, kwargs: Any) -> tuple[Tenso
     levels = Levels.of_paths(torch.arange(half)[None])
     steps, _ = mixer.run_levels(later, others, mixer.run(first, others, None)[1], levels)
     return whole, torch.cat([_first_tensor(step) for step in steps], dim=1), fresh
+
+
+def _keeps_states(mixer: Mixer, args: Any, kwargs: Any) -> bool:
+    """Whether a pass of one token leaves the recurrent states that it is given as they are."""
+    call = mixer.bind(args, kwargs)
+    assert call is not None, "the mixer has been called with a cache"
+    _, inputs, others = call
+    first, second = ({name: values[:, place : place + 1] for name, values in inputs.items()} for place in range(2))
+    before = mixer.run(first, others, None)[1]
+    given = {name: values.clone() for name, values in before.items() if name[0] == "recurrent"}
+    after = mixer.run(second, others, before)[1]
+    return all(
+        torch.equal(before[name], values) and before[name].data_ptr() != after[name].data_ptr()
+        for name, values in given.items()
+    )
 
 
 def _first_tensor(output: Any) -> Tensor:

@@ -22,6 +22,7 @@ replayed.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from inference.cache.recurrent_states import RecurrentStates, States, StateSpec
+from inference.cache.recurrent_states import RecurrentStates, StateName, States, StateSpec
 from inference.targets.copied_modules import copy_module, replace_modules
 from inference.targets.recurrent.plans import Drafting, Levels, Reading, pick_nodes
 
@@ -64,6 +65,7 @@ class Recurrence:
         continues: whether a pass of several tokens continues from a state. If not, a prompt is read in one pass, and
             everything after it token by token.
         drafts_in_one: whether mixers read drafts in one call; else token by token, as transformers' generate does.
+        keeps_states: whether mixers leave the recurrent states that they are given as they are, and give new ones.
     """
 
     mixers: dict[int, str]
@@ -71,6 +73,7 @@ class Recurrence:
     roles: dict[int, LinearRoles]
     continues: bool = True
     drafts_in_one: bool = True
+    keeps_states: bool = False
 
 
 @dataclass
@@ -171,7 +174,7 @@ class PlacedMixers:
     def _place(self, module: nn.Module, layer: int) -> nn.Module:
         names = list_linears(module)
         inner = replace_modules(module, lambda part: self._place_linear(names[part], part) if part in names else None)
-        mixer = self._mixers[layer] = Mixer(inner.forward, layer)
+        mixer = self._mixers[layer] = Mixer(inner.forward, layer, keeps_states=self.recurrence.keeps_states)
         return copy_module(inner, forward=partial(self._run, mixer))
 
     def _place_linear(self, name: str, module: Any) -> nn.Module:
@@ -278,8 +281,8 @@ def list_linears(mixer: nn.Module) -> dict[nn.Module, str]:
 class Mixer:
     """Calls one mixer with the states that are wanted."""
 
-    def __init__(self, forward: Callable[..., Any], layer: int) -> None:
-        self.forward, self.layer = forward, layer
+    def __init__(self, forward: Callable[..., Any], layer: int, *, keeps_states: bool = False) -> None:
+        self.forward, self.layer, self.keeps_states = forward, layer, keeps_states
         self._names = [
             name
             for name, parameter in inspect.signature(forward).parameters.items()
@@ -305,6 +308,10 @@ class Mixer:
             if isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
         }
         return cache, inputs, {name: value for name, value in named.items() if name not in inputs}
+
+    def _keeps(self, name: StateName) -> bool:
+        """Whether a call leaves this state as it is."""
+        return self.keeps_states and name[0] == "recurrent"
 
     def run(self, inputs: dict[str, Tensor], others: dict[str, Any], before: States | None) -> tuple[Any, States]:
         """One call: the mixer's outputs for tokens [R, P, ...], and the states after them.
@@ -343,7 +350,7 @@ class Mixer:
             if parents is not None:
                 states = {name: values.index_select(0, parents.to(values.device)) for name, values in states.items()}
             elif keeps_all:
-                states = {name: values.clone() for name, values in states.items()}
+                states = {name: values if self._keeps(name) else values.clone() for name, values in states.items()}
             own = {name: levels.take(values, level) for name, values in inputs.items()}
             output, states = self.run(own, others, states)
             outputs.append(output)
@@ -353,10 +360,8 @@ class Mixer:
 
 def open_layer(states: States | None) -> Any:
     """A layer of transformers' cache with these states; None = an empty one."""
-    from transformers.cache_utils import LinearAttentionLayer  # transformers 5.23; `find_recurrence` has looked
-
     names = states or {}
-    layer: Any = LinearAttentionLayer(number_of_states=1 + max((number for _, number in names), default=0))
+    layer: Any = _find_layer_class()(number_of_states=1 + max((number for _, number in names), default=0))
     for (kind, number), values in names.items():
         getattr(layer, f"{kind}_states")[number] = values
         getattr(layer, f"is_{kind}_states_initialized")[number] = True
@@ -365,6 +370,27 @@ def open_layer(states: States | None) -> Any:
             layer.conv_kernel_size[number] = values.shape[-1]
         layer.dtype, layer.device = values.dtype, values.device
     return layer
+
+
+@functools.cache
+def _find_layer_class() -> Any:
+    from transformers.cache_utils import LinearAttentionLayer  # transformers 5.23; `find_recurrence` has looked
+
+    class OneCall(LinearAttentionLayer):
+        """For one call of a mixer: a new state takes the place of the old one, which transformers' layers copy."""
+
+        def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+            held: Any = (
+                self.recurrent_states.get(state_idx) if self.is_recurrent_states_initialized[state_idx] else None
+            )
+            found: Tensor = recurrent_states
+            if held is None:
+                found = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+            else:
+                self.recurrent_states[state_idx] = found = recurrent_states.to(held.dtype)
+            return found
+
+    return OneCall
 
 
 def read_layer(layer: Any) -> States:

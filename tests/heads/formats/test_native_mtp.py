@@ -359,7 +359,7 @@ def test_a_bfloat16_target_gets_bfloat16_heads(tmp_path: Path) -> None:
 
 
 def test_gated_attention_of_qwen3_5_runs_on_the_draft_cache() -> None:
-    """Its targets are refused (recurrent layers), but its MTP layer is one of full attention with a gate."""
+    """Its targets have recurrent layers; its MTP layer is one of full attention with a gate."""
     configs = pytest.importorskip("transformers.models.qwen3_5.configuration_qwen3_5")
     config = configs.Qwen3_5TextConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,

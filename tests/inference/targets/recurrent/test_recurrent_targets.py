@@ -29,13 +29,19 @@ def recurrence_of(target: Target) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "continues", "drafts_in_one"),
-    [("qwen3_5", True, False), ("lfm2", True, True), ("nemotron_h", True, False), ("mamba", False, False)],
+    ("family", "continues", "drafts_in_one", "keeps_states"),
+    [
+        ("qwen3_5", True, False, True),
+        ("lfm2", True, True, True),
+        ("nemotron_h", True, False, False),
+        ("mamba", False, False, False),
+    ],
 )
-def test_what_is_found(family: str, continues: bool, drafts_in_one: bool) -> None:
+def test_what_is_found(family: str, continues: bool, drafts_in_one: bool, keeps_states: bool) -> None:
     target = target_of(family)
     recurrence = recurrence_of(target)
-    assert (recurrence.continues, recurrence.drafts_in_one) == (continues, drafts_in_one)
+    found = recurrence.continues, recurrence.drafts_in_one, recurrence.keeps_states
+    assert found == (continues, drafts_in_one, keeps_states)
     assert target.is_recurrent
     assert target.reads_prompts_whole == (not continues)
     assert len(recurrence.mixers) == sum(spec is None for spec in target.findings.layer_specs) - (
