@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
-from inference import Decoder, Drafter, DraftLogits, Target
+from inference import Decoder, DistributedDecoder, Drafter, DraftLogits, Target
+from inference.distributed.coordinator import Link
 from inference.drafters.ngram import NgramDrafter
 from inference.noise import row_seeds
 from inference.trees.auto import AutoTree
@@ -205,6 +206,34 @@ class OurDecoding:
         )
 
 
+class DistributedDecoding:
+    """Drafts on this rank, and verifies on the servers of a link."""
+
+    def __init__(self, target: Target, drafter: Drafter, link: Link) -> None:
+        self.decoder = DistributedDecoder(target, drafter, link=link)
+
+    def __call__(
+        self,
+        batch: Batch,
+        settings: Settings,
+        *,
+        max_new_tokens: int | None = None,
+        is_synchronised: bool = False,
+    ) -> Run:
+        device = self.decoder.target.device
+        seed = int(row_seeds(settings.seed + batch.prompts[0].index, 1, "cpu")) if settings.is_sampled else None
+        start = read_clock(device)
+        output = self.decoder.generate(
+            batch.input_ids,
+            batch.attention_mask,
+            seed=None if seed is None else [seed],
+            **settings.generate_kwargs(max_new_tokens),
+        )
+        seconds = read_clock(device) - start
+        texts = _read_texts(output.sequences, batch, self.decoder.target)
+        return Run(texts, seconds, output.stats.num_target_forwards, output.stats)
+
+
 class AssistedDecoding(TransformersDecoding):
     """The target's own `generate` with a small model that drafts (arXiv 2211.17192).
 
@@ -255,6 +284,7 @@ def make_contenders(
     assistant: PreTrainedModel | None = None,
     misfits: Mapping[str, str] | None = None,
     is_each_once: bool = False,
+    link: Link | None = None,
 ) -> list[Contender]:
     """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule, the exact one
     with and without coupled drafting.
@@ -269,6 +299,7 @@ def make_contenders(
         misfits: heads that do not fit the target, with the reason: each becomes a contender with that `problem`.
         is_each_once: one contender for each drafter of `heads`, and for no other drafter. It runs in the last of the
             modes, with exact acceptance, coupled drafting, and trees cut to the depth that it can draft.
+        link: servers of the target, for every drafter once more.
 
     Raises:
         ValueError: for an unknown tree, and for two trees of the same name.
@@ -299,6 +330,19 @@ def make_contenders(
             except ValueError as error:
                 contender.problem = str(error)
             contenders.append(contender)
+    if link is not None:
+        servers = f"{len(link.ranks)} server{'s' * (len(link.ranks) > 1)}"
+        several = f"texts are decoded one at a time, and the batch has {settings.batch_size}"
+        contenders += [
+            Contender(
+                f"{name}, distributed",
+                servers,
+                DistributedDecoding(target, drafter, link),
+                problem=several if settings.batch_size > 1 else "",
+                is_overlapping=True,
+            )
+            for name, drafter, _ in drafters
+        ]
     return contenders + [Contender(name, problem=problem) for name, problem in (misfits or {}).items()]
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from heads import DraftHeads
 from inference import Drafter, Target
+from inference.distributed.coordinator import Link
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from scripts.measuring.contenders import OurDecoding, TransformersDecoding, count_work, make_contenders
@@ -181,6 +182,7 @@ def measure_combination(
     is_each_once: bool = False,
     earlier: Sequence[Contender] | None = None,
     single_texts: list[list[int]] | None = None,
+    link: Link | None = None,
 ) -> Measured:
     """Measures all contenders, interleaved, on one file's prompts at one temperature and batch size.
 
@@ -189,6 +191,7 @@ def measure_combination(
         is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
         earlier: the contenders of an earlier combination of the same subject, which keep their compiled graphs. Only
             with `is_each_once`, where all temperatures have the same contenders.
+        link: servers of the target, for distributed decoding.
         single_texts: the reference's text of each prompt decoded by itself; rows of batches are compared with these.
             None = this combination's texts if its batch size is 1, otherwise they are decoded.
     """
@@ -208,6 +211,7 @@ def measure_combination(
             assistant=subject.assistant,
             misfits=subject.misfits,
             is_each_once=is_each_once,
+            link=link,
         )
     prompts, num_too_long = subject.prompts[path]
     _measure_with_progress(contenders, prompts, settings)

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from inference.distributed.coordinator import Link
 from inference.distributed.gloo_link import Greeting
 from inference.distributed.messages import Answer, Prompt, Task
 from inference.distributed.timeline import Timeline
+from scripts.benchmarks.scripted.counting import ScriptedChances
 from scripts.benchmarks.servers.simulation import (
     Costs,
     Outcome,
@@ -113,44 +115,80 @@ def emulate(
 
 
 def run_models(
-    target: Target, drafter: Drafter, prompts: Sequence[Tensor], num_tokens: int, lengths: Sequence[int]
-) -> dict[str, Any]:
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Tensor],
+    num_tokens: int,
+    lengths: Sequence[int],
+    acceptances: Sequence[float] = (),
+) -> list[dict[str, Any]]:
     """Real models: plain decoding and chains that wait, on rank 0, taking turns with the servers. The texts are
-    compared."""
+    compared. Rivals also run with as many threads as there are processes, since these have the cores to themselves.
+
+    Args:
+        acceptances: of a `ScriptedChances` drafter, one result for each; () = the drafter's own.
+    """
     with DistributedDecoder(target, drafter) as decoder:
+        num_threads = 1 + len(decoder.link.ranks)
         silent = DistributedDecoder(target, SilentDrafter(), link=decoder.link)
-        contenders: dict[str, Callable[..., Any]] = {
-            "plain": Decoder(target).generate,
-            **{f"chain:{n}": Decoder(target, drafter, tree=f"chain:{n}").generate for n in lengths},
-            "plain through a server": silent.generate,
-            "distributed": decoder.generate,
+        contenders: dict[str, Callable[..., Any]] = {"plain": Decoder(target).generate}
+        contenders |= {f"chain:{n}": Decoder(target, drafter, tree=f"chain:{n}").generate for n in lengths}
+        contenders |= {
+            f"{name}, {num_threads} threads": partial(_with_threads, num_threads, generate)
+            for name, generate in contenders.items()
         }
-        options: dict[str, Any] = {"max_new_tokens": num_tokens, "do_sample": False}
+        contenders |= {"plain through a server": silent.generate, "distributed": decoder.generate}
         for generate in contenders.values():
             generate(prompts[0], max_new_tokens=8, do_sample=False)
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        timelines, outcomes, messages, num_same = [], [], [], 0
-        for prompt in prompts:
-            texts = {}
-            for name, generate in contenders.items():
-                output = generate(prompt, **options)
-                texts[name] = output.sequences
-                decoding = output.stats.seconds["total"] - output.stats.seconds["prefill"]
-                seconds[name].append(decoding / (output.stats.num_new_tokens - 1))
-                if name == "plain through a server":
-                    messages.append(measure_message(silent.timeline, decoding, output.stats.num_new_tokens - 1))
-            num_same += torch.equal(texts["distributed"], texts["plain"])
-            timelines.append(decoder.timeline)
-            outcomes.append(Outcome.of_timeline(decoder.timeline, output.stats.num_new_tokens - 1, decoding))
-        ranks = len(decoder.link.ranks)
+        results = []
+        for acceptance in acceptances or (None,):
+            if acceptance is not None:
+                assert isinstance(drafter, ScriptedChances)
+                drafter.acceptance = acceptance
+            results.append(_run_in_turns(decoder, silent, contenders, prompts, num_tokens))
+    return results
+
+
+def _with_threads(number: int, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        return generate(*args, **kwargs)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run_in_turns(
+    decoder: DistributedDecoder,
+    silent: DistributedDecoder,
+    contenders: dict[str, Callable[..., Any]],
+    prompts: Sequence[Tensor],
+    num_tokens: int,
+) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    timelines, outcomes, messages, num_same = [], [], [], 0
+    for prompt in prompts:
+        texts = {}
+        for name, generate in contenders.items():
+            output = generate(prompt, max_new_tokens=num_tokens, do_sample=False)
+            texts[name] = output.sequences
+            decoding = output.stats.seconds["total"] - output.stats.seconds["prefill"]
+            seconds[name].append(decoding / (output.stats.num_new_tokens - 1))
+            if name == "plain through a server":
+                messages.append(measure_message(silent.timeline, decoding, output.stats.num_new_tokens - 1))
+        num_same += torch.equal(texts["distributed"], texts["plain"])
+        timelines.append(decoder.timeline)
+        outcomes.append(Outcome.of_timeline(decoder.timeline, output.stats.num_new_tokens - 1, decoding))
     costs = read_costs(timelines, statistics.median(messages))
-    setting = Setting(ranks, statistics.fmean(one.acceptance for one in timelines))
-    total = add_up(outcomes)
+    setting = Setting(len(decoder.link.ranks), statistics.fmean(one.acceptance for one in timelines))
+    speeds = {name: 1 / statistics.fmean(values) for name, values in seconds.items()}
+    plain = max(speed for name, speed in speeds.items() if name.partition(",")[0] == "plain")
     return {
-        "tokens_per_second": {name: 1 / statistics.fmean(values) for name, values in seconds.items()},
+        "tokens_per_second": speeds,
         "same_texts": num_same,
         "texts": len(prompts),
-        **compare(total, costs, setting),
+        **compare(add_up(outcomes), costs, setting),
+        "over_plain": speeds["distributed"] / plain,
         "timeline": asdict(timelines[0]),
     }
 
